@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run events: one stream of facts about a job, with several sinks.
+
+Events are for machines, logs are for people: goodput, the ledger and the incident timeline read
+events and never parse logs.  An event is a frozen value; a sink is anything with `emit` and
+`close`.  Emitting never raises into training: a sink that fails is reported once and dropped.
+
+Each process appends whole lines to one file that all processes of the host share.  A line is
+written with a single `write` on a descriptor opened with O_APPEND, so lines of different
+processes do not interleave on a local file system, and a kill leaves at most the last line torn.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Protocol, Union
+
+from resiliency.runtime import Clock, RunInfo, SystemClock
+
+logger = logging.getLogger(__name__)
+
+JsonValue = Union[str, int, float, bool, None, list["JsonValue"], dict[str, "JsonValue"]]
+
+
+class EventType(str, Enum):
+    """Every event that the project writes.  The value is the word on the wire."""
+
+    # --- goodput (the published six, in the order in which equal timestamps are sorted) ---------
+    USER_SCHEDULED = "user_scheduled"
+    JOB_STARTED = "job_started"
+    CHECKPOINT_LOADED = "checkpoint_loaded"
+    CHECKPOINT_SAVED = "checkpoint_saved"
+    USER_TERMINATED = "user_terminated"
+    JOB_TERMINATED = "job_terminated"
+    # --- launcher: one incident is the spans between these ---------------------------------------
+    FAULT_DETECTED = "fault_detected"  # fields: cause, exit_code or signal, log_file; rank when known
+    WORKERS_STOPPED = "workers_stopped"
+    RENDEZVOUS_DONE = "rendezvous_done"
+    WORKERS_STARTED = "workers_started"
+    # --- one rank, in the order of its life ------------------------------------------------------
+    PROCESS_STARTED = "process_started"  # kernel's start time of the process
+    IMPORTED = "imported"  # the training stack is imported
+    INITIALIZED = "initialized"  # process groups and model exist; training loop about to start
+    RESTORE_STARTED = "restore_started"
+    STEP_STARTED = "step_started"  # only for the first step of an attempt
+    STEP_FINISHED = "step_finished"  # step: number of steps finished; fields: duration_s
+    SAVE_STARTED = "save_started"  # training is held from here ...
+    SAVE_RELEASED = "save_released"  # ... to here
+    SAVE_FAILED = "save_failed"
+    FAULT_INJECTED = "fault_injected"
+    RANK_FINISHED = "rank_finished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """One fact.  `rank` is None for the launcher; `step` counts finished optimizer steps."""
+
+    type: EventType
+    time: datetime
+    job_name: str
+    host: str = ""
+    node_rank: int = 0
+    rank: int | None = None
+    attempt: int | None = None
+    step: int | None = None
+    fields: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One line without its newline.  None fields are left out."""
+        record: dict[str, JsonValue] = {
+            "timestamp": self.time.astimezone(timezone.utc).isoformat(timespec="microseconds"),
+            "job_name": self.job_name,
+            "event_type": self.type.value,
+            "host": self.host,
+            "node_rank": self.node_rank,
+        }
+        for name in ("rank", "attempt", "step"):
+            value = getattr(self, name)
+            if value is not None:
+                record[name] = value
+        if self.fields:
+            record["fields"] = dict(self.fields)
+        return json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> RunEvent:
+        """Parse a line.
+
+        Raises:
+            ValueError: not JSON, a field is missing or of the wrong type, or the event is unknown.
+        """
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError(f"an event is a JSON object, found {type(record).__name__}")
+        try:
+            time = datetime.fromisoformat(str(record["timestamp"]).replace("Z", "+00:00"))
+            if time.tzinfo is None:
+                time = time.replace(tzinfo=timezone.utc)
+            fields = record.get("fields", {})
+            if not isinstance(fields, dict):
+                raise ValueError("fields must be an object")
+            return cls(
+                type=EventType(record["event_type"]),
+                time=time,
+                job_name=str(record["job_name"]),
+                host=str(record.get("host", "")),
+                node_rank=int(record.get("node_rank") or 0),
+                rank=_optional_int(record, "rank"),
+                attempt=_optional_int(record, "attempt"),
+                step=_optional_int(record, "step"),
+                fields=fields,
+            )
+        except KeyError as error:
+            raise ValueError(f"event without {error.args[0]!r}") from None
+
+
+def _optional_int(record: Mapping[str, JsonValue], name: str) -> int | None:
+    value = record.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, found {value!r}")
+    return value
+
+
+class EventSink(Protocol):
+    """Where events go.  `emit` may block; wrap a slow sink in `BackgroundSink`."""
+
+    def emit(self, event: RunEvent) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FileSink:
+    """Appends one JSON line per event to `path`, shared by all processes of a host.
+
+    Args:
+        path: file to append to; created with its parents.
+        encode: event to line; None skips the event.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], encode: Callable[[RunEvent], str | None] = RunEvent.to_json
+    ) -> None:
+        self.path = Path(path)
+        self._encode = encode
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def emit(self, event: RunEvent) -> None:
+        line = self._encode(event)
+        if line is not None and self._fd >= 0:
+            os.write(self._fd, line.encode() + b"\n")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class BackgroundSink:
+    """Hands events to `inner` on a thread, so that the training thread never touches a file.
+
+    The queue is bounded: when storage stalls for long enough to fill it, the oldest duty wins
+    (training goes on) and the number of dropped events is logged at `close`.
+    """
+
+    def __init__(self, inner: EventSink, *, capacity: int = 100_000) -> None:
+        self._inner = inner
+        self._queue: queue.Queue[RunEvent | threading.Event | None] = queue.Queue(capacity)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="resiliency-events", daemon=True)
+        self._thread.start()
+
+    def emit(self, event: RunEvent) -> None:
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self, timeout: timedelta = timedelta(seconds=5)) -> bool:
+        """Wait until everything emitted so far has reached `inner`; False when time runs out."""
+        done = threading.Event()
+        try:
+            self._queue.put(done, timeout=timeout.total_seconds())
+        except queue.Full:
+            return False
+        return done.wait(timeout.total_seconds())
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put(None, timeout=5)
+        except queue.Full:
+            self._dropped += self._queue.qsize()
+        self._thread.join(timeout=5)
+        if self._thread.is_alive():
+            logger.warning("the event log did not drain within 5 s; its last events are lost")
+            return
+        self._inner.close()
+        if self._dropped:
+            logger.warning("%d events were dropped because their sink was too slow", self._dropped)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._inner.emit(item)
+            except OSError:
+                self._dropped += 1
+                if self._dropped == 1:
+                    logger.warning("cannot write the event log", exc_info=True)
+
+
+class EventStream:
+    """Stamps facts with identity and time and hands them to every sink.
+
+    Thread-safe.  A sink that raises OSError is closed, reported once and left out from then on.
+    """
+
+    def __init__(self, info: RunInfo, sinks: Iterable[EventSink] = (), clock: Clock | None = None) -> None:
+        self.info = info
+        self._sinks = list(sinks)
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+
+    def emit(
+        self,
+        type: EventType,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        attempt: int | None = None,
+        time: datetime | None = None,
+        **fields: JsonValue,
+    ) -> RunEvent:
+        """Record a fact now (or at `time`); `rank` and `attempt` default to this process's own."""
+        event = RunEvent(
+            type=type,
+            time=time or self._clock.now(),
+            job_name=self.info.job_name,
+            host=self.info.host,
+            node_rank=self.info.node_rank,
+            rank=self.info.rank if rank is None else rank,
+            attempt=self.info.attempt if attempt is None else attempt,
+            step=step,
+            fields=fields,
+        )
+        with self._lock:
+            for sink in tuple(self._sinks):
+                try:
+                    sink.emit(event)
+                except OSError as error:
+                    self._sinks.remove(sink)
+                    logger.warning("event sink %r failed and is left out: %s", sink, error)
+        return event
+
+    def close(self) -> None:
+        """Close every sink; idempotent."""
+        with self._lock:
+            sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def events_path(info: RunInfo) -> Path:
+    """File that holds all events of a job on this host: ``<run_dir>/<job_name>-events.jsonl``."""
+    return Path(info.run_dir) / f"{info.job_name}-events.jsonl"

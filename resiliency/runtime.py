@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who and when: the identity of this process within the job, and clocks.
+
+`RunInfo` is the only place that reads the environment variables which torchrun and our launcher
+set; every other module is handed a value.  Clocks are objects so that a test can own time:
+monotonic seconds measure durations, aware UTC stamps events.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Protocol, overload
+
+from resiliency.errors import ConfigError
+
+#: Names the job in events, logs and file names.
+JOB_ENV = "JOB_IDENTIFIER"
+#: Directory for the files that describe a run (goodput log, event log); default: the working directory.
+RUN_DIR_ENV = "RESILIENCY_RUN_DIR"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """Identity of one process of a job.
+
+    `rank`, `local_rank` and `attempt` are None in processes that are not workers (the launcher, a
+    command-line tool).  `attempt` counts the starts of the worker group, from 0.
+    """
+
+    job_name: str = "local"
+    host: str = ""
+    node_rank: int = 0
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int = 1
+    local_world_size: int = 1
+    attempt: int | None = None
+    run_dir: str = "."
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> RunInfo:
+        """Read the identity from `env` (default: this process's environment).
+
+        Raises:
+            ConfigError: a variable that must be a whole number is not one.
+        """
+        env = os.environ if env is None else env
+        return cls(
+            job_name=env.get(JOB_ENV) or env.get("JOB_NAME") or env.get("TORCHELASTIC_RUN_ID") or "local",
+            host=env.get("NODE_NAME") or socket.gethostname(),
+            node_rank=_whole(env, "GROUP_RANK", _whole(env, "NODE_RANK", 0)),
+            rank=_whole(env, "RANK"),
+            local_rank=_whole(env, "LOCAL_RANK"),
+            world_size=_whole(env, "WORLD_SIZE", 1),
+            local_world_size=_whole(env, "LOCAL_WORLD_SIZE", 1),
+            attempt=_whole(env, "TORCHELASTIC_RESTART_COUNT", 0 if "RANK" in env else None),
+            run_dir=env.get(RUN_DIR_ENV) or ".",
+        )
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True in global rank 0 and in a process that is no worker at all."""
+        return not self.rank
+
+
+@overload
+def _whole(env: Mapping[str, str], name: str, default: int) -> int: ...
+@overload
+def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int | None: ...
+def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+    text = env.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name} must be a whole number, found {text!r}.",
+            hint="torchrun and launcher.py set it; unset it when you start the program by hand.",
+            variable=name,
+        ) from None
+
+
+class Clock(Protocol):
+    """Source of time.  `resiliency.testing.ManualClock` is the twin that tests own."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary point; never goes back.  For durations."""
+        ...
+
+    def now(self) -> datetime:
+        """Aware UTC.  For events that people and other hosts read."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def now(self) -> datetime:
+        return datetime.now(timezone.utc)
+
+
+def process_start_time() -> datetime:
+    """Aware UTC time at which the kernel created this process (Linux; elsewhere: now).
+
+    The interpreter and the imports run before any code of ours can read a clock, and they are a
+    large part of a restart; the kernel's record is the only honest start.
+    """
+    try:
+        with open("/proc/self/stat", "rb") as stat, open("/proc/uptime", "rb") as uptime:
+            # The command name may hold spaces and brackets: fields count from the last ')'.
+            ticks = int(stat.read().rpartition(b")")[2].split()[19])
+            age_s = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        age_s = 0.0
+    return datetime.fromtimestamp(time.time() - max(age_s, 0.0), timezone.utc)
