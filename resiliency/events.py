@@ -17,18 +17,20 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, Union
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from resiliency.runtime import Clock, RunInfo, SystemClock
 
 logger = logging.getLogger(__name__)
 
-JsonValue = Union[str, int, float, bool, None, list["JsonValue"], dict[str, "JsonValue"]]
+JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
 
 
 class EventType(str, Enum):
@@ -89,7 +91,12 @@ class RunEvent:
                 record[name] = value
         if self.fields:
             record["fields"] = dict(self.fields)
-        return json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+        # An event must not fail because of a value in it: what JSON lacks becomes null or its text.
+        try:
+            return _dumps(record, allow_nan=False)
+        except ValueError:
+            record["fields"] = json.loads(_dumps(self.fields), parse_constant=lambda _: None)
+            return _dumps(record)
 
     @classmethod
     def from_json(cls, line: str) -> RunEvent:
@@ -113,7 +120,7 @@ class RunEvent:
                 time=time,
                 job_name=str(record["job_name"]),
                 host=str(record.get("host", "")),
-                node_rank=int(record.get("node_rank") or 0),
+                node_rank=_optional_int(record, "node_rank") or 0,
                 rank=_optional_int(record, "rank"),
                 attempt=_optional_int(record, "attempt"),
                 step=_optional_int(record, "step"),
@@ -121,6 +128,12 @@ class RunEvent:
             )
         except KeyError as error:
             raise ValueError(f"event without {error.args[0]!r}") from None
+
+
+def _dumps(record: Mapping[str, JsonValue], *, allow_nan: bool = True) -> str:
+    return json.dumps(
+        dict(record), separators=(",", ":"), ensure_ascii=False, allow_nan=allow_nan, default=str
+    )
 
 
 def _optional_int(record: Mapping[str, JsonValue], name: str) -> int | None:
@@ -132,12 +145,23 @@ def _optional_int(record: Mapping[str, JsonValue], name: str) -> int | None:
     return value
 
 
+#: What a sink may fail with: storage, or an event that its encoder cannot carry.
+_SINK_ERRORS = (OSError, ValueError, TypeError)
+
+
 class EventSink(Protocol):
     """Where events go.  `emit` may block; wrap a slow sink in `BackgroundSink`."""
 
     def emit(self, event: RunEvent) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class BufferedSink(EventSink, Protocol):
+    """A sink that takes events before it has written them."""
+
+    def flush(self, timeout: timedelta) -> bool: ...
 
 
 class FileSink:
@@ -159,7 +183,8 @@ class FileSink:
     def emit(self, event: RunEvent) -> None:
         line = self._encode(event)
         if line is not None and self._fd >= 0:
-            os.write(self._fd, line.encode() + b"\n")
+            # A file name that is no UTF-8 becomes a JSON escape instead of an exception.
+            os.write(self._fd, line.encode(errors="backslashreplace") + b"\n")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -189,12 +214,13 @@ class BackgroundSink:
 
     def flush(self, timeout: timedelta = timedelta(seconds=5)) -> bool:
         """Wait until everything emitted so far has reached `inner`; False when time runs out."""
+        deadline = time.monotonic() + timeout.total_seconds()
         done = threading.Event()
         try:
             self._queue.put(done, timeout=timeout.total_seconds())
         except queue.Full:
             return False
-        return done.wait(timeout.total_seconds())
+        return done.wait(max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
         if not self._thread.is_alive():
@@ -218,7 +244,7 @@ class BackgroundSink:
                 continue
             try:
                 self._inner.emit(item)
-            except OSError:
+            except _SINK_ERRORS:
                 self._dropped += 1
                 if self._dropped == 1:
                     logger.warning("cannot write the event log", exc_info=True)
@@ -227,12 +253,13 @@ class BackgroundSink:
 class EventStream:
     """Stamps facts with identity and time and hands them to every sink.
 
-    Thread-safe.  A sink that raises OSError is closed, reported once and left out from then on.
+    Thread-safe.  A sink that fails is closed, reported once and left out from then on.
     """
 
     def __init__(self, info: RunInfo, sinks: Iterable[EventSink] = (), clock: Clock | None = None) -> None:
         self.info = info
         self._sinks = list(sinks)
+        self._observers: list[Callable[[RunEvent], None]] = []
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
 
@@ -262,10 +289,36 @@ class EventStream:
             for sink in tuple(self._sinks):
                 try:
                     sink.emit(event)
-                except OSError as error:
+                except _SINK_ERRORS as error:
                     self._sinks.remove(sink)
                     logger.warning("event sink %r failed and is left out: %s", sink, error)
+                    with suppress(OSError):
+                        sink.close()
+        for observer in self._observers:
+            observer(event)
         return event
+
+    def observe(self, observer: Callable[[RunEvent], None]) -> None:
+        """Call `observer` with every event, on the emitting thread, after the sinks have it.
+
+        Unlike a sink, an observer may emit events itself, and may raise into the emitter: this is
+        how faults are injected at an event.
+        """
+        self._observers.append(observer)
+
+    def flush(self, timeout: timedelta = timedelta(seconds=5)) -> bool:
+        """Wait until every sink has written what was emitted so far; False when time runs out.
+
+        For a process that is about to die; `close` does it for one that ends in order.
+        """
+        with self._lock:
+            sinks = [sink for sink in self._sinks if isinstance(sink, BufferedSink)]
+        deadline = time.monotonic() + timeout.total_seconds()
+        written = True
+        for sink in sinks:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            written &= sink.flush(timedelta(seconds=left_s))
+        return written
 
     def close(self) -> None:
         """Close every sink; idempotent."""
@@ -273,6 +326,11 @@ class EventStream:
             sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
+
+    def __deepcopy__(self, memo: object) -> EventStream:
+        # Trainers deep-copy their configuration, callbacks included (NeMo does, to record it); a
+        # copy of a callback still speaks for the same process.
+        return self
 
     def __enter__(self) -> EventStream:
         return self

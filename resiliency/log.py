@@ -56,9 +56,12 @@ class TextFormatter(logging.Formatter):
             value = getattr(record, name, None)
             if value is not None:
                 where.append(f"{name} {value}")
-        text = f"{when:%H:%M:%S}.{when.microsecond // 1000:03d} {record.levelname:<7} {' '.join(where)} {record.name}: {record.getMessage()}"
+        stamp = f"{when:%H:%M:%S}.{when.microsecond // 1000:03d}"
+        text = f"{stamp} {record.levelname:<7} {' '.join(where)} {record.name}: {record.getMessage()}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
+        if record.stack_info:
+            text += "\n" + self.formatStack(record.stack_info)
         return text
 
 
@@ -78,6 +81,8 @@ class JsonFormatter(logging.Formatter):
                 line[name] = value
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
         return json.dumps(line, ensure_ascii=False)
 
 
@@ -117,6 +122,6 @@ def configure(
         root.removeHandler(old)
     root.addHandler(handler)
     logging.getLogger("resiliency").setLevel(level)
-    if root.level > logging.INFO or root.level == logging.NOTSET:
-        root.setLevel(logging.INFO)
+    # Other libraries' INFO is noise at a thousand ranks; it is there when somebody debugs.
+    root.setLevel(logging.INFO if level == "DEBUG" else max(logging.WARNING, logging.getLevelName(level)))
     return handler

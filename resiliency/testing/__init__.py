@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools that our own tests use, for yours: real processes, real faults, no mocks.
+
+Here are the values and twins that need the standard library only.  The rest is imported from its
+module, because it needs more: `rank_pool` (torch, in the ranks), `processes` (psutil), `fixtures`
+(pytest).  See docs/testing.md.
+"""
+
+from resiliency.testing.clock import ManualClock
+from resiliency.testing.faults import Fault, FaultInjector, FaultKind, InjectedFault, Phase
+from resiliency.testing.sinks import FailingSink, MemorySink
+
+__all__ = [
+    "FailingSink",
+    "Fault",
+    "FaultInjector",
+    "FaultKind",
+    "InjectedFault",
+    "ManualClock",
+    "MemorySink",
+    "Phase",
+]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pytest plugin: a rank pool for the session, and a check that no test leaves anything behind.
+
+    pytest_plugins = ["resiliency.testing.fixtures"]     # in your top conftest.py
+
+Every test that ends with more threads, processes, descriptors or sockets, other environment
+variables, or files in shared memory than it began with gets an error that names them.  What a
+library keeps for the life of the process is allowed test by test, with a reason:
+
+    @pytest.mark.leaks("threads", reason="NeMo's logger keeps a thread")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+import pytest
+
+from resiliency.testing.leaks import LeakKind, Owner, Snapshot, leaks_since
+from resiliency.testing.rank_pool import RankPool
+
+_OWNERS = pytest.StashKey[list[Owner]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "leaks(*kinds, reason): what this test may leave behind: "
+        + ", ".join(kind.value for kind in LeakKind),
+    )
+    owners: list[Owner] = []
+    config.stash[_OWNERS] = owners
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _long_lived_servers() -> None:
+    """Start Python's resource tracker now: it lives as long as the process, so no test owns it."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """The session's rank processes: ``rank_pool.run(fn, 4)``."""
+    with RankPool(preload=["pytest"]) as pool:
+        pool.warm_up(1)
+        owner = Owner(pids=lambda: pool.pids, descriptors=lambda: pool.descriptors)
+        request.config.stash[_OWNERS].append(owner)
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves anything behind."""
+    allowed = {LeakKind(kind) for marker in request.node.iter_markers("leaks") for kind in marker.args}
+    owners = request.config.stash[_OWNERS]
+    before = Snapshot.take()
+    yield
+    if leaks := leaks_since(before, allowed=allowed, owners=owners):
+        _put_back(before)
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _put_back(before: Snapshot) -> None:
+    """Repair the environment, so that one culprit does not fail the tests after it."""
+    for name in set(os.environ) - set(before.variables):
+        del os.environ[name]
+    os.environ.update(before.variables)

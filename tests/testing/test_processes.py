@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command under test is waited for without polling and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resiliency.testing.leaks import open_descriptors
+from resiliency.testing.processes import MARKER_ENV, Command, is_alive
+
+
+def python(code: str, **options: object) -> Command:
+    return Command([sys.executable, "-S", "-c", textwrap.dedent(code)], **options)  # type: ignore[arg-type]
+
+
+def test_waits_for_a_line_and_returns_its_match(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    with python("print('step 41'); print('step 42')", log=log) as cmd:
+        assert cmd.wait_for_line(r"step (\d+)", timeout=10, count=2)[1] == "42"
+        assert cmd.wait(timeout=10) == 0
+    assert cmd.output == log.read_text() == "step 41\nstep 42\n"
+
+
+def test_stdout_and_stderr_are_one_stream_and_the_last_line_needs_no_newline() -> None:
+    code = "import sys; sys.stderr.write('first\\n'); sys.stderr.flush(); sys.stdout.write('last')"
+    with python(code) as cmd:
+        cmd.wait_for_line("^last$", timeout=10)
+        assert cmd.lines == ["first", "last"]
+
+
+def test_lines_before_an_action_can_be_left_out() -> None:
+    with python("print('ready', flush=True); input_ = input") as cmd:
+        cmd.wait_for_line("ready", timeout=10)
+        with pytest.raises(EOFError, match=r"0 of 1 lines matching 'ready'"):
+            cmd.wait_for_line("ready", timeout=10, since=len(cmd.lines))
+
+
+def test_a_missing_line_is_reported_with_the_output_and_whether_the_command_runs() -> None:
+    code = """
+        import signal
+        for i in range(50):
+            print(f"line {i}", flush=True)
+        signal.pause()
+    """
+    with python(code) as cmd:
+        cmd.wait_for_line("line 49", timeout=10)
+        with pytest.raises(TimeoutError, match=r"(?s)still runs.*Last 40 of 50 lines.*line 10\n.*line 49"):
+            cmd.wait_for_line("never", timeout=0.05)
+        with pytest.raises(TimeoutError, match="did not exit within"):
+            cmd.wait(timeout=0.05)
+        with pytest.raises(AssertionError, match="left 1 processes behind"):
+            cmd.assert_no_orphans(timeout=0)
+
+
+def test_output_written_before_exit_is_complete_after_wait_even_if_a_child_holds_the_pipe() -> None:
+    code = """
+        import subprocess, sys
+        subprocess.Popen(["sleep", "60"])
+        print("x" * 200_000 + "end")
+    """
+    with python(code) as cmd:
+        assert cmd.wait(timeout=10) == 0
+        assert len(cmd.lines[0]) == 200_003
+        assert [p.name() for p in cmd.survivors()] == ["sleep"]
+
+
+def test_a_signal_reaches_the_command_and_the_exit_code_names_it() -> None:
+    with python("import signal; print('up', flush=True); signal.pause()") as cmd:
+        cmd.wait_for_line("up", timeout=10)
+        cmd.signal(signal.SIGTERM)
+        assert cmd.wait(timeout=10) == cmd.returncode == -signal.SIGTERM
+
+
+ORPHAN = """
+    import os, sys, time
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.setsid()
+            print("orphan", os.getpid(), flush=True)
+            time.sleep({seconds})
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_orphans_of_a_dead_parent_are_found_and_killed() -> None:
+    with python(ORPHAN.format(seconds=60)) as cmd:
+        orphan = psutil.Process(int(cmd.wait_for_line(r"orphan (\d+)", timeout=10)[1]))
+        cmd.wait(timeout=10)
+        assert cmd.descendants() == []
+        assert cmd.survivors(timeout=0.05) == [orphan]
+    assert not is_alive(orphan)
+    cmd.close()  # idempotent
+
+
+def test_survivors_returns_as_soon_as_the_last_one_exits() -> None:
+    with python(ORPHAN.format(seconds=0.2)) as cmd:
+        cmd.wait(timeout=10)
+        start = time.monotonic()
+        assert cmd.survivors(timeout=30) == []
+        assert time.monotonic() - start < 5
+
+
+def test_a_stopped_tree_is_killed_too() -> None:
+    with python("import subprocess; subprocess.run(['sleep', '60'])") as cmd:
+        deadline = time.monotonic() + 10
+        while not (children := cmd.descendants()) and time.monotonic() < deadline:
+            os.sched_yield()
+        cmd.signal(signal.SIGSTOP)
+        children[0].suspend()
+    assert not is_alive(children[0])
+    assert cmd.returncode == -signal.SIGKILL
+
+
+def test_a_nested_command_belongs_to_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"import os; print('id', os.environ['{MARKER_ENV}'])"
+    monkeypatch.setenv(MARKER_ENV, "outer")
+    with python(code) as cmd:
+        assert cmd.wait_for_line(r"id (.*)", timeout=10)[1] == f"outer:{cmd.id}"
+
+
+def test_variables_are_added_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GONE", "1")
+    code = "import os; print(os.environ.get('GONE'), os.environ['KEPT'], os.getcwd())"
+    with python(code, env={"GONE": None, "KEPT": "yes"}, cwd="/") as cmd:
+        cmd.wait_for_line("^None yes /$", timeout=10)
+
+
+def test_a_command_that_cannot_start_leaks_nothing() -> None:
+    before = open_descriptors()
+    with pytest.raises(FileNotFoundError):
+        Command(["/no/such/program"])
+    assert open_descriptors() == before
