@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calculator as users start it: a process with flags, text, files and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resiliency.events import EventType as E
+from resiliency.goodput_measure.tracker import GoodputSink
+from tests.goodput.story import Story, event, write_log
+
+
+def calculator(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "resiliency.goodput_measure.calculator", *flags],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """A directory with the goodput log and the full event log of job `demo`."""
+    story = Story(4).start(restore=0).steps(8, save_every=4, hold=0.5).fault(2)
+    story.start(restore=8, imports=1, init=1).steps(8, save_every=4).finish()
+    write_log(tmp_path / "demo-events.jsonl", story.events)
+    sink = GoodputSink(tmp_path / "demo-goodput.log")
+    for item in story.events:
+        sink.emit(item)
+    sink.close()
+    return tmp_path
+
+
+def test_the_published_table_and_the_export(logs: Path) -> None:
+    done = calculator(
+        logs,
+        *("--job-name", "demo", "--log-file", "demo-goodput.log"),
+        *("--reference-step-time", "1", "--export", "out.json"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    exported = json.loads((logs / "out.json").read_text())
+    assert exported["total_events"] == 9
+    assert (exported["min_loaded_step"], exported["max_saved_step"], exported["step_diff"]) == (0, 16, 16)
+    assert exported["goodput_percentage"] == pytest.approx(100 * 16 / 29.5)
+    assert "ledger" not in exported
+    table = {
+        line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[-1].strip() for line in done.stdout.splitlines()
+    }
+    assert table["Job Started Count"] == "1"
+    assert table["Checkpoints Loaded"] == "1"
+    assert table["Checkpoints Saved"] == "4"
+    assert table["Total Runtime"] == "29.50 s"
+    assert table["Effective Computation Time"] == "16.00 s"
+    assert table["Goodput Percentage"] == "54.24 %"
+
+
+def test_the_event_log_adds_ledger_incidents_and_a_reference_step_time(logs: Path) -> None:
+    done = calculator(logs, "--job-name", "demo", "--event-log", "demo-events.jsonl", "--export", "out.json")
+    assert done.returncode == 0, done.stderr
+    for word in ("kept_steps", "sum", "100.00 %", "ETTR", "Incidents", "SIGKILL"):
+        assert word in done.stdout
+    exported = json.loads((logs / "out.json").read_text())
+    ledger = exported["ledger"]
+    assert exported["reference_step_time"] == 1.0
+    assert sum(ledger["totals_us"].values()) == ledger["wall_us"] * ledger["ranks"]
+    assert len(ledger["incidents"]) == 1
+
+
+def test_both_sources_of_goodput_events_give_the_same_metrics(logs: Path) -> None:
+    outputs = []
+    for flag, file in (
+        ("--log-file", "demo-goodput.log"),
+        ("--log-file", "demo-events.jsonl"),
+        ("--event-log", "demo-events.jsonl"),
+    ):
+        name = f"{len(outputs)}.json"
+        done = calculator(
+            logs, "--job-name", "demo", flag, file, "--reference-step-time", "2", "--export", name
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append({k: v for k, v in json.loads((logs / name).read_text()).items() if k != "ledger"})
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_without_any_step_time_goodput_is_unknown_and_the_flags_are_named(logs: Path) -> None:
+    done = calculator(logs, "--job-name", "demo", "--log-file", "demo-goodput.log")
+    assert done.returncode == 0
+    assert "unknown" in done.stdout
+    assert "set --reference-step-time, or give --event-log" in done.stdout
+
+
+def test_damaged_lines_are_reported_and_not_fatal(logs: Path) -> None:
+    with open(logs / "demo-goodput.log", "a") as log:
+        log.write('what?\n{"timestamp": "2026-')
+    flags = ("--job-name", "demo", "--log-file", "demo-goodput.log", "--reference-step-time", "1")
+    done = calculator(logs, *flags)
+    assert done.returncode == 0
+    assert done.stderr == "warning: 2 of 10 lines could not be parsed, the last one torn\n"
+    assert "demo-goodput.log:9: " in calculator(logs, *flags, "--verbose").stderr
+
+
+@pytest.mark.parametrize("flag", ["--log-file", "--event-log"])
+def test_a_job_that_is_not_in_the_file_exits_1_and_names_those_that_are(logs: Path, flag: str) -> None:
+    write_log(logs / "mixed", [event(1, E.JOB_STARTED, job="a"), event(2, E.JOB_STARTED, job="b")])
+    done = calculator(logs, "--job-name", "c", flag, "mixed")
+    assert done.returncode == 1
+    assert "of job 'c'" in done.stderr
+    assert "Jobs in there: a (1), b (1)" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--job-name"),
+        (("--job-name", "demo"), "google"),
+        (("--job-name", "demo", "--log-file", "gone"), "cannot read the event log 'gone'"),
+        (("--job-name", "demo", "--log-file", "demo-goodput.log", "--reference-step-time", "0"), "above 0"),
+        (("--job-name", "demo", "--log-file", "demo-goodput.log", "--reference-step-time", "nan"), "above 0"),
+        (("--job-name", "demo", "--gcloud-logging-lookback-days", "0"), "--gcloud-logging-lookback-days"),
+        (
+            ("--job-name", "demo", "--log-file", "demo-goodput.log", "--timeline", "x.png"),
+            "needs --event-log",
+        ),
+        (("--job-name", "demo", "--event-log", "demo-events.jsonl", "--timeline", "x.gif"), ".png or .html"),
+        (("--job-name", "demo", "--event-log", "demo-events.jsonl", "--export", "no/x.json"), "cannot write"),
+        (
+            ("--job-name", "demo", "--event-log", "demo-events.jsonl", "--timeline", "no/x.html"),
+            "cannot write",
+        ),
+    ],
+)
+def test_what_cannot_work_exits_2_and_says_which_flag(
+    logs: Path, flags: tuple[str, ...], message: str
+) -> None:
+    done = calculator(logs, *flags)
+    assert done.returncode == 2, done.stdout
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_closes_the_pipe_early_is_no_error(logs: Path) -> None:
+    command = [sys.executable, "-m", "resiliency.goodput_measure.calculator", "--job-name", "demo"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as closed_pipe:
+        done = subprocess.run(
+            [*command, "--event-log", "demo-events.jsonl"],
+            cwd=logs,
+            stdout=closed_pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_measuring_goodput_never_loads_torch_and_draws_only_when_asked() -> None:
+    code = (
+        "import sys, resiliency.goodput_measure.calculator, resiliency.goodput_measure.tracker\n"
+        "print({'torch', 'matplotlib', 'google.cloud.logging', 'tqdm'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "set()\n"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading logs that are large, damaged, or hold several jobs."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from resiliency.errors import ConfigError
+from resiliency.events import EventType
+from resiliency.goodput_measure.reader import MAX_LINE_BYTES, ReadStats, read_events
+from tests.goodput.story import event, write_log
+
+GOOD = event(1, EventType.CHECKPOINT_SAVED, step=5).to_json().encode()
+
+
+def read(path: Path, **options: object) -> tuple[list[int | None], ReadStats]:
+    stats = ReadStats()
+    return [e.step for e in read_events(path, stats=stats, **options)], stats  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"not json",
+        b"[1, 2]",
+        b'{"timestamp":"2026-03-01T12:00:00+00:00","job_name":"j"}',
+        b'{"timestamp":"yesterday","job_name":"j","event_type":"job_started"}',
+        b'{"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"lunch"}',
+        b'{"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"job_started","node_rank":[1]}',
+        b'{"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"job_started","node_rank":Infinity}',
+        b'{"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"checkpoint_saved","step":"5"}',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        GOOD[:40],
+    ],
+)
+def test_an_unparsable_line_is_counted_and_costs_no_other_line(bad: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(GOOD + b"\n" + bad + b"\n\n" + GOOD + b"\n")
+    steps, stats = read(path)
+    assert steps == [5, 5]
+    assert (stats.lines, stats.events, stats.unparsable, stats.torn_at_end) == (3, 2, 1, False)
+    assert stats.examples[0].startswith(f"{path}:2: ")
+
+
+def test_a_torn_last_line_is_counted_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(GOOD + b"\n" + GOOD[:-9])
+    steps, stats = read(path)
+    assert (steps, stats.unparsable, stats.torn_at_end) == ([5], 1, True)
+
+
+def test_an_event_glued_to_a_torn_line_is_recovered(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(GOOD[:-9] + GOOD + b"\n")
+    steps, stats = read(path)
+    assert (steps, stats.unparsable) == ([5], 1)
+
+
+def test_a_line_beyond_the_bound_is_skipped_and_the_next_one_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * (3 * MAX_LINE_BYTES) + b"\n" + GOOD + b"\n")
+    steps, stats = read(path)
+    assert (steps, stats.lines, stats.unparsable) == ([5], 2, 1)
+
+
+def test_other_jobs_are_left_out_and_named(tmp_path: Path) -> None:
+    mixed = [
+        event(1, EventType.CHECKPOINT_SAVED, step=1),
+        event(2, EventType.CHECKPOINT_SAVED, step=2, job="b"),
+    ]
+    steps, stats = read(write_log(tmp_path / "log", mixed), job_name="b")
+    assert steps == [2]
+    assert stats.jobs == {"demo": 1, "b": 1}
+
+
+def test_types_choose_events(tmp_path: Path) -> None:
+    log = write_log(
+        tmp_path / "log", [event(1, EventType.JOB_STARTED), event(2, EventType.STEP_FINISHED, step=1)]
+    )
+    assert read(log, types={EventType.STEP_FINISHED})[0] == [1]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes((GOOD + b"\n") * 20_000)
+    peaks = []
+    for repeat in (1, 4):
+        path.write_bytes((GOOD + b"\n") * 10_000 * repeat)
+        tracemalloc.start()
+        count = sum(1 for _ in read_events(path, job_name="demo"))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert count == 10_000 * repeat
+    assert max(peaks) < 1 << 20
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_a_progress_bar_is_drawn_on_stderr_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = write_log(tmp_path / "log", [event(1, EventType.JOB_STARTED)])
+    read(log)
+    assert capsys.readouterr() == ("", "")
+    read(log, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "reading events" in err
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the event log '.*gone': No such file"):
+        read(tmp_path / "gone")
