@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the benchmark, and every check that needs no NeMo.
+
+A run that cannot work is refused here, before anything heavy is imported and before any file of an
+earlier run is touched.  `Workload` is what the rest of the benchmark is handed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from resiliency.errors import ConfigError
+from resiliency.log import LEVELS
+from resiliency.model import MODELS, ModelSize, ParallelLayout, check_layout
+from resiliency.testing.faults import Fault
+
+DESCRIPTION = """\
+Pretrain a Llama-style model on mock data with NeMo 2 and Megatron-core: the workload with which
+checkpoints, restarts and goodput are measured.  Start it with launcher.py (or torchrun), which
+gives every process its rank:
+
+  python3 launcher.py --nproc-per-node 2 --max-restarts 3 benchmark/benchmark.py \\
+      --device cpu --model tiny --max-steps 40 --job-name demo \\
+      --persistent-ckpt-dir runs/demo --persistent-ckpt-interval 10
+"""
+
+#: Flags whose engine is not part of this release.  They are refused, never ignored.
+_NOT_YET = {
+    "local_ckpt_dir": "the local checkpoint tier",
+    "enable_optimized_async_ckpt": "the checkpoint process with optimized asynchronous saves",
+    "enable_ckpt_load_replication": "recovery of checkpoints from peers",
+    "enable_high_scale_ckpt": "the hand-over to GKE's multi-tier replicator",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A checked set of flags: everything that one rank needs to know about the run."""
+
+    size: ModelSize
+    layout: ParallelLayout
+    device: str
+    num_nodes: int
+    ranks_per_node: int
+    global_batch_size: int
+    max_steps: int
+    max_runtime_s: int
+    val_check_interval: int
+    limit_val_batches: int
+    job_name: str
+    log_dir: Path
+    log_to_remote_storage: bool
+    log_level: str
+    tokenizer_path: Path | None
+    persistent_ckpt_dir: Path | None
+    persistent_ckpt_interval: int | None
+    profile_ckpt_interval: int | None
+    trace_name: str
+    topk_ckpt: int
+    ckpt_threads_per_rank: int
+    dist_ckpt: bool
+    async_ckpt: bool
+    comm_overlap: bool
+    gc: bool
+    fault_tolerance: bool
+    tensorboard: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """``<persistent-ckpt-dir>/<job-name>/checkpoint``, as the checkpoint cleaner expects it."""
+        root = self.persistent_ckpt_dir
+        return None if root is None else root / self.job_name / "checkpoint"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``benchmark.py``; it imports nothing heavy, so ``--help`` is quick."""
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _training_flags(parser.add_argument_group("training"))
+    _layout_flags(parser.add_argument_group("ranks and parallelism"))
+    _checkpoint_flags(parser.add_argument_group("checkpoints"))
+    _observation_flags(parser.add_argument_group("logs and measurement"))
+    _fault_flags(parser.add_argument_group("faults"))
+    return parser
+
+
+def _training_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        choices=list(MODELS),
+        default="36M",
+        help="model size (default: %(default)s); "
+        "a trailing t means truncated to 4 layers; tiny suits two CPU cores",
+    )
+    group.add_argument(
+        "--tokenizer-path",
+        type=Path,
+        metavar="FILE",
+        help="SentencePiece model; default: a built-in byte tokenizer, so that nothing is downloaded",
+    )
+    group.add_argument(
+        "--global-bs",
+        type=int,
+        metavar="N",
+        help="samples per optimizer step; default: 2 per data-parallel replica",
+    )
+    group.add_argument(
+        "--max-steps",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="stop after N steps (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-runtime",
+        type=int,
+        default=0,
+        metavar="SECONDS",
+        help="stop after this much training time, earlier attempts included; 0 = no limit (default)",
+    )
+    group.add_argument(
+        "--val-check-interval",
+        type=int,
+        default=40,
+        metavar="N",
+        help="validate every N steps (default: %(default)s)",
+    )
+    group.add_argument(
+        "--limit-val-batches",
+        type=int,
+        default=0,
+        metavar="N",
+        help="batches per validation; 0 = never validate (default)",
+    )
+    group.add_argument(
+        "--enable-gc",
+        action="store_true",
+        help="collect Python garbage at fixed steps on all "
+        "ranks together, instead of whenever each rank likes",
+    )
+
+
+def _layout_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="auto = cuda where a CUDA device works, else cpu with gloo (default: %(default)s)",
+    )
+    group.add_argument("--num-nodes", type=int, metavar="N", help="hosts; default: what the launcher started")
+    group.add_argument(
+        "--num-gpus",
+        type=int,
+        metavar="N",
+        help="ranks per host, also on CPU; default: what the launcher started",
+    )
+    group.add_argument("--tensor-parallel", type=int, metavar="N", help="override the model's own layout")
+    group.add_argument("--pipeline-parallel", type=int, metavar="N", help="override the model's own layout")
+    group.add_argument("--context-parallel", type=int, metavar="N", help="override the model's own layout")
+    group.add_argument(
+        "--num-optimizer-replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="copies of the distributed optimizer over the data-parallel ranks (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enable-comm-overlap",
+        action="store_true",
+        help="overlap communication with computation where the layout allows it (CUDA only)",
+    )
+
+
+def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--persistent-ckpt-dir",
+        type=Path,
+        metavar="DIR",
+        help="storage that all hosts see; checkpoints go to DIR/<job-name>/checkpoint/step=N",
+    )
+    group.add_argument(
+        "--persistent-ckpt-interval",
+        type=int,
+        metavar="N",
+        help="save there every N steps; set together with --persistent-ckpt-dir or not at all",
+    )
+    group.add_argument(
+        "--local-ckpt-dir",
+        type=Path,
+        metavar="DIR",
+        help="memory or disk of each host; needs --local-ckpt-interval",
+    )
+    group.add_argument("--local-ckpt-interval", type=int, metavar="N", help="save there every N steps")
+    group.add_argument(
+        "--topk-ckpt",
+        type=int,
+        default=-1,
+        metavar="K",
+        help="keep the newest K checkpoints; -1 keeps all (default)",
+    )
+    group.add_argument(
+        "--ckpt-threads-per-rank",
+        type=int,
+        default=2,
+        metavar="N",
+        help="writers per rank (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enable-dist-ckpt",
+        action="store_true",
+        help="spread each save and load over all "
+        "data-parallel ranks, instead of leaving it to the first replica",
+    )
+    group.add_argument(
+        "--enable-async-ckpt",
+        action="store_true",
+        help="write in a background process while training goes on",
+    )
+    group.add_argument(
+        "--enable-optimized-async-ckpt",
+        action="store_true",
+        help="write through a checkpoint process that lives as long as the job",
+    )
+    group.add_argument(
+        "--enable-ckpt-load-replication",
+        action="store_true",
+        help="fetch missing shards from peers; needs the local tier and --num-optimizer-replicas >= 2",
+    )
+    group.add_argument(
+        "--enable-high-scale-ckpt",
+        action="store_true",
+        help="hand local checkpoints over to GKE's multi-tier replicator; needs --local-ckpt-dir",
+    )
+    group.add_argument(
+        "--profile-ckpt-interval",
+        type=int,
+        metavar="N",
+        help="trace the steps around every N-th step; choose the checkpoint interval",
+    )
+
+
+def _observation_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--job-name",
+        default=os.environ.get("JOB_IDENTIFIER") or "benchmark",
+        metavar="NAME",
+        help="names directories, logs and events (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="TensorBoard files and traces go to DIR/<job-name> (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-to-remote-storage",
+        action="store_true",
+        help="--log-dir is remote: write on this "
+        "host's own disk, and copy to --log-dir in the background and at the end",
+    )
+    group.add_argument("--log-level", choices=LEVELS, default="INFO", help="default: %(default)s")
+    group.add_argument("--enable-tensorboard", action="store_true", help="write TensorBoard scalars")
+    group.add_argument(
+        "--trace-name", default="trace", metavar="NAME", help="prefix of trace files (default: %(default)s)"
+    )
+
+
+def _fault_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--enable-fault-tolerance",
+        action="store_true",
+        help="send heartbeats to NVRx's rank monitors, which find hangs; needs launcher.py or ft_launcher",
+    )
+    group.add_argument(
+        "--sim-fault-desc",
+        metavar="FAULT,DELAY[,KEY=VALUE...]",
+        action="append",
+        default=[],
+        help="make one rank fail: rank_killed, rank_hung, rank_exception, rank_exit or "
+        "rank_terminated, after DELAY seconds of training or at step=N; keys rank, attempt, "
+        "phase, code; may be given several times.  Example: rank_killed,step=25",
+    )
+
+
+def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Workload:
+    """Read and check the flags.
+
+    Args:
+        cuda_devices: how many CUDA devices work on this host.
+    Raises:
+        ConfigError: a combination that cannot work; the message names the flag.
+        SystemExit: ``--help``, or a flag that argparse refuses.
+    """
+    args = build_parser().parse_args(argv)
+    _refuse_later_parts(args)
+    _check_checkpoint_flags(args)
+    device = _device(args.device, cuda_devices)
+    num_nodes, ranks_per_node = _started_ranks(args, os.environ)
+    size = MODELS[args.model]
+    layout = _layout(args, size, on_cpu=device == "cpu")
+    replicas = check_layout(size, layout, world_size=num_nodes * ranks_per_node)
+    global_batch_size = args.global_bs if args.global_bs is not None else 2 * replicas
+    check_layout(
+        size,
+        layout,
+        world_size=num_nodes * ranks_per_node,
+        global_batch_size=global_batch_size,
+        optimizer_replicas=args.num_optimizer_replicas,
+    )
+    if args.enable_comm_overlap and device == "cpu":
+        raise ConfigError("--enable-comm-overlap needs CUDA devices.", hint="Drop it with --device cpu.")
+    _check_numbers(args)
+    return Workload(
+        size=size,
+        layout=layout,
+        device=device,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        global_batch_size=global_batch_size,
+        max_steps=args.max_steps,
+        max_runtime_s=args.max_runtime,
+        val_check_interval=args.val_check_interval,
+        limit_val_batches=args.limit_val_batches,
+        job_name=_job_name(args.job_name),
+        log_dir=args.log_dir,
+        log_to_remote_storage=args.log_to_remote_storage,
+        log_level=args.log_level,
+        tokenizer_path=_existing_file("--tokenizer-path", args.tokenizer_path),
+        persistent_ckpt_dir=args.persistent_ckpt_dir,
+        persistent_ckpt_interval=args.persistent_ckpt_interval,
+        profile_ckpt_interval=args.profile_ckpt_interval,
+        trace_name=args.trace_name,
+        topk_ckpt=args.topk_ckpt,
+        ckpt_threads_per_rank=args.ckpt_threads_per_rank,
+        dist_ckpt=args.enable_dist_ckpt,
+        async_ckpt=args.enable_async_ckpt,
+        comm_overlap=args.enable_comm_overlap,
+        gc=args.enable_gc,
+        fault_tolerance=_fault_tolerance(args.enable_fault_tolerance, os.environ),
+        tensorboard=args.enable_tensorboard,
+        faults=tuple(Fault.parse(text) for text in args.sim_fault_desc),
+    )
+
+
+def _refuse_later_parts(args: argparse.Namespace) -> None:
+    _both_or_neither(args, "local_ckpt_dir", "local_ckpt_interval")
+    if args.enable_ckpt_load_replication and (args.local_ckpt_dir is None or args.num_optimizer_replicas < 2):
+        raise ConfigError(
+            "--enable-ckpt-load-replication needs --local-ckpt-dir and --num-optimizer-replicas >= 2."
+        )
+    if args.enable_high_scale_ckpt and args.local_ckpt_dir is None:
+        raise ConfigError("--enable-high-scale-ckpt needs --local-ckpt-dir and --local-ckpt-interval.")
+    for name, what in _NOT_YET.items():
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag}: {what} is not part of this release.",
+                hint="Use --persistent-ckpt-dir with --persistent-ckpt-interval.",
+                flag=flag,
+            )
+    if args.num_optimizer_replicas > 1:
+        raise ConfigError(
+            f"--num-optimizer-replicas {args.num_optimizer_replicas}: training with replicated optimizers is "
+            "not part of this release.",
+            hint="Leave it at 1.",
+            flag="--num-optimizer-replicas",
+        )
+
+
+def _check_checkpoint_flags(args: argparse.Namespace) -> None:
+    _both_or_neither(args, "persistent_ckpt_dir", "persistent_ckpt_interval")
+    for flag in ("enable_async_ckpt", "enable_dist_ckpt"):
+        if getattr(args, flag) and args.persistent_ckpt_dir is None:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} needs --persistent-ckpt-dir: nothing would be saved."
+            )
+    if args.topk_ckpt == 0 or args.topk_ckpt < -1:
+        raise ConfigError(
+            f"--topk-ckpt {args.topk_ckpt} would keep no checkpoint.",
+            hint="Give 1 or more, or -1 for all.",
+            flag="--topk-ckpt",
+        )
+
+
+def _both_or_neither(args: argparse.Namespace, first: str, second: str) -> None:
+    values = {name: getattr(args, name) for name in (first, second)}
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) == 1:
+        flags = {name: "--" + name.replace("_", "-") for name in values}
+        other = second if given[0] == first else first
+        raise ConfigError(
+            f"{flags[given[0]]} was given without {flags[other]}.",
+            hint="Set both, or neither.",
+            flag=flags[other],
+        )
+
+
+def _device(wanted: str, cuda_devices: int) -> str:
+    if wanted == "cuda" and cuda_devices == 0:
+        raise ConfigError(
+            "--device cuda: no CUDA device works on this host.",
+            hint="Check nvidia-smi and that torch was installed with CUDA, or use --device cpu.",
+            flag="--device",
+        )
+    if wanted == "auto":
+        return "cuda" if cuda_devices else "cpu"
+    return wanted
+
+
+def _started_ranks(args: argparse.Namespace, env: os._Environ[str]) -> tuple[int, int]:
+    """(hosts, ranks per host): what the launcher started; the flags must agree with it."""
+    ranks_per_node = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = int(env.get("WORLD_SIZE", "1")) // ranks_per_node
+    for flag, given, started in (
+        ("--num-nodes", args.num_nodes, num_nodes),
+        ("--num-gpus", args.num_gpus, ranks_per_node),
+    ):
+        if given is not None and given != started:
+            raise ConfigError(
+                f"{flag} {given}, but the launcher started {started}.",
+                hint="Leave the flag out, or start the launcher with --nnodes and --nproc-per-node to match.",
+                flag=flag,
+            )
+    return num_nodes, ranks_per_node
+
+
+def _layout(args: argparse.Namespace, size: ModelSize, *, on_cpu: bool) -> ParallelLayout:
+    overrides = {
+        name: value
+        for name, value in (
+            ("tensor", args.tensor_parallel),
+            ("pipeline", args.pipeline_parallel),
+            ("context", args.context_parallel),
+        )
+        if value is not None
+    }
+    for name, value in overrides.items():
+        if value < 1:
+            raise ConfigError(f"--{name}-parallel must be at least 1, found {value}.")
+    layout = replace(size.layout, **overrides)
+    if "pipeline" in overrides:
+        # The number of chunks was chosen for the model's own number of stages.
+        layout = replace(layout, virtual_pipeline=None)
+    if on_cpu and layout.context > 1:
+        raise ConfigError(
+            f"context parallelism of {layout.context} needs Transformer Engine and CUDA.",
+            hint="Add --context-parallel 1 with --device cpu.",
+            flag="--context-parallel",
+        )
+    return layout
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    positive = ("max_steps", "val_check_interval", "ckpt_threads_per_rank", "num_optimizer_replicas")
+    optional = ("persistent_ckpt_interval", "profile_ckpt_interval")
+    for name in (*positive, *optional):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
+    for name in ("max_runtime", "limit_val_batches"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be negative.")
+
+
+def _job_name(name: str) -> str:
+    if not name or "/" in name or name in (".", ".."):
+        raise ConfigError(f"--job-name {name!r} cannot name a directory.", flag="--job-name")
+    return name
+
+
+def _existing_file(flag: str, path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        raise ConfigError(
+            f"{flag} {path}: there is no such file.",
+            hint="Name a SentencePiece .model file, or leave the flag out for the built-in byte tokenizer.",
+            flag=flag,
+        )
+    return path
+
+
+def _fault_tolerance(wanted: bool, env: os._Environ[str]) -> bool:
+    if wanted and "FT_RANK_MONITOR_IPC_SOCKET" not in env:
+        raise ConfigError(
+            "--enable-fault-tolerance needs NVRx's rank monitors, and none watches this process.",
+            hint="Start the benchmark with launcher.py (or ft_launcher) instead of python or torchrun.",
+            flag="--enable-fault-tolerance",
+        )
+    return wanted
+
+
+def check_checkpoint_dir(directory: Path, need_bytes: int) -> None:
+    """Create `directory`, prove that it can be written, and that a checkpoint fits.
+
+    Raises:
+        ConfigError: names the directory and what is wrong with it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(b"x" * 4096)
+            probe.flush()
+            os.fsync(probe.fileno())
+        free_bytes = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint directory {directory} cannot be written: {error.strerror or error}.",
+            hint="Free space, mend the permissions, or name another directory.",
+            flag="--persistent-ckpt-dir",
+            path=str(directory),
+        ) from error
+    if free_bytes < need_bytes:
+        raise ConfigError(
+            f"checkpoint directory {directory} has {free_bytes:,} bytes free; one checkpoint of this model "
+            f"needs about {need_bytes:,}.",
+            hint="Free space or name another directory.",
+            flag="--persistent-ckpt-dir",
+            path=str(directory),
+        )

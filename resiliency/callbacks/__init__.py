@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning and NeMo callbacks; import the module you need."""

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to save, in which tier, and what to keep.
+
+One `ModelCheckpoint` per tier, each with its own interval.  The checkpoint of step N (N optimizer
+steps are finished) is the directory ``step=N``; ``step=N-unfinished`` stands beside it while it is
+being written.  A new checkpoint is committed before an old one is deleted, whatever kills the job
+in between, and what is on disk is the only memory: nothing about retention is kept in the
+checkpoint itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from nemo.lightning.ckpt_utils import ckpt_to_dir
+from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpoint
+from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
+
+from resiliency.errors import ConfigError
+from resiliency.events import EventStream, EventType
+from resiliency.plugins import manifest
+
+logger = logging.getLogger(__name__)
+
+
+class Tier(str, Enum):
+    """Where a checkpoint lives: `LOCAL` is seen by one host only, `PERSISTENT` by all hosts."""
+
+    LOCAL = "local"
+    PERSISTENT = "persistent"
+
+
+class ModelCheckpoint(NeMoModelCheckpoint):
+    """Saves every `interval_steps` steps, and once more when training ends.
+
+    Args:
+        dirpath: directory of this tier's checkpoints; the same path on every rank.
+        interval_steps: save when the number of finished steps is a multiple of this.
+        tier: where `dirpath` is.
+        keep: number of newest complete checkpoints to keep; -1 keeps all.
+        priority: when several of these callbacks are due at one step, only the one with the highest
+            priority saves, so that a step is never saved twice.
+        events: where saves are recorded; None records nothing.
+    Raises:
+        ConfigError: an interval below 1, or a `keep` that would delete every checkpoint.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        interval_steps: int,
+        *,
+        tier: Tier = Tier.PERSISTENT,
+        keep: int = -1,
+        priority: int = 0,
+        events: EventStream | None = None,
+    ) -> None:
+        if interval_steps < 1:
+            raise ConfigError(f"a checkpoint interval is at least 1 step, found {interval_steps}.")
+        if keep == 0 or keep < -1:
+            raise ConfigError(
+                f"keep at least 1 checkpoint (or -1 for all), found {keep}.", flag="--topk-ckpt"
+            )
+        super().__init__(
+            dirpath=str(dirpath),
+            filename="{step}",
+            monitor=None,
+            save_last=False,
+            save_top_k=-1,
+            every_n_train_steps=interval_steps,
+            save_on_train_epoch_end=False,
+            save_optim_on_train_end=True,
+            always_save_context=False,
+            save_context_on_train_end=False,
+            enable_version_counter=False,
+        )
+        self.tier = tier
+        self.priority = priority
+        self.keep = keep
+        self.interval_steps = interval_steps
+        self._events = events
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}[{self.tier.value}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to restore: the directory says what exists."""
+
+    def is_due(self, step: int) -> bool:
+        """True when this tier saves after `step` finished steps."""
+        return step % self.interval_steps == 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        # A job that resumes at its last step must not save that step again over itself.
+        self._last_global_step_saved = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        if self.is_due(trainer.global_step) and not self._outranked(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Saves depend on steps only."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step, unless that is done, and wait until every save is committed."""
+        if not self._outranked(trainer, at_end=True):
+            self._save(trainer)
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if isinstance(checkpoint_io, AsyncFinalizableCheckpointIO):
+            checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+
+    def _save(self, trainer: Any) -> None:
+        if not self._should_skip_saving_checkpoint(trainer):
+            path = Path(self.dirpath) / f"step={trainer.global_step}"
+            self._save_checkpoint(trainer, f"{path}{self.FILE_EXTENSION}")
+
+    def _outranked(self, trainer: Any, *, at_end: bool = False) -> bool:
+        others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
+        return any(o.priority > self.priority and (at_end or o.is_due(trainer.global_step)) for o in others)
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        step = trainer.global_step
+        self._emit(EventType.SAVE_STARTED, step)
+        try:
+            super()._save_checkpoint(trainer, filepath)
+        except Exception as error:
+            self._emit(EventType.SAVE_FAILED, step, error=str(error))
+            raise
+        self._emit(EventType.SAVE_RELEASED, step)
+
+    def _get_finalize_save_checkpoint_callback(
+        self, trainer: Any, filepath: str, global_step: int
+    ) -> Callable[[], None]:
+        finalize = super()._get_finalize_save_checkpoint_callback(trainer, filepath, global_step)
+
+        def commit() -> None:
+            finalize()
+            if trainer.is_global_zero:
+                logger.info("committed checkpoint of step %d in %s", global_step, ckpt_to_dir(filepath))
+                self._emit(EventType.CHECKPOINT_SAVED, global_step)
+                self._prune(Path(self.dirpath))
+
+        return commit
+
+    def _prune(self, root: Path) -> None:
+        if self.keep == -1:
+            return
+        for old in manifest.complete_checkpoints(root)[self.keep :]:
+            # The marker first: a kill in the middle leaves a directory that no reader takes.
+            manifest.mark_unfinished(old)
+            shutil.rmtree(old)
+            manifest.marker_of(old).unlink()
+            logger.info("deleted checkpoint %s, the newest %d are kept", old, self.keep)
+
+    def _emit(self, event: EventType, step: int, error: str | None = None) -> None:
+        if self._events is not None:
+            self._events.emit(event, step=step, tier=self.tier.value, error=error)
+
+    @staticmethod
+    def set_checkpoint_unfinished_marker(checkpoint_path: str | Path, barrier_after: bool = False) -> None:
+        """Mark, and clear what an attempt that did not finish left at the same step."""
+        if _is_rank_zero():
+            directory = Path(ckpt_to_dir(checkpoint_path))
+            manifest.mark_unfinished(directory)
+            if directory.exists():
+                logger.warning("removing what an unfinished save left in %s", directory)
+                shutil.rmtree(directory)
+        if barrier_after and dist.is_initialized():
+            dist.barrier()
+
+    @staticmethod
+    def remove_checkpoint_unfinished_marker(
+        checkpoint_path: str | Path, barrier_before: bool = False
+    ) -> None:
+        """The commit: from here on readers take the checkpoint."""
+        if barrier_before and dist.is_initialized():
+            dist.barrier()
+        if _is_rank_zero():
+            directory = Path(ckpt_to_dir(checkpoint_path))
+            manifest.fsync_directory(directory)
+            manifest.marker_of(directory).unlink(missing_ok=True)
+            manifest.fsync_directory(directory.parent)
+
+
+def _is_rank_zero() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the newest usable checkpoint when a trainer starts, and restore it.
+
+The idea: rank 0 lists the candidates, all ranks agree on one, all ranks prove it (each reads a
+part of the files against the manifest), all ranks learn the verdict, and only then does a byte
+move into the model.  A candidate that fails is marked ``-unfinished`` and the next older one is
+tried.  When checkpoints exist but none is usable, the job ends with an error: silently starting
+from random weights would lose everything that was trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+from resiliency.errors import CheckpointCorrupt, ConfigError
+from resiliency.events import EventStream, EventType
+from resiliency.plugins import manifest
+from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, set_rng_state
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointConnector(_CheckpointConnector):
+    """Drop-in for a trainer's own connector: ``trainer._checkpoint_connector = CheckpointConnector(...)``.
+
+    Collective: every rank of the job takes part in the choice.
+
+    Args:
+        trainer: the trainer to restore.
+        persistent_ckpt_dir: directory of the persistent tier; the same path on every rank.
+        local_ckpt_dir: directory of the local tier; it is searched too, and at the same step it is
+            preferred because it is nearer.
+        max_attempts: how many checkpoints are tried before the job gives up.
+        events: where the restore is recorded.
+    Raises:
+        ConfigError: no directory was given, or `max_attempts` is below 1.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        persistent_ckpt_dir: str | Path | None = None,
+        local_ckpt_dir: str | Path | None = None,
+        max_attempts: int = 3,
+        events: EventStream | None = None,
+    ) -> None:
+        super().__init__(trainer)
+        # Nearer first: of two checkpoints of one step, the one in the first tier is taken.
+        tiers = {"local": local_ckpt_dir, "persistent": persistent_ckpt_dir}
+        self._tiers = {Path(root): name for name, root in tiers.items() if root is not None}
+        if not self._tiers:
+            raise ConfigError("CheckpointConnector needs persistent_ckpt_dir, local_ckpt_dir or both.")
+        if max_attempts < 1:
+            raise ConfigError(f"max_attempts is at least 1, found {max_attempts}.")
+        self._max_attempts = max_attempts
+        self._events = events
+
+    def _restore_modules_and_callbacks(self, checkpoint_path: str | Path | None = None) -> None:
+        """Lightning's hook: restore `checkpoint_path` if the user named one, else the newest usable.
+
+        Raises:
+            CheckpointCorrupt: checkpoints exist, and none of those tried could be used.
+        """
+        self._emit(EventType.RESTORE_STARTED)
+        chosen = Path(checkpoint_path) if checkpoint_path is not None else self._newest_usable()
+        super()._restore_modules_and_callbacks(chosen)
+        if chosen is None:
+            if self.trainer.is_global_zero:
+                logger.info("no checkpoint in %s: training starts from scratch", self._places())
+            # The published goodput formula counts progress from the smallest step ever loaded.
+            self._emit(EventType.CHECKPOINT_LOADED, step=0)
+            return
+        io = self.trainer.strategy.unwrapped_checkpoint_io
+        if isinstance(io, VerifiedCheckpointIO) and io.restored_rng is not None:
+            self.trainer.callbacks.append(_RestoreRngState(io.restored_rng))
+        step = manifest.step_of(chosen)
+        if self.trainer.is_global_zero:
+            logger.info("restored step %s from %s", step, chosen)
+        self._emit(
+            EventType.CHECKPOINT_LOADED, step=step, path=str(chosen), tier=self._tiers.get(chosen.parent)
+        )
+
+    def _newest_usable(self) -> Path | None:
+        candidates = _agree(self._candidates())
+        for tried, path in enumerate(candidates[: self._max_attempts]):
+            problems = _verify_together(path)
+            if not problems:
+                if tried:
+                    logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
+                return path
+            for problem in problems:
+                logger.error("checkpoint %s is not used: %s", path, problem)
+            if _is_rank_zero():
+                manifest.mark_unfinished(path)
+        if candidates:
+            tried = min(len(candidates), self._max_attempts)
+            raise CheckpointCorrupt(
+                f"{len(candidates)} checkpoints in {self._places()}; none of the newest {tried} is usable.",
+                hint="The log names what is wrong with each.  To train from scratch on purpose, name an "
+                "empty directory; to try older ones, raise max_attempts.",
+                paths=[str(path) for path in candidates],
+            )
+        return None
+
+    def _candidates(self) -> list[Path]:
+        found = [path for root in self._tiers for path in manifest.complete_checkpoints(root)]
+        # The sort is stable: of equal steps the nearer tier stays first.
+        return sorted(found, key=lambda path: manifest.step_of(path) or 0, reverse=True)
+
+    def _places(self) -> str:
+        return " and ".join(str(root) for root in self._tiers)
+
+    def _emit(
+        self, event: EventType, step: int | None = None, path: str | None = None, tier: str | None = None
+    ) -> None:
+        if self._events is not None:
+            self._events.emit(event, step=step, path=path, tier=tier)
+
+
+class _RestoreRngState(Callback):
+    """Sets the random state once, just before the first step.
+
+    Not at restore time: data loaders draw random numbers when they start, which the run that wrote
+    the checkpoint had done long before.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state: dict[str, Any] | None = state
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        if self._state is not None:
+            set_rng_state(self._state)
+            self._state = None
+
+
+def _agree(candidates: Sequence[Path]) -> list[Path]:
+    """Rank 0's list on every rank: what a rank sees on shared storage may lag behind."""
+    if not dist.is_initialized():
+        return list(candidates)
+    box: list[Any] = [list(candidates)]
+    dist.broadcast_object_list(box, src=0)
+    return list(box[0])
+
+
+def _verify_together(path: Path) -> list[str]:
+    """Each rank verifies a part of the files; every rank gets every problem that any rank found."""
+    if not dist.is_initialized():
+        problem = manifest.verify(path)
+        return [problem] if problem else []
+    verdicts: list[str | None] = [None] * dist.get_world_size()
+    problem = manifest.verify(path, part=dist.get_rank(), parts=dist.get_world_size())
+    dist.all_gather_object(verdicts, problem)
+    return sorted({verdict for verdict in verdicts if verdict})
+
+
+def _is_rank_zero() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

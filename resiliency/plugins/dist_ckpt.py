@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo's distributed checkpoint, with checksums and with the random state.
+
+`VerifiedCheckpointIO` is NeMo's `MegatronCheckpointIO`: the files are NeMo's own and open with
+stock NeMo and ``megatron.core.dist_checkpointing``.  It adds two things that a bit-identical
+resume needs:
+
+* checksums of every file, written by whoever wrote the file (in an async save: in the background
+  process), and a manifest that rank 0 writes last (`resiliency.plugins.manifest`);
+* every rank's random number generators, as one more sharded object.  NeMo 2.7 saves none, so a
+  model with dropout resumes on another stream of random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.tensor_parallel import random as megatron_random
+from nemo.lightning.ckpt_utils import ckpt_to_dir
+from nemo.lightning.io.pl import MegatronCheckpointIO
+
+from resiliency.errors import CheckpointWriteFailed
+from resiliency.plugins import manifest
+
+logger = logging.getLogger(__name__)
+
+RNG_KEY = "resiliency_rng"
+
+
+class VerifiedCheckpointIO(MegatronCheckpointIO):
+    """`MegatronCheckpointIO` whose checkpoints can be proven whole; same arguments.
+
+    After `load_checkpoint`, `restored_rng` holds the random state to set just before the first
+    step (None when the checkpoint has none for this world size): setting it earlier would be
+    undone by the random numbers that data loaders draw when they start.
+    """
+
+    restored_rng: dict[str, Any] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> AsyncRequest | None:
+        """Save; in an async save return the request whose background part also records checksums.
+
+        Raises:
+            CheckpointWriteFailed: storage refused the bytes; what was committed before is untouched.
+        """
+        directory = Path(ckpt_to_dir(path))
+        step = int(checkpoint["global_step"])
+        checkpoint = checkpoint | {RNG_KEY: _sharded(_rng_state())}
+        try:
+            request = super().save_checkpoint(checkpoint, path, storage_options)
+            if request is None:
+                manifest.record_rank_files(directory, dist.get_rank())
+                dist.barrier()
+                _seal(directory, step)
+                return None
+        except OSError as error:
+            raise CheckpointWriteFailed(
+                f"checkpoint of step {step} could not be written to {directory}: {error}.",
+                hint="Free space or mend the storage; older checkpoints were not touched.",
+                step=step,
+                path=str(directory),
+            ) from error
+        if request.async_fn is not None:
+            request = request._replace(
+                async_fn=functools.partial(_write_then_record, request.async_fn, directory, dist.get_rank())
+            )
+        request.add_finalize_fn(functools.partial(_seal, directory, step))
+        return request
+
+    def load_checkpoint(
+        self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load, and keep this rank's random state for later in `restored_rng`."""
+        committed = manifest.Manifest.load(_checkpoint_dir(Path(path)))
+        wanted = dict(sharded_state_dict)
+        if committed is not None and committed.world_size == dist.get_world_size():
+            wanted[RNG_KEY] = _sharded(None)
+        else:
+            logger.warning(
+                "%s has no random state for %d ranks; it is drawn anew", path, dist.get_world_size()
+            )
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, wanted, *args, **kwargs)
+        self.restored_rng = checkpoint.pop(RNG_KEY, None)
+        return checkpoint
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set every generator of this process from a state that `VerifiedCheckpointIO` restored."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    megatron_random.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        # Each state is cloned: the tracker hands out its live tensors.
+        "megatron": {
+            name: state.clone() for name, state in megatron_random.get_cuda_rng_tracker().get_states().items()
+        },
+    }
+
+
+def _sharded(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject(RNG_KEY, state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _checkpoint_dir(path: Path) -> Path:
+    return path.parent if path.name == manifest.WEIGHTS else path
+
+
+def _write_then_record(
+    write: Callable[..., None], directory: Path, rank: int, *args: Any, **kwargs: Any
+) -> None:
+    write(*args, **kwargs)
+    manifest.record_rank_files(directory, rank)
+
+
+def _seal(directory: Path, step: int) -> None:
+    if dist.get_rank() == 0:
+        manifest.seal(directory, step=step, world_size=dist.get_world_size())

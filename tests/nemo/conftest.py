@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real training: the real launcher, the real benchmark, NeMo and Megatron on gloo ranks.
+
+A start costs 10 to 20 s of imports on two cores, so one uninterrupted run per layout is shared by
+all tests that compare with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from resiliency.events import EventType, RunEvent
+from resiliency.testing.processes import Command
+
+ROOT = Path(__file__).parents[2]
+#: Longest wait for one attempt (start, train, save) on a busy two-core machine, in seconds.
+ATTEMPT_S = 150.0
+
+Losses = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks, and the flags that place the model on them."""
+
+    name: str
+    ranks: int
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ONE_RANK = Layout("one rank", 1)
+TWO_REPLICAS = Layout("two replicas", 2)
+TENSOR_PARALLEL = Layout("tensor parallel 2", 2, ("--tensor-parallel", "2"))
+#: Steps of every run; one run per layout is shared, so all have the same length.
+STEPS = 60
+
+
+class Job:
+    """One training job in a directory of its own; it can be started several times."""
+
+    def __init__(self, directory: Path, layout: Layout, stack: ExitStack) -> None:
+        self.directory = directory
+        self.layout = layout
+        self._stack = stack
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "storage" / "job" / "checkpoint"
+
+    def start(self, *workload: object, launcher: tuple[object, ...] = (), save_every: int = 0) -> Command:
+        """Start launcher and benchmark; the command is ended with the test."""
+        saving = [
+            "--persistent-ckpt-dir",
+            self.directory / "storage",
+            "--persistent-ckpt-interval",
+            save_every,
+        ]
+        argv = [
+            sys.executable, ROOT / "launcher.py", "--nproc-per-node", self.layout.ranks,
+            "--run-dir", self.directory, *launcher,
+            ROOT / "benchmark" / "benchmark.py", "--device", "cpu", "--model", "tiny", "--max-steps", STEPS,
+            "--log-dir", self.directory / "logs", *self.layout.flags, *(saving if save_every else []), *workload,
+        ]  # fmt: skip
+        env = {"JOB_IDENTIFIER": "job", "GOODPUT_USE_FILE_TRACKING": "1", "OMP_NUM_THREADS": "1"}
+        return self._stack.enter_context(Command(list(map(str, argv)), env=env, cwd=self.directory))
+
+    def run(
+        self, *workload: object, launcher: tuple[object, ...] = (), save_every: int = 0, attempts: int = 1
+    ) -> str:
+        """Start, wait for success, check that nothing of it is left, and return the output."""
+        command = self.start(*workload, launcher=launcher, save_every=save_every)
+        assert command.wait(timeout=ATTEMPT_S * attempts) == 0, command.output
+        command.assert_no_orphans(timeout=20)
+        return command.output
+
+    def events(self, kind: EventType | None = None) -> list[RunEvent]:
+        lines = (self.directory / "job-events.jsonl").read_text().splitlines()
+        return [event for event in map(RunEvent.from_json, lines) if kind in (None, event.type)]
+
+    def losses(self, *, attempt: int | None = None) -> Losses:
+        """Loss of every step on rank 0, exact to the bit; of the last attempt that ran a step."""
+        found: Losses = {}
+        for event in self.events(EventType.STEP_FINISHED):
+            if event.rank == 0 and attempt in (None, event.attempt) and event.step is not None:
+                loss = event.fields["loss"]
+                assert isinstance(loss, float)
+                found[event.step] = loss
+        return found
+
+    def restored_steps(self) -> list[int | None]:
+        """What rank 0 started from, one entry per start; 0 is from scratch."""
+        return [e.step for e in self.events(EventType.CHECKPOINT_LOADED) if e.rank == 0]
+
+
+@pytest.fixture
+def new_job(tmp_path: Path) -> Iterator[Callable[[Layout], Job]]:
+    """``new_job(layout)``: a job in the test's own directory."""
+    with ExitStack() as stack:
+        yield lambda layout: Job(tmp_path, layout, stack)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Losses]:
+    """``uninterrupted(layout)``: the losses of a run that was never disturbed and never saved."""
+    known: dict[Layout, Losses] = {}
+
+    def losses(layout: Layout) -> Losses:
+        if layout not in known:
+            with ExitStack() as stack:
+                job = Job(tmp_path_factory.mktemp("uninterrupted"), layout, stack)
+                job.run()
+                known[layout] = job.losses()
+        return known[layout]
+
+    return losses

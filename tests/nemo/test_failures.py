@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training job does when a rank, the launcher or the storage fails."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from resiliency.events import EventType
+from tests.nemo.conftest import ATTEMPT_S, ONE_RANK, TWO_REPLICAS, Job, Layout, Losses
+
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_stopped_rank_is_found_by_its_missing_heartbeat_and_the_job_resumes(
+    new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
+) -> None:
+    job = new_job(TWO_REPLICAS)
+    output = job.run(
+        "--enable-fault-tolerance", "--sim-fault-desc", "rank_hung,step=50",
+        launcher=("--max-restarts", "1", "--ft-rank-heartbeat-timeout", "20", "--ft-workload-check-interval", "1"),
+        save_every=20, attempts=2,
+    )  # fmt: skip
+    assert job.restored_steps() == [0, 40]
+    assert job.losses() == uninterrupted(TWO_REPLICAS)
+    causes = {event.fields["cause"] for event in job.events(EventType.FAULT_DETECTED)}
+    assert any("hang" in str(cause) for cause in causes), output
+
+
+def test_a_rank_that_always_fails_ends_the_job_with_a_summary_and_keeps_the_checkpoint(
+    new_job: Callable[[Layout], Job],
+) -> None:
+    job = new_job(TWO_REPLICAS)
+    command = job.start(
+        "--sim-fault-desc", "rank_exception,step=30,rank=1,attempt=any",
+        launcher=("--max-restarts", "1", "--log-dir", job.directory / "ranks", "--tee", "3"), save_every=20,
+    )  # fmt: skip
+    assert command.wait(timeout=2 * ATTEMPT_S) == 1
+    command.assert_no_orphans(timeout=20)
+    summary = command.output[command.output.rindex("failed") :]
+    assert "InjectedFault" in command.output
+    for expected in ("rank 1", str(job.directory / "ranks")):
+        assert expected in command.output, summary
+    assert job.restored_steps() == [0, 20]
+    assert (job.checkpoints / "step=20" / "manifest.json").is_file()
+    assert len(job.events(EventType.JOB_TERMINATED)) == 1
+
+
+def test_sigterm_to_the_launcher_ends_every_process_of_a_training_job(
+    new_job: Callable[[Layout], Job],
+) -> None:
+    job = new_job(TWO_REPLICAS)
+    command = job.start("--enable-async-ckpt", "--max-steps", "100000", save_every=20)
+    command.wait_for_line(r"committed checkpoint of step 20", timeout=ATTEMPT_S)
+    command.signal(signal.SIGTERM)
+    assert command.wait(timeout=60) == 128 + signal.SIGTERM
+    command.assert_no_orphans(timeout=20)
+    assert len(job.events(EventType.JOB_TERMINATED)) == 1
+
+
+def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval_and_is_reported(
+    new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
+) -> None:
+    job = new_job(ONE_RANK)
+    job.run("--max-steps", "40", save_every=20)
+    flip_a_bit(next((job.checkpoints / "step=40" / "weights").glob("__0_*.distcp")))
+    output = job.run(save_every=20)
+    assert "step=40 is not used" in output
+    assert "checksum" in output
+    assert "falling back to step 20" in output
+    assert job.restored_steps() == [0, 20]
+    assert job.losses() == uninterrupted(ONE_RANK)
+
+
+def test_when_no_checkpoint_is_usable_the_job_ends_instead_of_starting_over(
+    new_job: Callable[[Layout], Job],
+) -> None:
+    job = new_job(TWO_REPLICAS)
+    job.run("--max-steps", "20", save_every=20)
+    flip_a_bit(job.checkpoints / "step=20" / "weights" / "common.pt")
+    command = job.start(save_every=20)
+    assert command.wait(timeout=ATTEMPT_S) == 1
+    assert "none of the newest 1 is usable" in command.output
+    assert job.restored_steps() == [0]  # of the first run; the second restored nothing
+    assert (job.checkpoints / "step=20" / "weights" / "common.pt").is_file()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """``small_disk(size_bytes)``: a real file system of that size."""
+    mounted: list[Path] = []
+
+    def mount(size_bytes: int) -> Path:
+        path = tmp_path / "small"
+        path.mkdir()
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)],
+            capture_output=True,
+            text=True,
+        )
+        if made.returncode:
+            pytest.skip(f"mounting a small tmpfs needs root: {made.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_fills_up_ends_the_job_and_leaves_older_checkpoints_whole(
+    new_job: Callable[[Layout], Job], small_disk: Callable[[int], Path]
+) -> None:
+    from resiliency.model import MODELS
+    from resiliency.plugins import manifest
+
+    job = new_job(ONE_RANK)
+    disk = small_disk(MODELS["tiny"].checkpoint_bytes() * 2)
+    command = job.start(
+        "--persistent-ckpt-dir", disk, "--persistent-ckpt-interval", 10, "--max-steps", "60",
+    )  # fmt: skip
+    assert command.wait(timeout=ATTEMPT_S) == 1
+    assert "No space left on device" in command.output
+    command.assert_no_orphans(timeout=20)
+    complete = manifest.complete_checkpoints(disk / "job" / "checkpoint")
+    assert complete, command.output
+    assert [manifest.verify(path) for path in complete] == [None] * len(complete)
+    assert job.events(EventType.SAVE_FAILED)
