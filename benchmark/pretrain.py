@@ -49,6 +49,7 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
         except ResiliencyError as error:
             # Ours say what to do; a traceback would bury it.
             logger.error("%s", error)
+            logger.debug("the error came from here", exc_info=True)
             return 1
     return 0
 

@@ -22,7 +22,7 @@ from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpoint
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
-from resiliency.errors import ConfigError
+from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
 
@@ -120,6 +120,12 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         if isinstance(checkpoint_io, AsyncFinalizableCheckpointIO):
             checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Record a save that failed, wherever it surfaced: an asynchronous one does so steps later."""
+        if isinstance(exception, CheckpointWriteFailed):
+            step = exception.fields.get("step")
+            self._emit(EventType.SAVE_FAILED, step if isinstance(step, int) else None, error=str(exception))
+
     def _save(self, trainer: Any) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
             path = Path(self.dirpath) / f"step={trainer.global_step}"
@@ -132,11 +138,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         step = trainer.global_step
         self._emit(EventType.SAVE_STARTED, step)
-        try:
-            super()._save_checkpoint(trainer, filepath)
-        except Exception as error:
-            self._emit(EventType.SAVE_FAILED, step, error=str(error))
-            raise
+        super()._save_checkpoint(trainer, filepath)
         self._emit(EventType.SAVE_RELEASED, step)
 
     def _get_finalize_save_checkpoint_callback(
@@ -163,7 +165,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             manifest.marker_of(old).unlink()
             logger.info("deleted checkpoint %s, the newest %d are kept", old, self.keep)
 
-    def _emit(self, event: EventType, step: int, error: str | None = None) -> None:
+    def _emit(self, event: EventType, step: int | None, error: str | None = None) -> None:
         if self._events is not None:
             self._events.emit(event, step=step, tier=self.tier.value, error=error)
 

@@ -13,21 +13,25 @@ resume needs:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.tensor_parallel import random as megatron_random
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.io.pl import MegatronCheckpointIO
+from torch.distributed.checkpoint.api import CheckpointException
 
 from resiliency.errors import CheckpointWriteFailed
 from resiliency.plugins import manifest
@@ -58,26 +62,14 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
         directory = Path(ckpt_to_dir(path))
         step = int(checkpoint["global_step"])
         checkpoint = checkpoint | {RNG_KEY: _sharded(_rng_state())}
-        try:
+        with _write_errors(directory, step):
             request = super().save_checkpoint(checkpoint, path, storage_options)
             if request is None:
                 manifest.record_rank_files(directory, dist.get_rank())
                 dist.barrier()
                 _seal(directory, step)
                 return None
-        except OSError as error:
-            raise CheckpointWriteFailed(
-                f"checkpoint of step {step} could not be written to {directory}: {error}.",
-                hint="Free space or mend the storage; older checkpoints were not touched.",
-                step=step,
-                path=str(directory),
-            ) from error
-        if request.async_fn is not None:
-            request = request._replace(
-                async_fn=functools.partial(_write_then_record, request.async_fn, directory, dist.get_rank())
-            )
-        request.add_finalize_fn(functools.partial(_seal, directory, step))
-        return request
+        return _proven(request, directory, step)
 
     def load_checkpoint(
         self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
@@ -127,11 +119,53 @@ def _checkpoint_dir(path: Path) -> Path:
     return path.parent if path.name == manifest.WEIGHTS else path
 
 
+def _proven(request: AsyncRequest, directory: Path, step: int) -> AsyncRequest:
+    """`request`, with checksums in its background part and the manifest as its last act."""
+
+    def mapped(finalize: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            with _write_errors(directory, step):
+                finalize()
+
+        return call
+
+    write = request.async_fn
+    finalize_fns = [*request.finalize_fns, functools.partial(_seal, directory, step)]
+    return request._replace(
+        async_fn=write and functools.partial(_write_then_record, write, directory, dist.get_rank()),
+        finalize_fns=[mapped(finalize) for finalize in finalize_fns],
+    )
+
+
 def _write_then_record(
     write: Callable[..., None], directory: Path, rank: int, *args: Any, **kwargs: Any
 ) -> None:
     write(*args, **kwargs)
     manifest.record_rank_files(directory, rank)
+
+
+@contextlib.contextmanager
+def _write_errors(directory: Path, step: int) -> Iterator[None]:
+    """Map what Megatron and the operating system raise for a failed write, in this one place."""
+    try:
+        yield
+    except (OSError, CheckpointException, CheckpointingException) as error:
+        raise CheckpointWriteFailed(
+            f"checkpoint of step {step} could not be written to {directory}, where "
+            f"{shutil.disk_usage(directory.parent).free:,} bytes are free: {_root_cause(error)}.",
+            hint="Free space or mend the storage, then start the job again; it goes on from the checkpoint "
+            "before, which was not touched.",
+            step=step,
+            path=str(directory),
+        ) from error
+
+
+def _root_cause(error: BaseException) -> str:
+    """The first failure of any rank, in a line; torch's own text is only "CheckpointException ranks"."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = sorted(error.failures.items())[0]
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _seal(directory: Path, step: int) -> None:

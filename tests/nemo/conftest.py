@@ -65,11 +65,26 @@ class Job:
             save_every,
         ]
         argv = [
-            sys.executable, ROOT / "launcher.py", "--nproc-per-node", self.layout.ranks,
-            "--run-dir", self.directory, *launcher,
-            ROOT / "benchmark" / "benchmark.py", "--device", "cpu", "--model", "tiny", "--max-steps", STEPS,
-            "--log-dir", self.directory / "logs", *self.layout.flags, *(saving if save_every else []), *workload,
-        ]  # fmt: skip
+            sys.executable,
+            ROOT / "launcher.py",
+            "--nproc-per-node",
+            self.layout.ranks,
+            "--run-dir",
+            self.directory,
+            *launcher,
+            ROOT / "benchmark" / "benchmark.py",
+            "--device",
+            "cpu",
+            "--model",
+            "tiny",
+            "--max-steps",
+            STEPS,
+            "--log-dir",
+            self.directory / "logs",
+            *self.layout.flags,
+            *(saving if save_every else []),
+            *workload,
+        ]
         env = {"JOB_IDENTIFIER": "job", "GOODPUT_USE_FILE_TRACKING": "1", "OMP_NUM_THREADS": "1"}
         return self._stack.enter_context(Command(list(map(str, argv)), env=env, cwd=self.directory))
 

@@ -22,9 +22,13 @@ def test_after_a_kill_between_synchronous_saves_every_loss_is_bit_identical(
 ) -> None:
     job = new_job(layout)
     output = job.run(
-        "--enable-dist-ckpt", "--sim-fault-desc", "rank_killed,step=50",
-        launcher=ONE_RESTART, save_every=20, attempts=2,
-    )  # fmt: skip
+        "--enable-dist-ckpt",
+        "--sim-fault-desc",
+        "rank_killed,step=50",
+        launcher=ONE_RESTART,
+        save_every=20,
+        attempts=2,
+    )
     assert job.restored_steps() == [0, 40]
     assert f"rank {layout.ranks - 1} failed: SIGKILL" in output
     assert sorted(job.losses(attempt=1)) == list(range(41, STEPS + 1))
@@ -37,9 +41,13 @@ def test_after_a_kill_just_behind_an_asynchronous_commit_every_loss_is_bit_ident
 ) -> None:
     job = new_job(layout)
     job.run(
-        "--enable-async-ckpt", "--sim-fault-desc", "rank_killed,step=20,phase=checkpoint_saved,rank=0",
-        launcher=ONE_RESTART, save_every=20, attempts=2,
-    )  # fmt: skip
+        "--enable-async-ckpt",
+        "--sim-fault-desc",
+        "rank_killed,step=20,phase=checkpoint_saved,rank=0",
+        launcher=ONE_RESTART,
+        save_every=20,
+        attempts=2,
+    )
     assert job.restored_steps() == [0, 20]
     # Training went on behind the save, so steps after the checkpoint were computed twice ...
     assert max(job.losses(attempt=0)) > 20
@@ -53,9 +61,12 @@ def test_a_rank_killed_inside_a_save_leaves_the_save_before_as_the_newest(
 ) -> None:
     job = new_job(TWO_REPLICAS)
     job.run(
-        "--sim-fault-desc", "rank_killed,step=40,phase=save_started",
-        launcher=ONE_RESTART, save_every=20, attempts=2,
-    )  # fmt: skip
+        "--sim-fault-desc",
+        "rank_killed,step=40,phase=save_started",
+        launcher=ONE_RESTART,
+        save_every=20,
+        attempts=2,
+    )
     assert job.restored_steps() == [0, 20]
     assert job.losses() == uninterrupted(TWO_REPLICAS)
     assert sorted(path.name for path in job.checkpoints.iterdir()) == ["step=20", "step=40", "step=60"]
