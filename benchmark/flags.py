@@ -57,6 +57,7 @@ class Workload:
     log_dir: Path
     log_to_remote_storage: bool
     log_level: str
+    log_interval_steps: int
     tokenizer_path: Path | None
     persistent_ckpt_dir: Path | None
     persistent_ckpt_interval: int | None
@@ -271,6 +272,9 @@ def _observation_flags(group: argparse._ArgumentGroup) -> None:
         help="--log-dir is remote: write on this "
         "host's own disk, and copy to --log-dir in the background and at the end",
     )
+    group.add_argument(
+        "--log-interval", type=int, metavar="N", help="log every N-th step; default: 1 on CPU, 10 on CUDA"
+    )
     group.add_argument("--log-level", choices=LEVELS, default="INFO", help="default: %(default)s")
     group.add_argument("--enable-tensorboard", action="store_true", help="write TensorBoard scalars")
     group.add_argument(
@@ -338,6 +342,7 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         log_dir=args.log_dir,
         log_to_remote_storage=args.log_to_remote_storage,
         log_level=args.log_level,
+        log_interval_steps=args.log_interval or (1 if device == "cpu" else 10),
         tokenizer_path=_existing_file("--tokenizer-path", args.tokenizer_path),
         persistent_ckpt_dir=args.persistent_ckpt_dir,
         persistent_ckpt_interval=args.persistent_ckpt_interval,
@@ -465,7 +470,7 @@ def _layout(args: argparse.Namespace, size: ModelSize, *, on_cpu: bool) -> Paral
 
 def _check_numbers(args: argparse.Namespace) -> None:
     positive = ("max_steps", "val_check_interval", "ckpt_threads_per_rank", "num_optimizer_replicas")
-    optional = ("persistent_ckpt_interval", "profile_ckpt_interval")
+    optional = ("persistent_ckpt_interval", "profile_ckpt_interval", "log_interval")
     for name in (*positive, *optional):
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -62,6 +62,9 @@ def _import_stack(log_level: str) -> None:
 
     logging.disable(logging.NOTSET)
     nemo_logging.setLevel(noise)
+    if log_level != "DEBUG":
+        for name in ("lightning", "pytorch_lightning"):  # one greets through the other's logger
+            logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
 
 
 def _train(workload: Workload, info: RunInfo, events: EventStream, log_dir: Path) -> None:
@@ -182,7 +185,7 @@ def _callbacks(workload: Workload, events: EventStream, log_dir: Path) -> list[A
         RunEventsCallback(events, loss_interval_steps=loss_interval),
         StepLoggingCallback(
             tokens_per_step=workload.global_batch_size * workload.size.seq_length,
-            interval_steps=loss_interval,
+            interval_steps=workload.log_interval_steps,
         ),
     ]
     if workload.fault_tolerance:

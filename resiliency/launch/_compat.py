@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one file that touches NVRx's inside; everything else sees the names defined here.
+
+NVRx (nvidia-resiliency-ext) 0.4 offers its agent as a command, not as a library: what a subclass
+needs has leading underscores.  So the version is checked strictly, each hook is listed in `HOOKS`,
+and a test compares them with the installed library.
+
+Importing this module imports torch and NVRx.  NVRx configures the root logger while it is imported;
+that is kept away from ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import signal
+import tempfile
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from resiliency.errors import ConfigError, UntestedVersion
+
+#: Versions of nvidia-resiliency-ext that this release was tested with.
+TESTED_VERSIONS = ("0.4.1",)
+
+
+def check_version() -> None:
+    """Raise UntestedVersion unless a tested NVRx is installed."""
+    tested = " or ".join(TESTED_VERSIONS)
+    hint = f"Install it with: pip install nvidia-resiliency-ext=={TESTED_VERSIONS[-1]}"
+    try:
+        version = importlib.metadata.version("nvidia-resiliency-ext")
+    except importlib.metadata.PackageNotFoundError:
+        raise UntestedVersion(
+            f"the launcher needs nvidia-resiliency-ext {tested}, and it is not installed.", hint=hint
+        ) from None
+    if version not in TESTED_VERSIONS:
+        raise UntestedVersion(
+            f"the launcher was tested with nvidia-resiliency-ext {tested}, found {version}.",
+            hint=hint,
+            version=version,
+        )
+
+
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """logging.basicConfig does nothing while the root logger has a handler."""
+    root, guard = logging.getLogger(), logging.NullHandler()
+    root.addHandler(guard)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch about pynvml, once in each process
+            yield
+    finally:
+        root.removeHandler(guard)
+
+
+check_version()
+with _root_logger_kept():
+    from nvidia_resiliency_ext.fault_tolerance import _ft_rendezvous, rank_monitor_server
+    from nvidia_resiliency_ext.fault_tolerance import config as _config
+    from nvidia_resiliency_ext.fault_tolerance import launcher as _launcher
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.agent.server.api import WorkerSpec
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing import (
+        LogsSpecs,
+        SignalException,
+        Std,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing import (
+        api as _processes,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous import RendezvousParameters
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous import (
+        c10d_rendezvous_backend as _c10d,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousError,
+        RendezvousTimeoutError,
+    )
+    from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
+    from nvidia_resiliency_ext.shared_utils import health_check
+
+UnhealthyNodeException = _launcher.UnhealthyNodeException
+run_script_path = _launcher.run_script_path
+
+__all__ = [
+    "FaultToleranceConfig",
+    "HookedAgent",
+    "HostRendezvous",
+    "LogsSpecs",
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+    "RendezvousError",
+    "RendezvousTimeoutError",
+    "SignalException",
+    "TracedLogs",
+    "UnhealthyNodeException",
+    "WorkerSpec",
+    "fault_tolerance_config",
+    "hang_note",
+    "make_logs_specs",
+    "prepare",
+    "run_script_path",
+]
+
+#: Everything private that this file relies on: owner -> names.  A test fails when one goes away.
+HOOKS: Mapping[Any, tuple[str, ...]] = {
+    _launcher.LocalElasticAgent: (
+        "_rendezvous",
+        "_start_workers",
+        "_stop_workers",
+        "_shutdown",
+        "_monitor_workers",
+        "_exit_barrier",
+        "setup_rank_monitors",
+        "shutdown_rank_monitors",
+        "clean_rdzv_shutdown",
+    ),
+    _launcher: ("FT_LAUNCHER_IPC_SOCKET", "_get_logs_specs_class", "_is_store_host", "tempfile"),
+    _ft_rendezvous: ("FT_LAUNCHER_IPC_SOCKET", "_BackendRendezvousStateHolder", "RendezvousSettings"),
+    _ft_rendezvous.FtRendezvousHandler: ("_node_desc_generator", "num_nodes_waiting", "next_rendezvous"),
+    _processes: ("_terminate_process_handler",),
+    rank_monitor_server.RankMonitorServer: ("_handle_timeout", "_is_hb_timeout_elapsed", "run_in_subprocess"),
+}
+
+NVIDIA_DRIVER = "/dev/nvidiactl"
+#: Seconds, for --rdzv-conf keys that are not given; NVRx's own, larger than torch's.
+RENDEZVOUS_DEFAULTS = {"timeout": "900", "join_timeout": "900", "close_timeout": "600", "read_timeout": "600"}
+
+
+def prepare(private_dir: Path, on_signal: Callable[[int, FrameType | None], None]) -> None:
+    """Make NVRx's module state this launcher's own: sockets, signal handler, hang notes.
+
+    NVRx installs its handler each time it starts workers, and names sockets by pid in the
+    temporary directory that all launchers of the host share.
+    """
+    tempfile.tempdir = os.fspath(private_dir)
+    socket = str(private_dir / "_ft_launcher.socket")
+    _launcher.FT_LAUNCHER_IPC_SOCKET = socket
+    _ft_rendezvous.FT_LAUNCHER_IPC_SOCKET = socket
+    _processes._terminate_process_handler = on_signal
+    # It reports each death, and each signal that it gets or sends, in its own words too.
+    logging.getLogger(_processes.__name__).setLevel(logging.CRITICAL)
+    _launcher.logger.addFilter(lambda record: "death signal" not in str(record.msg))
+    if not os.path.exists(NVIDIA_DRIVER):
+        # Upstream warns for each rank and each meeting that it checks no GPUs.
+        logging.getLogger(health_check.__name__).setLevel(logging.ERROR)
+    _note_hangs(private_dir)
+
+
+def hang_note(directory: Path, pid: int) -> Path:
+    """File by which a rank monitor says that it ended process `pid` because it hung."""
+    return directory / f"hang-{pid}"
+
+
+def _why_hung(monitor: Any) -> str:
+    if monitor._is_hb_timeout_elapsed(time.monotonic()):
+        if monitor.last_hb_time is None:
+            return f"no first heartbeat within {monitor.cfg.initial_rank_heartbeat_timeout:g} s"
+        return f"no heartbeat within {monitor.cfg.rank_heartbeat_timeout:g} s"
+    if monitor.open_sections:
+        return f"section {', '.join(monitor.open_sections)} open for too long"
+    return f"outside any section for more than {monitor.cfg.rank_out_of_section_timeout:g} s"
+
+
+def _note_hangs(directory: Path) -> None:
+    """Let rank monitors, which are forked from here, leave a note before they end a hung rank."""
+    server = rank_monitor_server.RankMonitorServer
+    handle_timeout = server._handle_timeout
+
+    async def noted(self: Any) -> None:
+        if self.rank_info is not None:
+            with suppress(OSError):
+                hang_note(directory, self.rank_info.pid).write_text(_why_hung(self))
+        await handle_timeout(self)
+
+    server._handle_timeout = noted
+
+
+#: Where ours differ from NVRx's: links need InfiniBand adapters; what monitors see, we report.
+OUR_DEFAULTS = {"enable_nic_monitor": False, "log_level": "ERROR"}
+
+
+def fault_tolerance_config(args: argparse.Namespace) -> FaultToleranceConfig:
+    """NVRx's configuration from a file and the --ft flags, with its defaults for the rest.
+
+    NVRx refuses to start without any of them; here none is needed.
+
+    Raises:
+        ConfigError: the file or a value is wrong.
+    """
+    args = argparse.Namespace(**vars(args))
+    flag = "--ft-cfg-path"
+    try:
+        text = ""
+        if args.ft_cfg_path is not None:
+            text = Path(args.ft_cfg_path).read_text()
+            FaultToleranceConfig.from_yaml_file(args.ft_cfg_path, ignore_not_recognized=False)
+        for name, ours in OUR_DEFAULTS.items():
+            if getattr(args, f"ft_{name}") is None and name not in text:
+                setattr(args, f"ft_{name}", ours)
+        flag = "--ft flags"
+        return FaultToleranceConfig.from_args(args)
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {args.ft_cfg_path}: {error.strerror}.", flag=flag) from error
+    except (ValueError, TypeError, AttributeError, _config.yaml.YAMLError) as error:
+        raise ConfigError(f"{flag}: {error}.", flag=flag) from error
+
+
+def make_logs_specs(args: argparse.Namespace, log_dir: str | None) -> LogsSpecs:
+    """Where worker output goes, as the flags of the logging group say.
+
+    Raises:
+        ConfigError: --logs-specs names no entry point.
+    """
+    try:
+        kind = _launcher._get_logs_specs_class(args.logs_specs)
+    except ValueError as error:
+        raise ConfigError(f"--logs-specs: {error}.", flag="--logs-specs") from error
+    ranks = {int(rank) for rank in args.local_ranks_filter.split(",") if rank}
+    return kind(
+        log_dir=log_dir,
+        redirects=Std.from_str(args.redirects),
+        tee=Std.from_str(args.tee),
+        local_ranks_filter=ranks or None,
+    )
+
+
+class TracedLogs(LogsSpecs):
+    """Adds to the environment of each worker, and remembers where its output went.
+
+    Upstream builds the environment in one long method, and hands it to the log specification as
+    the last step before the start: the public place to add to it.
+    """
+
+    def __init__(self, inner: LogsSpecs, adjust: Callable[[dict[str, str]], None]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._adjust = adjust
+        #: Number of this start, the same on all hosts; upstream would pass the restarts that count.
+        self.attempt = 0
+        #: Local rank -> file with its standard error (else standard output), when there is one.
+        self.files: dict[int, str] = {}
+        self.stderr_files: dict[int, str] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+        for env in envs.values():
+            env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+            self._adjust(env)
+        where = self._inner.reify(envs)
+        self.stderr_files = {rank: path for rank, path in where.stderrs.items() if path}
+        self.files = {**{rank: path for rank, path in where.stdouts.items() if path}, **self.stderr_files}
+        return where
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._inner.root_log_dir)
+
+
+class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
+    """NVRx's rendezvous, with fixed node ranks and with eyes for hosts that left."""
+
+    _asked_rank: int | None = None
+    _members: frozenset[Any] = frozenset()
+    #: Called when other hosts force a restart: how many want in, and which ones left.
+    on_change: Callable[[int, list[str]], None] | None = None
+    #: Tells how many restarts this host has counted; upstream counts on each host apart.
+    restarts_used: Callable[[], int] = staticmethod(lambda: 0)
+    #: The most that a host has counted: a host whose workers were healthy counts on with the others.
+    job_restarts = 0
+    #: Number of the current meeting, from 0: the attempt, the same on all hosts.
+    attempt = 0
+
+    @classmethod
+    def connect(
+        cls,
+        *,
+        endpoint: str,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None,
+        node_rank: int | None,
+        upscaling: bool,
+        conf: Mapping[str, str],
+    ) -> tuple[HostRendezvous, bool]:
+        """Meet at `endpoint`; returns the handler, and whether this process serves the store.
+
+        Blocks until the serving host is there, up to read_timeout.
+        """
+        conf = {**RENDEZVOUS_DEFAULTS, **conf}
+        params = RendezvousParameters("c10d", endpoint, run_id, min_nodes, max_nodes, local_addr, **conf)
+        backend, store = _c10d.create_backend(params)
+        seconds = {
+            key: timedelta(seconds=int(conf[f"{key}_timeout"]))
+            for key in ("join", "last_call", "close", "heartbeat")
+            if f"{key}_timeout" in conf
+        }
+        settings = _ft_rendezvous.RendezvousSettings(
+            run_id,
+            min_nodes,
+            max_nodes,
+            _ft_rendezvous.RendezvousTimeout(**seconds),
+            keep_alive_interval=timedelta(seconds=int(conf.get("keep_alive_interval", 5))),
+            keep_alive_max_attempt=int(conf.get("keep_alive_max_attempt", 3)),
+            upscaling_enabled=upscaling,
+        )
+        holder = _ft_rendezvous._BackendRendezvousStateHolder(backend, settings)
+        handler = cls(cls._node_desc_generator.generate(local_addr), settings, backend.name, store, holder)
+        handler._asked_rank = node_rank
+        return handler, bool(_launcher._is_store_host(params))
+
+    def next_rendezvous(self) -> tuple[Any, int, int]:
+        store, rank, size = super().next_rendezvous()
+        self._members = frozenset(self._state_holder.state.participants)
+        self.attempt = self._state_holder.state.round
+        used = self.restarts_used()
+        asked = "" if self._asked_rank is None else str(self._asked_rank)
+        answers = [answer.split(",") for answer in _exchange(store, rank, size, f"{asked},{used}")]
+        self.job_restarts = max(int(used) for _, used in answers)
+        return store, _place([asked for asked, _ in answers], rank), size
+
+    def lost_hosts(self) -> list[str]:
+        """Hosts that took part in this attempt, and left without having finished."""
+        with self._heartbeat_lock:
+            self._state_holder.sync()
+            state = self._state_holder.state
+            gone = self._members - frozenset(state.participants)
+            done = _launcher.WorkerState.SUCCEEDED
+            return sorted(str(node) for node in gone if state.worker_states.get(node) != done)
+
+    def num_nodes_waiting(self) -> int:
+        """Hosts that want in, or else hosts that left: upstream restarts the workers for either.
+
+        Upstream alone looks only for arrivals, so the loss of a host would go unnoticed until a
+        collective fails or times out.  With the min-healthy policy upstream looks by itself.
+        """
+        waiting, lost = int(super().num_nodes_waiting()), []
+        if self._settings.upscaling_enabled:
+            lost = self.lost_hosts()
+            if (waiting or lost) and self.on_change is not None:
+                self.on_change(waiting, lost)
+        return waiting or len(lost)
+
+
+def _exchange(store: Any, rank: int, size: int, mine: str) -> list[str]:
+    """What each host says, by rank; one round trip, because each may take 40 ms (delayed ACK)."""
+    if size == 1:
+        return [mine]
+    store.set(f"resiliency/{rank}", mine)
+    return [answer.decode() for answer in store.multi_get([f"resiliency/{other}" for other in range(size)])]
+
+
+def _place(asked: Sequence[str], rank: int) -> int:
+    """The node rank of this host: by what all hosts asked for, else as the rendezvous assigned it."""
+    if len(set(asked)) < len(asked) or not all(asked):
+        return rank
+    return sorted(asked, key=int).index(asked[rank])
+
+
+class HookedAgent(_launcher.LocalElasticAgent):
+    """Upstream's agent with its protected methods turned into named hooks."""
+
+    @abstractmethod
+    def joining(self) -> AbstractContextManager[None]:
+        """Around code that waits for other hosts."""
+
+    @abstractmethod
+    def joined(self) -> None:
+        """All hosts agreed on ranks."""
+
+    @abstractmethod
+    def started(self) -> None:
+        """The workers of this host run."""
+
+    @abstractmethod
+    def wait_for_change(self) -> None:
+        """Return when it is time to look at the workers."""
+
+    @abstractmethod
+    def failed(self, failures: Sequence[Any]) -> None:
+        """Workers failed by themselves (ProcessFailure); may repeat."""
+
+    @abstractmethod
+    def finished(self) -> None:
+        """All workers of this host succeeded."""
+
+    @abstractmethod
+    def stop_processes(self, number: signal.Signals, grace_s: float) -> None:
+        """End all workers and what they left behind.  Called more than once."""
+
+    @abstractmethod
+    def monitors_started(self, pids: Sequence[int]) -> None:
+        """Rank monitors run as these processes."""
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Local rank -> process of the current attempt."""
+        return {} if self._pcontext is None else dict(self._pcontext.pids())
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Local rank -> global rank."""
+        return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+
+    @property
+    def node_rank(self) -> int:
+        return int(self._worker_group.group_rank or 0)
+
+    @property
+    def host_count(self) -> int:
+        return int(self._worker_group.group_world_size or 0)
+
+    @property
+    def restarts_used(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    @property
+    def all_succeeded(self) -> bool:
+        """True when workers were started and each ended with exit code 0."""
+        if self._pcontext is None:
+            return False
+        result = self._pcontext.wait(0)
+        return result is not None and not result.is_failed()
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        with self.joining():
+            super()._rendezvous(worker_group)
+        spec = worker_group.spec
+        self._remaining_restarts = max(spec.max_restarts - self._rdzv_handler.job_restarts, 0)
+        self.joined()
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        pids = super()._start_workers(worker_group)
+        self.started()
+        return pids
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        self.wait_for_change()
+        result = super()._monitor_workers(worker_group)
+        if result.failures:
+            self.failed(list(result.failures.values()))
+        elif result.state == _launcher.WorkerState.SUCCEEDED:
+            self.finished()
+        return result
+
+    def _exit_barrier(self) -> None:
+        # Tells the other hosts that this one leaves because it is done (see `lost_hosts`).
+        with suppress(RendezvousError):
+            self._rdzv_handler.try_set_worker_state(_launcher.WorkerState.SUCCEEDED)
+        with self.joining():
+            super()._exit_barrier()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        self.stop_processes(death_sig, timeout)
+        super()._shutdown(death_sig, timeout=0)  # nothing lives any more; it closes its log readers
+
+    def setup_rank_monitors(self, envs: Any) -> None:
+        """Also replaces monitors that died: upstream would let each later attempt fail on them."""
+        for local_rank, monitor in tuple(self._local_rank_to_rmon.items()):
+            if not monitor.is_alive():
+                del self._local_rank_to_rmon[local_rank]
+        super().setup_rank_monitors(envs)
+        pids = [monitor.pid for monitor in self._local_rank_to_rmon.values()]
+        for pid in pids:
+            # Out of the terminal's foreground group: a Ctrl-C would end the monitors first, and
+            # with them the heartbeats of workers that are still saving.
+            with suppress(OSError):
+                os.setpgid(pid, pid)
+        self.monitors_started(pids)
+
+    def shutdown_rank_monitors(self) -> None:
+        """Upstream joins without a limit; a monitor that is stopped would hold the launcher."""
+        for monitor in self._local_rank_to_rmon.values():
+            monitor.terminate()
+        for monitor in self._local_rank_to_rmon.values():
+            monitor.join(2)
+            if monitor.is_alive():
+                monitor.kill()
+        super().shutdown_rank_monitors()

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent of one host: what happens between two starts of the workers, and what is said about it.
+
+Upstream's agent decides when to restart.  This one adds how the decision is reached and carried
+out: the kernel reports a death at once, workers and all that they started end within a bounded
+time, and each incident is a row of events (fault_detected, workers_stopped, rendezvous_done,
+workers_started) with one attempt number for the whole job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+from resiliency.events import EventStream, EventType
+from resiliency.launch import guardian
+from resiliency.launch._compat import (
+    FaultToleranceConfig,
+    HookedAgent,
+    HostRendezvous,
+    TracedLogs,
+    WorkerSpec,
+    hang_note,
+    run_script_path,
+)
+from resiliency.launch.guardian import Process
+from resiliency.launch.incident import Fault, cause_of
+from resiliency.launch.options import LaunchOptions
+from resiliency.launch.protection import Protection
+from resiliency.launch.supervisor import WorkerReport, WorkerStateReporter
+from resiliency.launch.watch import SignalBox, WorkerWatch
+
+logger = logging.getLogger(__name__)
+
+#: How long the kernel may take to end a process after SIGKILL (uninterruptible I/O).
+KILL_WAIT_S = 10.0
+#: Upstream sleeps this long before each look at the workers; the real wait is `wait_for_change`.
+UPSTREAM_SLEEP_S = 1e-6
+
+
+class ResilientAgent(HookedAgent):
+    """Runs the workers of one host until they succeed, fail for good, or a signal comes."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        *,
+        rendezvous: HostRendezvous,
+        serves_store: bool,
+        config: FaultToleranceConfig,
+        logs: TracedLogs,
+        events: EventStream,
+        reporter: WorkerStateReporter,
+        protection: Protection,
+        signals: SignalBox,
+    ) -> None:
+        in_process = options.args.run_path
+        spec = WorkerSpec(
+            role=options.args.role,
+            local_world_size=options.workers,
+            entrypoint=run_script_path if in_process else options.command[0],
+            args=options.command if in_process else options.command[1:],
+            rdzv_handler=rendezvous,
+            max_restarts=options.max_restarts,
+            monitor_interval=UPSTREAM_SLEEP_S,
+            local_addr=options.rendezvous.local_addr,
+        )
+        super().__init__(
+            spec=spec,
+            fault_tol_cfg=config,
+            logs_specs=logs,
+            start_method=options.args.start_method,
+            log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+            term_timeout=options.term_timeout.total_seconds(),
+            workers_stop_timeout=options.stop_timeout.total_seconds(),
+            restart_policy=options.args.ft_restart_policy,
+            is_store_host=serves_store,
+        )
+        self._options = options
+        self._rendezvous_handler = rendezvous
+        self._logs = logs
+        self._events = events
+        self._reporter = reporter
+        self._protection = protection
+        self._signals = signals
+        self._watch: WorkerWatch | None = None
+        self._seen_pids: set[int] = set()
+        #: What failed on this host in the current attempt.
+        self.faults: list[Fault] = []
+        rendezvous.on_change = self._others_changed
+        rendezvous.restarts_used = lambda: self.restarts_used
+
+    @property
+    def attempt(self) -> int:
+        return self._rendezvous_handler.attempt
+
+    def joining(self) -> AbstractContextManager[None]:
+        return self._signals.interruptible()
+
+    def joined(self) -> None:
+        self.faults = []
+        self._logs.attempt = self.attempt
+        self._events.info = replace(self._events.info, node_rank=self.node_rank)
+        self._events.emit(EventType.RENDEZVOUS_DONE, attempt=self.attempt)
+
+    def started(self) -> None:
+        self._signals.reinstate()
+        self._watch = WorkerWatch(self.pids.values())
+        self._protection.workers(self.pids.values())
+        ranks = self.ranks
+        for local_rank, rank in ranks.items():
+            self._report(rank, local_rank, WorkerReport.RUNNING)
+        self._events.emit(
+            EventType.WORKERS_STARTED,
+            attempt=self.attempt,
+            ranks=list(ranks.values()),
+            hosts=self.host_count,
+            restarts=self.restarts_used,
+        )
+        logger.info(
+            "attempt %d: started %d workers, ranks %s, as processes %s",
+            self.attempt,
+            len(ranks),
+            _brief(ranks.values()),
+            _brief(self.pids.values()),
+        )
+
+    def monitors_started(self, pids: Sequence[int]) -> None:
+        self._protection.helpers(pids)
+
+    def wait_for_change(self) -> None:
+        if self._watch is not None:  # upstream looks once more after it stopped the workers
+            self._watch.wait(self._options.monitor_interval.total_seconds(), self._signals.wake_fd)
+            self._signals.check()
+
+    def failed(self, failures: Sequence[Any]) -> None:
+        if self._watch is None:
+            return  # these ended because we stopped them
+        for failure in failures:
+            if failure.pid not in self._seen_pids:
+                self._seen_pids.add(failure.pid)
+                self._record(self._fault(failure))
+
+    def finished(self) -> None:
+        for local_rank, rank in self.ranks.items():
+            self._report(rank, local_rank, WorkerReport.COMPLETE)
+        logger.info("attempt %d: all workers of this host succeeded", self.attempt)
+
+    def stop_processes(self, number: signal.Signals, grace_s: float) -> None:
+        """Signal the workers, wait for `grace_s`, kill what is left and all that they started.
+
+        A second signal to the launcher ends the wait.
+        """
+        running = self._watch is not None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        stubborn = self._end_workers(number, grace_s)
+        leftovers = self._protection.leftovers()
+        hurry = self._signals.hurry
+        guardian.end(leftovers, 0.0 if hurry else guardian.LEFTOVER_GRACE_S, self._signals.hurry_fd)
+        guardian.wait_until_gone(leftovers, KILL_WAIT_S)
+        if running:
+            self._events.emit(EventType.WORKERS_STOPPED, attempt=self.attempt, killed=stubborn)
+
+    def _end_workers(self, number: signal.Signals, grace_s: float) -> int:
+        """Returns how many had to be killed."""
+        workers = [process for pid in self.pids.values() if (process := Process.of(pid)) is not None]
+        if not workers:
+            return 0
+        logger.info("stopping %d workers with %s, at most %g s", len(workers), number.name, grace_s)
+        for worker in workers:
+            worker.send(number)
+            worker.send(signal.SIGCONT)  # a stopped process cannot act on a signal
+        if guardian.wait_until_gone(workers, grace_s, self._signals.hurry_fd):
+            return 0
+        stubborn = [worker for worker in workers if worker.alive]
+        why = (
+            "a second signal came" if self._signals.hurry else f"they outlived {number.name} by {grace_s:g} s"
+        )
+        logger.warning("killing processes %s: %s", _brief(worker.pid for worker in stubborn), why)
+        for worker in stubborn:
+            worker.send(signal.SIGKILL)
+        guardian.wait_until_gone(stubborn, KILL_WAIT_S)
+        return len(stubborn)
+
+    def _fault(self, failure: Any) -> Fault:
+        note = hang_note(self._protection.private_dir, failure.pid)
+        hang = note.read_text() if note.exists() else None
+        note.unlink(missing_ok=True)  # the process number may come again
+        local_rank = failure.local_rank
+        return Fault(
+            rank=self.ranks[local_rank],
+            local_rank=local_rank,
+            host=self._options.info.host,
+            pid=failure.pid,
+            attempt=self.attempt,
+            exit_code=failure.exitcode,
+            cause=cause_of(
+                failure.exitcode,
+                error=failure.error_file_data,
+                hang=hang,
+                stderr_file=self._logs.stderr_files.get(local_rank),
+            ),
+            time=datetime.now(timezone.utc),
+            log_file=self._logs.files.get(local_rank),
+        )
+
+    def _record(self, fault: Fault) -> None:
+        self.faults.append(fault)
+        self._events.emit(
+            EventType.FAULT_DETECTED,
+            rank=fault.rank,
+            attempt=fault.attempt,
+            time=fault.time,
+            cause=fault.cause,
+            exit_code=fault.exit_code,
+            pid=fault.pid,
+            log_file=fault.log_file,
+        )
+        self._report(fault.rank, fault.local_rank, WorkerReport.FAILED)
+        logger.error(
+            "rank %d failed: %s (%d of %d restarts used)",
+            fault.rank,
+            fault.cause,
+            self.restarts_used,
+            self._options.max_restarts,
+        )
+
+    def _others_changed(self, waiting: int, lost: list[str]) -> None:
+        """Upstream restarts the workers right after this; it does not count as a failure here."""
+        if waiting:
+            cause = f"{waiting} hosts join or restart"
+        else:
+            cause = f"hosts left: {', '.join(lost)}"
+            self._events.emit(EventType.FAULT_DETECTED, attempt=self.attempt, cause=cause)
+        logger.warning("attempt %d ends: %s", self.attempt, cause)
+
+    def _report(self, rank: int, local_rank: int, state: WorkerReport) -> None:
+        self._reporter.report(rank=rank, local_rank=local_rank, attempt=self.attempt, state=state)
+
+
+def _brief(numbers: Any) -> str:
+    """``0, 1, 2``; long lists by their ends."""
+    texts = [str(number) for number in numbers]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:3], "...", *texts[-2:]])

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One job on one host, from the first event to the last: meet, run, leave, and name the outcome.
+
+`job_started` and `job_terminated` are written in every way that a job can end, short of SIGKILL to
+the launcher itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from resiliency.events import EventStream, EventType, RunEvent, events_path
+from resiliency.goodput_measure.tracker import goodput_path, open_event_stream, published_record
+from resiliency.launch import _compat
+from resiliency.launch.agent import ResilientAgent
+from resiliency.launch.incident import summarise
+from resiliency.launch.options import LaunchOptions
+from resiliency.launch.protection import Protection
+from resiliency.launch.supervisor import NullReporter, WorkerStateReporter
+from resiliency.launch.watch import SignalBox
+from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, SystemClock
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Outcome:
+    """How the job ended on this host.  Starts as the worst, for ends that nobody foresaw."""
+
+    exit_code: int = 1
+    name: str = "error"
+    #: Whether the meeting is over for all hosts; else they may go on without this one.
+    final: bool = True
+
+
+def run(options: LaunchOptions) -> int:
+    """Run the job and return the launcher's exit code.
+
+    Raises:
+        ConfigError: a flag of NVRx's is wrong; nothing was started.
+    """
+    logging.getLogger("nvidia_resiliency_ext").setLevel(
+        logging.DEBUG if logger.isEnabledFor(logging.DEBUG) else logging.WARNING
+    )
+    config = _compat.fault_tolerance_config(options.args)
+    _set_threads(options.workers)
+    signals = SignalBox(lambda number: _compat.SignalException(f"received {number.name}", sigval=number))
+    log_dir = _log_dir(options)
+    with Protection(grace=options.stop_timeout) as protection:
+        _compat.prepare(protection.private_dir, signals.handle)
+        specs = _compat.make_logs_specs(options.args, log_dir)
+        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options))
+        with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
+            _leave_last_words(protection, options)
+            handler, serves = _meet(options, signals)
+            reporter: WorkerStateReporter = NullReporter()
+            agent = ResilientAgent(
+                options,
+                rendezvous=handler,
+                serves_store=serves,
+                config=config,
+                logs=logs,
+                events=events,
+                reporter=reporter,
+                protection=protection,
+                signals=signals,
+            )
+            try:
+                _run_agent(agent, options, outcome)
+            finally:
+                with signals.interruptible(check=False):
+                    agent.clean_rdzv_shutdown(close=outcome.final)
+                signals.close()
+                agent.shutdown_rank_monitors()
+                reporter.close()
+        return outcome.exit_code
+
+
+@contextmanager
+def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -> Iterator[Outcome]:
+    """The first and the last event, and what goes wrong before there are workers."""
+    outcome = Outcome()
+    signals.install(options.signals)
+    events.emit(EventType.JOB_STARTED)
+    try:
+        yield outcome
+    except _compat.SignalException as error:
+        outcome.exit_code, outcome.name = 128 + error.sigval, error.sigval.name
+        logger.warning("ended by %s before workers ran", error.sigval.name)
+    except (_compat.RendezvousError, RuntimeError, OSError) as error:
+        outcome.name = "no meeting point"
+        logger.error("cannot meet at %s: %s", options.rendezvous.endpoint, error)
+    finally:
+        signals.close()
+        events.emit(EventType.JOB_TERMINATED, exit_code=outcome.exit_code, outcome=outcome.name)
+
+
+def _leave_last_words(protection: Protection, options: LaunchOptions) -> None:
+    """The last event for the case that this process is killed before it can write one."""
+    event = RunEvent(
+        type=EventType.JOB_TERMINATED,
+        time=SystemClock().now(),
+        job_name=options.info.job_name,
+        host=options.info.host,
+        node_rank=options.info.node_rank,
+        fields={"outcome": "launcher killed"},
+    )
+    protection.last_words(events_path(options.info), json.loads(event.to_json()))
+    published = published_record(event)
+    if published is not None:
+        protection.last_words(goodput_path(options.info), published)
+
+
+def _meet(options: LaunchOptions, signals: SignalBox) -> tuple[_compat.HostRendezvous, bool]:
+    place = options.rendezvous
+    if place.max_nodes > 1:
+        logger.info("meeting other hosts at %s as %s", place.endpoint, place.run_id)
+    with signals.interruptible():
+        return _in_thread(
+            lambda: _compat.HostRendezvous.connect(
+                endpoint=place.endpoint,
+                run_id=place.run_id,
+                min_nodes=place.min_nodes,
+                max_nodes=place.max_nodes,
+                local_addr=place.local_addr,
+                node_rank=place.node_rank,
+                upscaling=options.args.ft_restart_policy != "min-healthy",
+                conf=place.conf,
+            )
+        )
+
+
+def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: Outcome) -> None:
+    """Run the agent and map what it raises, all of it foreign, to an outcome."""
+    endpoint = options.rendezvous.endpoint
+    try:
+        result = agent.run()
+        failed = result is not None and result.is_failed()
+        outcome.exit_code, outcome.name = (1, "failed") if failed else (0, "succeeded")
+        if failed:
+            logger.error("%s", _summary(options, agent))
+    except _compat.SignalException as error:
+        outcome.exit_code = 0 if agent.all_succeeded else 128 + error.sigval
+        outcome.name, outcome.final = error.sigval.name, False
+        how = "workers finished cleanly" if agent.all_succeeded else "workers did not finish cleanly"
+        logger.warning("ended by %s: %s, exit code %d", error.sigval.name, how, outcome.exit_code)
+    except _compat.UnhealthyNodeException as error:
+        outcome.name, outcome.final = "unhealthy host", False
+        logger.error("this host leaves the job, because it is unhealthy: %s", error)
+    except _compat.RendezvousClosedError:
+        outcome.name = "ended elsewhere"
+        logger.error("another host ended the job.\n%s", _summary(options, agent))
+    except _compat.RendezvousTimeoutError:
+        outcome.name, outcome.final = "hosts missing", False
+        logger.error(
+            "fewer than %d hosts came to %s in time.  --rdzv-conf join_timeout=SECONDS sets the wait.",
+            options.rendezvous.min_nodes,
+            endpoint,
+        )
+    except (_compat.RendezvousError, RuntimeError, OSError) as error:
+        # torch's store raises RuntimeError when the host that serves it is gone.
+        outcome.name, outcome.final = "meeting point lost", False
+        logger.error("lost contact with the meeting point %s: %s", endpoint, error)
+        logger.debug("where it was noticed", exc_info=True)
+
+
+def _summary(options: LaunchOptions, agent: ResilientAgent) -> str:
+    return summarise(
+        options.script,
+        agent.faults,
+        restarts=agent.restarts_used,
+        max_restarts=options.max_restarts,
+    )
+
+
+def _adjust(env: dict[str, str], options: LaunchOptions) -> None:
+    """What a worker's environment has beyond torchrun's."""
+    env[JOB_ENV] = options.info.job_name
+    env[RUN_DIR_ENV] = options.info.run_dir
+    if options.virtual_local_rank:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        own = int(env["LOCAL_RANK"])
+        env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[own] if visible else str(own)
+        env["LOCAL_RANK"] = "0"
+
+
+def _log_dir(options: LaunchOptions) -> str | None:
+    """As torchrun: redirected output is kept even when nobody said where."""
+    if options.args.log_dir is None and (options.args.redirects, options.args.tee) != ("0", "0"):
+        return tempfile.mkdtemp(prefix="torchelastic_")
+    return str(options.args.log_dir) if options.args.log_dir is not None else None
+
+
+def _set_threads(workers: int) -> None:
+    """As torchrun: several workers that each use all cores would be slower than one."""
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        logger.info("OMP_NUM_THREADS is not set: each worker gets 1; set it to tune CPU work")
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """Call `function` where a signal can interrupt the wait for it.
+
+    Connecting to a host that is not up yet waits within native code, where no Python signal
+    handler runs; a launcher could not be ended for minutes.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="rendezvous-connect", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's own traces: its id, its private directory, and the guardian that clears both up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from resiliency.events import JsonValue
+from resiliency.launch import guardian
+
+logger = logging.getLogger(__name__)
+
+#: NVRx names its sockets after the launcher and the rank; the kernel takes 107 bytes of path.
+LONGEST_PRIVATE_DIR = 107 - len("/_ft_launcher0123456789_rmon000.socket")
+
+
+class Protection:
+    """Owns what must not outlive the launcher; leaving the context removes it.
+
+    Sockets and other files of this launcher lie in a directory of its own, so that launchers on
+    one host, or in containers that share a temporary directory, cannot clash.
+
+    Args:
+        grace: what workers get between SIGTERM and SIGKILL when the launcher was killed.
+    """
+
+    def __init__(self, *, grace: timedelta) -> None:
+        self.id = uuid.uuid4().hex
+        self.private_dir = _make_private_dir()
+        # For children that are started from this process's own environment.
+        os.environ[guardian.LAUNCHER_ENV] = ":".join(
+            filter(None, (os.environ.get(guardian.LAUNCHER_ENV), self.id))
+        )
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", guardian.__file__),
+                *(self.id, str(grace.total_seconds()), str(self.private_dir)),
+            ],
+            stdin=subprocess.PIPE,
+            cwd="/",
+            start_new_session=True,  # a Ctrl-C is for the launcher, not for it
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        # A forked child that kept the pipe open would hide the launcher's end from the guardian.
+        os.register_at_fork(after_in_child=self._forget_pipe)
+
+    def workers(self, pids: Iterable[int]) -> None:
+        """Tell the guardian whom to end; replaces those named before."""
+        self._tell("workers", pids)
+
+    def helpers(self, pids: Iterable[int]) -> None:
+        """Name processes that end after the workers; adds to those named before."""
+        self._tell("helpers", pids)
+
+    def last_words(self, path: Path, record: Mapping[str, JsonValue]) -> None:
+        """What to append to an event log, with the time, if the launcher cannot do it any more."""
+        kept = {name: value for name, value in record.items() if name != "timestamp"}
+        self._send("last_words " + json.dumps([str(path), kept]))
+
+    def leftovers(self) -> list[guardian.Process]:
+        """Living processes that workers started, the guardian left out."""
+        return [process for process in guardian.find(self.id) if process.pid != self._process.pid]
+
+    def close(self) -> None:
+        """Let the guardian go and remove the private directory; idempotent."""
+        if self._pipe.closed:
+            return
+        self._tell("bye", ())
+        with suppress(BrokenPipeError):
+            self._pipe.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self.private_dir, ignore_errors=True)
+
+    def __enter__(self) -> Protection:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _tell(self, kind: str, pids: Iterable[int]) -> None:
+        self._send(" ".join([kind, *map(str, pids)]))
+
+    def _send(self, line: str) -> None:
+        try:
+            self._pipe.write(line.encode() + b"\n")
+            self._pipe.flush()
+        except BrokenPipeError:
+            logger.warning(
+                "the guardian process %d is gone: workers would outlive a SIGKILL to the launcher",
+                self._process.pid,
+            )
+
+    def _forget_pipe(self) -> None:
+        with suppress(OSError, ValueError):  # ValueError: closed already
+            os.close(self._pipe.fileno())
+
+
+def _make_private_dir() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="launcher-"))
+    if len(os.fsencode(path)) <= LONGEST_PRIVATE_DIR:
+        return path
+    path.rmdir()
+    return Path(tempfile.mkdtemp(prefix="launcher-", dir="/tmp"))  # created with mode 700

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher waits for: the death of a worker, a signal, or the monitor interval.
+
+Signals only set a flag and write a byte.  Exceptions out of a handler would come in the middle of
+starting or stopping workers and lose track of them, so the flag is looked at where the launcher
+waits.  The one exception is code of others that waits inside itself, at the rendezvous: there,
+within `interruptible`, the handler raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+#: Signals for which upstream installs handlers each time it starts workers.
+UPSTREAM_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class SignalBox:
+    """Signals that ask the launcher to end.
+
+    Args:
+        raise_for: builds the exception that means "ended by this signal".
+    """
+
+    def __init__(self, raise_for: Callable[[signal.Signals], Exception]) -> None:
+        self._raise_for = raise_for
+        self._interruptible = False
+        self._installed: set[int] = set()
+        self._left_alone = {number: signal.getsignal(number) for number in UPSTREAM_HANDLES}
+        self._read_fd, self._write_fd = os.pipe()
+        #: The first signal that came, if any.
+        self.first: signal.Signals | None = None
+        #: True, and its descriptor readable, from the second signal on: somebody is out of patience.
+        self.hurry = False
+        self.hurry_fd, self._hurry_write_fd = os.pipe()
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable once a signal came."""
+        return self._read_fd
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        del frame
+        if self.first is None:
+            self.first = signal.Signals(number)
+            os.write(self._write_fd, b"!")
+        elif not self.hurry:
+            self.hurry = True
+            os.write(self._hurry_write_fd, b"!")
+        if self._interruptible:
+            self._interruptible = False
+            raise self._raise_for(self.first)
+
+    def install(self, numbers: Iterable[signal.Signals]) -> None:
+        """Handle `numbers`; a hang-up that is ignored already (nohup) stays ignored."""
+        for number in numbers:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.handle)
+                self._installed.add(number)
+
+    def reinstate(self) -> None:
+        """Undo what upstream's agent did to signals that were not asked for."""
+        for number, handler in self._left_alone.items():
+            if number not in self._installed:
+                signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise if a signal came."""
+        if self.first is not None:
+            raise self._raise_for(self.first)
+
+    @contextmanager
+    def interruptible(self, *, check: bool = True) -> Iterator[None]:
+        """Within, the next signal raises at once instead of at the next `check`."""
+        self._interruptible = True
+        try:
+            if check:
+                self.check()  # after the flag: a signal that came between the two is not missed
+            yield
+        finally:
+            self._interruptible = False
+
+    def close(self) -> None:
+        """Ignore further signals: what is left to do is short and must not be cut."""
+        for number in self._installed:
+            signal.signal(number, signal.SIG_IGN)
+
+
+class WorkerWatch:
+    """Wakes when one of a set of processes ends, where the kernel can tell (pidfd)."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._poll = select.poll()
+        self._fds: set[int] = set()
+        for pid in pids:
+            try:
+                fd = os.pidfd_open(pid)
+            except (AttributeError, OSError) as error:
+                logger.debug("cannot watch process %d, falling back to a poll: %s", pid, error)
+                continue
+            self._fds.add(fd)
+            self._poll.register(fd, select.POLLIN)
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Return when a watched process ended, `wake_fd` is readable, or time is up."""
+        self._poll.register(wake_fd, select.POLLIN)
+        for fd, _ in self._poll.poll(timeout_s * 1000):
+            if fd != wake_fd:
+                # Level-triggered: a worker that finished early would wake every later wait.
+                self._discard(fd)
+
+    def close(self) -> None:
+        for fd in tuple(self._fds):
+            self._discard(fd)
+
+    def _discard(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        self._fds.discard(fd)
+        os.close(fd)

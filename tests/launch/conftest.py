@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the real launcher on small scripts, and reads what it wrote."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from resiliency.events import EventType, RunEvent
+from resiliency.testing.processes import Command
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+WORKER = SCRIPTS / "worker.py"
+#: Longest wait for something that takes a second or three on an idle machine.
+PATIENCE = 40.0
+
+Launch = Callable[..., Command]
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """TMPDIR of the launchers.  Short, because sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="lt-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def launch(tmp_path: Path, temporary: Path) -> Iterator[Launch]:
+    """``launch(*flags_script_and_arguments, run_dir=..., NAME=value)`` starts a launcher."""
+    with ExitStack() as stack:
+
+        def start(*words: object, run_dir: Path | None = None, **env: str) -> Command:
+            argv = [sys.executable, str(ROOT / "launcher.py"), "--run-dir", str(run_dir or tmp_path / "run")]
+            fixed = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GOODPUT_USE_FILE_TRACKING": "1"}
+            command = Command([*argv, *map(str, words)], env={**fixed, **env}, cwd=tmp_path)
+            return stack.enter_context(command)
+
+        yield start
+
+
+@pytest.fixture
+def leaves_nothing(temporary: Path) -> Callable[[Command], None]:
+    """Fail unless a launcher that ended left neither processes nor files."""
+
+    def check(command: Command) -> None:
+        command.assert_no_orphans(timeout=20)
+        assert os.listdir(temporary) == []
+
+    return check
+
+
+def ready(command: Command, rank: int, attempt: int = 0) -> int:
+    """Wait until a worker says that it is ready; returns its process id."""
+    return int(command.wait_for_line(rf"rank {rank} attempt {attempt} pid (\d+) ready", timeout=PATIENCE)[1])
+
+
+def events(run_dir: Path, kind: EventType | None = None) -> list[RunEvent]:
+    lines = [line for path in run_dir.glob("*-events.jsonl") for line in path.read_text().splitlines()]
+    return [event for event in map(RunEvent.from_json, lines) if kind in (None, event.type)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

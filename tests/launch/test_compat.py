@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""These fail when NVRx moves, so that the launcher does not do so first."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import inspect
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resiliency.errors import UntestedVersion
+from resiliency.launch import _compat, cli
+
+#: What the hooks were written against.  When this differs, read upstream's change, then renew it.
+AGENT_SOURCE = "31c9dd8e6998808774a5e804cf2911206cb5bd9dbf0914bfcd26b6373514ba75"
+
+
+def test_everything_private_that_we_rely_on_is_there() -> None:
+    for owner, names in _compat.HOOKS.items():
+        for name in names:
+            assert hasattr(owner, name), f"{owner} has no {name} any more"
+
+
+def test_the_methods_around_our_hooks_are_those_that_were_read() -> None:
+    agent = _compat._launcher.LocalElasticAgent
+    simple = agent.__mro__[1]
+    methods = [agent.run, agent._invoke_run_with_any_failed_policy, agent._start_workers, agent._stop_workers]
+    methods += [agent._shutdown, agent._monitor_workers, simple._rendezvous, simple._initialize_workers]
+    methods += [
+        _compat._processes.PContext.start,
+        _compat._ft_rendezvous.FtRendezvousHandler.num_nodes_waiting,
+    ]
+    source = "".join(inspect.getsource(inspect.unwrap(method)) for method in methods)
+    assert hashlib.sha256(source.encode()).hexdigest() == AGENT_SOURCE
+
+
+def test_only_tested_versions_are_accepted_and_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert importlib.metadata.version("nvidia-resiliency-ext") in _compat.TESTED_VERSIONS
+    monkeypatch.setattr(_compat, "TESTED_VERSIONS", ("0.9.9",))
+    with pytest.raises(
+        UntestedVersion, match=r"tested with .* 0\.9\.9, found 0\.4\.1.*pip install .*==0\.9\.9"
+    ):
+        _compat.check_version()
+
+
+def test_a_missing_library_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "def missing(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = missing\n"
+        "from resiliency.launch.main import main\n"
+        f"sys.exit(main(['--run-dir', {str(tmp_path)!r}, {__file__!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "the launcher needs nvidia-resiliency-ext 0.4.1, and it is not installed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_nvrx_leaves_the_root_logger_alone() -> None:
+    code = "import logging, resiliency.launch._compat; print(logging.getLogger().handlers)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "nic", "heartbeat"),
+    [
+        ([], False, 2700),
+        (["--ft-enable-nic-monitor=true"], True, 2700),
+        (["--ft-param-rank_heartbeat_timeout=3"], False, 3),
+        (["--ft-cfg-path={file}"], False, 7),
+        (["--ft-cfg-path={file}", "--ft-rank-heartbeat-timeout=8"], False, 8),
+    ],
+)
+def test_defaults_need_no_flag_and_files_and_flags_override_them(
+    flags: list[str], nic: bool, heartbeat: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "ft.yaml"
+    file.write_text("fault_tolerance:\n  rank_heartbeat_timeout: 7\n")
+    parsed: argparse.Namespace = cli.parse([*(flag.format(file=file) for flag in flags), "s.py"], {})
+    config = _compat.fault_tolerance_config(parsed)
+    assert (config.enable_nic_monitor, config.rank_heartbeat_timeout) == (nic, heartbeat)
+    assert config.log_level == logging.ERROR

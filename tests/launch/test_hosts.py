@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two launchers on one machine stand for two hosts of one job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from resiliency.events import EventType
+from resiliency.testing.processes import Command
+
+from .conftest import PATIENCE, WORKER, Launch, events, free_port, ready
+
+pytestmark = pytest.mark.slow
+#: A dead host is noticed after 4 s and not after 15.
+FAST = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=4"
+
+
+def start(launch: Launch, tmp_path: Path, *words: object, fixed: bool = False) -> list[Command]:
+    """Two hosts with one worker each; `fixed`: the one that comes first asks for node rank 1."""
+    port = free_port()
+    hosts = []
+    for index in range(2):
+        place = ["--node-rank", 1 - index] if fixed else []
+        flags = [
+            "--nnodes=2",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--rdzv-id=pair",
+            "--local-addr=127.0.0.1",
+        ]
+        hosts.append(launch(FAST, *flags, *place, *words, run_dir=tmp_path / f"run{index}"))
+    return hosts
+
+
+def rank_of(host: Command, attempt: int) -> int:
+    match = host.wait_for_line(rf"rank (\d) attempt {attempt} pid \d+ ready", timeout=PATIENCE)
+    return int(match[1])
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_ranks_stay_on_their_hosts_through_restarts_and_attempts_agree(
+    launch: Launch, tmp_path: Path, fixed: bool
+) -> None:
+    hosts = start(launch, tmp_path, "--max-restarts=5", WORKER, "wait", fixed=fixed)
+    before = [rank_of(host, 0) for host in hosts]
+    assert sorted(before) == [0, 1]
+    if fixed:
+        assert before == [1, 0]
+    for attempt, victim in enumerate((hosts[0], hosts[1])):
+        rank = before[hosts.index(victim)]
+        os.kill(ready(victim, rank, attempt), signal.SIGKILL)
+        assert [rank_of(host, attempt + 1) for host in hosts] == before
+    for index in range(2):
+        started = events(tmp_path / f"run{index}", EventType.WORKERS_STARTED)
+        # A host whose own workers were healthy counts the restarts of the other.
+        assert [(event.attempt, event.fields["restarts"]) for event in started] == [(0, 0), (1, 1), (2, 2)]
+        assert {event.node_rank for event in started} == {before[index]}
+
+
+def test_a_host_whose_job_failed_for_good_ends_the_others(launch: Launch, tmp_path: Path) -> None:
+    hosts = start(launch, tmp_path, WORKER, "wait")
+    rank = rank_of(hosts[1], 0)
+    os.kill(ready(hosts[1], rank), signal.SIGKILL)
+    assert [host.wait(timeout=PATIENCE) for host in hosts] == [1, 1]
+    assert re.search(rf"rank {rank} \(host .*SIGKILL", hosts[1].output)
+    assert "another host ended the job" in hosts[0].output
+
+
+def start_ordered(launch: Launch, tmp_path: Path, *, join_timeout: int) -> tuple[Command, Command]:
+    """Two hosts; the first has node rank 0 and serves the meeting point."""
+    port = free_port()
+    first, second = (join(launch, tmp_path, port, index, join_timeout) for index in range(2))
+    assert (rank_of(first, 0), rank_of(second, 0)) == (0, 1)
+    return first, second
+
+
+def join(
+    launch: Launch, tmp_path: Path, port: int, index: int, join_timeout: int, nnodes: str = "2"
+) -> Command:
+    conf = FAST.replace("join_timeout=4", f"join_timeout={join_timeout},last_call_timeout=2")
+    place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--node-rank={index}", "--rdzv-id=pair"]
+    flags = [conf, f"--nnodes={nnodes}", *place, "--local-addr=127.0.0.1"]
+    return launch(*flags, WORKER, "wait", run_dir=tmp_path / f"run{index}")
+
+
+def test_a_launcher_that_vanishes_is_noticed_and_its_replacement_takes_its_place(
+    launch: Launch, tmp_path: Path
+) -> None:
+    first, second = start_ordered(launch, tmp_path, join_timeout=60)
+    port = re.search(r"--master-port=(\d+)", " ".join(first.argv))
+    assert port is not None
+    second.signal(signal.SIGKILL)
+    first.wait_for_line("hosts left", timeout=PATIENCE)
+    replacement = join(launch, tmp_path, int(port[1]), 1, 60)
+    assert (rank_of(first, 1), rank_of(replacement, 1)) == (0, 1)
+    second.assert_no_orphans()
+
+
+@pytest.mark.parametrize(
+    ("victim", "outcome"),
+    [
+        pytest.param(1, "hosts missing", id="nobody comes in its place"),
+        pytest.param(0, "meeting point lost", id="it served the meeting point"),
+    ],
+)
+def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
+    launch: Launch, tmp_path: Path, victim: int, outcome: str
+) -> None:
+    hosts = start_ordered(launch, tmp_path, join_timeout=4)
+    survivor = hosts[1 - victim]
+    hosts[victim].signal(signal.SIGKILL)
+    assert survivor.wait(timeout=PATIENCE) == 1
+    ended = events(tmp_path / f"run{1 - victim}", EventType.JOB_TERMINATED)
+    assert [event.fields["outcome"] for event in ended] == [outcome]
+    for host in hosts:
+        host.assert_no_orphans()
+
+
+def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
+    launch: Launch, tmp_path: Path
+) -> None:
+    port = free_port()
+    first, second = (join(launch, tmp_path, port, index, 60, "1:2") for index in range(2))
+    assert (rank_of(first, 0), rank_of(second, 0)) == (0, 1)
+    second.signal(signal.SIGKILL)
+    assert rank_of(first, 1) == 0
+    newcomer = join(launch, tmp_path, port, 1, 60, "1:2")
+    assert (rank_of(first, 2), rank_of(newcomer, 2)) == (0, 1)
+    started = events(tmp_path / "run0", EventType.WORKERS_STARTED)
+    assert [event.fields["hosts"] for event in started] == [2, 1, 2]
+    assert {event.fields["restarts"] for event in started} == {0}  # such changes are no failures
