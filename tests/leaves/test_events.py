@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -315,3 +316,33 @@ def test_a_number_that_json_lacks_is_written_as_null(value: float) -> None:
 def test_a_value_that_json_lacks_is_written_as_its_text() -> None:
     event = EventStream(RunInfo()).emit(EventType.SAVE_FAILED, path=Path("/a"))  # type: ignore[arg-type]
     assert RunEvent.from_json(event.to_json()).fields == {"path": "/a"}
+
+
+def test_an_observer_sees_an_event_after_the_sinks_and_may_emit_another() -> None:
+    sink = MemorySink()
+    stream = EventStream(RunInfo(), [sink])
+
+    def answer(event: RunEvent) -> None:
+        assert sink.events[-1] is event
+        if event.type is EventType.SAVE_STARTED:
+            stream.emit(EventType.SAVE_RELEASED)
+
+    stream.observe(answer)
+    stream.emit(EventType.SAVE_STARTED)
+    assert [event.type for event in sink.events] == [EventType.SAVE_STARTED, EventType.SAVE_RELEASED]
+
+
+def test_what_an_observer_raises_reaches_the_emitter() -> None:
+    stream = EventStream(RunInfo())
+
+    def fail(event: RunEvent) -> None:
+        raise RuntimeError(event.type.value)
+
+    stream.observe(fail)
+    with pytest.raises(RuntimeError, match="step_finished"):
+        stream.emit(EventType.STEP_FINISHED)
+
+
+def test_a_deep_copy_of_a_configuration_keeps_the_stream_that_it_holds() -> None:
+    stream = EventStream(RunInfo(), [MemorySink()])
+    assert copy.deepcopy({"events": stream})["events"] is stream

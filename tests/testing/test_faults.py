@@ -180,3 +180,27 @@ def test_a_hung_process_is_stopped_and_can_be_continued(tmp_path: Path) -> None:
         cmd.signal(signal.SIGCONT)
         cmd.wait_for_line("still here", timeout=30)
         assert cmd.wait(timeout=30) == 0
+
+
+def test_an_attached_injector_strikes_inside_the_emit_of_the_event_that_a_fault_is_placed_at() -> None:
+    info, sink = RunInfo(rank=0, attempt=0), MemorySink()
+    events = EventStream(info, [sink])
+    with FaultInjector([Fault.parse("rank_exception,step=3,phase=save_started")], info, events) as injector:
+        injector.attach(events)
+        events.emit(EventType.STEP_FINISHED, step=3)
+        events.emit(EventType.SAVE_STARTED, step=2)
+        with pytest.raises(InjectedFault):
+            events.emit(EventType.SAVE_STARTED, step=3)
+    assert [event.type for event in sink.events][-2:] == [EventType.SAVE_STARTED, EventType.FAULT_INJECTED]
+
+
+def test_an_attached_injector_counts_delays_from_the_start_of_the_training_loop() -> None:
+    info = RunInfo(rank=0, attempt=0)
+    events = EventStream(info)
+    injector = FaultInjector([Fault.parse("rank_exception,0,phase=step_finished")], info, events)
+    injector.attach(events)
+    events.emit(EventType.STEP_FINISHED, step=1)  # before the loop started: nothing is due
+    events.emit(EventType.INITIALIZED)
+    injector.close()  # waits for the timer, which had no delay left
+    with pytest.raises(InjectedFault):
+        events.emit(EventType.STEP_FINISHED, step=2)
