@@ -51,13 +51,14 @@ def serve(connection: Connection) -> None:
 
 def _run(job: Job, connection: Connection) -> Reply:
     threads = set(threading.enumerate())
-    value, error = b"", ""
+    value, error, joined = b"", "", False
     try:
         with _scene(job):
             fn, args = pickle.loads(job.call)  # noqa: S301  # sent by our own parent
             connection.send(READY)
             connection.recv()  # GO, or the end of the pipe
             with _process_group(job), active(FaultInjector(job.faults, RunInfo.from_env())):
+                joined = True
                 value = pickle.dumps(fn(job.rank, *args))
     except (Exception, SystemExit):  # process border: the parent reports it
         error = traceback.format_exc()
@@ -65,7 +66,9 @@ def _run(job: Job, connection: Connection) -> Reply:
     if leaked and not error:
         error = f"rank {job.rank} returned but left threads behind: {', '.join(leaked)}"
     if error:
-        return Reply(error=error, reusable=not leaked)
+        # After a failed join torch numbers groups differently here than in the other ranks, and the
+        # next job would wait for itself.
+        return Reply(error=error, reusable=joined and not leaked)
     return Reply(value=value)
 
 
@@ -82,6 +85,9 @@ def _process_group(job: Job) -> Iterator[None]:
         timeout=timedelta(seconds=job.start_timeout_s),
     )
     try:
+        # Gloo returns in each rank as soon as its own connections stand.  A rank whose function
+        # ends at once would close them while a slower one still joins, and fail that one.
+        dist.barrier()
         # Joining may be slow on a busy machine; a collective among living ranks may not.  There is
         # no public way to give the two different limits.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=job.operation_timeout_s))
