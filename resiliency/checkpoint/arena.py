@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots in shared memory that outlive the process which fills them.
+
+    /dev/shm/resiliency-<job>-<uid>/     directory of one job on this host, mode 0700
+        job.lock                         shared lock: trainers, agent, launcher of a living job
+        rank-<r>/
+            owner.lock                   exclusive lock: the one process that captures for rank r
+            layout-<fingerprint>.json    what the bytes of a slot mean
+            slot-<i>                     header page | tensors | values
+
+Named files rather than memfds, so that a restarted process finds them without a living parent to
+pass descriptors.  All locks are the kernel's (`flock`) and vanish with their holder: no count is
+left wrong by a kill.
+
+A slot is *free*, *capturing* or *captured*, as its header says; it is *lent* as long as anyone holds
+a shared lock on it (the writer, a replicator, a restore).  To capture, the owner takes the exclusive
+lock and marks the header before the first byte moves.  Invariant: a header that says captured,
+with a good checksum, belongs to complete tensors and values of one step; and the owner never takes
+the slot with the newest capture, so a crash at any time leaves one slot whole.
+
+`RankArena` is the owner's side, `open_captured` the reader's; one slot is in
+`resiliency.checkpoint.slots`, limits are in `resiliency.checkpoint.preflight`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from resiliency.checkpoint.preflight import check_room, process_start_ticks
+from resiliency.checkpoint.slots import (
+    PAGE_BYTES,
+    FileLock,
+    SlotFile,
+    SlotHeader,
+    SlotState,
+    mapped,
+    values_offset,
+)
+from resiliency.checkpoint.table import Shard, StateLayout
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 (the point of the arena)
+PREFIX = "resiliency-"
+#: How often a wait looks at the locks of other processes.
+_LOOK_S = 0.02
+_HOLD_TIMEOUT_S = 30.0
+
+
+def job_directory(job: str, root: Path = DEFAULT_ROOT) -> Path:
+    """Where the slots of `job` are; any name becomes a file name."""
+    safe = re.sub(r"[^A-Za-z0-9_.]", "_", job)
+    if safe != job or len(safe) > 80:  # keep different jobs apart
+        safe = f"{safe[:80]}_{zlib.crc32(job.encode()):08x}"
+    return root / f"{PREFIX}{safe}-{os.getuid()}"
+
+
+def rank_directory(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}"
+
+
+def hold_job(directory: Path) -> FileLock:
+    """Say that the job lives: while the lock is open, nobody cleans `directory` up.
+
+    Launcher, agent and trainers each hold one; the directory is made if need be.
+    """
+    deadline = time.monotonic() + _HOLD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.stat().st_uid != os.getuid():
+            raise ConfigError(f"{directory} belongs to another user.", path=str(directory))
+        try:
+            lock = FileLock(directory / "job.lock", create=True)
+        except FileNotFoundError:  # cleaned up since mkdir
+            continue
+        # A cleaner holds the exclusive lock for the moment in which it removes the directory.
+        if lock.try_lock(exclusive=False) and lock.is_current():
+            return lock
+        lock.close()
+        threading.Event().wait(_LOOK_S)
+    raise ConfigError(
+        f"{directory} has been locked by a clean-up for {_HOLD_TIMEOUT_S:.0f} s.",
+        hint=f"See who holds it: fuser {directory}/job.lock",
+        path=str(directory),
+    )
+
+
+class RankArena:
+    """The slots of one rank, seen by the one process that captures into them.
+
+    A predecessor's captures are kept and its memory is reused.
+
+    Args:
+        directory: of the job, see `job_directory`.
+        slots: two suffice; a third lets captures go on while one is slowly written.
+    Raises:
+        ConfigError: another living process owns the rank.
+    """
+
+    def __init__(
+        self, directory: Path, *, rank: int, world_size: int = 1, slots: int = 2, run_id: str = ""
+    ) -> None:
+        if slots < 2:
+            raise ConfigError(f"a rank needs at least 2 slots, found {slots}: one is always kept whole.")
+        self.directory = directory
+        self.rank = rank
+        self.world_size = world_size
+        self.run_id = run_id.encode()[:128].decode(errors="ignore")
+        self._job = hold_job(directory)
+        self._where = rank_directory(directory, rank)
+        self._where.mkdir(mode=0o700, exist_ok=True)
+        self._owner = self._own()
+        self._start = process_start_ticks(os.getpid()) or 0
+        self.slots = [SlotFile(self._where / f"slot-{i}") for i in range(slots)]
+        self._sequence = max((s.header.sequence for s in self.slots if s.header), default=0)
+        #: Notified whenever this process gives a slot back.
+        self._changed = threading.Condition()
+
+    def _own(self) -> FileLock:
+        lock = FileLock(self._where / "owner.lock", create=True)
+        if not lock.try_lock(exclusive=True):
+            owner = os.pread(lock.fd, 200, 0).decode(errors="replace") or "unknown"
+            lock.close()
+            self._job.close()
+            raise ConfigError(
+                f"rank {self.rank} of this job is owned by a living process (pid {owner});"
+                f" see {self._where}.",
+                hint="Do two jobs on this host have one name?  Set JOB_IDENTIFIER.",
+                rank=self.rank,
+                path=str(self._where),
+            )
+        os.ftruncate(lock.fd, 0)
+        os.pwrite(lock.fd, str(os.getpid()).encode(), 0)
+        return lock
+
+    def try_take(self) -> SlotFile | None:
+        """A slot to capture into, held exclusively: never the newest capture; None if all are lent."""
+        captured = [s for s in self.slots if s.header and s.header.state == SlotState.CAPTURED]
+        newest = max(captured, key=_sequence, default=None)
+        for slot in sorted(self.slots, key=_sequence):
+            if slot is not newest and slot.try_take():
+                return slot
+        return None
+
+    def take(self, timeout: timedelta) -> SlotFile | None:
+        """`try_take`, waiting for a reader to finish; None at the timeout."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._changed:
+            while True:
+                slot = self.try_take()
+                left = deadline - time.monotonic()
+                if slot is not None or left <= 0:
+                    return slot
+                # Readers in other processes cannot notify: look at their locks now and then.
+                self._changed.wait(min(left, _LOOK_S))
+
+    def begin(self, slot: SlotFile, layout: StateLayout, values: bytes, step: int) -> None:
+        """Make a taken slot large enough and mark it as capturing: its old content is gone.
+
+        Raises:
+            ConfigError: there is no room; the old content is still whole.
+        """
+        self._check_room(layout.size_bytes, len(values))
+        slot.reserve(layout.size_bytes, len(values))
+        self._sequence += 1
+        slot.mark(
+            SlotHeader(
+                state=SlotState.CAPTURING, step=step, sequence=self._sequence, rank=self.rank,
+                world_size=self.world_size, owner_pid=os.getpid(), owner_start=self._start,
+                tensor_bytes=layout.size_bytes, values_bytes=len(values),
+                fingerprint=layout.fingerprint, run_id=self.run_id,
+            )
+        )  # fmt: skip
+        self._write_layout(layout)
+
+    def _check_room(self, tensor_bytes: int, values_bytes: int) -> None:
+        # For all slots at once: better refused at the first save than at the second.
+        missing = sum(slot.missing_bytes(tensor_bytes, values_bytes) for slot in self.slots)
+        if missing:
+            check_room(self._where, missing)
+
+    def publish(self, slot: SlotFile, values: bytes, *, lend: bool = False) -> None:
+        """All tensors are in: readers may have the slot.  `values` as given to `begin`.
+
+        With `lend` it cannot be captured into until `end_lend`, even if newer captures exist.
+        """
+        assert slot.header is not None
+        slot.write_values(slot.header.tensor_bytes, values)
+        slot.mark(replace(slot.header, state=SlotState.CAPTURED))
+        slot.give(lend=lend)
+        self._notify()
+
+    def abandon(self, slot: SlotFile) -> None:
+        """A capture failed: the slot holds nothing, unless it was not begun and keeps what it held."""
+        if slot.header is not None and slot.header.state == SlotState.CAPTURING:
+            slot.mark(replace(slot.header, state=SlotState.FREE))
+        slot.give()
+        self._notify()
+
+    def end_lend(self, slot: SlotFile) -> None:
+        """The owner no longer needs the capture in `slot`; readers may still."""
+        slot.end_lend()
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _write_layout(self, layout: StateLayout) -> None:
+        path = self._where / f"layout-{layout.fingerprint}.json"
+        if path.exists():
+            return
+        used = {s.header.fingerprint for s in self.slots if s.header}
+        for old in self._where.glob("layout-*.json"):
+            if old.stem.removeprefix("layout-") not in used:
+                old.unlink(missing_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(layout.to_json())
+        temporary.replace(path)
+
+    @contextlib.contextmanager
+    def captured(self, step: int | None = None) -> Iterator[Shard]:
+        """A capture that this process or its predecessor left here, lent until the context ends.
+
+        Like `open_captured`, through the mapping into which the next captures go: faster, because
+        its pages are mapped only once.
+
+        Raises:
+            CheckpointMissing: no whole capture (of that step) is there.
+        """
+        for slot in sorted(self.slots, key=_sequence, reverse=True):
+            header = slot.header
+            if header is None or header.state != SlotState.CAPTURED or step not in (None, header.step):
+                continue
+            if not slot.try_lend():
+                continue
+            try:
+                yield self._shard(slot, header)
+            finally:
+                self.end_lend(slot)
+            return
+        raise _missing(self.directory, self.rank, step)
+
+    def _shard(self, slot: SlotFile, header: SlotHeader) -> Shard:
+        slot.reserve(header.tensor_bytes, header.values_bytes)
+        assert slot.memory is not None
+        return Shard(
+            layout=_read_layout(slot.path, header),
+            values=slot.read_values(header),
+            step=header.step,
+            rank=header.rank,
+            world_size=header.world_size,
+            buffer=slot.memory,
+            run_id=header.run_id,
+        )
+
+    def prewarm(self, layout: StateLayout, values_bytes: int = 1 << 16) -> None:
+        """Allocate and map all free slots now, so that the first capture costs what later ones do."""
+        self._check_room(layout.size_bytes, values_bytes)
+        for slot in self.slots:
+            if slot.try_take():
+                try:
+                    slot.reserve(layout.size_bytes, values_bytes)
+                finally:
+                    slot.give()
+
+    def close(self, *, remove: bool = False) -> None:
+        """Give up ownership; with `remove`, delete the slots too (a job that ended well)."""
+        for slot in self.slots:
+            slot.close()
+        if remove:
+            _remove_rank(self._where)
+        self._owner.close()
+        self._job.close()
+        if remove:
+            remove_if_dead(self.directory, only_empty=True)
+
+    def __enter__(self) -> RankArena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _sequence(slot: SlotFile) -> int:
+    """Order of age; a slot without a whole capture is older than any."""
+    whole = slot.header is not None and slot.header.state == SlotState.CAPTURED
+    return slot.header.sequence if whole and slot.header else 0
+
+
+class CapturedSlot:
+    """A whole capture, lent to this reader until it is closed.  Use it as a context manager."""
+
+    def __init__(self, lock: FileLock, header: SlotHeader, layout: StateLayout) -> None:
+        self._lock = lock
+        self.header = header
+        size = header.tensor_bytes
+        # A private mapping: writable, as torch wants it, and yet no reader can change the capture.
+        self._map = mapped(lock.path, values_offset(size), private=True)
+        self.shard = Shard(
+            layout=layout,
+            values=os.pread(lock.fd, header.values_bytes, values_offset(size)),
+            step=header.step,
+            rank=header.rank,
+            world_size=header.world_size,
+            buffer=memoryview(self._map)[PAGE_BYTES : PAGE_BYTES + size],
+            run_id=header.run_id,
+            fetch=self._fetch,
+        )
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        # The kernel copies from the page cache: no mapping, no page faults.
+        done = 0
+        while done < target.nbytes:
+            count = os.preadv(self._lock.fd, [target[done:]], PAGE_BYTES + offset + done)
+            if count == 0:
+                raise CheckpointCorrupt(f"{self._lock.path} ends too early.", path=str(self._lock.path))
+            done += count
+
+    def close(self) -> None:
+        """Give the slot back; the shard must not be used any more."""
+        self._lock.close()
+
+    def __enter__(self) -> CapturedSlot:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def try_open_slot(path: Path) -> CapturedSlot | None:
+    """Borrow the capture in the slot file `path`; None if it holds none that is whole."""
+    try:
+        lock = FileLock(path, create=False)
+    except FileNotFoundError:
+        return None
+    opened = None
+    try:
+        if lock.try_lock(exclusive=False):  # held exclusively: a capture is going on
+            header = SlotHeader.unpack(os.pread(lock.fd, PAGE_BYTES, 0))
+            if header is not None and _is_whole(header, os.fstat(lock.fd).st_size):
+                opened = CapturedSlot(lock, header, _read_layout(path, header))
+    finally:
+        if opened is None:
+            lock.close()
+    return opened
+
+
+def _is_whole(header: SlotHeader, size: int) -> bool:
+    # A file that was cut short would end the reader with SIGBUS.
+    enough = size >= values_offset(header.tensor_bytes) + header.values_bytes
+    return header.state == SlotState.CAPTURED and enough
+
+
+def peek(directory: Path, rank: int) -> list[tuple[Path, SlotHeader]]:
+    """Whole captures of `rank`, newest first, without borrowing them: they may be gone a moment later."""
+    found = []
+    for path in rank_directory(directory, rank).glob("slot-*"):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            header = SlotHeader.unpack(file.read(PAGE_BYTES))
+            if header is not None and _is_whole(header, path.stat().st_size):
+                found.append((path, header))
+    return sorted(found, key=lambda item: -item[1].sequence)
+
+
+def ranks_in(directory: Path) -> list[int]:
+    """Ranks that have slots in `directory`."""
+    return sorted(int(path.name.removeprefix("rank-")) for path in directory.glob("rank-*"))
+
+
+def open_captured(directory: Path, rank: int, *, step: int | None = None) -> CapturedSlot:
+    """Borrow a capture that a dead or living process left in memory.
+
+    The header, written last, vouches for completeness.  The bytes have no checksum of their own: a
+    capture would have to read everything twice, and memory that is corrupt without the machine
+    noticing would have corrupted the training state alike.
+
+    Args:
+        step: None means the newest capture.
+    Raises:
+        CheckpointMissing: no whole capture (of that step) is there.
+    """
+    for path, header in peek(directory, rank):
+        if step in (None, header.step):
+            try:
+                slot = try_open_slot(path)
+            except CheckpointCorrupt as error:
+                # The text, not the error: a kept record would keep its frames, and with them this
+                # function's next slot, mapped.
+                logger.warning("capture of step %d of rank %d passed over: %s", header.step, rank, str(error))
+                continue
+            if slot is not None and slot.header.sequence == header.sequence:
+                return slot
+            if slot is not None:
+                slot.close()
+    raise _missing(directory, rank, step)
+
+
+def _missing(directory: Path, rank: int, step: int | None) -> CheckpointMissing:
+    steps = ", ".join(str(header.step) for _, header in peek(directory, rank)) or "none"
+    return CheckpointMissing(
+        f"memory holds no capture of rank {rank}{'' if step is None else f' at step {step}'};"
+        f" steps found in {directory}: {steps}.",
+        rank=rank,
+        step=step,
+    )
+
+
+def _read_layout(slot: Path, header: SlotHeader) -> StateLayout:
+    try:
+        return StateLayout.from_json((slot.parent / f"layout-{header.fingerprint}.json").read_text())
+    except FileNotFoundError:
+        raise CheckpointCorrupt(f"{slot} has no layout beside it.", path=str(slot)) from None
+
+
+def _remove_rank(where: Path) -> None:
+    for path in where.iterdir() if where.is_dir() else ():
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        where.rmdir()
+
+
+def remove_if_dead(directory: Path, *, only_empty: bool = False) -> bool:
+    """Remove a job's directory unless a process of the job lives (holds `job.lock`)."""
+    try:
+        lock = FileLock(directory / "job.lock", create=False)
+    except (FileNotFoundError, PermissionError):
+        with contextlib.suppress(OSError):  # left by a kill right after mkdir, or someone is just starting
+            directory.rmdir()
+        return False
+    try:
+        ranks = list(directory.glob("rank-*"))
+        if not lock.try_lock(exclusive=True) or not lock.is_current() or (only_empty and ranks):
+            return False
+        for where in ranks:
+            _remove_rank(where)
+        lock.path.unlink()
+        with contextlib.suppress(OSError):  # a file that is not ours
+            directory.rmdir()
+        return True
+    finally:
+        lock.close()
+
+
+def clean_up(
+    root: Path = DEFAULT_ROOT, *, idle: timedelta = timedelta(minutes=10), keep: Path | None = None
+) -> list[Path]:
+    """Remove what dead jobs of this user left in `root`.
+
+    A job without a launcher or agent of ours has no living process between the death of a rank and
+    its restart: `idle` is how long it may take.
+
+    Returns the directories that were removed.
+    """
+    removed = []
+    for directory in sorted(root.glob(f"{PREFIX}*-{os.getuid()}")):
+        if directory != keep and _idle_s(directory) >= idle.total_seconds() and remove_if_dead(directory):
+            removed.append(directory)
+    return removed
+
+
+def _idle_s(directory: Path) -> float:
+    """Seconds since anything in `directory` changed."""
+    newest = 0.0
+    for path in _walk(directory):
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return time.time() - newest
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    yield directory
+    yield from directory.glob("*")
+    yield from directory.glob("rank-*/*")

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints a directory holds, which of them are good, and which may go.
+
+Nothing here trusts a name: a checkpoint is complete when no marker stands beside it, its manifest
+and the indexes of all its ranks are what was committed, and its files are there in full length.
+`verify` reads the bytes as well.  Whoever deletes hides first: a checkpoint that is half deleted
+was never seen as whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from resiliency.checkpoint.dcp_format import METADATA
+from resiliency.checkpoint.lease import leased_steps
+from resiliency.checkpoint.manifest import MANIFEST, Manifest
+from resiliency.checkpoint.marker import (
+    MARKER_SUFFIX,
+    Marker,
+    MarkerState,
+    lift_marker,
+    parse_step,
+    put_marker,
+    step_directory,
+    try_read_marker,
+)
+from resiliency.checkpoint.reader import CheckpointReader
+from resiliency.checkpoint.shard_file import Pace, check_size
+from resiliency.checkpoint.storage import Storage
+from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError
+from resiliency.runtime import Clock, SystemClock
+
+logger = logging.getLogger(__name__)
+
+
+class Condition(str, Enum):
+    COMPLETE = "complete"
+    STOCK = "stock"  # written by torch alone: complete as far as it can tell, without checksums
+    UNFINISHED = "unfinished"  # a marker stands beside it
+    BAD = "bad"  # committed, and damaged since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One checkpoint directory, or a marker without one.
+
+    Args:
+        why: for people; empty when the condition says all.
+        size_bytes: of its data; 0 when it cannot be told.
+    """
+
+    step: int
+    path: str
+    condition: Condition
+    why: str = ""
+    size_bytes: int = 0
+    manifest: Manifest | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.condition in (Condition.COMPLETE, Condition.STOCK)
+
+
+def steps_in(storage: Storage) -> list[int]:
+    """Steps that have a directory or a marker, lowest first."""
+    found = {parse_step(name.removesuffix(MARKER_SUFFIX)) for name in storage.list("")}
+    return sorted(step for step in found if step is not None)
+
+
+def inspect(storage: Storage, step: int) -> Found:
+    """Condition of one step, without reading its data."""
+    directory = step_directory(step)
+    path = storage.describe(directory)
+    marker = try_read_marker(storage, step)
+    if marker is not None:
+        why = f"{marker.state.value}: {marker.reason}" if marker.reason else marker.state.value
+        return Found(step=step, path=path, condition=Condition.UNFINISHED, why=why)
+    try:
+        names = storage.list(directory)
+        if METADATA in names and MANIFEST not in names and not any(n.startswith("rank=") for n in names):
+            return Found(step=step, path=path, condition=Condition.STOCK, why="no checksums")
+        reader = CheckpointReader(storage, step)
+        files = reader.files()
+        for record in files:
+            check_size(storage, record)
+    except (CheckpointError, ConfigError) as error:
+        return Found(step=step, path=path, condition=Condition.BAD, why=str(error))
+    size = sum(record.size_bytes for record in files)
+    return Found(
+        step=step, path=path, condition=Condition.COMPLETE, size_bytes=size, manifest=reader.manifest
+    )
+
+
+def list_checkpoints(storage: Storage) -> list[Found]:
+    """All steps with their condition, lowest first."""
+    return [inspect(storage, step) for step in steps_in(storage)]
+
+
+def find_newest(storage: Storage, *, accept: Callable[[Found], bool] = lambda found: True) -> Found:
+    """The usable checkpoint with the highest step, among those that `accept` takes.
+
+    Raises:
+        CheckpointMissing: there is none; the message says what was there instead.
+    """
+    passed_over = []
+    for step in reversed(steps_in(storage)):
+        found = inspect(storage, step)
+        if found.is_usable and accept(found):
+            return found
+        passed_over.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
+        logger.info("passing over %s: %s %s", found.path, found.condition.value, found.why)
+    there = "; ".join(passed_over) or "it is empty or does not exist"
+    raise CheckpointMissing(
+        f"{storage.describe()} holds no usable checkpoint: {there}.", path=storage.describe()
+    )
+
+
+def verify(storage: Storage, step: int, *, pace: Pace | None = None) -> int:
+    """Read all bytes of a committed checkpoint and compare them; returns how many.
+
+    Raises:
+        CheckpointIncomplete: a file is missing, or it was never committed.
+        CheckpointCorrupt: bytes differ; names file, offset and both digests.
+    """
+    return CheckpointReader(storage, step, pace=pace).verify()
+
+
+def quarantine(storage: Storage, step: int, reason: str) -> None:
+    """Hide a checkpoint that was found bad, for all readers and for good."""
+    put_marker(storage, step, Marker(state=MarkerState.CORRUPT, reason=reason))
+    logger.warning("%s is hidden from now on: %s", storage.describe(step_directory(step)), reason)
+
+
+def prune(
+    storage: Storage, *, keep_last: int, keep: Collection[int] = (), clock: Clock | None = None
+) -> list[int]:
+    """Delete complete checkpoints but the newest `keep_last`; returns the steps that went.
+
+    Spared are those in `keep`, those somebody holds a lease on, and checkpoints that are damaged
+    or were written by others: those are for people to look at.
+
+    Raises:
+        ConfigError: `keep_last` is below 1: the last good checkpoint is never deleted.
+    """
+    if keep_last < 1:
+        raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
+    complete = [found.step for found in list_checkpoints(storage) if found.condition is Condition.COMPLETE]
+    return [
+        step
+        for step in complete[:-keep_last]
+        if step not in keep and remove_checkpoint(storage, step, clock=clock)
+    ]
+
+
+def remove_checkpoint(storage: Storage, step: int, *, clock: Clock | None = None) -> bool:
+    """Delete one checkpoint, unless somebody holds a lease on it; True if it went.
+
+    A reader takes its lease first and looks at the marker second; this puts the marker first and
+    looks for leases second.  So at least one of the two sees the other.
+    """
+    clock = clock or SystemClock()
+    if step in leased_steps(storage, clock):
+        return False
+    before = try_read_marker(storage, step)
+    put_marker(storage, step, Marker(state=MarkerState.REMOVING))
+    if step in leased_steps(storage, clock):
+        if before is None:
+            lift_marker(storage, step)
+        else:
+            put_marker(storage, step, before)
+        return False
+    storage.remove_tree(step_directory(step))
+    storage.sync_dir("")
+    lift_marker(storage, step)
+    return True
+
+
+def clean_unfinished(
+    storage: Storage, *, keep: Collection[int] = (), clock: Clock | None = None
+) -> list[int]:
+    """Delete what unfinished saves and removals left; returns the steps that went.
+
+    For the start of a job, by one process, when nothing is being saved.  What was quarantined
+    stays for people to look at.
+
+    Args:
+        keep: steps to leave, such as those of saves in flight.
+    """
+    gone = []
+    for step in steps_in(storage):
+        marker = try_read_marker(storage, step)
+        if marker is None or marker.state is MarkerState.CORRUPT or step in keep:
+            continue
+        if remove_checkpoint(storage, step, clock=clock):
+            gone.append(step)
+    return gone

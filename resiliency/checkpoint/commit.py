@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit protocol: a table of states, and the executor that performs it on a storage.
+
+A checkpoint counts as existing when its directory ``step=N`` holds a manifest and no marker
+``step=N-unfinished`` stands beside it.  The order of operations, each durable before the next:
+
+    marker -> directory -> shard files -> index of each rank -> manifest -> marker lifted
+
+so a kill at any point leaves what was committed before untouched and the new step either whole
+or hidden.  The leader (the agent of rank 0) places the marker, waits for the indexes of all ranks
+and lifts it; the others follow through the files alone: no network, no collectives, and neither
+rename nor link, which object stores lack.
+
+All ranks of one save pass the same `save_id`, and no two saves share one (run, attempt and step
+make one without talking): files that a dead attempt left at the same step are never counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+from resiliency.checkpoint.manifest import (
+    Manifest,
+    RankIndex,
+    read_manifest,
+    try_read_index,
+    write_index,
+    write_manifest,
+)
+from resiliency.checkpoint.marker import (
+    Marker,
+    MarkerState,
+    lift_marker,
+    put_marker,
+    step_directory,
+    try_read_marker,
+)
+from resiliency.checkpoint.shard_file import FileRecord
+from resiliency.checkpoint.storage import Storage, write_file
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointWriteFailed,
+    InternalError,
+)
+from resiliency.runtime import Clock, SystemClock
+
+
+class State(Enum):
+    NEW = "new"
+    CLAIMING = "claiming"  # leader: marker, leftovers, directory
+    JOINING = "joining"  # follower: waits for the leader's marker
+    WRITING = "writing"  # shard files of the local ranks
+    VOTING = "voting"  # index of each local rank
+    GATHERING = "gathering"  # leader: waits for the indexes of all ranks
+    SEALING = "sealing"  # leader: files of the whole, then the manifest
+    PUBLISHING = "publishing"  # leader: lifts the marker
+    AWAITING = "awaiting"  # follower: waits until the marker is gone
+    GIVING_UP = "giving up"  # tells the others why
+    COMMITTED = "committed"
+    KEPT = "kept"  # this step was committed before, and stays as it is
+    FAILED = "failed"
+
+
+class Event(Enum):
+    LEAD = "lead"
+    FOLLOW = "follow"
+    DONE = "done"
+    EXISTS = "exists"
+    ERROR = "error"
+
+
+FINAL = frozenset({State.COMMITTED, State.KEPT, State.FAILED})
+
+_S, _E = State, Event
+LEADER: Mapping[tuple[State, Event], State] = {
+    (_S.NEW, _E.LEAD): _S.CLAIMING,
+    (_S.CLAIMING, _E.DONE): _S.WRITING,
+    (_S.CLAIMING, _E.EXISTS): _S.KEPT,
+    (_S.WRITING, _E.DONE): _S.VOTING,
+    (_S.VOTING, _E.DONE): _S.GATHERING,
+    (_S.GATHERING, _E.DONE): _S.SEALING,
+    (_S.SEALING, _E.DONE): _S.PUBLISHING,
+    (_S.PUBLISHING, _E.DONE): _S.COMMITTED,
+    # A claim that fails has touched nothing that others could wait for.
+    (_S.CLAIMING, _E.ERROR): _S.FAILED,
+    (_S.WRITING, _E.ERROR): _S.GIVING_UP,
+    (_S.VOTING, _E.ERROR): _S.GIVING_UP,
+    (_S.GATHERING, _E.ERROR): _S.GIVING_UP,
+    (_S.SEALING, _E.ERROR): _S.GIVING_UP,
+    (_S.PUBLISHING, _E.ERROR): _S.GIVING_UP,
+    (_S.GIVING_UP, _E.DONE): _S.FAILED,
+    (_S.GIVING_UP, _E.ERROR): _S.FAILED,
+}
+FOLLOWER: Mapping[tuple[State, Event], State] = {
+    (_S.NEW, _E.FOLLOW): _S.JOINING,
+    (_S.JOINING, _E.DONE): _S.WRITING,
+    (_S.JOINING, _E.EXISTS): _S.KEPT,
+    (_S.JOINING, _E.ERROR): _S.FAILED,
+    (_S.WRITING, _E.DONE): _S.VOTING,
+    (_S.VOTING, _E.DONE): _S.AWAITING,
+    (_S.AWAITING, _E.DONE): _S.COMMITTED,
+    (_S.WRITING, _E.ERROR): _S.GIVING_UP,
+    (_S.VOTING, _E.ERROR): _S.GIVING_UP,
+    # The vote stands: whether the save succeeds is now the leader's to say.
+    (_S.AWAITING, _E.ERROR): _S.FAILED,
+    (_S.GIVING_UP, _E.DONE): _S.FAILED,
+    (_S.GIVING_UP, _E.ERROR): _S.FAILED,
+}
+
+
+def next_state(state: State, event: Event, *, leads: bool) -> State:
+    """The protocol.  An event that the table does not foresee is a bug of ours."""
+    table = LEADER if leads else FOLLOWER
+    try:
+        return table[state, event]
+    except KeyError:
+        role = "leader" if leads else "follower"
+        raise InternalError(f"commit: {role} in state {state.value!r} saw event {event.value!r}.") from None
+
+
+ShardT = TypeVar("ShardT", contravariant=True)
+
+
+class CheckpointFormat(Protocol[ShardT]):
+    """How the bytes of a checkpoint are laid out; the protocol is the same for all."""
+
+    @property
+    def name(self) -> str: ...
+
+    def write_rank(
+        self, storage: Storage, directory: str, shard: ShardT, *, run_id: str, save_id: str
+    ) -> RankIndex:
+        """Write and sync the files of one rank, and the names of those in sub-directories."""
+        ...
+
+    def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
+        """Write and sync files that describe the checkpoint as a whole; leader only."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTicket:
+    """What all ranks of one save agree on beforehand.
+
+    Args:
+        save_id: the same on all ranks, different for every attempt to save.
+        ranks: ranks that must vote; on a local tier those of this host.
+        timeout: longest wait for other ranks, counted from the start of this process's part.
+        poll: pause between looks at the storage while waiting for others.
+    """
+
+    step: int
+    run_id: str
+    save_id: str
+    world_size: int
+    ranks: Collection[int]
+    timeout: timedelta = timedelta(minutes=10)
+    poll: timedelta = timedelta(milliseconds=50)
+
+    def __post_init__(self) -> None:
+        outside = [rank for rank in self.ranks if not 0 <= rank < self.world_size]
+        if outside or not self.ranks or self.step < 0 or not self.save_id:
+            raise CheckpointError(
+                f"a save needs a step >= 0, a save id and ranks in 0..{self.world_size - 1}, "
+                f"found step {self.step}, save id {self.save_id!r}, ranks {sorted(self.ranks)}.",
+                step=self.step,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """Outcome of a save.  `kept` is True when the step had been committed before."""
+
+    step: int
+    kept: bool
+    size_bytes: int
+
+
+def commit(
+    storage: Storage,
+    format: CheckpointFormat[ShardT],
+    ticket: SaveTicket,
+    shards: Mapping[int, ShardT],
+    *,
+    leads: bool,
+    clock: Clock | None = None,
+    cancel: threading.Event | None = None,
+) -> Committed:
+    """Write the shards of this process's ranks and see the checkpoint committed.
+
+    Returns when the checkpoint is durable and visible, on followers too.  When this raises, the
+    step is hidden (or as it was, if it had been committed before) and nothing older was touched.
+
+    Args:
+        shards: rank to what `format` writes for it.
+        leads: True in exactly one process of the save.
+        cancel: ends the waits early; the save fails.
+    Raises:
+        CheckpointWriteFailed: the storage refused, here or at another rank.
+        CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
+    """
+    save = _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel)
+    return save.run()
+
+
+class _Save(Generic[ShardT]):
+    """Performs the action of each state; what happens next is the table's to say."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        format: CheckpointFormat[ShardT],
+        ticket: SaveTicket,
+        shards: Mapping[int, ShardT],
+        leads: bool,
+        clock: Clock,
+        cancel: threading.Event | None,
+    ) -> None:
+        self._storage = storage
+        self._format = format
+        self._ticket = ticket
+        self._shards = shards
+        self._leads = leads
+        self._clock = clock
+        self._cancel = cancel or threading.Event()
+        self._deadline = clock.monotonic() + ticket.timeout.total_seconds()
+        self._directory = step_directory(ticket.step)
+        self._indexes: dict[int, RankIndex] = {}
+        self._digests: dict[int, str] = {}
+        self._error: CheckpointError | None = None
+
+    def run(self) -> Committed:
+        actions: dict[State, Callable[[], Event]] = {
+            State.CLAIMING: self._claim,
+            State.JOINING: self._join,
+            State.WRITING: self._write,
+            State.VOTING: self._vote,
+            State.GATHERING: self._gather,
+            State.SEALING: self._seal,
+            State.PUBLISHING: self._publish,
+            State.AWAITING: self._await,
+            State.GIVING_UP: self._give_up,
+        }
+        state = next_state(State.NEW, Event.LEAD if self._leads else Event.FOLLOW, leads=self._leads)
+        while state not in FINAL:
+            try:
+                event = actions[state]()
+            except CheckpointError as error:
+                # The first failure is the cause; failing to report it is not.
+                self._error = self._error or error
+                event = Event.ERROR
+            state = next_state(state, event, leads=self._leads)
+        if state is State.FAILED:
+            raise self._error or InternalError("a save failed without an error.")
+        return Committed(
+            step=self._ticket.step,
+            kept=state is State.KEPT,
+            size_bytes=sum(index.size_bytes for index in self._indexes.values()),
+        )
+
+    # --- leader --------------------------------------------------------------------------------
+
+    def _claim(self) -> Event:
+        storage, step = self._storage, self._ticket.step
+        storage.make_dir("")
+        marked = try_read_marker(storage, step) is not None
+        leftovers = storage.exists(self._directory)
+        if leftovers and not marked and storage.list(self._directory):
+            self._check_kept()
+            return Event.EXISTS
+        if marked or leftovers:
+            # Followers must not write before the leftovers are gone: the marker that names this
+            # save, which they wait for, comes after.
+            put_marker(storage, step, self._marker(MarkerState.CLEARING))
+            storage.remove_tree(self._directory)
+        put_marker(storage, step, self._marker(MarkerState.WRITING))
+        # Its name need not be durable before the marker is lifted, and that makes it so.
+        storage.make_dir(self._directory)
+        return Event.DONE
+
+    def _check_kept(self) -> None:
+        """What stands at this step without a marker is somebody's only copy: never overwrite it."""
+        path = self._storage.describe(self._directory)
+        hint = "Save to another directory, or move the old checkpoint away."
+        try:
+            manifest = read_manifest(self._storage, self._directory)
+        except (CheckpointIncomplete, CheckpointCorrupt) as error:
+            raise CheckpointWriteFailed(
+                f"{path} exists and was not written by this library, or is damaged: {error.message}",
+                hint=hint,
+                path=path,
+                step=self._ticket.step,
+            ) from error
+        if manifest.run_id != self._ticket.run_id:
+            raise CheckpointWriteFailed(
+                f"{path} is a checkpoint of run {manifest.run_id!r}, this is run {self._ticket.run_id!r}.",
+                hint=hint,
+                path=path,
+                step=self._ticket.step,
+            )
+
+    def _gather(self) -> Event:
+        missing = set(self._ticket.ranks) - self._indexes.keys()
+
+        def all_voted() -> bool:
+            for rank in sorted(missing):
+                self._check_refusal(rank)
+                found = try_read_index(self._storage, self._directory, rank)
+                if found is not None and found[0].save_id == self._ticket.save_id:
+                    self._indexes[rank], self._digests[rank] = found
+                    missing.discard(rank)
+            return not missing
+
+        if self._wait(all_voted):
+            return Event.DONE
+        names = ", ".join(str(rank) for rank in sorted(missing))
+        raise CheckpointIncomplete(
+            f"step {self._ticket.step}: {len(missing)} of {len(self._ticket.ranks)} ranks did not finish "
+            f"writing within {self._ticket.timeout.total_seconds():g} s: {names}.",
+            hint="Older checkpoints are untouched; look at the logs of these ranks.",
+            step=self._ticket.step,
+            missing_ranks=sorted(missing),
+            path=self._storage.describe(self._directory),
+        )
+
+    def _check_refusal(self, rank: int) -> None:
+        name = _refusal_name(self._directory, rank)
+        if self._storage.exists(name):
+            raise CheckpointWriteFailed(
+                f"step {self._ticket.step}: rank {rank} could not write its part.",
+                hint=f"Its reason is in {self._storage.describe(name)} and in its log.",
+                step=self._ticket.step,
+                rank=rank,
+            )
+
+    def _seal(self) -> Event:
+        ordered = [self._indexes[rank] for rank in sorted(self._indexes)]
+        files = self._format.seal(self._storage, self._directory, ordered)
+        manifest = Manifest(
+            step=self._ticket.step,
+            run_id=self._ticket.run_id,
+            save_id=self._ticket.save_id,
+            world_size=self._ticket.world_size,
+            format=self._format.name,
+            ranks=dict(sorted(self._digests.items())),
+            files=tuple(files),
+            created=self._clock.now().isoformat(timespec="seconds"),
+        )
+        write_manifest(self._storage, self._directory, manifest)
+        self._storage.sync_dir(self._directory)
+        return Event.DONE
+
+    def _publish(self) -> Event:
+        lift_marker(self._storage, self._ticket.step)
+        return Event.DONE
+
+    # --- follower ------------------------------------------------------------------------------
+
+    def _join(self) -> Event:
+        found: list[Event] = []
+
+        def open_for_us() -> bool:
+            marker = try_read_marker(self._storage, self._ticket.step)
+            if marker is None:
+                found[:] = [Event.EXISTS]
+                return self._is_committed(of_this_save=False)
+            self._check_marker(marker)
+            found[:] = [Event.DONE]
+            return marker.state is MarkerState.WRITING and marker.save_id == self._ticket.save_id
+
+        if not self._wait(open_for_us):
+            raise self._leader_silent("did not open the save")
+        if found == [Event.DONE]:
+            self._storage.make_dir(self._directory)
+        return found[0]
+
+    def _await(self) -> Event:
+        def published() -> bool:
+            marker = try_read_marker(self._storage, self._ticket.step)
+            if marker is None:
+                return self._is_committed(of_this_save=True)
+            self._check_marker(marker)
+            return False
+
+        if not self._wait(published):
+            raise self._leader_silent("did not commit")
+        return Event.DONE
+
+    def _is_committed(self, *, of_this_save: bool) -> bool:
+        try:
+            manifest = read_manifest(self._storage, self._directory)
+        except (CheckpointIncomplete, CheckpointCorrupt):
+            return False
+        if of_this_save:
+            return manifest.save_id == self._ticket.save_id
+        return manifest.run_id == self._ticket.run_id
+
+    def _check_marker(self, marker: Marker) -> None:
+        if marker.save_id == self._ticket.save_id and marker.state is MarkerState.FAILED:
+            raise CheckpointWriteFailed(
+                f"step {self._ticket.step}: the save was given up by its leader: {marker.reason}",
+                step=self._ticket.step,
+            )
+
+    def _leader_silent(self, what: str) -> CheckpointIncomplete:
+        return CheckpointIncomplete(
+            f"step {self._ticket.step}: the leader {what} within {self._ticket.timeout.total_seconds():g} s.",
+            hint="Do all ranks see the same directory, and does the agent of rank 0 run?",
+            step=self._ticket.step,
+            missing_ranks=[0],
+            path=self._storage.describe(self._directory),
+        )
+
+    # --- both ----------------------------------------------------------------------------------
+
+    def _write(self) -> Event:
+        for rank, shard in self._shards.items():
+            self._indexes[rank] = self._format.write_rank(
+                self._storage,
+                self._directory,
+                shard,
+                run_id=self._ticket.run_id,
+                save_id=self._ticket.save_id,
+            )
+        return Event.DONE
+
+    def _vote(self) -> Event:
+        for rank in self._shards:
+            self._digests[rank] = write_index(self._storage, self._directory, self._indexes[rank])
+        if not self._leads:  # the leader syncs the names once, with that of the manifest
+            self._storage.sync_dir(self._directory)
+        return Event.DONE
+
+    def _give_up(self) -> Event:
+        reason = str(self._error)
+        if self._leads:
+            put_marker(self._storage, self._ticket.step, self._marker(MarkerState.FAILED, reason))
+        else:
+            for rank in self._shards:
+                write_file(self._storage, _refusal_name(self._directory, rank), reason.encode())
+        return Event.DONE
+
+    def _marker(self, state: MarkerState, reason: str = "") -> Marker:
+        return Marker(state=state, save_id=self._ticket.save_id, reason=reason)
+
+    def _wait(self, ready: Callable[[], bool]) -> bool:
+        """Look until `ready`; False when the deadline passed or the save was cancelled.
+
+        A shared file system tells nobody about changes, so looking is all there is.
+        """
+        while not ready():
+            left_s = self._deadline - self._clock.monotonic()
+            if left_s <= 0 or self._cancel.wait(min(self._ticket.poll.total_seconds(), left_s)):
+                return False
+        return True
+
+
+def _refusal_name(directory: str, rank: int) -> str:
+    return f"{directory}/rank={rank}.failed"

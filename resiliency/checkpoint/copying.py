@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between host memory with a few threads, in pieces small enough to share evenly.
+
+A piece of contiguous memory is one `memmove`, which releases the interpreter lock, never starts
+OpenMP's threads (each caller of a torch kernel gets a pool of its own) and keeps every bit.  Only
+tensors that are not contiguous go through torch's strided copy, as integers for the same reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+from resiliency.errors import CheckpointError
+
+PIECE_BYTES = 16 << 20
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Piece(Protocol):
+    """A share of the work."""
+
+    def copy(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class MemoryPiece:
+    """`count` bytes from one address to another; the caller keeps the memory alive, see `Copier.start`."""
+
+    target: int
+    source: int
+    count: int
+
+    def copy(self) -> None:
+        ctypes.memmove(self.target, self.source, self.count)
+
+
+@dataclass(frozen=True)
+class StridedPiece:
+    """One whole tensor of any strides."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+    def copy(self) -> None:
+        self.target.copy_(self.source)
+
+
+@dataclass(frozen=True)
+class FetchPiece:
+    """Bytes that `fetch` brings from `offset` into `target`."""
+
+    fetch: Callable[[int, memoryview], None]
+    offset: int
+    target: memoryview
+
+    def copy(self) -> None:
+        self.fetch(self.offset, self.target)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, whose copies cannot touch a NaN's payload."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor
+    integers = _INTEGERS.get(tensor.element_size())
+    return tensor if integers is None else tensor.detach().view(integers)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes.
+
+    Not `view(-1)`: a single element may have any stride and counts as contiguous.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def pieces(target: torch.Tensor, source: torch.Tensor) -> Iterable[Piece]:
+    """Cut the copy of `source` into `target` (same shape and dtype; if on a device, torch copies)."""
+    if source.numel() == 0:
+        return
+    for dim, (size, step) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if step == 0 and size > 1:  # expanded: torch refuses to write one element twice
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
+    if lazy:
+        yield StridedPiece(target.detach(), source.detach())
+    elif target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous():
+        yield from memory_pieces(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        yield StridedPiece(as_integers(target), as_integers(source))
+
+
+def memory_pieces(target: int, source: int, size: int) -> Iterable[Piece]:
+    """Cut the copy of `size` bytes between two addresses."""
+    for start in range(0, size, PIECE_BYTES):
+        yield MemoryPiece(target + start, source + start, min(PIECE_BYTES, size - start))
+
+
+def fetches(target: memoryview, fetch: Callable[[int, memoryview], None], offset: int) -> Iterable[Piece]:
+    """Cut the fetch of the bytes at `offset` into `target`."""
+    for start in range(0, target.nbytes, PIECE_BYTES):
+        yield FetchPiece(fetch, offset + start, target[start : start + PIECE_BYTES])
+
+
+class CopyRun:
+    """Copies under way.  Each thread takes the next piece until none is left, or one failed."""
+
+    def __init__(
+        self, work: Sequence[Piece], keep: object, before_piece: Callable[[int], None] | None
+    ) -> None:
+        self._work = work
+        self._keep = keep
+        self._before = before_piece
+        self._next = itertools.count()  # its next() is atomic
+        self._lock = threading.Lock()
+        self._running = 0
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._stopped = False
+
+    def _start(self, pool: ThreadPoolExecutor, threads: int) -> None:
+        self._running = max(1, min(threads, len(self._work)))
+        for _ in range(self._running):
+            pool.submit(self._take)
+
+    def _take(self) -> None:
+        try:
+            with torch.no_grad():
+                for index in self._next:
+                    if index >= len(self._work) or self._stopped:
+                        break
+                    if self._before is not None:
+                        self._before(index)
+                    self._work[index].copy()
+        except Exception as error:  # reported to whoever waits
+            self._error, self._stopped = error, True
+        finally:
+            with self._lock:
+                self._running -= 1
+                if self._running == 0:
+                    self._work, self._keep = (), None  # the memory may be freed from here on
+                    self._done.set()
+
+    def stop(self) -> None:
+        """Leave the pieces that were not begun.  The run still has to be waited for."""
+        self._stopped = True
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until no thread copies any more; False at the timeout.
+
+        Raises:
+            CheckpointError: a copy failed.
+        """
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            return False
+        if self._error is not None:
+            raise CheckpointError(f"copying the state failed: {self._error!r}.") from self._error
+        return True
+
+
+class Copier:
+    """Owns the threads.
+
+    `before_piece` is called in them with the number of each piece: for tests and for pacing.
+    """
+
+    def __init__(self, threads: int = 2, *, before_piece: Callable[[int], None] | None = None) -> None:
+        self._threads = threads
+        self._before = before_piece
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="resiliency-copy")
+
+    def start(self, work: Sequence[Piece], *, keep: object) -> CopyRun:
+        """Begin to copy.  `keep` owns the memory of the pieces and is held until they are done."""
+        run = CopyRun(work, keep, self._before)
+        run._start(self._pool, self._threads)
+        return run
+
+    def close(self) -> None:
+        """Wait for what runs, then end the threads."""
+        self._pool.shutdown(wait=True)
+
+    def __enter__(self) -> Copier:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

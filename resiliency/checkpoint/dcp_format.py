@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Format of the persistent tier: what stock `torch.distributed.checkpoint.load` reads.
+
+    step=7/.metadata              torch's own: keys, shapes, which file holds which part
+    step=7/__0_0.distcp           rank 0's parts, each a record that `torch.load` reads; then its
+                                  layout, and what is no tensor
+    step=7/manifest.json          ours, ignored by stock readers, as are the rest
+    step=7/rank=0.json
+
+A machine without this library opens it, at any world size.  With it, every byte is verified and
+whole ranges go from the device into place: the files are laid out so that a large tensor begins
+at the same place within a page as in the slot, and is written from there without a copy.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import logging
+import math
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from resiliency.checkpoint._compat import DCP_VERSION, StorageInfo
+from resiliency.checkpoint.local_format import add_blobs, state_key
+from resiliency.checkpoint.manifest import BlobRecord, RankIndex, TensorRecord
+from resiliency.checkpoint.shard_file import DEFAULT_THREADS, FileRecord, Pace, Piece, write_shard_file
+from resiliency.checkpoint.storage import PAGE_BYTES, Buffer, Storage
+from resiliency.checkpoint.table import Shard, TensorEntry, TensorView, contiguous_stride
+from resiliency.checkpoint.torch_record import envelope, memory_of
+from resiliency.errors import CheckpointIncomplete, LayoutMismatch
+
+logger = logging.getLogger(__name__)
+
+METADATA = ".metadata"
+#: Smaller tensors are copied into a chunk with their neighbours anyway: no page for each of them.
+_PAGE_ALIGNED_FROM_BYTES = 1 << 20
+
+Path = tuple[str | int, ...]
+#: Gives the leaves of a shard's state that are no tensors, each with its place in the tree.
+Leaves = Callable[[Shard], Iterable[tuple[Path, object]]]
+
+
+def no_leaves(shard: Shard) -> Iterable[tuple[Path, object]]:
+    """The default: plain values are read by this library alone."""
+    return ()
+
+
+class DcpFormat:
+    """Writes the persistent tier.
+
+    Of identical copies (`TensorEntry.replica_id`) only number 0 is written.
+
+    Args:
+        spread_unsharded: tensors that no rank shards are the same on all ranks (plain data
+            parallelism): each is written by one rank, and the bytes are balanced.  Without it
+            every rank writes its own, since they might differ.
+        leaves: values that stock readers shall find as well; rank 0's are written.
+        threads: writers per rank.
+        pace: called before each chunk with its size, see `resiliency.checkpoint.shard_file.Pace`.
+        extra_files: files of other readers to put beside (name to bytes), such as Megatron's.
+    """
+
+    name = "dcp"
+
+    def __init__(
+        self,
+        *,
+        spread_unsharded: bool = False,
+        leaves: Leaves = no_leaves,
+        threads: int = DEFAULT_THREADS,
+        pace: Pace | None = None,
+        extra_files: dict[str, bytes] | None = None,
+    ) -> None:
+        self._spread = spread_unsharded
+        self._leaves = leaves
+        self._threads = threads
+        self._pace = pace
+        self._extra_files = dict(extra_files or {})
+
+    def write_rank(
+        self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
+    ) -> RankIndex:
+        flat = [entry.key for entry in shard.layout.entries if not _is_block(entry)]
+        if flat:
+            logger.warning(
+                "rank %d: %d tensors are no blocks of their global tensors (first: %s); "
+                "stock readers will not find them",
+                shard.rank,
+                len(flat),
+                flat[0],
+            )
+        plan = _FilePlan(f"__{shard.rank}_0.distcp", shard)
+        others = _written_elsewhere(shard) if self._spread else frozenset()
+        for entry in shard.layout.entries:
+            if entry.replica_id == 0 and entry.key not in others:
+                plan.add_entry(entry)
+        for view in shard.layout.views:
+            if view.replica_id == 0 and view.base not in others:
+                plan.add_view(view)
+        for path, value in self._leaves(shard) if shard.rank == 0 else ():
+            plan.add_leaf(path, value)
+        blobs = add_blobs(plan.pieces, plan.file, shard)
+        data = write_shard_file(
+            storage,
+            directory,
+            plan.file,
+            plan.pieces,
+            plan.pieces[-1].end,
+            threads=self._threads,
+            pace=self._pace,
+        )
+        return RankIndex(
+            rank=shard.rank,
+            step=shard.step,
+            run_id=run_id,
+            save_id=save_id,
+            fingerprint=shard.layout.fingerprint,
+            files=(data,),
+            tensors=tuple(plan.tensors),
+            blobs=(*plan.blobs, *blobs),
+        )
+
+    def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
+        """Write `.metadata` from all indexes, and the extra files."""
+        content = {**self._extra_files, METADATA: pickle.dumps(dcp_metadata(indexes))}
+        return [
+            write_shard_file(storage, directory, name, [Piece(0, data)], len(data))
+            for name, data in content.items()
+        ]
+
+
+def _is_block(entry: TensorEntry) -> bool:
+    """Whether torch can place the part: a flattened range of a matrix, say, it cannot."""
+    return len(entry.shape) == len(entry.global_shape) == len(entry.global_offset)
+
+
+def _written_elsewhere(shard: Shard) -> frozenset[str]:
+    """Unsharded entries that fall to other ranks, by a rule that all ranks compute alike."""
+    loads = [(0, rank) for rank in range(shard.world_size)]
+    others = set()
+    whole = [entry for entry in shard.layout.entries if not entry.is_sharded and entry.replica_id == 0]
+    for entry in sorted(whole, key=lambda entry: (-entry.size_bytes, entry.key)):
+        load, rank = heapq.heappop(loads)
+        heapq.heappush(loads, (load + entry.size_bytes, rank))
+        if rank != shard.rank:
+            others.add(entry.key)
+    return frozenset(others)
+
+
+class _FilePlan:
+    """What comes where in the file of one rank."""
+
+    def __init__(self, file: str, shard: Shard) -> None:
+        self.file = file
+        self.pieces: list[Piece] = []
+        self.tensors: list[TensorRecord] = []
+        self.blobs: list[BlobRecord] = []
+        self.end = 0
+        self._shard = shard
+
+    def add_entry(self, entry: TensorEntry) -> None:
+        data = self._shard.read(entry)
+        residue = entry.offset_bytes % PAGE_BYTES
+        hidden = entry.is_base or not _is_block(entry)
+        if hidden:
+            # Only this library reads it; the views of a base are written out for all others.
+            self.end += (residue - self.end) % PAGE_BYTES
+            position, record = self._put(data), None
+        else:
+            position, record = self._put_record(entry.dtype, entry.shape, data, residue)
+        self._note(entry, position, entry.size_bytes, record, hidden=hidden)
+
+    def add_view(self, view: TensorView) -> None:
+        """A tied tensor shares its record; any other window gets bytes of its own."""
+        twin = next((t for t in self.tensors if t.record and self._is_whole(view, t)), None)
+        if twin is not None:
+            self._note(view, twin.position, twin.size_bytes, twin.record)
+            return
+        data = _window(self._shard, view)
+        position, record = self._put_record(view.dtype, view.shape, data, 0)
+        self._note(view, position, memoryview(data).nbytes, record)
+
+    def add_leaf(self, path: Path, value: object) -> None:
+        file = io.BytesIO()
+        torch.save(value, file)
+        data = file.getvalue()
+        key = ".".join(str(part) for part in path)
+        position = self._put(data)
+        self.blobs.append(
+            BlobRecord(key=key, file=self.file, position=position, size_bytes=len(data), path=path)
+        )
+
+    def _is_whole(self, view: TensorView, twin: TensorRecord) -> bool:
+        base = self._shard.layout.by_key[view.base]
+        return (
+            not base.is_base
+            and twin.key == state_key(base)
+            and twin.offsets == base.global_offset
+            and (view.dtype, view.shape, view.offset_bytes) == (base.dtype, base.shape, 0)
+            and view.stride == contiguous_stride(view.shape)
+        )
+
+    def _put(self, data: Buffer) -> int:
+        position = self.end
+        self.pieces.append(Piece(position, data))
+        self.end += memoryview(data).nbytes
+        return position
+
+    def _put_record(
+        self, dtype: str, shape: tuple[int, ...], data: Buffer, residue: int
+    ) -> tuple[int, tuple[int, int]]:
+        large = memoryview(data).nbytes >= _PAGE_ALIGNED_FROM_BYTES
+        around = envelope(
+            _stored_dtype(dtype),
+            shape,
+            position=self.end,
+            alignment=PAGE_BYTES if large else 64,
+            residue=residue if large else 0,
+        )
+        start = self._put(around.head)
+        position = self._put(data)
+        self._put(around.tail)
+        return position, (start, self.end - start)
+
+    def _note(
+        self,
+        item: TensorEntry | TensorView,
+        position: int,
+        size: int,
+        record: tuple[int, int] | None,
+        *,
+        hidden: bool = False,
+    ) -> None:
+        self.tensors.append(
+            TensorRecord(
+                key=state_key(item),
+                dtype=item.dtype,
+                global_shape=item.global_shape,
+                offsets=item.global_offset,
+                shape=item.shape,
+                file=self.file,
+                position=position,
+                size_bytes=size,
+                path=item.path if item.name == item.key else (item.name,),
+                record=record,
+                hidden=hidden,
+            )
+        )
+
+
+_QUANTIZED = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
+
+
+def _stored_dtype(dtype: str) -> torch.dtype:
+    """The dtype that stock readers see: quantized tensors appear as their integers."""
+    found: torch.dtype = _QUANTIZED.get(dtype) or getattr(torch, dtype)
+    return found
+
+
+def _window(shard: Shard, view: TensorView) -> Buffer:
+    """The bytes of a view in row-major order: a slice of the slot, or else a copy."""
+    base = shard.layout.by_key[view.base]
+    dtype = _stored_dtype(view.dtype)
+    start = base.offset_bytes + view.offset_bytes
+    size = math.prod(view.shape) * dtype.itemsize
+    if size == 0 or view.stride == contiguous_stride(view.shape):
+        return shard.buffer[start : start + size]
+    last = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))
+    memory = bytearray(shard.buffer[start : start + (last + 1) * dtype.itemsize])
+    # As bytes, since not every dtype can be copied strided.
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    strides = (*(stride * dtype.itemsize for stride in view.stride), 1)
+    dense = flat.as_strided((*view.shape, dtype.itemsize), strides).contiguous()
+    return memory_of(dense)
+
+
+def dcp_metadata(indexes: Sequence[RankIndex]) -> Metadata:
+    """What torch's readers ask for, from what the ranks wrote.
+
+    Raises:
+        LayoutMismatch: two ranks disagree about dtype or global shape of a key.
+        CheckpointIncomplete: the parts of a tensor do not add up to the whole.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={}, version=DCP_VERSION)
+    for index in indexes:
+        for record in index.tensors:
+            if not record.hidden:
+                _add_part(merged, tensors, record, index.rank)
+        for blob in index.blobs:
+            if blob.path:
+                merged.state_dict_metadata[blob.key] = BytesStorageMetadata()
+                merged.planner_data[blob.key] = blob.path
+                place = StorageInfo(blob.file, blob.position, blob.size_bytes)
+                merged.storage_data[MetadataIndex(blob.key)] = place
+    for key, tensor in tensors.items():
+        _check_whole(key, tensor)
+    merged.state_dict_metadata.update(tensors)
+    merged.storage_meta = StorageMeta()
+    return merged
+
+
+def _add_part(
+    merged: Metadata, tensors: dict[str, TensorStorageMetadata], record: TensorRecord, rank: int
+) -> None:
+    dtype, size = _stored_dtype(record.dtype), torch.Size(record.global_shape)
+    tensor = tensors.setdefault(
+        record.key, TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=[])
+    )
+    if tensor.properties.dtype != dtype or tensor.size != size:
+        raise LayoutMismatch(
+            f"{record.key}: rank {rank} has {dtype} {list(size)}, a lower rank has "
+            f"{tensor.properties.dtype} {list(tensor.size)}.",
+            hint="Ranks name different tensors alike, or were started with different settings.",
+            key=record.key,
+            rank=rank,
+        )
+    index = MetadataIndex(record.key, record.offsets, len(tensor.chunks))
+    if index in merged.storage_data or record.record is None:
+        return  # a copy that another rank wrote as well
+    tensor.chunks.append(
+        ChunkStorageMetadata(offsets=torch.Size(record.offsets), sizes=torch.Size(record.shape))
+    )
+    merged.planner_data[record.key] = record.path
+    merged.storage_data[index] = StorageInfo(record.file, *record.record)
+
+
+def _check_whole(key: str, tensor: TensorStorageMetadata) -> None:
+    held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if held < math.prod(tensor.size):
+        raise CheckpointIncomplete(
+            f"{key}: the ranks wrote {held} of {math.prod(tensor.size)} elements of {list(tensor.size)}.",
+            hint="Does exactly one rank hold each part with replica_id 0?",
+            key=key,
+        )

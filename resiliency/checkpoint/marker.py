@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names on disk: ``step=N`` and the marker ``step=N-unfinished`` that hides it from readers.
+
+The presence of the marker alone decides: a marker that is empty, torn or of another program hides
+its checkpoint as well.  Its content only tells why it is there, and to the ranks of one save that
+they mean the same attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from resiliency.checkpoint.storage import Storage, read_file, write_file
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing
+
+MARKER_SUFFIX = "-unfinished"
+_STEP = re.compile(r"step=(\d+)")
+
+
+class MarkerState(str, Enum):
+    CLEARING = "clearing"  # leftovers of an earlier attempt are being removed
+    WRITING = "writing"  # ranks may write
+    FAILED = "failed"  # the save gave up
+    CORRUPT = "corrupt"  # found bad after it was committed
+    REMOVING = "removing"  # being deleted by retention
+    UNKNOWN = "unknown"  # written by something else, or torn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    state: MarkerState
+    save_id: str = ""
+    reason: str = ""
+
+
+def step_directory(step: int) -> str:
+    return f"step={step}"
+
+
+def marker_name(step: int) -> str:
+    return step_directory(step) + MARKER_SUFFIX
+
+
+def parse_step(name: str) -> int | None:
+    """Step of a checkpoint directory's name; None for anything else, markers included."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def put_marker(storage: Storage, step: int, marker: Marker) -> None:
+    """Hide `step`; durable when this returns, name included."""
+    content = json.dumps({**asdict(marker), "state": marker.state.value}).encode() + b"\n"
+    write_file(storage, marker_name(step), content)
+    storage.sync_dir("")
+
+
+def lift_marker(storage: Storage, step: int) -> None:
+    """Show `step`; durable when this returns."""
+    storage.remove(marker_name(step))
+    storage.sync_dir("")
+
+
+def try_read_marker(storage: Storage, step: int) -> Marker | None:
+    """The marker of `step`, None when there is none."""
+    try:
+        record = json.loads(read_file(storage, marker_name(step)))
+        return Marker(
+            state=MarkerState(record["state"]),
+            save_id=str(record["save_id"]),
+            reason=str(record["reason"]),
+        )
+    except CheckpointMissing:
+        return None
+    except (ValueError, KeyError, TypeError, CheckpointCorrupt):
+        return Marker(state=MarkerState.UNKNOWN)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is there room for the slots?  Asked before allocating, because afterwards the answer is a kill.
+
+Shared memory has three limits: the size of the tmpfs (64 MB in a Docker container by default),
+the memory limit of the container's cgroup, which tmpfs pages count against and whose excess is
+answered by the OOM killer, and the process's limit on file sizes.  The first is also enforced by
+`posix_fallocate` with a proper error; for the second there is no error at all.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from resiliency.errors import ConfigError
+
+#: cgroup v1 says "no limit" with a number of about this size.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one limit leaves, and how to raise it."""
+
+    limit: str
+    free_bytes: int
+    hint: str
+
+
+def check_room(directory: Path, wanted_bytes: int) -> None:
+    """Refuse if `wanted_bytes` more in `directory` would exceed a limit.
+
+    Raises:
+        ConfigError: the text names the limit, both numbers, and what to set.
+    """
+    for room in rooms(directory):
+        if wanted_bytes > room.free_bytes:
+            raise ConfigError(
+                f"shared memory for checkpoints: {_size(wanted_bytes)} more are needed in {directory},"
+                f" {room.limit} leaves {_size(room.free_bytes)}.",
+                hint=room.hint,
+                path=str(directory),
+                wanted_bytes=wanted_bytes,
+                free_bytes=room.free_bytes,
+            )
+
+
+def rooms(
+    directory: Path, *, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
+) -> Iterator[Room]:
+    """Every limit that applies to new pages in `directory`."""
+    status = os.statvfs(directory)
+    yield Room(
+        "the file system",
+        status.f_bavail * status.f_frsize,
+        "Docker grants /dev/shm 64 MB unless told: docker run --shm-size=<bytes>; on Kubernetes mount an"
+        " emptyDir with medium Memory at /dev/shm.",
+    )
+    yield from _cgroup_rooms(cgroups, proc)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY:
+        yield Room("the limit on file sizes (ulimit -f)", limit, "Raise it: ulimit -f unlimited.")
+
+
+def _cgroup_rooms(cgroups: Path, proc: Path) -> Iterator[Room]:
+    hint = "Raise the container's memory limit (docker run --memory, resources.limits.memory): shared memory"
+    hint += " counts against it."
+    for group in _groups(cgroups, proc):
+        for limit_name, used_name, cache_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _number(group / limit_name), _number(group / used_name)
+            if limit is None or used is None or limit >= _NO_LIMIT:
+                continue
+            # Page cache of ordinary files is given back under pressure; shared memory is not.
+            reclaimable = _statistic(group / "memory.stat", cache_name)
+            yield Room(f"the memory limit of the container ({group})", limit - used + reclaimable, hint)
+
+
+def _groups(cgroups: Path, proc: Path) -> Iterator[Path]:
+    """This process's memory cgroup and its ancestors, as far as they can be seen."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            root = cgroups if controllers == "" else cgroups / "memory"
+            group = root / path.lstrip("/")
+            while True:
+                yield group
+                if group == root or root not in group.parents:
+                    break
+                group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """When the kernel started process `pid` (clock ticks since boot): tells a reused pid apart."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command name may hold spaces and brackets: fields count from the last ')'.
+    return int(text.rpartition(b")")[2].split()[19])

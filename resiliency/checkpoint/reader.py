@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads committed checkpoints of any of our formats, verifying every byte on the way.
+
+Two ways in: `CheckpointReader.read_shard` brings back what a rank had captured, into a slot;
+`CheckpointReader.read_tensors` fills tensors that are cut differently from those that were saved.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from resiliency.checkpoint.local_format import LAYOUT_BLOB, SLOT_BLOB, VALUES_BLOB, state_key
+from resiliency.checkpoint.manifest import (
+    Manifest,
+    RankIndex,
+    TensorRecord,
+    read_index,
+    read_manifest,
+)
+from resiliency.checkpoint.marker import MarkerState, step_directory, try_read_marker
+from resiliency.checkpoint.shard_file import (
+    DEFAULT_THREADS,
+    FileRecord,
+    Pace,
+    Want,
+    read_ranges,
+    verify_file,
+)
+from resiliency.checkpoint.storage import Storage
+from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry
+from resiliency.checkpoint.torch_record import memory_of
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+
+
+@dataclass(frozen=True)
+class Target:
+    """A region of the global tensor `key` that belongs into `tensor`, starting at `offsets`."""
+
+    key: str
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+class CheckpointReader:
+    """One committed checkpoint, open for reading.
+
+    Args:
+        threads: readers per file.
+        pace: called before each chunk with its size: bandwidth cap, progress.
+    Raises:
+        CheckpointIncomplete: it was never committed, or it is marked as unfinished.
+        CheckpointCorrupt: its manifest is not what was written.
+    """
+
+    def __init__(
+        self, storage: Storage, step: int, *, threads: int = DEFAULT_THREADS, pace: Pace | None = None
+    ) -> None:
+        self._storage = storage
+        self._directory = step_directory(step)
+        self._threads = threads
+        self._pace = pace
+        self._indexes: dict[int, RankIndex] = {}
+        self._by_part: dict[int, dict[tuple[str, tuple[int, ...]], list[TensorRecord]]] = {}
+        marker = try_read_marker(storage, step)
+        if marker is not None:
+            why = f" ({marker.reason})" if marker.reason else ""
+            raise CheckpointIncomplete(
+                f"{self.path} is marked as unfinished: {_MARKED[marker.state]}{why}.",
+                hint="Restore another step.",
+                step=step,
+                path=self.path,
+            )
+        self.manifest: Manifest = read_manifest(storage, self._directory)
+        if self.manifest.step != step:
+            raise CheckpointCorrupt(
+                f"{self.path} holds step {self.manifest.step}, expected {step}.",
+                hint="The directory was renamed.",
+                step=step,
+                path=self.path,
+            )
+
+    @property
+    def path(self) -> str:
+        return self._storage.describe(self._directory)
+
+    def index(self, rank: int) -> RankIndex:
+        """What `rank` wrote, verified against the manifest."""
+        if rank not in self._indexes:
+            if rank not in self.manifest.ranks:
+                here = ", ".join(str(rank) for rank in self.manifest.ranks)
+                raise CheckpointIncomplete(
+                    f"{self.path} has no shard of rank {rank}; it has those of {here}.",
+                    rank=rank,
+                    path=self.path,
+                    missing_ranks=[rank],
+                )
+            digest = self.manifest.ranks[rank]
+            self._indexes[rank], _ = read_index(self._storage, self._directory, rank, digest)
+        return self._indexes[rank]
+
+    def indexes(self) -> list[RankIndex]:
+        return [self.index(rank) for rank in self.manifest.ranks]
+
+    def files(self) -> list[FileRecord]:
+        """Every file with content; their names are relative to the root of the storage."""
+        records = [record for index in self.indexes() for record in index.files]
+        return [record.inside(self._directory) for record in (*self.manifest.files, *records)]
+
+    def verify(self) -> int:
+        """Read and compare everything; returns the bytes read.  Raises like `read_shard`."""
+        return sum(
+            verify_file(self._storage, record, threads=self._threads, pace=self._pace)
+            for record in self.files()
+        )
+
+    def read_layout(self, rank: int) -> StateLayout:
+        return StateLayout.from_json(self._read_blobs(rank, LAYOUT_BLOB)[0])
+
+    def read_shard(self, rank: int, buffer: memoryview | None = None) -> Shard:
+        """The state of `rank` as it was captured.
+
+        Args:
+            buffer: slot to fill, of at least `layout.size_bytes`; default: new memory.  It may
+                hold bad bytes when this raises.
+        Raises:
+            CheckpointCorrupt: bytes differ from those that were committed.
+            CheckpointIncomplete: a file or a rank is missing.
+            LayoutMismatch: `buffer` is too small.
+        """
+        layout_text, values = self._read_blobs(rank, LAYOUT_BLOB, VALUES_BLOB)
+        layout = StateLayout.from_json(layout_text)
+        if buffer is None:
+            # Page-aligned, unlike a tensor's memory: the device can fill it directly.
+            buffer = memoryview(mmap.mmap(-1, max(layout.size_bytes, 1)))
+        if buffer.nbytes < layout.size_bytes:
+            raise LayoutMismatch(
+                f"the slot has {buffer.nbytes} bytes, rank {rank} of step {self.manifest.step} "
+                f"needs {layout.size_bytes}.",
+                rank=rank,
+            )
+        self._read(self._shard_wants(rank, layout, buffer))
+        return Shard(
+            layout=layout,
+            values=values,
+            step=self.manifest.step,
+            rank=rank,
+            world_size=self.manifest.world_size,
+            buffer=buffer,
+            run_id=self.manifest.run_id,
+        )
+
+    def read_tensors(self, targets: Iterable[Target]) -> int:
+        """Fill CPU tensors from whichever ranks hold their parts; returns the bytes filled.
+
+        A target that is one saved part, contiguous, is filled in place; any other is put together
+        from the rows that it shares with the saved parts.
+
+        Raises:
+            LayoutMismatch: a key is unknown, or dtype or shape do not fit.
+            CheckpointIncomplete: the parts that exist do not cover a target.
+        """
+        parts = self._parts_by_key()
+        assembly = _Assembly()
+        for target in targets:
+            assembly.add(target, parts.get(target.key, ()), self.path)
+        self._read(assembly.wants)
+        return assembly.finish()
+
+    def keys(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Global tensors: key to dtype and global shape."""
+        return {key: (parts[0].dtype, parts[0].global_shape) for key, parts in self._parts_by_key().items()}
+
+    def _parts_by_key(self) -> dict[str, list[TensorRecord]]:
+        parts: dict[str, dict[tuple[int, ...], TensorRecord]] = defaultdict(dict)
+        for index in self.indexes():
+            for record in index.tensors:
+                if not record.hidden:
+                    parts[record.key].setdefault(record.offsets, record)
+        return {key: list(by_offset.values()) for key, by_offset in parts.items()}
+
+    def _shard_wants(self, rank: int, layout: StateLayout, buffer: memoryview) -> dict[str, list[Want]]:
+        index = self.index(rank)
+        slot = index.blob(SLOT_BLOB)
+        if slot is not None:
+            return {slot.file: [Want(slot.position, buffer[: slot.size_bytes], "slot")]}
+        wants: dict[str, list[Want]] = defaultdict(list)
+        for entry in layout.entries:
+            record = self._find(rank, entry)
+            target = buffer[entry.offset_bytes : entry.end_bytes]
+            wants[record.file].append(Want(record.position, target, entry.key))
+        return wants
+
+    def _find(self, rank: int, entry: TensorEntry) -> TensorRecord:
+        """The part that `rank` wrote itself, else the copy of the rank that owns it."""
+        key = state_key(entry)
+        others = (other for other in self.manifest.ranks if other != rank)
+        for holder in (rank, *others):
+            for record in self._records(holder).get((key, entry.global_offset), ()):
+                if record.shape == entry.shape and record.dtype == entry.dtype:
+                    return record
+        raise CheckpointIncomplete(
+            f"{self.path} holds no bytes for {entry.key} at {entry.global_offset} of rank {rank}.",
+            rank=rank,
+            path=self.path,
+            key=entry.key,
+        )
+
+    def _records(self, rank: int) -> dict[tuple[str, tuple[int, ...]], list[TensorRecord]]:
+        if rank not in self._by_part:
+            found: dict[tuple[str, tuple[int, ...]], list[TensorRecord]] = defaultdict(list)
+            for record in self.index(rank).tensors:
+                found[record.key, record.offsets].append(record)
+            self._by_part[rank] = found
+        return self._by_part[rank]
+
+    def _read_blobs(self, rank: int, *keys: str) -> list[bytes]:
+        contents = []
+        wants: dict[str, list[Want]] = defaultdict(list)
+        for key in keys:
+            blob = self.index(rank).blob(key)
+            if blob is None:
+                raise CheckpointIncomplete(
+                    f"{self.path} holds no {key} of rank {rank}.", rank=rank, path=self.path, key=key
+                )
+            contents.append(bytearray(blob.size_bytes))
+            wants[blob.file].append(Want(blob.position, memoryview(contents[-1]), key))
+        self._read(wants)
+        return [bytes(content) for content in contents]
+
+    def _read(self, wants: dict[str, list[Want]]) -> None:
+        # Only what was opened on the way here: one of a thousand ranks does not read all indexes.
+        records = {record.name: record for index in self._indexes.values() for record in index.files}
+        for name, ranges in wants.items():
+            read_ranges(
+                self._storage,
+                records[name].inside(self._directory),
+                ranges,
+                threads=self._threads,
+                pace=self._pace,
+            )
+
+
+_MARKED = {
+    MarkerState.CLEARING: "its save has just begun",
+    MarkerState.WRITING: "its save did not finish",
+    MarkerState.FAILED: "its save failed",
+    MarkerState.CORRUPT: "it was found bad",
+    MarkerState.REMOVING: "it is being removed",
+    MarkerState.UNKNOWN: "no reason given",
+}
+
+
+class _Assembly:
+    """Targets, the ranges to read for them, and the copies that remain after reading."""
+
+    def __init__(self) -> None:
+        self.wants: dict[str, list[Want]] = defaultdict(list)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._filled = 0
+
+    def add(self, target: Target, parts: Sequence[TensorRecord], path: str) -> None:
+        tensor = target.tensor.detach()
+        _check_fit(target, parts, path)
+        self._filled += tensor.nbytes
+        covered = 0
+        for part in parts:
+            low, high = overlap(target.offsets, tensor.shape, part.offsets, part.shape)
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            covered += math.prod(b - a for a, b in zip(low, high, strict=True))
+            if tuple(tensor.shape) == part.shape and tensor.is_contiguous():
+                self.wants[part.file].append(Want(part.position, memory_of(tensor), part.key))
+            else:
+                self._add_rows(target, part, low, high)
+        if covered < tensor.numel():
+            raise CheckpointIncomplete(
+                f"{path}: {target.key} at {target.offsets}: {covered} of {tensor.numel()} elements are "
+                "in the checkpoint.",
+                path=path,
+                key=target.key,
+            )
+
+    def finish(self) -> int:
+        for destination, source in self._copies:
+            destination.copy_(source)
+        return self._filled
+
+    def _add_rows(
+        self, target: Target, part: TensorRecord, low: tuple[int, ...], high: tuple[int, ...]
+    ) -> None:
+        """Read whole rows of the saved part, those that overlap, and copy the overlap out of them."""
+        dtype = target.tensor.dtype
+        first, rows = (low[0] - part.offsets[0], high[0] - low[0]) if low else (0, 1)
+        row_shape = part.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        scratch = torch.empty((rows, *row_shape) if low else (), dtype=dtype)
+        position = part.position + first * row_bytes
+        self.wants[part.file].append(Want(position, memory_of(scratch), part.key))
+        source, destination = scratch, target.tensor.detach()
+        for dim, (a, b) in enumerate(zip(low, high, strict=True)):
+            start = 0 if dim == 0 else a - part.offsets[dim]
+            source = source.narrow(dim, start, b - a)
+            destination = destination.narrow(dim, a - target.offsets[dim], b - a)
+        self._copies.append((destination, source))
+
+
+def _check_fit(target: Target, parts: Sequence[TensorRecord], path: str) -> None:
+    dtype = str(target.tensor.dtype).removeprefix("torch.")
+    if not parts:
+        raise LayoutMismatch(f"{path} has no tensor {target.key!r}.", path=path, key=target.key)
+    saved = parts[0]
+    same_rank = len(target.offsets) == target.tensor.dim() == len(saved.global_shape)
+    corners = zip(target.offsets, target.tensor.shape, saved.global_shape, strict=same_rank)
+    fits = same_rank and all(offset + size <= whole for offset, size, whole in corners)
+    if dtype != saved.dtype or not fits:
+        raise LayoutMismatch(
+            f"{target.key}: the model wants {dtype} {list(target.tensor.shape)} at {list(target.offsets)}, "
+            f"{path} holds {saved.dtype} {list(saved.global_shape)}.",
+            path=path,
+            key=target.key,
+        )
+
+
+def overlap(
+    offsets: Sequence[int], shape: Sequence[int], other_offsets: Sequence[int], other_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lowest and highest corner, in global coordinates, of what two regions share."""
+    low = tuple(max(a, b) for a, b in zip(offsets, other_offsets, strict=True))
+    ends = zip(offsets, shape, other_offsets, other_shape, strict=True)
+    return low, tuple(min(a + n, b + m) for a, n, b, m in ends)

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large files in checksummed chunks: written and read by several threads, copied at most once.
+
+A file is a row of chunks of `CHUNK_BYTES`; each has its own digest, computed from the very memory
+that is handed to the storage (write) or that came from it (read).  Within a chunk, long runs of
+whole pages that lie aligned in memory go straight to or from the device; only what is between
+them passes through a page-aligned buffer, one per thread.  Nothing is read without being verified.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from resiliency.checkpoint.checksums import DEFAULT_ALGORITHM, Digest, digest_function
+from resiliency.checkpoint.storage import (
+    PAGE_BYTES,
+    Buffer,
+    ReadableFile,
+    Storage,
+    WritableFile,
+    copy_bytes,
+    is_page_aligned,
+)
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing
+
+CHUNK_BYTES = 4 << 20
+DEFAULT_THREADS = 2
+#: Shorter runs are copied: a call to the device costs more.
+_DIRECT_FROM_BYTES = 256 << 10
+
+#: Called with the size of each chunk before it is moved: bandwidth cap, heartbeat, progress.  It
+#: may block, and it may raise to stop the transfer.
+Pace = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What was written under a name: enough to verify any part of it."""
+
+    name: str
+    size_bytes: int
+    chunk_bytes: int
+    algorithm: str
+    digests: tuple[str, ...]
+
+    def inside(self, directory: str) -> FileRecord:
+        """The record with `directory` before its name."""
+        return replace(self, name=f"{directory}/{self.name}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes to be written at `offset` of a file; gaps between pieces are zeros."""
+
+    offset: int
+    data: Buffer
+
+    @property
+    def end(self) -> int:
+        return self.offset + memoryview(self.data).nbytes
+
+
+@dataclass(frozen=True)
+class Want:
+    """A range of a file that belongs into `target`; `key` names it in error messages."""
+
+    offset: int
+    target: memoryview
+    key: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.target.nbytes
+
+
+def write_shard_file(
+    storage: Storage,
+    directory: str,
+    name: str,
+    pieces: Sequence[Piece],
+    size_bytes: int,
+    *,
+    threads: int = DEFAULT_THREADS,
+    chunk_bytes: int = CHUNK_BYTES,
+    algorithm: str = DEFAULT_ALGORITHM,
+    pace: Pace | None = None,
+) -> FileRecord:
+    """Write a file of `size_bytes` from `pieces` (in order, not overlapping) and sync it.
+
+    The record that comes back names the file relative to `directory`.
+
+    Raises:
+        CheckpointWriteFailed: the storage refused; the file is left as it is.
+    """
+    file = storage.create(f"{directory}/{name}", size_bytes)
+    job = _Writer(file, pieces, size_bytes, chunk_bytes, digest_function(algorithm), pace)
+    try:
+        _in_parallel(job.write_chunk, len(job.digests), threads, chunk_bytes)
+        file.sync()
+    finally:
+        file.close()
+    return FileRecord(
+        name=name,
+        size_bytes=size_bytes,
+        chunk_bytes=chunk_bytes,
+        algorithm=algorithm,
+        digests=tuple(job.digests),
+    )
+
+
+def read_ranges(
+    storage: Storage,
+    record: FileRecord,
+    wants: Iterable[Want],
+    *,
+    threads: int = DEFAULT_THREADS,
+    pace: Pace | None = None,
+) -> int:
+    """Fill every target, verifying each chunk that is touched; returns the bytes read.
+
+    A target may hold bad bytes when this raises.
+
+    Raises:
+        CheckpointCorrupt: names the file, the key, the offset, and both digests.
+        CheckpointIncomplete: the file is missing.
+    """
+    ordered = sorted((want for want in wants if want.target.nbytes), key=lambda want: want.offset)
+    touched: set[int] = set()
+    for want in ordered:
+        touched.update(range(want.offset // record.chunk_bytes, -(-want.end // record.chunk_bytes)))
+    return _read_chunks(storage, record, ordered, sorted(touched), threads, pace)
+
+
+def verify_file(
+    storage: Storage, record: FileRecord, *, threads: int = DEFAULT_THREADS, pace: Pace | None = None
+) -> int:
+    """Read all chunks and compare their digests; raises like `read_ranges`."""
+    return _read_chunks(storage, record, [], list(range(len(record.digests))), threads, pace)
+
+
+def check_size(storage: Storage, record: FileRecord) -> None:
+    """The cheap check: the file is there and as long as it was written."""
+    _open_checked(storage, record).close()
+
+
+def _open_checked(storage: Storage, record: FileRecord) -> ReadableFile:
+    path = storage.describe(record.name)
+    try:
+        file = storage.open(record.name)
+    except CheckpointMissing as error:
+        raise CheckpointIncomplete(f"the checkpoint lacks its file {path}.", path=path) from error
+    if file.size_bytes == record.size_bytes:
+        return file
+    found = file.size_bytes
+    file.close()
+    raise CheckpointCorrupt(
+        f"{path} holds {found} bytes, expected {record.size_bytes}.",
+        hint="The file was cut or replaced; restore another checkpoint.",
+        path=path,
+        expected=record.size_bytes,
+        found=found,
+    )
+
+
+def _read_chunks(
+    storage: Storage,
+    record: FileRecord,
+    wants: Sequence[Want],
+    chunks: Sequence[int],
+    threads: int,
+    pace: Pace | None,
+) -> int:
+    file = _open_checked(storage, record)
+    try:
+        job = _Reader(file, storage.describe(record.name), record, wants, pace)
+        _in_parallel(
+            lambda number, buffer: job.read_chunk(chunks[number], buffer),
+            len(chunks),
+            threads,
+            record.chunk_bytes,
+        )
+        return sum(job.extent(chunk)[1] for chunk in chunks)
+    finally:
+        file.close()
+
+
+class _Writer:
+    def __init__(
+        self,
+        file: WritableFile,
+        pieces: Sequence[Piece],
+        size_bytes: int,
+        chunk_bytes: int,
+        digest: Digest,
+        pace: Pace | None,
+    ) -> None:
+        self.file = file
+        self.digests = [""] * -(-size_bytes // chunk_bytes)
+        self._pieces = [Piece(p.offset, memoryview(p.data).cast("B")) for p in pieces if p.end > p.offset]
+        self._starts = [piece.offset for piece in self._pieces]
+        self._ends = [piece.end for piece in self._pieces]
+        self._size = size_bytes
+        self._chunk = chunk_bytes
+        self._digest = digest
+        self._pace = pace
+
+    def write_chunk(self, number: int, buffer: memoryview) -> None:
+        start = number * self._chunk
+        length = min(self._chunk, self._size - start)
+        if self._pace is not None:
+            self._pace(length)
+        end = start + length
+        pieces = self._overlapping(start, end)
+        ranges = [(piece.offset, memoryview(piece.data)) for piece in pieces]
+        segments = _segments(start, end, ranges, buffer)
+        for segment in segments:
+            if not segment.in_place:
+                self._gather(segment, pieces)
+        self.digests[number] = self._digest(*(segment.view for segment in segments))
+        for segment in segments:
+            # Only the end of the file is no whole page: the pages before it still go directly.
+            whole = segment.view.nbytes - segment.view.nbytes % PAGE_BYTES
+            for low, high in ((0, whole), (whole, segment.view.nbytes)):
+                if high > low:
+                    self.file.write_at(segment.start + low, segment.view[low:high])
+
+    def _overlapping(self, start: int, end: int) -> list[Piece]:
+        first = bisect.bisect_right(self._ends, start)
+        return self._pieces[first : bisect.bisect_left(self._starts, end)]
+
+    def _gather(self, segment: _Segment, pieces: Sequence[Piece]) -> None:
+        at, start, end = segment.start, segment.start, segment.end
+        for piece in pieces:
+            low, high = max(piece.offset, start), min(piece.end, end)
+            if low >= high:
+                continue
+            segment.view[at - start : low - start] = bytes(low - at)
+            source = memoryview(piece.data)[low - piece.offset : high - piece.offset]
+            copy_bytes(segment.view[low - start : high - start], source)
+            at = high
+        segment.view[at - start :] = bytes(end - at)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Part of a chunk: its bytes are where they belong (`in_place`), or in the thread's buffer."""
+
+    start: int
+    view: memoryview
+    in_place: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.view.nbytes
+
+
+def _segments(
+    start: int, end: int, ranges: Sequence[tuple[int, memoryview]], buffer: memoryview
+) -> list[_Segment]:
+    """Cut a chunk into long page-aligned runs of single ranges, and what is between them.
+
+    All cuts are on pages, so the parts in `buffer` (page-aligned itself) are aligned as well.
+    """
+    segments: list[_Segment] = []
+    at = start
+    for number, (offset, view) in enumerate(ranges):
+        low = max(-(-max(offset, start) // PAGE_BYTES) * PAGE_BYTES, at)
+        high = min(offset + view.nbytes, end) // PAGE_BYTES * PAGE_BYTES
+        if high - low < _DIRECT_FROM_BYTES or _is_shared(ranges, number, low, high):
+            continue
+        run = view[low - offset : high - offset]
+        if not is_page_aligned(run, low):
+            continue
+        if low > at:
+            segments.append(_Segment(at, buffer[at - start : low - start], in_place=False))
+        segments.append(_Segment(low, run, in_place=True))
+        at = high
+    if at < end:
+        segments.append(_Segment(at, buffer[at - start : end - start], in_place=False))
+    return segments
+
+
+def _is_shared(ranges: Sequence[tuple[int, memoryview]], number: int, low: int, high: int) -> bool:
+    return any(
+        offset < high and offset + view.nbytes > low
+        for other, (offset, view) in enumerate(ranges)
+        if other != number
+    )
+
+
+class _Reader:
+    def __init__(
+        self, file: ReadableFile, path: str, record: FileRecord, wants: Sequence[Want], pace: Pace | None
+    ) -> None:
+        self._file = file
+        self._path = path
+        self._record = record
+        self._wants = wants
+        # Targets may overlap in the file (two names for one tensor): running maximum of the ends.
+        self._starts = [want.offset for want in wants]
+        self._reach = list(itertools.accumulate((want.end for want in wants), max))
+        self._digest = digest_function(record.algorithm)
+        self._pace = pace
+
+    def extent(self, number: int) -> tuple[int, int]:
+        start = number * self._record.chunk_bytes
+        return start, min(self._record.chunk_bytes, self._record.size_bytes - start)
+
+    def read_chunk(self, number: int, buffer: memoryview) -> None:
+        start, length = self.extent(number)
+        if self._pace is not None:
+            self._pace(length)
+        wants = self._overlapping(start, start + length)
+        segments = _segments(start, start + length, [(want.offset, want.target) for want in wants], buffer)
+        for segment in segments:
+            self._fill(segment, segment.view if segment.in_place else buffer[segment.start - start :])
+        self._verify(number, segments, wants)
+        for segment in segments:
+            if not segment.in_place:
+                _scatter(segment, wants)
+
+    def _overlapping(self, start: int, end: int) -> list[Want]:
+        first = bisect.bisect_right(self._reach, start)
+        last = bisect.bisect_left(self._starts, end)
+        return [want for want in self._wants[first:last] if want.end > start]
+
+    def _fill(self, segment: _Segment, place: memoryview) -> None:
+        length = segment.view.nbytes
+        # Whole pages are asked for, so that the end of the file can be read directly as well.
+        ask = min(-(-length // PAGE_BYTES) * PAGE_BYTES, place.nbytes)
+        count = self._file.read_into(segment.start, place[:ask])
+        if count < length:
+            raise CheckpointCorrupt(
+                f"{self._path} ends at byte {segment.start + count}, expected {self._record.size_bytes}.",
+                hint="The file was cut while it was read; restore another checkpoint.",
+                path=self._path,
+                offset=segment.start + count,
+            )
+
+    def _verify(self, number: int, segments: Sequence[_Segment], wants: list[Want]) -> None:
+        found = self._digest(*(segment.view for segment in segments))
+        expected = self._record.digests[number]
+        if found == expected:
+            return
+        start, length = self.extent(number)
+        keys = [want.key for want in wants if want.key]
+        where = f" ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else ""
+        raise CheckpointCorrupt(
+            f"{self._path}, bytes {start} to {start + length}{where}: "
+            f"{self._record.algorithm} is {found}, expected {expected}.",
+            hint="The bytes changed after they were written; restore another checkpoint.",
+            path=self._path,
+            key=keys[0] if keys else None,
+            offset=start,
+            expected=expected,
+            found=found,
+        )
+
+
+def _scatter(segment: _Segment, wants: Sequence[Want]) -> None:
+    for want in wants:
+        low, high = max(want.offset, segment.start), min(want.end, segment.end)
+        if low < high:
+            copy_bytes(
+                want.target[low - want.offset : high - want.offset],
+                segment.view[low - segment.start : high - segment.start],
+            )
+
+
+def _in_parallel(
+    work: Callable[[int, memoryview], None], count: int, threads: int, buffer_bytes: int
+) -> None:
+    """Call `work` for 0 .. count-1, each thread with a page-aligned buffer of its own.
+
+    The first error stops all and is raised here, after the threads have ended: nobody writes to
+    the caller's memory once this has returned.
+    """
+    numbers = iter(range(count))
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def run() -> None:
+        # Not closed by hand: the frames of an error may still refer to it.
+        buffer = memoryview(mmap.mmap(-1, buffer_bytes + PAGE_BYTES))
+        while not stop.is_set():
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            try:
+                work(number, buffer)
+            except BaseException:
+                stop.set()
+                raise
+
+    workers = min(max(threads, 1), count)
+    if workers <= 1:
+        if count:
+            run()
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="resiliency-shard") as pool:
+        futures = [pool.submit(run) for _ in range(workers)]
+    for future in futures:
+        future.result()

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One slot: a file in shared memory with a header page, the tensors and the values.
+
+Who may do what is decided by the kernel's locks on the file: exclusive while captured into, shared
+while lent.  What is in it is said by the header: written last and with a checksum, it vouches for
+the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from resiliency.checkpoint.table import align
+from resiliency.errors import ConfigError
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_MAGIC = b"RSLYSLOT"
+_VERSION = 1
+# magic, version, state, step, sequence, rank, world size, owner pid, owner start, tensor bytes,
+# values bytes, fingerprint, run id; the checksum of all of it follows.
+_HEADER = struct.Struct("<8sIIqQIIQQQQ32s128s")
+_CHECKSUM = struct.Struct("<I")
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    CAPTURING = 1
+    CAPTURED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotHeader:
+    """The first page of a slot."""
+
+    state: SlotState
+    step: int
+    #: Grows with every capture of the rank, also across its restarts: the newest capture has the largest.
+    sequence: int
+    rank: int
+    world_size: int
+    owner_pid: int
+    owner_start: int
+    tensor_bytes: int
+    values_bytes: int
+    fingerprint: str
+    run_id: str
+
+    def pack(self) -> bytes:
+        body = _HEADER.pack(
+            _MAGIC, _VERSION, self.state, self.step, self.sequence, self.rank, self.world_size,
+            self.owner_pid, self.owner_start, self.tensor_bytes, self.values_bytes,
+            self.fingerprint.encode(), self.run_id.encode(),
+        )  # fmt: skip
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+    @classmethod
+    def unpack(cls, page: bytes) -> SlotHeader | None:
+        """The header, or None if it is torn, foreign or of another version."""
+        body, rest = page[: _HEADER.size], page[_HEADER.size :]
+        if len(rest) < _CHECKSUM.size or _CHECKSUM.unpack_from(rest) != (zlib.crc32(body),):
+            return None
+        magic, version, state, *numbers, fingerprint, run_id = _HEADER.unpack(body)
+        if magic != _MAGIC or version != _VERSION:
+            return None
+        step, sequence, rank, world_size, pid, start, tensor_bytes, values_bytes = numbers
+        return cls(
+            state=SlotState(state), step=step, sequence=sequence, rank=rank, world_size=world_size,
+            owner_pid=pid, owner_start=start, tensor_bytes=tensor_bytes, values_bytes=values_bytes,
+            fingerprint=fingerprint.rstrip(b"\0").decode(), run_id=run_id.rstrip(b"\0").decode(),
+        )  # fmt: skip
+
+
+def values_offset(tensor_bytes: int) -> int:
+    return PAGE_BYTES + align(tensor_bytes, PAGE_BYTES)
+
+
+class FileLock:
+    """A descriptor with an advisory lock; closed, it is released."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        self.path = path
+        self.fd = os.open(path, flags, 0o600)
+        _locks.add(self)
+
+    def try_lock(self, *, exclusive: bool) -> bool:
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        """False if the file was removed or replaced since it was opened."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Release the lock, also if a forked child still has the file open.  Idempotent."""
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close without unlocking: the lock belongs to the parent process."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+# A forked child (a data loader's worker) shares the open files of its parent, and with them the
+# locks: closing its copies keeps a lock from outliving the process that took it.
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for lock in list(_locks):
+        lock.abandon()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def mapped(path: Path, size: int, *, private: bool) -> mmap.mmap:
+    """`path` in memory, through an open file of its own: a mapping keeps its file open, locks and all."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if private:
+            return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+        populate = getattr(mmap, "MAP_POPULATE", 0)  # pay the page faults here, not in a capture
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate)
+    finally:
+        os.close(fd)
+
+
+class SlotFile:
+    """The owner's side of one slot.  `memory` is the tensor area; None before the first `reserve`."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = FileLock(path, create=True)
+        self.path = path
+        self.memory: memoryview | None = None
+        self._map: mmap.mmap | None = None
+        self._taken = False
+        self._lent = 0
+        self.header = SlotHeader.unpack(os.pread(self._lock.fd, PAGE_BYTES, 0))
+        #: Counts how often `memory` moved.
+        self.generation = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return 0 if self.memory is None else self.memory.nbytes
+
+    def try_take(self) -> bool:
+        """Get the slot for a capture; False while it is lent or being captured into."""
+        # Locking a descriptor again succeeds, so holds of this process are counted here.
+        if not self._taken and not self._lent and self._lock.try_lock(exclusive=True):
+            self._taken = True
+            return True
+        return False
+
+    def missing_bytes(self, tensor_bytes: int, values_bytes: int) -> int:
+        """What `reserve` would still have to allocate."""
+        wanted = values_offset(tensor_bytes) + align(values_bytes, PAGE_BYTES)
+        return max(0, wanted - os.fstat(self._lock.fd).st_size)
+
+    def reserve(self, tensor_bytes: int, values_bytes: int) -> None:
+        """Have room for that much, allocated and mapped: later no access can fail.
+
+        Raises:
+            ConfigError: no room; the text says which limit and what to set.
+        """
+        missing = self.missing_bytes(tensor_bytes, values_bytes)
+        if missing:
+            present = os.fstat(self._lock.fd).st_size
+            try:
+                os.posix_fallocate(self._lock.fd, present, missing)
+            except OSError as error:
+                os.ftruncate(self._lock.fd, present)
+                raise _no_room(error, self.path, present + missing) from error
+        if self.memory is None or tensor_bytes > self.capacity_bytes:
+            self._remap(values_offset(tensor_bytes))
+
+    def _remap(self, size: int) -> None:
+        self.release_memory()
+        self._map = mapped(self.path, size, private=False)
+        self.memory = memoryview(self._map)[PAGE_BYTES:]
+        self.generation += 1
+
+    def mark(self, header: SlotHeader) -> None:
+        os.pwrite(self._lock.fd, header.pack(), 0)
+        self.header = header
+
+    def write_values(self, tensor_bytes: int, values: bytes) -> None:
+        os.pwrite(self._lock.fd, values, values_offset(tensor_bytes))
+
+    def read_values(self, header: SlotHeader) -> bytes:
+        return os.pread(self._lock.fd, header.values_bytes, values_offset(header.tensor_bytes))
+
+    def give(self, *, lend: bool = False) -> None:
+        """End the exclusive hold; with `lend`, keep one that readers share until `end_lend`."""
+        self._lent += lend
+        fcntl.flock(self._lock.fd, fcntl.LOCK_SH if lend else fcntl.LOCK_UN)
+        self._taken = False
+
+    def try_lend(self) -> bool:
+        """Keep the slot from being taken, without having taken it; False while it is being filled."""
+        if self._taken or not self._lock.try_lock(exclusive=False):
+            return False
+        self._lent += 1
+        return True
+
+    def end_lend(self) -> None:
+        self._lent -= 1
+        if not self._lent and not self._taken and self._lock.fd >= 0:
+            fcntl.flock(self._lock.fd, fcntl.LOCK_UN)
+
+    def release_memory(self) -> None:
+        """Let go of the mapping; it ends when nobody uses a view of it any more."""
+        self.memory = self._map = None
+
+    def close(self) -> None:
+        self.release_memory()
+        self._lock.close()
+
+
+def _no_room(error: OSError, path: Path, wanted: int) -> ConfigError:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+        raise error
+    return ConfigError(
+        f"shared memory is exhausted: a slot of {wanted} bytes does not fit at {path}.",
+        hint="Give the container more: docker run --shm-size, or on Kubernetes an emptyDir with medium Memory"
+        " mounted at /dev/shm and a memory limit that covers it.",
+        path=str(path),
+        wanted_bytes=wanted,
+    )

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a nested state to a layout and its sources, and back into existing or new objects.
+
+`StateWalker` keeps the structure of the state that it saw last.  As long as the structure holds, a
+save is one walk that picks up tensors and values; any difference (a key, a shape, a stride, a tie
+between two tensors) makes a new layout with another fingerprint, so nothing is ever saved under a
+layout that does not fit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from resiliency.checkpoint.aliases import dtype_name, stored_tensors
+from resiliency.checkpoint.copying import Copier, Piece, fetches, memory_pieces, pieces
+from resiliency.checkpoint.leaves import Leaf, Placement
+from resiliency.checkpoint.nodes import Gathered, Node, StructureChanged, TensorNode
+from resiliency.checkpoint.skeleton import Builder, from_bytes, to_bytes
+from resiliency.checkpoint.skeleton import sharded_objects as skeleton_objects
+from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView, item_bytes
+from resiliency.checkpoint.values import (
+    Allowed,
+    decode,
+    dtype_called,
+    dump_values,
+    load_values,
+)
+from resiliency.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One state at one moment: its layout, the live memory of each entry, and its values.
+
+    `sources[i]` holds the bytes of `layout.entries[i]`; it is the memory of the state, not a copy.
+    """
+
+    layout: StateLayout
+    sources: tuple[torch.Tensor, ...]
+    values: bytes
+    #: The same object as in an earlier snapshot if all sources are at the same addresses.
+    addresses: object
+
+
+class StateWalker:
+    """Takes snapshots of one state, cheaply while its structure does not change.
+
+    Args:
+        replica_id: of plain tensors: 0 if this rank owns them, else they are copies of another
+            rank's (data-parallel rank, for plain DDP).
+    """
+
+    def __init__(self, *, replica_id: int = 0) -> None:
+        self._replica_id = replica_id
+        self._root: Node | None = None
+        self._nodes: list[TensorNode] = []
+        self._skeleton = b""
+        self._signature: list[Any] = []
+        self._layout: StateLayout | None = None
+        self._order: list[int] = []
+
+    @torch.no_grad()
+    def snapshot(self, state: object) -> Snapshot:
+        """Walk `state`.
+
+        Raises:
+            ConfigError: something in it cannot be saved; the text names it.
+        """
+        gathered = self._gather(state)
+        signature = [_signature(leaf) for leaf in gathered.leaves]
+        values = dump_values(gathered.values)
+        if self._layout is not None and signature == self._signature and -1 not in self._order:
+            sources = tuple(gathered.leaves[i].raw for i in self._order)
+            return Snapshot(self._layout, sources, values, self._signature)
+        stored = stored_tensors(self._nodes, gathered.leaves, replica_id=self._replica_id)
+        layout = StateLayout(
+            entries=tuple(item.entry for item in stored),
+            views=tuple(view for item in stored for view in item.views),
+            skeleton=self._skeleton,
+        )
+        if self._layout is None or layout.fingerprint != self._layout.fingerprint:
+            self._layout = layout
+        # Where the same structure sits in new memory only the addresses differ.
+        self._signature = signature
+        position = {node.key: i for i, node in enumerate(self._nodes)}
+        self._order = [position.get(item.entry.key, -1) for item in stored]
+        return Snapshot(self._layout, tuple(item.source for item in stored), values, signature)
+
+    def _gather(self, state: object) -> Gathered:
+        if self._root is not None:
+            gathered = Gathered()
+            try:
+                self._root.gather(state, gathered)
+                return gathered
+            except StructureChanged:
+                pass
+        builder = Builder()
+        self._root = builder.build(state)
+        self._nodes, self._skeleton, self._layout = builder.nodes, to_bytes(self._root), None
+        gathered = Gathered()
+        try:
+            self._root.gather(state, gathered)
+        except StructureChanged:
+            raise ConfigError(
+                "the state changes its structure each time it is asked for.",
+                hint="A state_dict() in it returns different keys or types at each call.",
+            ) from None
+        return gathered
+
+
+def _signature(leaf: Leaf) -> Any:
+    raw = leaf.raw
+    return raw.data_ptr(), raw.dtype, raw.shape, raw.stride(), raw.device, leaf.placement, raw.is_conj()
+
+
+@dataclass
+class RestoreJob:
+    """Where the bytes of one entry go."""
+
+    entry: TensorEntry
+    targets: list[tuple[TensorEntry | TensorView, torch.Tensor]] = field(default_factory=list)
+
+    def memory(self) -> memoryview | None:
+        """Host memory that the entry's bytes may be read straight into; None: go through a buffer."""
+        raw = self.direct()
+        if raw is None:
+            return None
+        return memoryview((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr())).cast("B")
+
+    def pieces(self, data: memoryview, *, filled: bool = False) -> Iterable[Piece]:
+        """Copies from the entry's bytes into the targets; `filled`: not into `memory`, it has them."""
+        if not self.entry.size_bytes:
+            return
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+        direct = self.direct() if filled else None
+        for item, raw in self.targets:
+            if raw is not direct:
+                yield from pieces(raw.detach(), stored_as(item, flat))
+
+    def direct(self) -> torch.Tensor | None:
+        """The target whose memory is exactly the entry's bytes."""
+        for item, raw in self.targets:
+            lazy = raw.is_conj() or raw.is_neg()
+            if item is self.entry and raw.device.type == "cpu" and raw.is_contiguous() and not lazy:
+                return raw
+        return None
+
+
+def stored_as(item: TensorEntry | TensorView, flat: torch.Tensor) -> torch.Tensor:
+    """An entry, or a view of it, as a tensor on the entry's bytes `flat`."""
+    if isinstance(item, TensorEntry):
+        return flat.view(dtype_called(item.dtype)).view(item.shape)
+    usable = flat[item.offset_bytes :]
+    usable = usable[: usable.numel() // item_bytes(item.dtype) * item_bytes(item.dtype)]
+    typed = usable.view(dtype_called(item.dtype))
+    return typed.as_strided(item.shape, item.stride, typed.storage_offset())
+
+
+class Restore:
+    """A restore in three acts: find the targets (here), fill them (anyone), `finish`.
+
+    Args:
+        allow: classes that the checkpoint may name, see `resiliency.checkpoint.values`.
+        into: a state of the same structure, whose tensors are to be filled in place; None makes a
+            new state on the host (DTensors and registered sharded types come back as their local part).
+    Raises:
+        LayoutMismatch: `into` differs; the text names the key and both sides.
+        ConfigError: a class is not allowed.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        values: bytes,
+        *,
+        into: object = None,
+        allow: Iterable[type | str] = (),
+    ) -> None:
+        self.allowed = Allowed(allow)
+        self._layout = layout
+        self._values = load_values(values)
+        self._items: dict[str, TensorEntry | TensorView] = {item.key: item for item in layout.tensors()}
+        self._targets: list[tuple[TensorEntry | TensorView, torch.Tensor]] = []
+        self._fresh: dict[str, torch.Tensor] = {}
+        root = from_bytes(layout.skeleton)
+        self._finish: Callable[[], Any]
+        with torch.no_grad():
+            if into is None:
+                made = root.rebuild(self)
+                self._finish = lambda: made
+            else:
+                self._finish = root.restore(into, self, ())
+
+    def value(self, index: int) -> Any:
+        if not 0 <= index < len(self._values):
+            raise CheckpointCorrupt(
+                f"the checkpoint has {len(self._values)} values, number {index} is missing."
+            )
+        return decode(self._values[index], self.allowed)
+
+    def target(self, key: str, raw: torch.Tensor) -> None:
+        item = self._item(key)
+        if tuple(raw.shape) != item.shape:
+            raise LayoutMismatch(
+                f"{key}: the checkpoint holds shape {item.shape},"
+                f" the state to restore has {tuple(raw.shape)}.",
+                hint="Is this the same model configuration and parallel layout?",
+                key=key,
+                expected_shape=item.shape,
+                found_shape=tuple(raw.shape),
+            )
+        if dtype_name(raw) != item.dtype:
+            raise LayoutMismatch(
+                f"{key}: the checkpoint holds {item.dtype} {item.shape},"
+                f" the state to restore has {dtype_name(raw)}.",
+                key=key,
+                expected_shape=item.shape,
+                found_shape=tuple(raw.shape),
+            )
+        self._targets.append((item, raw))
+
+    def fresh(self, key: str) -> torch.Tensor:
+        item = self._item(key)
+        base = self._layout.by_key[item.base] if isinstance(item, TensorView) else item
+        made = self._fresh.get(base.key)
+        if made is None:
+            made = self._fresh[base.key] = _allocate(base)
+            self._targets.append((base, made))
+        if isinstance(item, TensorEntry):
+            return made
+        if not made.is_contiguous():  # only equal tensors are views of such an entry
+            return made.detach()
+        flat = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage(), 0, (base.size_bytes,), (1,))
+        return stored_as(item, flat)
+
+    def mark(self) -> int:
+        return len(self._targets)
+
+    def forget(self, mark: int) -> None:
+        del self._targets[mark:]
+
+    def _item(self, key: str) -> TensorEntry | TensorView:
+        try:
+            return self._items[key]
+        except KeyError:
+            raise CheckpointCorrupt(
+                f"the checkpoint's tree names tensor {key!r}, its table does not."
+            ) from None
+
+    @property
+    def jobs(self) -> list[RestoreJob]:
+        """What has to be filled, by entry; entries that nobody wants are left out."""
+        jobs: dict[str, RestoreJob] = {}
+        seen: set[Any] = set()
+        for item, raw in self._targets:
+            where = (raw.data_ptr(), raw.dtype, raw.shape, raw.stride(), raw.device)
+            if raw.numel() == 0 or where in seen:
+                continue
+            seen.add(where)
+            base = item.base if isinstance(item, TensorView) else item.key
+            job = jobs.setdefault(base, RestoreJob(self._layout.by_key[base]))
+            job.targets.append((item, raw))
+        return list(jobs.values())
+
+    def finish(self) -> Any:
+        """Once all bytes are in place: the restored state (the object given as `into`, if mutable)."""
+        with torch.no_grad():
+            return self._finish()
+
+
+def _allocate(entry: TensorEntry) -> torch.Tensor:
+    dtype = dtype_called(entry.dtype)
+    stride = entry.stride
+    dense = sorted((s, n) for s, n in zip(stride, entry.shape, strict=True) if n > 1)
+    expected = 1
+    for step, size in dense:
+        if step != expected:
+            return torch.empty(entry.shape, dtype=dtype)
+        expected *= size
+    return torch.empty_strided(entry.shape, stride, dtype=dtype)
+
+
+def sharded_objects(
+    layout: StateLayout, values: bytes, *, allow: Iterable[type | str] = ()
+) -> list[tuple[Placement, Any]]:
+    """The objects of registered sharded types that hold no tensor, with their place: for other formats."""
+    found, allowed = load_values(values), Allowed(allow)
+    nodes = skeleton_objects(from_bytes(layout.skeleton))
+    return [(node.placement, decode(found[node.index], allowed)) for node in nodes]
+
+
+def restore_into(
+    state: object,
+    shard: Shard,
+    *,
+    allow: Iterable[type | str] = (),
+    threads: int = 2,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Any:
+    """Fill the tensors of `state` from memory, in parallel, and set its values.
+
+    Returns `state`, or its replacement where it is immutable (a tuple of numbers).  If this raises
+    LayoutMismatch, nothing was changed; after any other failure the state is partly overwritten.
+
+    Raises:
+        LayoutMismatch: the text names the key and both sides.
+        ConfigError: the shard names a class that is not allowed.
+    """
+    return _fill(Restore(shard.layout, shard.values, into=state, allow=allow), shard, threads, timeout)
+
+
+def materialize(
+    shard: Shard,
+    *,
+    allow: Iterable[type | str] = (),
+    threads: int = 2,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Any:
+    """The state that `shard` holds, as new objects on the host.
+
+    Modules and optimizers come back as their state dicts.
+
+    Raises:
+        ConfigError: the shard names a class that is not allowed.
+    """
+    return _fill(Restore(shard.layout, shard.values, allow=allow), shard, threads, timeout)
+
+
+def _fill(restore: Restore, shard: Shard, threads: int, timeout: timedelta) -> Any:
+    with Copier(threads) as copier, torch.no_grad():
+        buffer = _writable(shard.buffer)
+        run = copier.start(list(_work(restore.jobs, shard, buffer)), keep=(restore, buffer))
+        if not run.wait(timeout):
+            run.stop()
+            raise CheckpointError(f"restoring from memory did not end within {timeout}.", step=shard.step)
+    return restore.finish()
+
+
+def _work(jobs: list[RestoreJob], shard: Shard, buffer: memoryview) -> Iterable[Piece]:
+    base = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() if buffer.nbytes else 0
+    for job in jobs:
+        entry, direct = job.entry, job.direct()
+        if direct is not None and shard.fetch is not None:
+            memory = job.memory()
+            assert memory is not None
+            yield from fetches(memory, shard.fetch, entry.offset_bytes)
+        elif direct is not None:
+            yield from memory_pieces(direct.data_ptr(), base + entry.offset_bytes, entry.size_bytes)
+        if direct is None or len(job.targets) > 1:
+            yield from job.pieces(buffer[entry.offset_bytes : entry.end_bytes], filled=direct is not None)
+
+
+def _writable(data: memoryview) -> memoryview:
+    # torch has no read-only tensors and warns; a reader of an arena lends writable private memory.
+    return memoryview(bytearray(data)) if data.readonly else data

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few storage operations that a checkpoint needs, and the POSIX implementation of them.
+
+Invariant: whatever is reported as synced survives a power cut.  `WritableFile.sync` makes the
+bytes of a file durable and `Storage.sync_dir` the names in a directory; nothing else does.  The
+commit protocol relies on these two and on nothing stronger: no rename, no link, no locking.
+
+Names are relative to the root of the storage, with ``/`` between parts; the root itself is "".
+The twins for tests live in `resiliency.testing.storage`, and one contract suite runs on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWriteFailed, ResiliencyError
+
+Buffer = bytes | bytearray | memoryview
+
+#: Alignment of address, offset and length that unbuffered I/O asks for on every common device.
+PAGE_BYTES = 4096
+#: Smaller files are not worth a reservation.
+_PREALLOCATE_FROM_BYTES = 1 << 20
+
+
+class WritableFile(Protocol):
+    """A new file being filled.  `write_at` may be called from several threads at once."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of `data`; a gap left before `offset` reads as zeros."""
+        ...
+
+    def sync(self) -> None:
+        """Make the bytes durable.  The name becomes durable with `Storage.sync_dir`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ReadableFile(Protocol):
+    """A file being read.  `read_into` may be called from several threads at once."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """Fill `target` from `offset`; returns the bytes read, short only at the end of the file."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Storage(Protocol):
+    """What a tier offers.  A failed write raises `CheckpointWriteFailed`, a missing file
+    `CheckpointMissing`, and a file that cannot be read `CheckpointCorrupt`."""
+
+    def describe(self, name: str = "") -> str:
+        """Where `name` is, for messages to people."""
+        ...
+
+    def create(self, name: str, size_bytes: int = 0) -> WritableFile:
+        """New empty file; a file of that name is replaced.  Its directory must exist.
+
+        Args:
+            size_bytes: what will be written, if known; a tier may reserve the space.
+        """
+        ...
+
+    def open(self, name: str) -> ReadableFile: ...
+
+    def make_dir(self, name: str) -> None:
+        """Create a directory with its parents; an existing one is fine."""
+        ...
+
+    def list(self, name: str) -> list[str]:
+        """Sorted names in a directory; empty when there is none."""
+        ...
+
+    def exists(self, name: str) -> bool: ...
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename a file over another.  For tools: commits do without it, since
+        object stores have none."""
+        ...
+
+    def link(self, source: str, target: str) -> None:
+        """Second name for the same bytes, where the tier can; else a copy."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file; fine when there is none."""
+        ...
+
+    def remove_tree(self, name: str) -> None:
+        """Remove a directory and all below; fine when there is none."""
+        ...
+
+    def sync_dir(self, name: str) -> None:
+        """Make the names in a directory durable."""
+        ...
+
+
+def write_file(storage: Storage, name: str, data: Buffer) -> None:
+    """Create `name` with `data`, durable except for its name (see `Storage.sync_dir`)."""
+    file = storage.create(name)
+    try:
+        file.write_at(0, data)
+        file.sync()
+    finally:
+        file.close()
+
+
+def read_file(storage: Storage, name: str) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        CheckpointMissing: there is no such file.
+    """
+    file = storage.open(name)
+    try:
+        content = bytearray(file.size_bytes)
+        count = file.read_into(0, memoryview(content))
+        return bytes(content[:count])
+    finally:
+        file.close()
+
+
+_HINTS = {
+    errno.ENOSPC: "The file system is full: free space, or keep fewer checkpoints.",
+    errno.EDQUOT: "The quota is used up: free space, keep fewer checkpoints, or raise the quota.",
+    errno.EROFS: "The file system is read-only, often after a device error: check the mount and dmesg.",
+    errno.EIO: "The device failed: check dmesg and the health of the disk or of the file server.",
+    errno.EFBIG: "The file would exceed a size limit: raise `ulimit -f`, or use a file system without it.",
+    errno.EACCES: "This user may not write there: check owner and mode of the directory.",
+    errno.EPERM: "This user may not write there: check owner and mode of the directory.",
+    errno.ENOENT: "The directory is gone: was it removed, or is the mount missing?",
+    errno.ESTALE: "The file server lost the file: check the mount.",
+    errno.ENOTDIR: "A part of the path is a file: choose another directory.",
+    errno.EMFILE: "Too many open files: raise `ulimit -n`.",
+}
+
+
+def write_failed(error: OSError, what: str, path: str) -> CheckpointWriteFailed:
+    """The one place where the errors of an operating system become ours."""
+    number = error.errno or 0
+    reason = errno.errorcode.get(number, "unknown error")
+    hint = _HINTS.get(number, "Older checkpoints were left as they are.")
+    return CheckpointWriteFailed(
+        f"cannot {what} {path}: {reason} ({os.strerror(number)}).", hint=hint, path=path, errno=number
+    )
+
+
+def read_failed(error: OSError, path: str) -> CheckpointCorrupt:
+    """Bytes that cannot be read are as good as changed: the caller looks for another source."""
+    number = error.errno or 0
+    reason = errno.errorcode.get(number, "unknown error")
+    hint = _HINTS.get(number, "Restore another checkpoint.")
+    return CheckpointCorrupt(
+        f"cannot read {path}: {reason} ({os.strerror(number)}).", hint=hint, path=path, errno=number
+    )
+
+
+@contextlib.contextmanager
+def _writing(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise write_failed(error, what, str(path)) from error
+
+
+class _PyBuffer(ctypes.Structure):
+    """Python's Py_buffer: the one way to the address of a read-only buffer without numpy."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def address_of(buffer: memoryview) -> int:
+    """Address of the first byte; valid while the buffer is."""
+    info = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(buffer), ctypes.byref(info), 0)
+    try:
+        return int(info.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(info))
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy without holding the interpreter, so that threads copy side by side."""
+    if target.readonly or target.nbytes != source.nbytes:
+        target[:] = source  # raises what Python raises for it
+    elif target.nbytes:
+        ctypes.memmove(address_of(target), address_of(source), target.nbytes)
+
+
+def is_page_aligned(buffer: memoryview, offset: int) -> bool:
+    """Whether unbuffered I/O can move `buffer` to or from `offset` of a file."""
+    if offset % PAGE_BYTES or buffer.nbytes % PAGE_BYTES or not buffer.nbytes:
+        return False
+    return address_of(buffer) % PAGE_BYTES == 0
+
+
+def _preallocate(fd: int, size_bytes: int) -> None:
+    """Reserve space: a full disk shows before the first byte, and parallel writes do not queue
+    for the end of the file.  Not `os.posix_fallocate`, which writes zeros where the file system
+    cannot reserve."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        return
+    if libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size_bytes)):
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """A second descriptor that bypasses the page cache, or -1 where the file system has none."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return -1
+    try:
+        return os.open(path, flags | flag | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+class _LocalWriter:
+    """Aligned pieces bypass the page cache and the rest goes through it.
+
+    Both kinds may touch one file because they never touch one page: a piece is direct only when
+    it covers whole pages.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, *, direct: bool) -> None:
+        self._path = path
+        self._direct = -1
+        with _writing("create", path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            if size_bytes >= _PREALLOCATE_FROM_BYTES:
+                try:
+                    _preallocate(self._fd, size_bytes)
+                except OSError:
+                    self.close()
+                    raise
+        if direct:
+            self._direct = _open_direct(path, os.O_WRONLY)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        direct = self._direct >= 0 and is_page_aligned(view, offset)
+        with _writing("write", self._path):
+            try:
+                _write_all(self._direct if direct else self._fd, offset, view)
+            except OSError as error:
+                # A file system may open with O_DIRECT and then refuse it (some FUSE, old NFS).
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                _write_all(self._fd, offset, view)
+
+    def sync(self) -> None:
+        with _writing("sync", self._path):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+
+def _write_all(fd: int, offset: int, view: memoryview) -> None:
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+class _LocalReader:
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        self._path = path
+        self._direct = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointMissing(f"there is no file {path}.", path=str(path)) from None
+        except OSError as error:
+            raise read_failed(error, str(path)) from error
+        self._size = os.fstat(self._fd).st_size
+        if direct:
+            self._direct = _open_direct(path, os.O_RDONLY)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        view = target.cast("B")
+        if self._direct >= 0 and is_page_aligned(view, offset):
+            # The end of a file seldom lies on a page: a short direct read is completed, or found
+            # to be the end, by the buffered one.
+            with contextlib.suppress(OSError):
+                done = os.preadv(self._direct, [view], offset)
+                return done + self._read_buffered(offset + done, view[done:])
+        return self._read_buffered(offset, view)
+
+    def _read_buffered(self, offset: int, view: memoryview) -> int:
+        done = 0
+        while done < view.nbytes and offset + done < self._size:
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise read_failed(error, str(self._path)) from error
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+
+def _make_durable_dir(path: Path) -> None:
+    """Create the root and its parents so that their names survive: nobody else syncs those."""
+    missing = [path, *(parent for parent in path.parents if not parent.exists())]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        _sync_dir(directory.parent)
+
+
+def _sync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network and FUSE file systems cannot sync a directory and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
+
+
+class LocalStorage:
+    """A directory of this machine, or one that is mounted on it.
+
+    Args:
+        root: directory that all names are relative to; created on the first `make_dir`.
+        direct: bypass the page cache where alignment allows.  Measured on a virtual NVMe disk:
+            3.5 GB/s against 2.4 GB/s through the cache with `fsync`, and training keeps its cache.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
+        self.root = Path(root)
+        self._use_direct = direct
+
+    def describe(self, name: str = "") -> str:
+        return str(self._path(name))
+
+    def create(self, name: str, size_bytes: int = 0) -> WritableFile:
+        return _LocalWriter(self._path(name), size_bytes, direct=self._use_direct)
+
+    def open(self, name: str) -> ReadableFile:
+        return _LocalReader(self._path(name), direct=self._use_direct)
+
+    def make_dir(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("create directory", path):
+            if not self.root.is_dir():
+                _make_durable_dir(self.root)
+            path.mkdir(parents=True, exist_ok=True)
+
+    def list(self, name: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._path(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self._path(name))
+
+    def replace(self, source: str, target: str) -> None:
+        with _writing("rename to", self._path(target)):
+            os.replace(self._path(source), self._path(target))
+
+    def link(self, source: str, target: str) -> None:
+        with _writing("link", self._path(target)):
+            try:
+                os.link(self._path(source), self._path(target))
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV):
+                    raise
+                shutil.copyfile(self._path(source), self._path(target))
+
+    def remove(self, name: str) -> None:
+        with _writing("remove", self._path(name)), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+
+    def remove_tree(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("remove", path), contextlib.suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+    def sync_dir(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("sync directory", path):
+            _sync_dir(path)
+
+    def _path(self, name: str) -> Path:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ResiliencyError(f"storage names are relative to {self.root}, found {name!r}.", path=name)
+        return self.root / name if name else self.root

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the capture tests share: states, and the bits of tensors."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resiliency.checkpoint import Capturer, RankArena, Shard, open_captured
+from resiliency.checkpoint.copying import flat_bytes
+
+SOON = timedelta(seconds=30)
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor's contents, NaN payloads included."""
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = flat_bytes(plain).tolist() if plain.numel() else []
+    return plain.dtype, tuple(plain.shape), data
+
+
+def save(state: object, directory: Path, step: int = 1) -> None:
+    """Capture `state` the way a training loop does, and end the process's part."""
+    with RankArena(directory, rank=0) as arena, Capturer(arena) as capturer:
+        capture = capturer.begin(state, step)
+        assert capture is not None
+        assert capturer.fence(SOON)
+        assert capture.wait(SOON)
+        assert capture.error is None
+
+
+def saved(state: object, directory: Path, stack: ExitStack) -> Shard:
+    """`state` in a slot, as another process would borrow it until `stack` ends."""
+    save(state, directory)
+    return stack.enter_context(open_captured(directory, 0)).shard

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from resiliency.checkpoint import (
+    CaptureOptions,
+    Capturer,
+    Outcome,
+    RankArena,
+    WhenFull,
+    materialize,
+    open_captured,
+)
+from resiliency.checkpoint.arena import peek
+from resiliency.checkpoint.cuda import cuts
+from resiliency.errors import ConfigError
+from tests.checkpoint.capture_builders import SOON
+
+
+class Gate:
+    """Lets copy threads stop before their piece and go on when the test says so."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self, _: int) -> None:
+        self.arrived.set()
+        assert self._open.wait(30)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+Make = Callable[..., tuple[RankArena, Capturer]]
+
+
+@pytest.fixture
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> Make:
+    def build(slots: int = 2, **options: object) -> tuple[RankArena, Capturer]:
+        arena = RankArena(tmp_path / "job", rank=0, slots=slots)
+        capturer = Capturer(arena, CaptureOptions(**options))  # type: ignore[arg-type]
+        request.addfinalizer(arena.close)
+        request.addfinalizer(capturer.close)
+        return arena, capturer
+
+    return build
+
+
+def kept_state(arena: RankArena, step: int | None = None) -> object:
+    with open_captured(arena.directory, 0, step=step) as slot:
+        return materialize(slot.shard)
+
+
+def test_a_capture_never_mixes_two_steps(make: Make) -> None:
+    arena, capturer = make()
+    weights = [torch.zeros(1 << 18) for _ in range(8)]
+    for step in range(1, 40):
+        for weight in weights:
+            weight.fill_(step)
+        capture = capturer.begin({"weights": weights, "step": step}, step)
+        assert capture is not None
+        assert capturer.fence(SOON)
+        for weight in weights:
+            weight.fill_(-step)  # at once after the fence, while the capture may not be published yet
+        assert capture.wait(SOON)
+        found = kept_state(arena, step)
+        assert found["step"] == step  # type: ignore[index]
+        assert {float(v) for w in found["weights"] for v in w.unique()} == {float(step)}  # type: ignore[index]
+    assert capturer.stats.captured == 39
+    assert capturer.stats.layouts == 1
+
+
+@pytest.mark.leaks("variables", reason="the first torch optimizer sets TORCHINDUCTOR_CACHE_DIR")
+def test_the_optimizer_waits_for_the_capture(make: Make) -> None:
+    gate = Gate()
+    arena, capturer = make(before_piece=gate, eager_below_bytes=0, threads=1)
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    handle = capturer.install_fence(optimizer)
+    capture = capturer.begin({"w": weight}, 1)
+    assert capture is not None
+    assert gate.arrived.wait(30)
+    stepping = threading.Thread(target=optimizer.step)
+    stepping.start()
+    stepping.join(0.05)
+    assert stepping.is_alive()
+    assert weight.detach()[0] == 1
+    gate.open()
+    stepping.join(30)
+    assert weight.detach()[0] == 0
+    assert capture.wait(SOON)
+    assert kept_state(arena)["w"].unique().tolist() == [1]  # type: ignore[index]
+    handle.remove()
+    with pytest.raises(ConfigError, match=r"object is no torch optimizer.*capturer\.fence"):
+        capturer.install_fence(object())
+
+
+def test_a_capture_that_misses_its_fence_is_dropped_and_never_published(make: Make) -> None:
+    gate = Gate()
+    arena, capturer = make(before_piece=gate, eager_below_bytes=0, threads=1)
+    weight = torch.ones(1000)
+    capture = capturer.begin({"w": weight}, 1)
+    assert capture is not None
+    assert not capturer.fence(timedelta(milliseconds=1))
+    weight.fill_(2)
+    gate.open()
+    assert capture.wait(SOON)
+    assert capture.outcome is Outcome.DROPPED
+    assert capturer.stats.dropped == 1
+    assert peek(arena.directory, 0) == []
+    assert capturer.begin({"w": weight}, 2) is not None
+    assert capturer.fence(SOON)
+
+
+def test_a_copy_that_fails_drops_the_capture_and_training_goes_on(make: Make) -> None:
+    failing = True
+
+    def fail(_: int) -> None:
+        if failing:
+            raise OSError("no such luck")
+
+    arena, capturer = make(before_piece=fail, eager_below_bytes=0)
+    weight = torch.ones(1000)
+    first = capturer.begin({"w": weight}, 1)
+    assert first is not None
+    assert not capturer.fence(SOON)
+    assert first.wait(SOON)
+    assert (first.outcome, capturer.stats.dropped) == (Outcome.DROPPED, 1)
+    assert "no such luck" in str(first.error)
+    failing = False
+    second = capturer.begin({"w": weight}, 2)
+    assert second is not None
+    assert second.wait(SOON)
+    assert [header.step for _, header in peek(arena.directory, 0)] == [2]
+
+
+def test_what_the_forward_mutates_is_copied_before_begin_returns(make: Make) -> None:
+    gate = Gate()
+    arena, capturer = make(before_piece=gate, threads=1, eager=lambda entry: entry.key.endswith("position"))
+    state = {
+        "weight": torch.ones(1 << 15), "running_mean": torch.ones(8),
+        "position": torch.ones(1 << 15), "counter": [1],
+    }  # fmt: skip
+    capture = capturer.begin(state, 1)
+    assert capture is not None
+    assert gate.arrived.wait(30)
+    state["running_mean"].fill_(2)  # type: ignore[union-attr]
+    state["position"].fill_(2)  # type: ignore[union-attr]
+    state["counter"][0] = 2
+    gate.open()
+    assert capturer.fence(SOON)
+    assert capture.wait(SOON)
+    found = kept_state(arena)
+    assert found["counter"] == [1]  # type: ignore[index]
+    for name in ("weight", "running_mean", "position"):
+        assert found[name].unique().tolist() == [1]  # type: ignore[index]
+
+
+def test_a_save_without_a_free_slot_is_skipped_counted_and_reported(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena, capturer = make()
+    state = {"w": torch.ones(100)}
+    kept = [capturer.begin(state, step, keep=True) for step in (1, 2)]
+    assert capturer.begin(state, 3) is None
+    assert capturer.stats.skipped == 1
+    assert "save of step 3 skipped" in caplog.text
+    assert [header.step for _, header in peek(arena.directory, 0)] == [2, 1]
+    for capture in kept:
+        assert capture is not None
+        capture.release()
+        capture.release()
+    assert capturer.begin(state, 4) is not None
+    capturer.close()
+    assert [header.step for _, header in peek(arena.directory, 0)] == [4, 2]
+
+
+def test_a_reader_in_another_place_keeps_its_slot_from_being_overwritten(make: Make) -> None:
+    arena, capturer = make()
+    for step in (1, 2):
+        capturer.begin({"w": torch.full((100,), float(step))}, step)
+        capturer.fence()
+    reader = open_captured(arena.directory, 0, step=1)
+    assert capturer.begin({"w": torch.zeros(100)}, 3) is None
+    assert materialize(reader.shard)["w"].unique().tolist() == [1]
+    reader.close()
+    assert capturer.begin({"w": torch.zeros(100)}, 4) is not None
+
+
+def test_waiting_for_a_slot_ends_when_it_is_released_or_the_deadline_comes(make: Make) -> None:
+    _, capturer = make(when_full=WhenFull.WAIT, wait_timeout=timedelta(milliseconds=50))
+    state = {"w": torch.ones(100)}
+    first = capturer.begin(state, 1, keep=True)
+    second = capturer.begin(state, 2, keep=True)
+    assert first is not None
+    assert second is not None
+    assert capturer.begin(state, 3) is None
+    assert (capturer.stats.skipped, capturer.stats.delayed) == (1, 1)
+    releasing = threading.Timer(0.01, first.release)
+    releasing.start()
+    began = time.monotonic()
+    assert capturer.begin(state, 4) is not None
+    assert time.monotonic() - began < 5
+    releasing.join()
+    assert capturer.stats.delayed == 2
+
+
+def test_a_change_of_structure_makes_a_new_layout_and_both_steps_stay_readable(make: Make) -> None:
+    arena, capturer = make()
+    capturer.begin({"w": torch.ones(10)}, 1)
+    capturer.begin({"w": torch.ones(1 << 16), "v": torch.zeros(3)}, 2)
+    capturer.fence()
+    capturer.close()
+    assert capturer.stats.layouts == 2
+    assert set(kept_state(arena, 1)) == {"w"}  # type: ignore[call-overload]
+    assert kept_state(arena, 2)["w"].numel() == 1 << 16  # type: ignore[index]
+
+
+def test_a_state_that_cannot_be_saved_leaves_the_older_captures_alone(make: Make) -> None:
+    arena, capturer = make()
+    for step in (1, 2):
+        capturer.begin({"w": torch.ones(10)}, step)
+    with pytest.raises(ConfigError, match="cannot be saved"):
+        capturer.begin({"w": torch.ones(10), "lock": threading.Lock()}, 3)
+    assert [header.step for _, header in peek(arena.directory, 0)] == [2, 1]
+    assert capturer.begin({"w": torch.ones(10)}, 4) is not None
+
+
+def test_a_prewarmed_arena_allocates_and_maps_nothing_at_the_first_capture(make: Make) -> None:
+    arena, capturer = make()
+    state = {"w": torch.ones(1 << 16), "n": 1}
+    capturer.prewarm(state)
+    before = [(slot.path.stat().st_blocks, slot.generation) for slot in arena.slots]
+    assert all(blocks * 512 >= 4 << 16 for blocks, _ in before)
+    for step in (1, 2):
+        assert capturer.begin(state, step) is not None
+    capturer.fence()
+    assert [(slot.path.stat().st_blocks, slot.generation) for slot in arena.slots] == before
+
+
+def test_many_saves_leak_neither_descriptors_nor_threads(make: Make) -> None:
+    def count() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    arena, capturer = make()
+    state = {"w": torch.ones(1 << 15), "m": torch.ones(3)}
+    for step in range(10):
+        capturer.begin({**state, "n": step}, step)
+    before = count()
+    for step in range(10, 300):
+        capturer.begin({**state, "n": step}, step)
+    assert count() == before
+    assert capturer.stats.skipped == 0
+    assert len(list((arena.directory / "rank-0").iterdir())) == 4  # lock, layout, two slots
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "expected"),
+    [(0, 10, [(0, 4), (4, 8), (8, 10)]), (3, 2, [(0, 1), (1, 2)]), (4, 4, [(0, 4)]), (0, 0, [])],
+)
+def test_device_copies_are_cut_where_pinned_segments_meet(
+    offset: int, size: int, expected: list[tuple[int, int]]
+) -> None:
+    assert list(cuts(offset, size, segment=4)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_capture_from_a_cuda_device_overlaps_and_never_mixes_two_steps(make: Make) -> None:
+    arena, capturer = make()
+    weight = torch.zeros(1 << 26, device="cuda")
+    small = torch.zeros(4, device="cuda")
+    odd = torch.zeros(64, 64, device="cuda").t()[:, ::2]
+    for step in range(1, 6):
+        for tensor in (weight, small, odd):
+            tensor.fill_(step)
+        capture = capturer.begin({"w": weight, "small": small, "odd": odd, "cpu": torch.ones(3)}, step)
+        assert capture is not None
+        small.fill_(-1)  # as a forward would: copied eagerly
+        assert capturer.fence(SOON)
+        for tensor in (weight, odd):
+            tensor.fill_(-1)
+        assert capture.wait(SOON)
+        assert capture.error is None
+        found = kept_state(arena, step)
+        for name in ("w", "small", "odd"):
+            assert found[name].unique().tolist() == [step]  # type: ignore[index]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line over checkpoints: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resiliency.checkpoint.catalog import quarantine
+from resiliency.checkpoint.cli import DAMAGED, NOTHING, OK, USAGE, main
+from resiliency.checkpoint.dcp_format import DcpFormat
+from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.storage import LocalStorage
+from tests.checkpoint.storage_builders import save, small_shard
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    storage = LocalStorage(tmp_path)
+    save(storage, LocalFormat(), [small_shard(3)])
+    save(storage, DcpFormat(), [small_shard(20)])
+    return tmp_path
+
+
+def damage(directory: Path) -> None:
+    path = directory / "step=20" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[700] ^= 1
+    path.write_bytes(content)
+
+
+def test_ls_shows_a_table_row_per_step(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quarantine(LocalStorage(directory), 3, "bytes differ")
+    assert main(["ls", str(directory)]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["STEP", "CONDITION", "SIZE", "RANKS", "FORMAT", "CREATED", "NOTE"]
+    assert lines[1].startswith("3     unfinished")
+    assert lines[1].endswith("corrupt: bytes differ")
+    assert lines[2].split()[:2] == ["20", "complete"]
+    assert lines[2].split()[4:6] == ["1/1", "dcp"]
+
+
+def test_ls_json_is_one_document(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(directory), "--json"]) == OK
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["step"], row["condition"], row["format"]) for row in rows] == [
+        (3, "complete", "local"),
+        (20, "complete", "dcp"),
+    ]
+
+
+def test_verify_reads_the_newest_and_finds_damage(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(directory)]) == OK
+    assert capsys.readouterr().out.startswith("step 20: good, ")
+    damage(directory)
+    assert main(["verify", str(directory)]) == DAMAGED
+    assert "step 20: " in (out := capsys.readouterr().out)
+    assert "__0_0.distcp, bytes 0 to " in out
+    assert main(["verify", str(directory), "--step", "3"]) == OK
+    capsys.readouterr()
+    assert main(["verify", str(directory), "--all", "--json"]) == DAMAGED
+    results = json.loads(capsys.readouterr().out)
+    assert [(item["step"], bool(item["error"])) for item in results] == [(3, False), (20, True)]
+
+
+def test_show_names_every_tensor(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(directory)]) == OK
+    out = capsys.readouterr().out
+    assert "run 'run'" in out
+    assert "model.weight  float32   [37, 11]" in out
+    assert main(["show", str(directory), "--step", "3", "--json"]) == OK
+    shown = json.loads(capsys.readouterr().out)
+    assert {"key": "model.bias", "dtype": "bfloat16", "global_shape": [5]} in shown["tensors"]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show"])
+def test_nothing_usable_and_no_directory_are_told_apart(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path)]) == NOTHING
+    assert main([command, str(tmp_path / "none")]) == USAGE
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_an_unknown_step_is_nothing_usable(directory: Path) -> None:
+    assert main(["show", str(directory), "--step", "4"]) == NOTHING
+    assert main(["verify", str(directory), "--step", "4"]) == NOTHING
+
+
+def test_ls_of_a_damaged_checkpoint_exits_as_damaged(directory: Path) -> None:
+    (directory / "step=3" / "rank=0.json").unlink()
+    assert main(["ls", str(directory)]) == DAMAGED
+
+
+def test_the_module_runs_as_a_program(directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "resiliency.checkpoint", "verify", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout[:13]) == (0, "step 20: good")
+    assert (
+        subprocess.run([sys.executable, "-m", "resiliency.checkpoint"], capture_output=True).returncode == 2
+    )

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit protocol: a kill after every single operation, hostile storages, absent ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from resiliency.checkpoint.catalog import Condition, find_newest, inspect
+from resiliency.checkpoint.commit import FINAL, FOLLOWER, LEADER, CheckpointFormat, Event, State, next_state
+from resiliency.checkpoint.dcp_format import DcpFormat
+from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.marker import Marker, MarkerState, marker_name, put_marker, try_read_marker
+from resiliency.checkpoint.storage import LocalStorage, Storage, write_file
+from resiliency.checkpoint.table import Shard
+from resiliency.errors import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointMissing,
+    CheckpointWriteFailed,
+    InternalError,
+)
+from resiliency.testing.storage import (
+    FaultKind,
+    FaultyStorage,
+    MemoryStorage,
+    StorageFault,
+    StorageKilled,
+    Survival,
+)
+from tests.checkpoint.storage_builders import assert_holds, make_shard, save, small_shard
+
+FORMATS: list[CheckpointFormat[Shard]] = [LocalFormat(threads=1), DcpFormat(threads=1)]
+formats = pytest.mark.parametrize("format", FORMATS, ids=lambda item: item.name)
+
+
+def two_ranks(step: int) -> list[Shard]:
+    return [small_shard(step, rank=rank, world_size=2) for rank in range(2)]
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [LEADER, FOLLOWER], ids=["leader", "follower"])
+def test_every_state_of_the_table_leads_to_an_end_and_only_ends_have_no_way_on(table: dict) -> None:
+    states = {state for state, _ in table} | set(table.values())
+    for state in states:
+        assert (state in FINAL) == (not any(at is state for at, _ in table)), state
+    reached = set(FINAL)
+    while grown := {at for (at, _), to in table.items() if to in reached} - reached:
+        reached |= grown
+    assert reached >= states
+
+
+@pytest.mark.parametrize("table", [LEADER, FOLLOWER], ids=["leader", "follower"])
+def test_an_error_never_leads_to_a_commit_and_is_foreseen_wherever_work_is_done(table: dict) -> None:
+    for state in {state for state, _ in table} - {State.NEW}:
+        assert table[state, Event.ERROR] in (State.GIVING_UP, State.FAILED)
+
+
+def test_the_marker_is_lifted_only_after_the_manifest() -> None:
+    path, state = [], State.NEW
+    event = Event.LEAD
+    while state not in FINAL:
+        state = next_state(state, event, leads=True)
+        path.append(state)
+        event = Event.DONE
+    assert path.index(State.GATHERING) < path.index(State.SEALING) < path.index(State.PUBLISHING)
+    assert path[-1] is State.COMMITTED
+
+
+def test_an_unforeseen_event_is_our_bug() -> None:
+    with pytest.raises(InternalError, match="leader in state 'new' saw event 'done'"):
+        next_state(State.NEW, Event.DONE, leads=True)
+
+
+# --- saves that succeed ------------------------------------------------------------------------
+
+
+@formats
+def test_a_save_comes_back_bit_for_bit(tmp_path: Path, format: CheckpointFormat[Shard]) -> None:
+    for storage in (MemoryStorage(), LocalStorage(tmp_path)):
+        shards = two_ranks(7)
+        done = save(storage, format, shards)
+        assert (done.step, done.kept) == (7, False)
+        for shard in shards:
+            assert_holds(storage, shard)
+        assert storage.list("") == ["step=7"]
+
+
+@formats
+def test_a_committed_save_needs_nothing_that_a_crash_could_take(format: CheckpointFormat[Shard]) -> None:
+    storage = MemoryStorage()
+    shards = two_ranks(3)
+    save(storage, format, shards)
+    for shard in shards:
+        assert_holds(storage.crash(Survival.NOTHING), shard)
+
+
+@formats
+def test_no_rename_and_no_link_is_used(format: CheckpointFormat[Shard]) -> None:
+    storage = FaultyStorage(MemoryStorage())
+    save(storage, format, two_ranks(1))
+    kinds = {operation.split()[0] for operation in storage.operations}
+    assert kinds <= {"create", "write", "sync", "make_dir", "sync_dir", "remove"}
+
+
+def test_a_step_that_is_committed_is_kept_as_it_is() -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(4)])
+    done = save(storage, LocalFormat(), [small_shard(4, seed=9)], save_id="attempt-1")
+    assert done.kept
+    assert_holds(storage, small_shard(4))
+
+
+def test_a_checkpoint_of_another_run_at_the_same_step_is_never_overwritten() -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(4)])
+    with pytest.raises(CheckpointWriteFailed, match="is a checkpoint of run 'run', this is run 'other'"):
+        save(storage, LocalFormat(), [small_shard(4)], run_id="other")
+    assert_holds(storage, small_shard(4))
+
+
+def test_a_foreign_directory_at_the_same_step_is_never_overwritten() -> None:
+    storage = MemoryStorage()
+    storage.make_dir("step=4")
+    write_file(storage, "step=4/precious", b"1")
+    with pytest.raises(CheckpointWriteFailed, match="was not written by this library"):
+        save(storage, LocalFormat(), [small_shard(4)])
+    assert storage.list("step=4") == ["precious"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{torn", b"[]", b'{"state":"writing","save_id":"x","reason":""}'])
+@formats
+def test_a_stale_marker_with_leftovers_never_breaks_the_next_save(
+    format: CheckpointFormat[Shard], content: bytes
+) -> None:
+    storage = MemoryStorage()
+    write_file(storage, marker_name(5), content)
+    storage.make_dir("step=5/rank=0")
+    write_file(storage, "step=5/rank=0/slot.bin", b"old")
+    write_file(storage, "step=5/rank=9.json", b"old")
+    save(storage, format, [small_shard(5)])
+    assert_holds(storage, small_shard(5))
+    assert "rank=9.json" not in storage.list("step=5")
+
+
+# --- a kill after every operation ---------------------------------------------------------------
+
+
+def restored_step(storage: Storage, ranks: int) -> int:
+    """What a fresh reader finds, checked in full."""
+    found = find_newest(storage)
+    for shard in two_ranks(found.step)[:ranks]:
+        assert_holds(storage, shard)
+    return found.step
+
+
+def operations_of_a_save(format: CheckpointFormat[Shard]) -> int:
+    storage = FaultyStorage(MemoryStorage())
+    save(storage, format, two_ranks(2))
+    return len(storage.operations)
+
+
+@formats
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.TORN_KILL])
+def test_a_power_cut_at_any_operation_leaves_the_previous_or_the_new_step(
+    format: CheckpointFormat[Shard], kind: FaultKind
+) -> None:
+    count = operations_of_a_save(format)
+    outcomes = []
+    for operation in range(count + 1):
+        disk = MemoryStorage()
+        save(disk, format, two_ranks(1))
+        faulty = FaultyStorage(disk, StorageFault(operation=operation, kind=kind))
+        if operation < count:
+            with pytest.raises(StorageKilled):
+                save(faulty, format, two_ranks(2))
+        else:
+            save(faulty, format, two_ranks(2))
+        worlds = [(Survival.NOTHING, 0), (Survival.EVERYTHING, 0)]
+        worlds += [(Survival.RANDOM, seed) for seed in range(6)]
+        steps = [restored_step(disk.crash(*world), 2) for world in worlds]
+        outcomes.append(set(steps))
+        after = disk.crash(Survival.RANDOM, operation)
+        save(after, format, two_ranks(2), save_id="attempt-1")
+        assert restored_step(after, 2) == 2, f"a save after a cut at operation {operation}"
+    assert outcomes[0] == {1}
+    assert outcomes[-1] == {2}
+    assert all(outcome <= {1, 2} for outcome in outcomes)
+
+
+@pytest.mark.parametrize("format", ["LocalFormat", "DcpFormat"])
+def test_sigkill_at_any_operation_on_disk_leaves_the_previous_or_the_new_step(
+    tmp_path: Path, format: str
+) -> None:
+    """One process forks a child for every operation; each child kills itself there."""
+    script = Path(__file__).with_name("storing_until_killed.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), format],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    deaths = [int(line) for line in done.stdout.split()]
+    assert len(deaths) > 20
+    steps = []
+    for number, status in enumerate(deaths):
+        storage = LocalStorage(tmp_path / str(number))
+        assert status == (-signal.SIGKILL if number < len(deaths) - 1 else 0)
+        steps.append(restored_step(storage, 1))
+    assert steps == sorted(steps), "once the new step is there it stays"
+    assert (steps[0], steps[-1]) == (1, 2)
+
+
+# --- storages that fail -------------------------------------------------------------------------
+
+
+@formats
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("kind", [FaultKind.ERROR, FaultKind.ERROR_FROM])
+def test_an_error_at_any_operation_fails_the_save_by_name_and_nothing_else(
+    format: CheckpointFormat[Shard], number: int, kind: FaultKind
+) -> None:
+    count = operations_of_a_save(format)
+    for operation in range(0, count, 1 if number == errno.EIO else 7):
+        disk = MemoryStorage()
+        save(disk, format, two_ranks(1))
+        fault = StorageFault(operation=operation, kind=kind, errno=number)
+        with pytest.raises(CheckpointWriteFailed, match=errno.errorcode[number]):
+            save(FaultyStorage(disk, fault), format, two_ranks(2))
+        # Its last operation alone may fail after the fact: then the new step is shown, and whole.
+        assert restored_step(disk, 2) in ({1, 2} if operation == count - 1 else {1})
+        for shard in two_ranks(1):
+            assert_holds(disk, shard)
+        assert inspect(disk, 1).condition is Condition.COMPLETE
+
+
+def test_a_save_that_failed_says_why_in_its_marker() -> None:
+    disk = MemoryStorage()
+    fault = StorageFault(operation=8, kind=FaultKind.ERROR, errno=errno.ENOSPC)
+    with pytest.raises(CheckpointWriteFailed):
+        save(FaultyStorage(disk, fault), LocalFormat(threads=1), [small_shard(2)])
+    marker = try_read_marker(disk, 2)
+    assert marker is not None
+    assert marker.state is MarkerState.FAILED
+    assert "ENOSPC" in marker.reason
+    assert "ENOSPC" in inspect(disk, 2).why
+
+
+def test_a_real_full_disk_fails_the_save_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        storage = LocalStorage(disk)
+        save(storage, LocalFormat(), [small_shard(1)])
+        (disk / "ballast").write_bytes(bytes(190 << 10))
+        large = make_shard({"w": torch.zeros(100 << 10, dtype=torch.uint8)}, step=2)
+        with pytest.raises(CheckpointWriteFailed, match=r"ENOSPC.*free space"):
+            save(storage, LocalFormat(), [large])
+        assert_holds(storage, small_shard(1))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(CheckpointWriteFailed, match="EROFS"):
+            save(storage, LocalFormat(), [small_shard(50)])
+        assert_holds(storage, small_shard(1))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_slow_disk_delays_a_save_and_does_not_fail_it() -> None:
+    fault = StorageFault(operation=0, kind=FaultKind.SLOW, delay=timedelta(milliseconds=2))
+    disk = MemoryStorage()
+    save(FaultyStorage(disk, fault), LocalFormat(), [small_shard(1)])
+    assert_holds(disk, small_shard(1))
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+@formats
+@pytest.mark.parametrize("leftover", [False, True])
+def test_leader_and_followers_commit_through_the_directory_alone(
+    tmp_path: Path, format: CheckpointFormat[Shard], leftover: bool
+) -> None:
+    storage = LocalStorage(tmp_path)
+    if leftover:
+        put_marker(storage, 3, Marker(state=MarkerState.WRITING, save_id="older"))
+        storage.make_dir("step=3/rank=1")
+        write_file(storage, "step=3/rank=1.json", b"{}")
+    shards = [small_shard(3, rank=rank, world_size=3) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        # Followers first: they must wait for the leader, not write among the leftovers.
+        parts = [
+            pool.submit(save, storage, format, [shard], leads=shard.rank == 0) for shard in reversed(shards)
+        ]
+        assert not any(part.result(timeout=30).kept for part in parts)
+    for shard in shards:
+        assert_holds(storage, shard)
+    assert storage.list("") == ["step=3"]
+
+
+def test_a_rank_that_never_votes_fails_the_save_and_is_named() -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(1)])
+    shards = [small_shard(2, rank=rank, world_size=4) for rank in (0, 2)]
+    with pytest.raises(CheckpointIncomplete, match=r"2 of 4 ranks .* within 0.2 s: 1, 3\.") as caught:
+        save(storage, LocalFormat(), shards, timeout=timedelta(seconds=0.2))
+    assert caught.value.fields["missing_ranks"] == [1, 3]
+    assert find_newest(storage).step == 1
+
+
+def test_the_vote_of_a_dead_attempt_is_not_counted() -> None:
+    storage = MemoryStorage()
+    stale = small_shard(2, rank=1, world_size=2)
+    with pytest.raises(CheckpointIncomplete):
+        save(storage, LocalFormat(), [small_shard(2, world_size=2)], timeout=timedelta(seconds=0.05))
+    late = FaultyStorage(storage)
+    put_marker(storage, 2, Marker(state=MarkerState.WRITING, save_id="attempt-0"))
+    with pytest.raises(CheckpointIncomplete, match="leader did not commit"):
+        save(late, LocalFormat(), [stale], leads=False, timeout=timedelta(seconds=0.05))
+    assert "rank=1.json" in storage.list("step=2")
+    with pytest.raises(CheckpointIncomplete, match="1 of 2 ranks"):
+        save(
+            storage,
+            LocalFormat(),
+            [small_shard(2, world_size=2)],
+            save_id="attempt-1",
+            timeout=timedelta(seconds=0.05),
+        )
+
+
+def test_a_follower_without_a_leader_gives_up_at_its_deadline() -> None:
+    with pytest.raises(CheckpointIncomplete, match=r"the leader did not open the save within 0\.05 s"):
+        save(
+            MemoryStorage(),
+            LocalFormat(),
+            [small_shard(2, rank=1, world_size=2)],
+            leads=False,
+            timeout=timedelta(seconds=0.05),
+        )
+
+
+def test_a_follower_that_cannot_write_fails_the_leader_at_once_and_both_say_why(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    broken = FaultyStorage(storage, StorageFault(operation=3, kind=FaultKind.ERROR, errno=errno.EDQUOT))
+    with ThreadPoolExecutor(2) as pool:
+        leader = pool.submit(save, storage, LocalFormat(), [small_shard(2, world_size=2)])
+        follower = pool.submit(
+            save, broken, LocalFormat(threads=1), [small_shard(2, rank=1, world_size=2)], leads=False
+        )
+        with pytest.raises(CheckpointWriteFailed, match="EDQUOT"):
+            follower.result(timeout=10)
+        with pytest.raises(CheckpointWriteFailed, match="rank 1 could not write"):
+            leader.result(timeout=10)
+    with pytest.raises(CheckpointMissing):
+        find_newest(storage)
+
+
+def test_a_leader_that_gives_up_releases_its_followers_with_the_reason(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        follower = pool.submit(
+            save, storage, LocalFormat(), [small_shard(2, rank=1, world_size=3)], leads=False
+        )
+        leader = pool.submit(
+            save, storage, LocalFormat(), [small_shard(2, world_size=3)], timeout=timedelta(seconds=0.5)
+        )
+        with pytest.raises(CheckpointIncomplete, match=r"1 of 3 ranks .*: 2"):
+            leader.result(timeout=10)
+        with pytest.raises(CheckpointWriteFailed, match=r"given up by its leader: .*1 of 3 ranks"):
+            follower.result(timeout=10)
+
+
+def test_a_cancelled_save_ends_its_wait_at_once() -> None:
+    from resiliency.checkpoint.commit import SaveTicket, commit
+
+    cancel = threading.Event()
+    cancel.set()
+    shard = small_shard(1, world_size=2)
+    ticket = SaveTicket(step=1, run_id="r", save_id="s", world_size=2, ranks=range(2))
+    with pytest.raises(CheckpointIncomplete):
+        commit(MemoryStorage(), LocalFormat(), ticket, {0: shard}, leads=True, cancel=cancel)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [({"step": -1}, "step -1"), ({"save_id": ""}, "save id ''"), ({"ranks": [2]}, r"ranks \[2\]")],
+)
+def test_a_ticket_that_cannot_work_is_refused(change: dict[str, object], found: str) -> None:
+    from resiliency.checkpoint.commit import SaveTicket
+
+    good = {"step": 1, "run_id": "r", "save_id": "s", "world_size": 2, "ranks": [0]}
+    with pytest.raises(CheckpointError, match=found):
+        SaveTicket(**{**good, **change})  # type: ignore[arg-type]

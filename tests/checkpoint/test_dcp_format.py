@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this library saves, stock torch loads, and the other way round; at any world size."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+
+from resiliency.checkpoint import _compat
+from resiliency.checkpoint.dcp_format import METADATA, DcpFormat, dcp_metadata
+from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.reader import CheckpointReader, Target
+from resiliency.checkpoint.stock import read_stock_tensors
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.table import Shard
+from resiliency.checkpoint.torch_record import envelope, memory_of
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+from resiliency.testing.storage import FaultyStorage, MemoryStorage
+from tests.checkpoint.storage_builders import Part, Tie, assert_holds, make_shard, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16,
+    torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
+SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 4), (2, 3, 4)]
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    bits = torch.randint(0, high, (tensor.nbytes,), dtype=torch.uint8, generator=generator)
+    memory_of(tensor)[:] = memory_of(bits)
+    return tensor
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(memory_of(a.contiguous())) == bytes(
+        memory_of(b.contiguous())
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_envelope_makes_raw_bytes_a_tensor_for_torch_load(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = random_tensor(dtype, shape)
+    around = envelope(dtype, shape, position=100, alignment=4096, residue=64)
+    assert (100 + len(around.head)) % 4096 == 64
+    record = around.head + bytes(memory_of(tensor)) + around.tail
+    assert same_bits(torch.load(io.BytesIO(record), weights_only=True), tensor)
+    with zipfile.ZipFile(io.BytesIO(record)) as archive:
+        assert archive.read("archive/version") == b"3\n"
+        assert archive.getinfo("archive/data/0").file_size == tensor.nbytes
+
+
+@pytest.mark.slow
+def test_a_tensor_beyond_4_gib_gets_an_envelope_that_torch_reads(tmp_path: Path) -> None:
+    shape = ((4 << 30) + 5,)
+    around = envelope(torch.uint8, shape, position=0)
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:  # a hole reads as zeros and takes no space
+        file.write(around.head)
+        file.seek(shape[0] - 1, os.SEEK_CUR)
+        file.write(b"\x07")
+        file.write(around.tail)
+    loaded = torch.load(path, weights_only=True, mmap=True)
+    assert loaded.shape == shape
+    assert loaded[-1] == 7
+
+
+def test_the_private_names_of_torch_are_where_we_take_them_from(tmp_path: Path) -> None:
+    dcp.save({"t": torch.ones(2), "v": 1}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())  # noqa: S301
+    assert metadata.version == _compat.DCP_VERSION
+    assert {type(info) for info in metadata.storage_data.values()} == {_compat.StorageInfo}
+    assert _compat.StorageInfo is filesystem._StorageInfo
+
+
+def all_dtypes_shard(step: int = 1) -> tuple[Shard, dict[str, torch.Tensor]]:
+    state = {
+        f"{str(dtype).removeprefix('torch.')}-{number}": random_tensor(dtype, shape, number)
+        for dtype in DTYPES
+        for number, shape in enumerate(SHAPES)
+    }
+    state["large"] = random_tensor(torch.float32, (3 << 20,))
+    return make_shard(state, step=step), state
+
+
+def test_stock_dcp_reads_every_dtype_and_shape_bit_for_bit(tmp_path: Path) -> None:
+    shard, state = all_dtypes_shard()
+    save(LocalStorage(tmp_path), DcpFormat(), [shard])
+    loaded = {key: random_tensor(tensor.dtype, tuple(tensor.shape), 99) for key, tensor in state.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "step=1", no_dist=True)
+    for key, tensor in state.items():
+        assert same_bits(loaded[key], tensor), key
+    assert_holds(LocalStorage(tmp_path), shard)
+
+
+def test_a_large_tensor_lies_at_the_same_place_within_a_page_as_in_the_slot(tmp_path: Path) -> None:
+    shard, _ = all_dtypes_shard()
+    save(LocalStorage(tmp_path), DcpFormat(), [shard])
+    index = CheckpointReader(LocalStorage(tmp_path), 1).index(0)
+    record = next(record for record in index.tensors if record.key == "large")
+    assert (record.position - shard.layout.by_key["large"].offset_bytes) % 4096 == 0
+
+
+def test_nested_states_and_plain_leaves_load_under_stock_names(tmp_path: Path) -> None:
+    weight, moment = torch.randn(3, 4), torch.randn(3, 4)
+    shard = make_shard({"model/weight": weight, "optim/state/0/moment": moment})
+    leaves = [(("optim", "lr"), 0.25), (("optim", "betas"), (0.9, 0.99)), (("name",), "tiny")]
+    save(LocalStorage(tmp_path), DcpFormat(leaves=lambda shard: leaves), [shard])
+    state = {
+        "model": {"weight": torch.zeros(3, 4)},
+        "optim": {"state": {"0": {"moment": torch.zeros(3, 4)}}, "lr": 0.0, "betas": None},
+        "name": "",
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "step=1", no_dist=True)
+    assert torch.equal(state["model"]["weight"], weight)
+    assert torch.equal(state["optim"]["state"]["0"]["moment"], moment)
+    assert (state["optim"]["lr"], state["optim"]["betas"], state["name"]) == (0.25, (0.9, 0.99), "tiny")
+
+
+def test_the_whole_state_can_be_rebuilt_by_torch_without_a_template(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    weight = torch.randn(3, 4)
+    save(LocalStorage(tmp_path), DcpFormat(), [make_shard({"model/weight": weight})])
+    dcp_to_torch_save(tmp_path / "step=1", tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["weight"], weight)
+
+
+def test_tied_and_sliced_tensors_load_under_every_name_and_tied_bytes_are_stored_once(
+    tmp_path: Path,
+) -> None:
+    table = torch.randn(600, 700)
+    memory = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    shard = make_shard(
+        {
+            "embed": table,
+            "head": Tie("embed", table),
+            "base": Part(memory, is_base=True),
+            "rows": Tie("base", memory[1:3], offset_bytes=24),
+            "turned": Tie("base", memory.t()),
+            "spread": Tie("base", memory[0, 0].expand(5)),
+        }
+    )
+    save(LocalStorage(tmp_path), DcpFormat(), [shard])
+    loaded = {
+        "embed": torch.zeros(600, 700),
+        "head": torch.zeros(600, 700),
+        "rows": torch.zeros(2, 6),
+        "turned": torch.zeros(6, 4),
+        "spread": torch.ones(5),
+    }
+    dcp.load(loaded, checkpoint_id=tmp_path / "step=1", no_dist=True)
+    assert torch.equal(loaded["embed"], table)
+    assert torch.equal(loaded["head"], table)
+    assert torch.equal(loaded["rows"], memory[1:3])
+    assert torch.equal(loaded["turned"], memory.t())
+    assert torch.equal(loaded["spread"], torch.zeros(5))
+    assert (tmp_path / "step=1" / "__0_0.distcp").stat().st_size < 1.1 * table.nbytes
+    assert_holds(LocalStorage(tmp_path), shard)
+
+
+# --- world sizes --------------------------------------------------------------------------------
+
+
+def sharded(world_size: int, rows: int = 13) -> tuple[list[Shard], dict[str, torch.Tensor]]:
+    """Ranks that each hold uneven rows of one tensor, a replicated one, and one of their own."""
+    whole = random_tensor(torch.bfloat16, (rows, 6), 1)
+    shared = random_tensor(torch.float32, (300, 1000), 2)
+    shards = []
+    for rank, part in enumerate(torch.tensor_split(whole, world_size)):
+        start = sum(len(p) for p in torch.tensor_split(whole, world_size)[:rank])
+        shards.append(
+            make_shard(
+                {
+                    "rows": Part(part, global_shape=(rows, 6), offset=(start, 0)),
+                    "shared": Part(shared, replica_id=rank),
+                    f"own/{rank}": torch.tensor([rank]),
+                },
+                rank=rank,
+                world_size=world_size,
+            )
+        )
+    return shards, {"rows": whole, "shared": shared}
+
+
+def test_replicas_are_written_once_and_every_rank_gets_its_slot_back(tmp_path: Path) -> None:
+    shards, _ = sharded(3)
+    save(LocalStorage(tmp_path), DcpFormat(), shards)
+    sizes = [(tmp_path / "step=1" / f"__{rank}_0.distcp").stat().st_size for rank in range(3)]
+    assert sizes[0] > 1_200_000
+    assert max(sizes[1:]) < 20_000
+    for shard in shards:
+        assert_holds(LocalStorage(tmp_path), shard)
+
+
+def test_a_rank_reads_only_the_indexes_that_it_needs() -> None:
+    disk = MemoryStorage()
+    save(disk, DcpFormat(), [make_shard({"w": torch.ones(9)}, rank=rank, world_size=4) for rank in range(4)])
+    storage = FaultyStorage(disk, count_reads=True)
+    CheckpointReader(storage, 1).read_shard(2)
+    assert {name.split("/")[1] for name in storage.operations} == {
+        "manifest.json",
+        "rank=2.json",
+        "__2_0.distcp",
+    }
+
+
+def test_data_parallel_ranks_share_the_writing_when_told_that_they_are_alike(tmp_path: Path) -> None:
+    state = {f"layer{n}": random_tensor(torch.float32, (100, 1000), n) for n in range(4)}
+    shards = [make_shard(state, rank=rank, world_size=2) for rank in range(2)]
+    save(LocalStorage(tmp_path), DcpFormat(spread_unsharded=True), shards)
+    sizes = [(tmp_path / "step=1" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert max(sizes) < 820_000
+    for shard in shards:
+        assert_holds(LocalStorage(tmp_path), shard)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3])
+@pytest.mark.parametrize("format", [LocalFormat(), DcpFormat()], ids=lambda item: item.name)
+def test_our_reader_fills_tensors_that_are_cut_otherwise(
+    saved_by: int, format: LocalFormat | DcpFormat
+) -> None:
+    storage = MemoryStorage()
+    shards, whole = sharded(saved_by)
+    save(storage, format, shards)
+    reader = CheckpointReader(storage, 1)
+    for cut in ((0, 13, 0, 6), (2, 11, 0, 6), (4, 9, 1, 4), (12, 13, 5, 6)):
+        region = whole["rows"][cut[0] : cut[1], cut[2] : cut[3]]
+        target = torch.zeros(region.shape, dtype=torch.bfloat16)
+        reader.read_tensors([Target("rows", target, (cut[0], cut[2]))])
+        assert same_bits(target, region)
+    strided = torch.zeros(1000, 300).t()
+    reader.read_tensors([Target("shared", strided, (0, 0))])
+    assert same_bits(strided, whole["shared"])
+
+
+def test_a_wrong_template_is_refused_with_both_sides() -> None:
+    storage = MemoryStorage()
+    save(storage, DcpFormat(), sharded(2)[0])
+    reader = CheckpointReader(storage, 1)
+    with pytest.raises(LayoutMismatch, match="has no tensor 'nope'"):
+        reader.read_tensors([Target("nope", torch.zeros(1), (0,))])
+    with pytest.raises(LayoutMismatch, match=r"wants float32 \[13, 6\] at \[0, 0\], .* bfloat16 \[13, 6\]"):
+        reader.read_tensors([Target("rows", torch.zeros(13, 6), (0, 0))])
+    for shape, offset in (((14, 6), (0, 0)), ((13, 6), (1, 0)), ((13,), (0,))):
+        with pytest.raises(LayoutMismatch, match="rows"):
+            reader.read_tensors([Target("rows", torch.zeros(shape, dtype=torch.bfloat16), offset)])
+
+
+def test_parts_that_do_not_make_a_whole_are_never_committed() -> None:
+    shards, _ = sharded(3)
+    storage = MemoryStorage()
+    with pytest.raises(CheckpointIncomplete, match="rows: the ranks wrote 54 of 78 elements"):
+        save(storage, DcpFormat(), shards[::2], ranks=[0, 2])
+    assert storage.exists("step=1-unfinished")
+
+
+def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
+    a = make_shard({"w": torch.zeros(3)}, world_size=2)
+    b = make_shard({"w": torch.zeros(4)}, rank=1, world_size=2)
+    with pytest.raises(LayoutMismatch, match="w: rank 1 has"):
+        save(MemoryStorage(), DcpFormat(), [a, b])
+
+
+def test_a_part_that_torch_cannot_place_is_kept_for_our_reader_and_said_aloud(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shard = make_shard({"flat": Part(torch.ones(5), global_shape=(4, 3), offset=(0, 0)), "w": torch.ones(2)})
+    storage = MemoryStorage()
+    save(storage, DcpFormat(), [shard])
+    assert "1 tensors are no blocks of their global tensors (first: flat)" in caplog.text
+    assert_holds(storage, shard)
+    assert set(dcp_metadata(CheckpointReader(storage, 1).indexes()).state_dict_metadata) == {"w"}
+
+
+def test_metadata_speaks_of_each_part_once() -> None:
+    shards, _ = sharded(2)
+    storage = MemoryStorage()
+    save(storage, DcpFormat(), shards)
+    metadata = dcp_metadata(CheckpointReader(storage, 1).indexes())
+    assert len(metadata.state_dict_metadata["rows"].chunks) == 2
+    assert len(metadata.state_dict_metadata["shared"].chunks) == 1
+
+
+def run_ranks(world_size: int, *jobs: tuple[str, Path]) -> None:
+    """Real gloo ranks of `storing_ranks.py` do the jobs in order; all must end well."""
+    script = Path(__file__).with_name("storing_ranks.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    words = [f"{mode}:{root}" for mode, root in jobs]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(world_size), *words],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=90)
+            assert process.returncode == 0, errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(timeout=10)
+
+
+def test_real_ranks_exchange_checkpoints_between_ours_and_stock_at_other_world_sizes(tmp_path: Path) -> None:
+    by_three, by_two, by_stock = (tmp_path / name for name in ("three", "two", "stock"))
+    shards, whole = sharded(3)
+    save(LocalStorage(by_three), DcpFormat(), shards)
+    by_stock.mkdir()
+    run_ranks(2, ("load", by_three), ("save-ours", by_two), ("load", by_two), ("save-stock", by_stock))
+    run_ranks(1, ("load", by_three), ("load", by_two))
+    rows = torch.zeros(9, 6, dtype=torch.bfloat16)
+    shared = torch.zeros(300, 1000)
+    targets = [Target("rows", rows, (4, 0)), Target("shared", shared, (0, 0))]
+    read_stock_tensors(by_stock / "step=1", targets)
+    assert same_bits(rows, whole["rows"][4:])
+    assert same_bits(shared, whole["shared"])
+
+
+def test_a_damaged_stock_checkpoint_is_a_named_error(tmp_path: Path) -> None:
+    path = tmp_path / "step=1"
+    dcp.save({"w": torch.ones(4, 4)}, checkpoint_id=path, no_dist=True)
+    target = Target("w", torch.zeros(4, 4), (0, 0))
+    data = path / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:200])
+    with pytest.raises(CheckpointCorrupt, match=r"__0_0.distcp: w at byte \d+ is damaged"):
+        read_stock_tensors(path, [target])
+    data.unlink()
+    with pytest.raises(CheckpointIncomplete, match=r"lacks its file .*__0_0\.distcp"):
+        read_stock_tensors(path, [target])
+    (path / METADATA).write_bytes(b"junk")
+    with pytest.raises(CheckpointCorrupt, match="metadata is damaged"):
+        read_stock_tensors(path, [target])
+    with pytest.raises(CheckpointIncomplete, match=r"no \.metadata"):
+        read_stock_tensors(tmp_path, [target])

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import os
+import struct
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from resiliency.checkpoint import (
+    Placement,
+    ShardedView,
+    StateLayout,
+    StateWalker,
+    materialize,
+    register_sharded_type,
+    restore_into,
+)
+from resiliency.checkpoint.state import sharded_objects
+from resiliency.errors import CheckpointCorrupt, ConfigError, LayoutMismatch
+from tests.checkpoint.capture_builders import bits, saved
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Moments:
+    mean: Any
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    weight: torch.Tensor
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any bit pattern (so also every NaN), any dtype, with strides of several kinds."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    size = max(1, math.prod(shape)) * 2
+    raw = draw(st.binary(min_size=size * 16, max_size=size * 16))
+    if dtype is torch.bool:
+        raw = bytes(byte & 1 for byte in raw)
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype)
+    form = draw(st.sampled_from(["plain", "offset", "strided", "transposed", "expanded", "parameter"]))
+    count = math.prod(shape)
+    if form == "offset":
+        return flat[1 : count + 1].view(shape)
+    if form == "strided":
+        return flat[: 2 * count : 2].view(shape) if count else flat[:0].view(shape)
+    tensor = flat[:count].view(shape)
+    if form == "transposed":
+        return tensor.permute(list(reversed(range(len(shape)))))
+    if form == "expanded" and count:
+        return tensor.unsqueeze(0).expand(3, *shape)
+    if form == "parameter" and (dtype.is_floating_point or dtype.is_complex):
+        return torch.nn.Parameter(tensor)
+    return tensor
+
+
+plain_values = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
+    st.sampled_from([torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), Path("a/b")]),
+    st.integers(-(2**200), 2**600), st.frozensets(st.integers()),
+    st.sampled_from([np.float32(1.5), np.int64(3), np.array(["a", "bc"]), np.datetime64("2020-01-01")]),
+)  # fmt: skip
+keys = st.one_of(st.text(max_size=3), st.integers(0, 3), st.tuples(st.integers(0, 1), st.text(max_size=1)))
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.builds(Pair, inner, inner),
+        st.builds(Moments, inner, st.integers()),
+    )
+
+
+states = st.recursive(st.one_of(tensors(), plain_values), containers, max_leaves=8)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, type(expected))
+        assert bits(found) == bits(expected)
+    elif dataclasses.is_dataclass(expected):
+        assert type(found) is type(expected)
+        for field in dataclasses.fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, dict):
+        assert type(found) is type(expected)
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, (float, complex)) and type(expected) in (float, complex):
+        assert type(found) is type(expected)
+        one, other = complex(found), complex(expected)
+        assert struct.pack("<dd", one.real, one.imag) == struct.pack("<dd", other.real, other.imag)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(found, expected, strict=True)
+    else:
+        assert type(found) is type(expected)
+        assert found == expected
+
+
+def erase(state: Any) -> None:
+    """Zero every tensor in place."""
+    if isinstance(state, torch.Tensor):
+        state.untyped_storage().fill_(0)
+    elif isinstance(state, dict):
+        for item in state.values():
+            erase(item)
+    elif isinstance(state, (list, tuple)) and not isinstance(state, torch.Size):
+        for item in state:
+            erase(item)
+    elif dataclasses.is_dataclass(state):
+        erase([getattr(state, field.name) for field in dataclasses.fields(state)])
+
+
+@given(state=states)
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+def test_any_state_comes_back_bit_for_bit_as_new_objects_and_in_place(state: Any) -> None:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        shard = saved(state, Path(directory) / "job", stack)
+        assert StateLayout.from_json(shard.layout.to_json()) == shard.layout
+        found = materialize(shard, allow=[Moments, Pair])
+        assert_same(found, state)
+        erase(found)
+        assert_same(restore_into(found, shard, allow=[Moments, Pair]), state)
+
+
+def test_restores_into_the_tensors_of_a_module_and_of_an_optimizer_that_never_stepped(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(12.0).view(3, 4)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    step(model, optimizer)
+    shard = saved({"model": model, "optimizer": optimizer, "step": 7}, tmp_path / "job", stack)
+    assert sum("weight" in entry.key for entry in shard.layout.entries if "model" in entry.key) == 2
+
+    other, fresh = build()
+    memory = other[0].weight.data_ptr()
+    state = {"model": other, "optimizer": fresh, "step": 0}
+    assert restore_into(state, shard) is state
+    assert state["step"] == 7
+    assert other[0].weight.data_ptr() == memory == other[2].weight.data_ptr()
+
+    step(model, optimizer)
+    step(other, fresh)
+    for mine, theirs in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert bits(mine) == bits(theirs)
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path: Path, stack: ExitStack) -> None:
+    base = torch.arange(10.0)
+    square = torch.arange(9.0).view(3, 3)
+    state = {
+        "tied": [base, base], "inside": base[2:5], "columns": [square[:, :1], square[:, 1:]],
+        "overlapping": [torch.arange(8)[:5]], "transposed": [square.t(), square.t()],
+    }  # fmt: skip
+    storage = torch.arange(8)
+    state["overlapping"] = [storage[:5], storage[3:]]
+    shard = saved(state, tmp_path / "job", stack)
+    assert shard.layout.size_bytes <= 64 * 3 + 64
+
+    found = materialize(shard)
+    assert_same(found, state)
+    found["tied"][1][2] = -1
+    assert found["tied"][0][2] == found["inside"][0] == -1
+    found["overlapping"][0][4] = -1
+    assert found["overlapping"][1][1] == -1
+    found["transposed"][0][0, 1] = -1
+    assert found["transposed"][1][0, 1] == found["columns"][0][1, 0] == -1
+
+
+def test_two_small_views_of_a_large_tensor_do_not_store_the_large_tensor(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    large = torch.arange(1 << 16).view(256, 256)
+    state = [large[:, 0], large[:, 1]]
+    shard = saved(state, tmp_path / "job", stack)
+    assert shard.layout.size_bytes == 2 * 256 * 8
+    assert_same(materialize(shard), state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_lazily_conjugated_quantised_and_sparse_tensors_come_back(tmp_path: Path, stack: ExitStack) -> None:
+    state = {
+        "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
+        "quantised": torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8),
+        "channels": torch.quantize_per_channel(
+            torch.randn(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.quint8
+        ),
+    }
+    sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
+    shard = saved({**state, "sparse": sparse}, tmp_path / "job", stack)
+    found = materialize(shard)
+    for key, tensor in state.items():
+        assert bits(found[key]) == bits(tensor)
+    assert found["quantised"].q_scale() == 0.1
+    assert found["channels"].q_per_channel_zero_points().tolist() == [0, 1]
+    assert found["sparse"].to_dense().tolist() == sparse.to_dense().tolist()
+
+
+def test_values_may_change_without_a_new_layout_and_structure_may_not() -> None:
+    walker = StateWalker()
+    weight = torch.zeros(3)
+    first = walker.snapshot({"weight": weight, "step": 1, "losses": []})
+    same = walker.snapshot({"weight": torch.ones(3), "step": 2, "losses": [0.5, 0.25]})
+    assert same.layout.fingerprint == first.layout.fingerprint
+    assert same.values != first.values
+    assert same.sources[0].tolist() == [1, 1, 1]
+    others = [
+        {"weight": torch.zeros(4), "step": 1, "losses": []},
+        {"weight": torch.zeros(3, dtype=torch.float64), "step": 1, "losses": []},
+        {"weight": weight, "step": 1, "losses": weight},
+        {"weight": weight, "step": 1, "losses": Moments(weight.clone(), 1)},
+        {"weight": weight, "step": torch.tensor(1), "losses": []},
+        {"weights": weight, "step": 1, "losses": []},
+        {"weight": 1, "step": 1, "losses": []},
+        [weight],
+    ]
+    fingerprints = {walker.snapshot(state).layout.fingerprint for state in others}
+    assert len(fingerprints | {first.layout.fingerprint}) == 9
+    again = walker.snapshot({"weight": weight, "step": 1, "losses": []})
+    assert again.layout.fingerprint == first.layout.fingerprint
+
+
+def test_a_tie_that_is_broken_is_a_new_layout() -> None:
+    walker = StateWalker()
+    a, b = torch.zeros(3), torch.zeros(3)
+    tied, apart = walker.snapshot([a, a]), walker.snapshot([a, b])
+    assert len(tied.layout.entries) == 1
+    assert len(apart.layout.entries) == 2
+    assert tied.layout.fingerprint != apart.layout.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"a": {"w": torch.zeros(4)}, "n": 1}, ["a/w", "(3,)", "(4,)"]),
+        ({"a": {"w": torch.zeros(3).double()}, "n": 1}, ["a/w", "float32", "float64"]),
+        ({"a": {"v": torch.zeros(3)}, "n": 1}, ["a", "'v'", "'w'"]),
+        ({"a": {"w": None}, "n": 1}, ["a/w", "a tensor", "NoneType"]),
+        ({"a": {"w": torch.zeros(3)}, "n": torch.zeros(1)}, ["n", "a plain value", "Tensor"]),
+        ({"a": [torch.zeros(3)], "n": 1}, ["a", "a dict", "list"]),
+    ],
+)
+def test_a_mismatch_names_the_key_and_both_sides_and_changes_nothing(
+    target: Any, words: list[str], tmp_path: Path, stack: ExitStack
+) -> None:
+    shard = saved({"a": {"w": torch.ones(3)}, "n": 2}, tmp_path / "job", stack)
+    with pytest.raises(LayoutMismatch) as caught:
+        restore_into(target, shard)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert target["n"] == 1 or isinstance(target["n"], torch.Tensor)
+
+
+def test_a_shard_in_read_only_memory_can_be_restored(tmp_path: Path, stack: ExitStack) -> None:
+    weight = torch.arange(1 << 16)
+    shard = saved({"w": weight, "tail": weight[5:]}, tmp_path / "job", stack)
+    received = dataclasses.replace(shard, buffer=memoryview(bytes(shard.buffer)), fetch=None)
+    target = {"w": torch.zeros_like(weight), "tail": torch.zeros_like(weight[5:])}
+    restore_into(target, received)
+    assert_same(target, {"w": weight, "tail": weight[5:]})
+
+
+def test_frozen_and_immutable_holders_are_restored(tmp_path: Path, stack: ExitStack) -> None:
+    shard = saved((Frozen(torch.ones(2)), 5), tmp_path / "job", stack)
+    target = (Frozen(torch.zeros(2)), 0)
+    found = restore_into(target, shard)
+    assert found[1] == 5
+    assert found[0] is target[0]
+    assert target[0].weight.tolist() == [1, 1]
+
+
+class Malicious:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("should-not-exist",)
+
+
+def test_a_checkpoint_cannot_run_code_that_nobody_allowed(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shard = saved({"x": torch.ones(1), "evil": Malicious()}, tmp_path / "job", stack)
+    with pytest.raises(ConfigError, match=r"names posix:mkdir, which is not on the list.*allow="):
+        materialize(shard)
+    assert not (tmp_path / "should-not-exist").exists()
+
+
+def test_opaque_objects_come_back_and_what_cannot_be_saved_is_named(tmp_path: Path, stack: ExitStack) -> None:
+    namespace = argparse.Namespace(lr=0.1, hidden=torch.ones(2))
+    queue = collections.deque([1, 2], maxlen=4)
+    found = materialize(saved({"args": namespace, "queue": queue}, tmp_path / "job", stack))
+    assert found["args"].hidden.tolist() == [1, 1]
+    assert found["queue"] == queue
+    with pytest.raises(ConfigError, match=r"type _thread:lock.*cannot be saved"):
+        StateWalker().snapshot({"lock": __import__("threading").Lock()})
+    loop: list[Any] = [torch.ones(1)]
+    loop.append(loop)
+    with pytest.raises(ConfigError, match="contains itself"):
+        StateWalker().snapshot(loop)
+    with pytest.raises(ConfigError, match=r"'w'.*meta device"):
+        StateWalker().snapshot({"w": torch.empty(2, device="meta")})
+
+
+class LibraryTensor:
+    """Like the sharded tensors of training libraries: data with a name and a place."""
+
+    def __init__(self, name: str, data: Any, offset: int) -> None:
+        self.name, self.data, self.offset = name, data, offset
+
+
+def test_registered_sharded_types_keep_their_global_name_and_place(tmp_path: Path, stack: ExitStack) -> None:
+    def describe(part: LibraryTensor) -> ShardedView:
+        place = Placement(global_shape=(8,), global_offset=(part.offset,), name=part.name, replica_id=1)
+        return ShardedView(data=part.data, placement=place)
+
+    register_sharded_type(LibraryTensor, describe)
+    state = [LibraryTensor("layers", torch.full((2,), float(i)), 2 * i) for i in range(2)]
+    shard = saved([*state, LibraryTensor("extra", {"rng": torch.ones(2)}, 0)], tmp_path / "job", stack)
+    assert [(e.key, e.name, e.global_offset, e.replica_id) for e in shard.layout.entries] == [
+        ("0", "layers", (0,), 1),
+        ("1", "layers", (2,), 1),
+    ]
+    assert all(entry.is_sharded and entry.global_shape == (8,) for entry in shard.layout.entries)
+    ((place, rng),) = sharded_objects(shard.layout, shard.values)
+    assert (place.name, rng["rng"].tolist()) == ("extra", [1, 1])
+    target = [LibraryTensor("layers", torch.zeros(2), 2 * i) for i in range(2)]
+    extra = LibraryTensor("extra", None, 0)
+    restore_into([*target, extra], shard)
+    assert [part.data.tolist() for part in target] == [[0, 0], [1, 1]]
+    assert extra.data["rng"].tolist() == [1, 1]
+
+
+@pytest.fixture
+def mesh(tmp_path: Path, stack: ExitStack) -> DeviceMesh:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    stack.callback(dist.destroy_process_group)
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+
+
+@pytest.mark.leaks("descriptors", reason="gloo keeps its socket as long as the mesh refers to the group")
+def test_a_sharded_model_and_its_new_optimizer_go_on_as_if_nothing_happened(
+    mesh: DeviceMesh, tmp_path: Path, stack: ExitStack
+) -> None:
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(6.0).view(2, 3)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    step(model, optimizer)
+    shard = saved([model, optimizer], tmp_path / "job", stack)
+    other, fresh = build()
+    restore_into([other, fresh], shard)
+    step(model, optimizer)
+    step(other, fresh)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert bits(mine.to_local()) == bits(theirs.to_local())
+
+
+@pytest.mark.leaks("descriptors", reason="gloo keeps its socket as long as the mesh refers to the group")
+def test_dtensors_are_saved_as_local_shards_and_restored_in_place(
+    mesh: DeviceMesh, tmp_path: Path, stack: ExitStack
+) -> None:
+    tensor = distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [Replicate(), Shard(0)])
+    shard = saved({"w": torch.nn.Parameter(tensor)}, tmp_path / "job", stack)
+    (entry,) = shard.layout.entries
+    assert (entry.global_shape, entry.global_offset, entry.replica_id) == ((2, 3), (0, 0), 0)
+    target = {"w": distribute_tensor(torch.zeros(2, 3), mesh, [Replicate(), Shard(0)])}
+    restore_into(target, shard)
+    assert isinstance(target["w"], DTensor)
+    assert target["w"].to_local().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_tensors_beyond_four_gigabytes_have_a_place_in_the_layout(tmp_path: Path) -> None:
+    # A sparse file: nothing of it is ever touched.
+    large = torch.from_file(str(tmp_path / "sparse"), shared=True, size=5 << 30, dtype=torch.uint8)
+    layout = StateWalker().snapshot({"large": large, "after": torch.ones(2)}).layout
+    assert layout.by_key["after"].offset_bytes == 5 << 30
+    assert StateLayout.from_json(layout.to_json()) == layout
+
+
+def test_an_altered_layout_is_refused() -> None:
+    text = StateWalker().snapshot({"w": torch.ones(3)}).layout.to_json()
+    assert StateLayout.from_json(text).entries[0].shape == (3,)
+    with pytest.raises(CheckpointCorrupt, match="fingerprint"):
+        StateLayout.from_json(text.replace('"replica_id":0', '"replica_id":1'))
+    with pytest.raises(CheckpointCorrupt, match="13 bytes, 12 expected"):
+        StateLayout.from_json(text.replace('"size_bytes":12', '"size_bytes":13'))
+    with pytest.raises(CheckpointCorrupt, match="version 9"):
+        StateLayout.from_json(text.replace('"version":1', '"version":9'))
+    with pytest.raises(CheckpointCorrupt, match="unknown fields"):
+        StateLayout.from_json(json.dumps({**json.loads(text), "layout": {"entries": [{}], "views": []}}))
+    with pytest.raises(CheckpointCorrupt, match="not a state layout"):
+        StateLayout.from_json(text[:-5])
