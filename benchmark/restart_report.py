@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What restart_time.py found, for people (text, Markdown, picture) and for programs (JSON)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from restart_runs import OURS, RANKS, Workload
+from restart_spans import LAUNCHER_SPANS, SPANS, Restart
+
+from resiliency.errors import ConfigError
+from resiliency.events import JsonValue
+
+_COLORS = dict(zip(SPANS, ("#a3142f", "#e07a3f", "#c9ced4", "#9fb8d9", "#4f86c6", "#2f8f5b"), strict=True))
+_INK, _QUIET = "#1d2730", "#66727e"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run; `restart` is None when it failed, and `error` says why."""
+
+    round: int
+    launcher: str
+    wall_s: float
+    restart: Restart | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All runs of one workload, with what they ran on.  The first of `launchers` is ours."""
+
+    workload: Workload
+    monitor_interval_s: float
+    launchers: tuple[str, ...]
+    results: tuple[Result, ...]
+    date: datetime
+    command: str
+    machine: Mapping[str, JsonValue]
+
+    def of(self, launcher: str) -> dict[int, Restart]:
+        """Round -> what was measured."""
+        return {
+            result.round: result.restart
+            for result in self.results
+            if result.launcher == launcher and result.restart is not None
+        }
+
+    @property
+    def failures(self) -> list[Result]:
+        return [result for result in self.results if result.restart is None]
+
+    @property
+    def rounds(self) -> int:
+        return max((result.round for result in self.results), default=0)
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Every figure of every run."""
+        return {
+            "date": self.date.isoformat(timespec="seconds"),
+            "command": self.command,
+            "machine": dict(self.machine),
+            "workload": self.workload.name,
+            "ranks": RANKS,
+            "steps": self.workload.steps,
+            "save_every": self.workload.save_every,
+            "fault": self.workload.fault,
+            "monitor_interval_s": self.monitor_interval_s,
+            "runs": [
+                {
+                    "round": result.round,
+                    "launcher": result.launcher,
+                    "wall_s": round(result.wall_s, 3),
+                    "error": result.error or None,
+                    "restart": result.restart.to_json() if result.restart else None,
+                }
+                for result in self.results
+            ],
+        }
+
+
+def machine() -> dict[str, JsonValue]:
+    """What a reader needs to know to compare figures; taken before the runs, which are a load themselves."""
+    facts: dict[str, JsonValue] = {
+        "cores": os.cpu_count(),
+        "cpu": _cpu_model(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "kernel": platform.release().partition("-")[0],
+        "python": platform.python_version(),
+    }
+    for package in ("torch", "nvidia-resiliency-ext", "nemo_toolkit", "megatron-core"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = None
+    return facts
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _span(name: str) -> Callable[[Restart], float]:
+    return lambda run: run.spans_s[name]
+
+
+#: Row of the table -> figure of a run.
+_ROWS: dict[str, Callable[[Restart], float | None]] = {
+    **{text: _span(name) for name, text in SPANS.items()},
+    "total: fault to first new step": lambda run: run.total_s,
+    "of it the launcher's part (first two)": lambda run: run.launcher_s,
+    "steady step": lambda run: run.step_s,
+    "training held by a save": lambda run: run.held_s,
+}
+
+
+def rows(report: Report) -> Iterator[list[str]]:
+    """The table, with its head: medians (min..max), and ratios of the runs of the same round."""
+    others = report.launchers[1:]
+    yield ["seconds, median (min..max)", *report.launchers, *(f"{OURS} / {other}" for other in others)]
+    for text, figure in _ROWS.items():
+        cells = []
+        for launcher in report.launchers:
+            values = [value for run in report.of(launcher).values() if (value := figure(run)) is not None]
+            cells.append(_spread(values, "{:.3f}"))
+        for other in others:
+            ours, theirs = report.of(OURS), report.of(other)
+            pairs = [(figure(ours[number]), figure(theirs[number])) for number in ours if number in theirs]
+            cells.append(_spread([a / b for a, b in pairs if a is not None and b], "{:.2f}"))
+        yield [text, *cells]
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "-"
+    middle = form.format(statistics.median(values))
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({form.format(min(values))}..{form.format(max(values))})"
+
+
+def own_spans(report: Report) -> str:
+    """What our launcher says of its own part; the others write nothing that can be compared."""
+    runs = list(report.of(OURS).values())
+    stages = runs[0].own_spans_s if runs else {}
+    parts = [
+        f"{stage} {_spread([run.own_spans_s[stage] for run in runs if stage in run.own_spans_s], '{:.3f}')}"
+        for stage in stages
+    ]
+    return ", ".join(parts)
+
+
+def counts(report: Report) -> str:
+    """``launcher.py 5 of 5, ...``: runs that were measured."""
+    parts = [f"{launcher} {len(report.of(launcher))} of {report.rounds}" for launcher in report.launchers]
+    return ", ".join(parts)
+
+
+def as_text(report: Report) -> str:
+    """The table for a terminal."""
+    table = list(rows(report))
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    lines += ["", f"Runs measured: {counts(report)}."]
+    if own := own_spans(report):
+        lines.append(f"What {OURS} reports of its own part, after the fault: {own}.")
+    lines += [_failure(result) for result in report.failures]
+    return "\n".join(lines)
+
+
+def _failure(result: Result) -> str:
+    return f"FAILED round {result.round}, {result.launcher}, after {result.wall_s:.0f} s: {result.error}"
+
+
+def as_markdown(report: Report) -> str:
+    """A dated note, as kept in docs/benchmarks."""
+    facts, work = report.machine, report.workload
+    head, *body = rows(report)
+    table = [head, ["---"] * len(head), *body]
+    versions = ", ".join(f"{name} {facts[name]}" for name in list(facts)[5:] if facts[name] is not None)
+    failures = [f"- {_failure(result).splitlines()[0]}" for result in report.failures]
+    return "\n".join(
+        [
+            f"# From a killed rank to the first new step, {work.name} workload, {report.date:%Y-%m-%d}",
+            "",
+            f"`{report.command}`",
+            "",
+            f"Machine: {facts['cores']} cores ({facts['cpu']}), {facts['memory_gib']} GiB, "
+            f"Linux {facts['kernel']}, load {facts['load_1min']} before; {versions}.",
+            f"Job: {work.description}; {RANKS} ranks on one host, {work.steps} steps, a save every "
+            f"{work.save_every}; the last rank gets SIGKILL after step {work.fault_step}, so step "
+            f"{work.restored_step} is restored.",
+            f"Launchers: monitor interval {report.monitor_interval_s:g} s for all; torchrun and ft_launcher "
+            "with `--standalone`; torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which a",
+            "restart can fail; ft_launcher with `--ft-enable-nic-monitor false`.",
+            "",
+            *(f"| {' | '.join(row)} |" for row in table),
+            "",
+            f"Runs measured: {counts(report)}.  Ratios are taken within a round, so both sides saw the same",
+            "machine; below 1 means that ours is faster.",
+            *([f"What `{OURS}` reports of its own part: {own}."] if (own := own_spans(report)) else []),
+            *(["", "Runs that failed:", "", *failures] if failures else []),
+            "",
+            "Limits: one host, CPU and gloo, so no CUDA or NCCL start-up; the kernel tells the start of a",
+            "process to 10 ms; torch's rendezvous waits a random 0 to 0.3 s at a first restart; a stage",
+            "counts as reached when the last rank has reached it.  How spans are told apart:",
+            "[README](README.md).",
+            "",
+        ]
+    )
+
+
+def as_png(report: Report) -> Any:
+    """A figure: one stacked bar per launcher, the whole restart above, the launcher's part below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6.4), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(
+        f"From a killed rank to the first new step  ·  {report.workload.name} workload",
+        size=17, weight="bold", color=_INK, x=0.01, ha="left",
+    )  # fmt: skip
+    whole, part = figure.subplots(2, 1)
+    measured = [launcher for launcher in report.launchers if report.of(launcher)]
+    if not measured:
+        raise ConfigError("there is nothing to draw: no run was measured.")
+    _bars(whole, report, measured, tuple(SPANS), "whole restart")
+    _bars(part, report, measured, LAUNCHER_SPANS, "the launcher's part alone")
+    part.set_xlabel(
+        f"seconds after the fault, medians over {report.rounds} round(s) (min..max of the sum)  ·  "
+        f"{RANKS} ranks, one host",
+        size=10, color=_QUIET,
+    )  # fmt: skip
+    figure.legend(
+        *whole.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=10
+    )
+    return figure
+
+
+def _bars(axes: Any, report: Report, launchers: list[str], spans: Sequence[str], title: str) -> None:
+    longest = 0.0
+    for place, launcher in enumerate(launchers):
+        runs = list(report.of(launcher).values())
+        left = 0.0
+        for name in spans:
+            width = statistics.median(run.spans_s[name] for run in runs)
+            label = SPANS[name] if not place else None
+            axes.barh(place, width, left=left, color=_COLORS[name], label=label, height=0.62)
+            left += width
+        totals = [sum(run.spans_s[name] for name in spans) for run in runs]
+        axes.text(left, place, f"  {_spread(totals, '{:.2f}')} s", va="center", color=_INK, size=11)
+        longest = max(longest, left)
+    axes.set_title(title, loc="left", size=12, color=_INK)
+    axes.set_yticks(range(len(launchers)), launchers, size=12, color=_INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * 1.2)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", colors=_QUIET)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One measured run: a launcher, a training script, one killed rank, and what was seen of it.
+
+Launchers differ in their command line and in nothing else: same script, same environment, same
+number of ranks, same monitor interval, each run in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import psutil
+from restart_spans import Restart, Unmeasured, measure
+
+from resiliency.events import events_path
+from resiliency.goodput_measure.reader import read_events
+from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, RunInfo
+from resiliency.testing.processes import Command, processes_marked
+
+ROOT = Path(__file__).resolve().parents[1]
+JOB = "restart"
+RANKS = 2
+#: The launcher that is compared with the others.
+OURS = "launcher.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training script, and where its fault lies: after a checkpoint, and some steps beyond it.
+
+    `deadline_s` bounds each of the two attempts on a busy machine.
+    """
+
+    name: str
+    steps: int
+    save_every: int
+    fault_step: int
+    deadline_s: float
+    description: str
+
+    @property
+    def fault(self) -> str:
+        return f"rank_killed,step={self.fault_step}"
+
+    @property
+    def restored_step(self) -> int:
+        """The step that every launcher must come back to, or the runs did not do the same work."""
+        return self.fault_step // self.save_every * self.save_every
+
+    def argv(self, directory: Path) -> list[str]:
+        """Script and arguments."""
+        if self.name == "light":
+            return [
+                str(ROOT / "benchmark" / "restart_workload.py"),
+                *("--checkpoint", str(directory / "checkpoint.pt"), "--steps", str(self.steps)),
+                *("--save-every", str(self.save_every), "--fault", self.fault),
+            ]
+        return [
+            str(ROOT / "benchmark" / "benchmark.py"),
+            *("--device", "cpu", "--model", "tiny", "--job-name", JOB, "--max-steps", str(self.steps)),
+            *("--persistent-ckpt-dir", str(directory / "storage")),
+            *("--persistent-ckpt-interval", str(self.save_every), "--log-interval", "1"),
+            *("--log-dir", str(directory / "logs"), "--sim-fault-desc", self.fault),
+        ]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="light",
+            steps=40,
+            save_every=10,
+            fault_step=25,
+            deadline_s=60,
+            description="torch and gloo, one linear layer, a torch.save of a few MiB",
+        ),
+        Workload(
+            name="nemo",
+            steps=40,
+            save_every=10,
+            fault_step=25,
+            deadline_s=150,
+            description="NeMo 2 and Megatron-core on gloo, model `tiny`, a sharded persistent checkpoint",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A command line up to the training script, and what its environment has beyond the common one."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def launchers(monitor_interval_s: float) -> dict[str, Launcher]:
+    """Name -> launcher, ours first."""
+    flags = [
+        *("--nproc-per-node", str(RANKS), "--max-restarts", "1"),
+        *("--monitor-interval", f"{monitor_interval_s:g}"),
+    ]
+    programs = Path(sys.executable).parent
+    torchrun = (str(programs / "torchrun"), "--standalone", *flags)
+    return {
+        OURS: Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags)),
+        # As shipped, its workers meet in a store that outlives the restart; half of the restarts
+        # failed with "connection refused", most likely from the address of a dead rank.
+        "torchrun": Launcher(argv=torchrun, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        # It refuses to start without a flag of its own; the watch of network cards needs InfiniBand.
+        "ft_launcher": Launcher(
+            argv=(
+                str(programs / "ft_launcher"),
+                *("--standalone", *flags, "--ft-enable-nic-monitor", "false"),
+            )
+        ),
+        "torchrun-as-shipped": Launcher(argv=torchrun),
+    }
+
+
+#: What is compared when nothing is asked for.
+DEFAULT_LAUNCHERS = (OURS, "torchrun", "ft_launcher")
+
+
+def run_once(launcher: Launcher, workload: Workload, directory: Path) -> Restart:
+    """Start, watch, wait for success, and measure.
+
+    Nothing that was started outlives the call.
+
+    Raises:
+        Unmeasured: the job failed, or was not restarted once from the expected checkpoint.
+        TimeoutError, EOFError: it did not get that far in time; the message quotes its output.
+    """
+    directory.mkdir(parents=True)
+    info = RunInfo(job_name=JOB, run_dir=str(directory))
+    environment = {
+        **launcher.env,
+        JOB_ENV: JOB,
+        RUN_DIR_ENV: str(directory),
+        "GOODPUT_USE_FILE_TRACKING": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with Command(
+        [*launcher.argv, *workload.argv(directory)],
+        env=environment,
+        cwd=directory,
+        log=directory / "output.txt",
+    ) as command:
+        command.wait_for_line(r"\bstep 1\b", timeout=workload.deadline_s)
+        with WorkerEnds.of(command) as ends:
+            ended = ends.wait(timeout=workload.deadline_s)
+        if (code := command.wait(timeout=workload.deadline_s)) != 0:
+            tail = "\n".join(command.lines[-20:])
+            raise Unmeasured(f"the job ended with exit code {code}, expected 0.  Its last lines:\n{tail}")
+    restart = measure(list(read_events(events_path(info), progress=False)), ended)
+    if restart.restored_step != workload.restored_step:
+        raise Unmeasured(f"restored step {restart.restored_step}, expected {workload.restored_step}.")
+    return restart
+
+
+class WorkerEnds:
+    """Sees the processes of the first attempt end, to the millisecond and from outside."""
+
+    def __init__(self, workers: Mapping[int, int]) -> None:
+        """Watch `workers`, rank -> process id."""
+        self._stack = ExitStack()
+        self._ranks: dict[int, int] = {}
+        try:
+            for rank, pid in workers.items():
+                fd = os.pidfd_open(pid)
+                self._stack.callback(os.close, fd)
+                self._ranks[fd] = rank
+        except ProcessLookupError as error:
+            self.close()
+            raise Unmeasured("a rank ended before its fault, so its end was not seen.") from error
+
+    @classmethod
+    def of(cls, command: Command) -> WorkerEnds:
+        """Watch the ranks that run under `command`.
+
+        Raises:
+            Unmeasured: they are not all there.
+        """
+        workers = dict(_workers(command))
+        if sorted(workers) != list(range(RANKS)):
+            raise Unmeasured(f"expected processes of ranks 0 to {RANKS - 1}, found {sorted(workers)}.")
+        return cls(workers)
+
+    def wait(self, *, timeout: float) -> dict[int, datetime]:
+        """Wait until all have ended; rank -> when.
+
+        Raises:
+            TimeoutError: one still runs.
+        """
+        deadline = time.monotonic() + timeout
+        poll = select.poll()
+        for fd in self._ranks:
+            poll.register(fd, select.POLLIN)
+        ended: dict[int, datetime] = {}
+        while len(ended) < len(self._ranks):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                running = sorted(set(self._ranks.values()) - set(ended))
+                raise TimeoutError(f"ranks {running} of the first attempt still run after {timeout:g} s")
+            for fd, _ in poll.poll(left_s * 1000):
+                ended[self._ranks[fd]] = datetime.now(timezone.utc)
+                poll.unregister(fd)
+        return ended
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> WorkerEnds:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _workers(command: Command) -> Iterator[tuple[int, int]]:
+    """(rank, process) of each worker: it has a rank, and what started it has none."""
+    for process in processes_marked(command.id):
+        try:
+            rank = process.environ().get("RANK")
+            parent = process.parent()
+            inherited = parent is not None and "RANK" in parent.environ()
+        except psutil.Error:  # ended meanwhile
+            continue
+        if rank is not None and not inherited:
+            yield int(rank), process.pid

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The restart benchmark as its users start it: real launchers, a real kill, real figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resiliency.testing.processes import Command
+
+SCRIPT = Path(__file__).parents[2] / "benchmark" / "restart_time.py"
+SPANS = ["stopped", "started", "imported", "initialized", "restored", "first_new_step"]
+#: One round takes half a minute on two idle cores.
+PATIENCE = 240.0
+
+
+@pytest.mark.slow
+def test_one_round_measures_every_span_under_all_three_launchers(tmp_path: Path) -> None:
+    flags = ["--workload", "light", "--runs", "1", "--directory", str(tmp_path)]
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "md", "png")}
+    outputs = ["--export", files["json"], "--markdown", files["md"], "--plot", files["png"]]
+    with Command([sys.executable, SCRIPT, *flags, *outputs], cwd=tmp_path) as command:
+        assert command.wait(timeout=PATIENCE) == 0, command.output
+        command.assert_no_orphans(timeout=5)
+    report = json.loads(files["json"].read_text())
+    assert [run["launcher"] for run in report["runs"]] == ["launcher.py", "torchrun", "ft_launcher"]
+    for run in report["runs"]:
+        restart = run["restart"]
+        assert list(restart["spans_s"]) == SPANS, run
+        assert all(span >= 0 for span in restart["spans_s"].values()), run
+        assert sum(restart["spans_s"].values()) == pytest.approx(restart["total_s"])
+        assert restart["spans_s"]["imported"] > 0.1, run  # torch cannot be imported in less
+        assert (restart["restored_step"], restart["lost_steps"]) == (20, 5)
+        assert restart["step_s"] > 0
+        assert restart["held_s"] > 0
+    assert set(report["runs"][0]["restart"]["own_spans_s"]) >= {"detected", "stopped", "started"}
+    assert report["machine"]["torch"]
+    assert "Runs measured: launcher.py 1 of 1, torchrun 1 of 1, ft_launcher 1 of 1" in files["md"].read_text()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"report.{kind}" for kind in files)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_reported_and_makes_the_exit_code_1(tmp_path: Path) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "no-such-interface"}  # no rank can join its process group
+    flags = ["--runs", "1", "--launchers", "launcher.py", "--directory", str(tmp_path)]
+    with Command(
+        [sys.executable, SCRIPT, *flags, "--export", str(tmp_path / "r.json")], env=env, cwd=tmp_path
+    ) as command:
+        assert command.wait(timeout=PATIENCE) == 1, command.output
+        assert "FAILED round 1, launcher.py" in command.output
+        assert "launcher.py 0 of 1" in command.output
+        command.assert_no_orphans(timeout=5)
+    (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert run["restart"] is None
+    assert run["error"]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "three"])
+def test_a_number_of_runs_that_measures_nothing_is_refused(value: str) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), f"--runs={value}"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "must be a whole number above 0" in done.stderr
