@@ -21,7 +21,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -128,7 +128,12 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
         "clean_rdzv_shutdown",
     ),
     _launcher: ("FT_LAUNCHER_IPC_SOCKET", "_get_logs_specs_class", "_is_store_host", "tempfile"),
-    _ft_rendezvous: ("FT_LAUNCHER_IPC_SOCKET", "_BackendRendezvousStateHolder", "RendezvousSettings"),
+    _ft_rendezvous: (
+        "FT_LAUNCHER_IPC_SOCKET",
+        "_BackendRendezvousStateHolder",
+        "RendezvousSettings",
+        "_delay",
+    ),
     _ft_rendezvous.FtRendezvousHandler: ("_node_desc_generator", "num_nodes_waiting", "next_rendezvous"),
     _processes: ("_terminate_process_handler",),
     rank_monitor_server.RankMonitorServer: ("_handle_timeout", "_is_hb_timeout_elapsed", "run_in_subprocess"),
@@ -268,6 +273,20 @@ class TracedLogs(LogsSpecs):
         return str(self._inner.root_log_dir)
 
 
+@contextmanager
+def _no_spread() -> Iterator[None]:
+    """Upstream waits a random 0 to 0.3 s at the first start and restart, so that hosts arrive spread.
+
+    One host has nobody to be spread from, and pays it in every first incident.
+    """
+    delay = _ft_rendezvous._delay
+    _ft_rendezvous._delay = lambda seconds: None if isinstance(seconds, tuple) else delay(seconds)
+    try:
+        yield
+    finally:
+        _ft_rendezvous._delay = delay
+
+
 class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     """NVRx's rendezvous, with fixed node ranks and with eyes for hosts that left."""
 
@@ -322,7 +341,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         return handler, bool(_launcher._is_store_host(params))
 
     def next_rendezvous(self) -> tuple[Any, int, int]:
-        store, rank, size = super().next_rendezvous()
+        with _no_spread() if self._settings.max_nodes == 1 else nullcontext():
+            store, rank, size = super().next_rendezvous()
         self._members = frozenset(self._state_holder.state.participants)
         self.attempt = self._state_holder.state.round
         used = self.restarts_used()
