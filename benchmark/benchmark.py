@@ -27,20 +27,29 @@ def main() -> int:
     _silence_import_warnings()
     import torch
 
-    info = RunInfo.from_env()
+    try:
+        info = RunInfo.from_env()
+    except ConfigError as error:
+        return _refuse(error)
     try:
         workload = flags.parse(cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0)
         if workload.checkpoint_dir is not None:
             flags.check_checkpoint_dir(workload.checkpoint_dir, workload.size.checkpoint_bytes())
+        if not workload.log_to_remote_storage:  # a remote directory that fails costs a warning only
+            flags.check_writable("--log-dir", workload.log_dir / workload.job_name)
     except ConfigError as error:
-        if info.is_first_rank:
-            print(f"benchmark.py: error: {error}", file=sys.stderr)
-        return 2
+        # Once per host: what is wrong may be this host's own disk.
+        return 2 if info.local_rank else _refuse(error)
     with open_event_stream(info) as events:
         events.emit(EventType.PROCESS_STARTED, time=process_start_time())
         import pretrain
 
         return pretrain.run(workload, info, events)
+
+
+def _refuse(error: ConfigError) -> int:
+    print(f"benchmark.py: error: {error}", file=sys.stderr)
+    return 2
 
 
 def _silence_import_warnings() -> None:

@@ -115,7 +115,8 @@ def _training_flags(group: argparse._ArgumentGroup) -> None:
         "--global-bs",
         type=int,
         metavar="N",
-        help="samples per optimizer step; default: 2 per data-parallel replica",
+        help="samples per optimizer step; default: 2 per data-parallel replica, "
+        "and with a virtual pipeline as many as there are pipeline stages",
     )
     group.add_argument(
         "--max-steps",
@@ -309,6 +310,7 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         SystemExit: ``--help``, or a flag that argparse refuses.
     """
     args = build_parser().parse_args(argv)
+    _check_numbers(args)
     _refuse_later_parts(args)
     _check_checkpoint_flags(args)
     device = _device(args.device, cuda_devices)
@@ -316,7 +318,7 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
     size = MODELS[args.model]
     layout = _layout(args, size, on_cpu=device == "cpu")
     replicas = check_layout(size, layout, world_size=num_nodes * ranks_per_node)
-    global_batch_size = args.global_bs if args.global_bs is not None else 2 * replicas
+    global_batch_size = args.global_bs or replicas * _default_microbatches(layout)
     check_layout(
         size,
         layout,
@@ -326,7 +328,6 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
     )
     if args.enable_comm_overlap and device == "cpu":
         raise ConfigError("--enable-comm-overlap needs CUDA devices.", hint="Drop it with --device cpu.")
-    _check_numbers(args)
     return Workload(
         size=size,
         layout=layout,
@@ -470,7 +471,7 @@ def _layout(args: argparse.Namespace, size: ModelSize, *, on_cpu: bool) -> Paral
 
 def _check_numbers(args: argparse.Namespace) -> None:
     positive = ("max_steps", "val_check_interval", "ckpt_threads_per_rank", "num_optimizer_replicas")
-    optional = ("persistent_ckpt_interval", "profile_ckpt_interval", "log_interval")
+    optional = ("global_bs", "persistent_ckpt_interval", "local_ckpt_interval", "log_interval")
     for name in (*positive, *optional):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -478,6 +479,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("max_runtime", "limit_val_batches"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative.")
+    if args.profile_ckpt_interval is not None and args.profile_ckpt_interval < 3:
+        raise ConfigError(
+            f"--profile-ckpt-interval must be at least 3, found {args.profile_ckpt_interval}: "
+            "the two steps after a save are recorded too.",
+            flag="--profile-ckpt-interval",
+        )
+
+
+def _default_microbatches(layout: ParallelLayout) -> int:
+    """Samples of one replica per step: the fewest that show accumulation and fill the pipeline."""
+    return 2 if layout.virtual_pipeline is None else layout.pipeline
 
 
 def _job_name(name: str) -> str:
@@ -512,25 +524,36 @@ def check_checkpoint_dir(directory: Path, need_bytes: int) -> None:
     Raises:
         ConfigError: names the directory and what is wrong with it.
     """
+    free_bytes = check_writable("--persistent-ckpt-dir", directory)
+    if free_bytes < need_bytes:
+        raise ConfigError(
+            f"--persistent-ckpt-dir: directory {directory} has {free_bytes:,} bytes free; one checkpoint of "
+            f"this model needs about {need_bytes:,}.",
+            hint="Free space or name another directory.",
+            flag="--persistent-ckpt-dir",
+            path=str(directory),
+        )
+
+
+def check_writable(flag: str, directory: Path) -> int:
+    """Create `directory`, and prove that it can be written.
+
+    Returns:
+        The bytes that are free there.
+    Raises:
+        ConfigError: names the flag, the directory and what is wrong with it.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:
             probe.write(b"x" * 4096)
             probe.flush()
             os.fsync(probe.fileno())
-        free_bytes = shutil.disk_usage(directory).free
+        return shutil.disk_usage(directory).free
     except OSError as error:
         raise ConfigError(
-            f"checkpoint directory {directory} cannot be written: {error.strerror or error}.",
+            f"{flag}: directory {directory} cannot be written: {error.strerror or error}.",
             hint="Free space, mend the permissions, or name another directory.",
-            flag="--persistent-ckpt-dir",
+            flag=flag,
             path=str(directory),
         ) from error
-    if free_bytes < need_bytes:
-        raise ConfigError(
-            f"checkpoint directory {directory} has {free_bytes:,} bytes free; one checkpoint of this model "
-            f"needs about {need_bytes:,}.",
-            hint="Free space or name another directory.",
-            flag="--persistent-ckpt-dir",
-            path=str(directory),
-        )

@@ -212,6 +212,13 @@ def check_layout(
             f"{micro_batch_size} samples",
             f"Choose a multiple of {step}.",
         )
+        microbatches = global_batch_size // step
+        require(
+            layout.virtual_pipeline is None or microbatches % layout.pipeline == 0,
+            f"{microbatches} microbatches per replica do not divide over {layout.pipeline} stages "
+            "that interleave their chunks",
+            f"Choose a global batch size that is a multiple of {step * layout.pipeline}.",
+        )
     return replicas
 
 

@@ -7,6 +7,7 @@ layouts.  `comm_overlap_callback` sets those that a layout can use.
 
 from __future__ import annotations
 
+import nemo.collections.llm  # noqa: F401  # first, because NeMo's recipes and the callback import each other
 import torch
 from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommOverlapCallback
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpoint
+from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
 from resiliency.errors import CheckpointWriteFailed, ConfigError
@@ -101,7 +102,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         return step % self.interval_steps == 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
+        if AppState().log_dir is not None:  # NeMo writes files there, and fails where no NeMoLogger set it
+            super().on_train_start(trainer, pl_module)
         # A job that resumes at its last step must not save that step again over itself.
         self._last_global_step_saved = trainer.global_step
 

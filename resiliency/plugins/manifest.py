@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -43,7 +44,11 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a committed checkpoint consists of.  Paths are relative to the checkpoint directory."""
+    """What a committed checkpoint consists of.  Paths are relative to the checkpoint directory.
+
+    On storage it carries a checksum of itself: a flipped bit in, say, the world size would otherwise
+    go unseen, and cost the random state at the next resume.
+    """
 
     step: int
     world_size: int
@@ -51,6 +56,7 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         record = asdict(self) | {"format": _FORMAT}
+        record["xxh3"] = _digest(record)
         write_durably(directory / MANIFEST, json.dumps(record, indent=1, sort_keys=True).encode())
 
     @classmethod
@@ -65,6 +71,9 @@ class Manifest:
             record = json.loads(path.read_bytes())
             if record["format"] != _FORMAT:
                 raise ValueError(f"format {record['format']}, expected {_FORMAT}")
+            written, found = record.pop("xxh3"), _digest(record)
+            if found != written:
+                raise ValueError(f"its own checksum is {found}, {written} was written")
             files = {name: FileRecord(**entry) for name, entry in record["files"].items()}
             return cls(step=int(record["step"]), world_size=int(record["world_size"]), files=files)
         except FileNotFoundError:
@@ -75,6 +84,10 @@ class Manifest:
                 hint="The checkpoint cannot be proven whole and is not used.",
                 path=str(path),
             ) from error
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def step_of(directory: Path) -> int | None:
@@ -91,13 +104,14 @@ def marker_of(directory: Path) -> Path:
 def complete_checkpoints(root: Path) -> list[Path]:
     """Directories ``step=N`` below `root` without a marker, newest first; [] when there is no `root`."""
     try:
-        names = {entry.name for entry in os.scandir(root)}
+        with os.scandir(root) as entries:
+            is_directory = {entry.name: entry.is_dir() for entry in entries}
     except FileNotFoundError:
         return []
     found = []
-    for name in names:
+    for name in is_directory:
         step = step_of(Path(name))
-        if step is not None and name + UNFINISHED_SUFFIX not in names:
+        if step is not None and is_directory[name] and name + UNFINISHED_SUFFIX not in is_directory:
             found.append((step, root / name))
     return [path for _, path in sorted(found, reverse=True)]
 
