@@ -261,7 +261,7 @@ def test_the_script_says_in_one_line_what_cannot_work_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_ranks_only_the_first_says_it(tmp_path: Path) -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def test_of_the_ranks_of_a_host_only_the_first_says_it(tmp_path: Path) -> None:
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = run_script(str(BENCHMARK / "benchmark.py"), "--device=cpu", "--topk-ckpt=0", cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (2, "")
