@@ -357,7 +357,7 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         gc=args.enable_gc,
         fault_tolerance=_fault_tolerance(args.enable_fault_tolerance, os.environ),
         tensorboard=args.enable_tensorboard,
-        faults=tuple(Fault.parse(text) for text in args.sim_fault_desc),
+        faults=_faults(args.sim_fault_desc, num_nodes * ranks_per_node),
     )
 
 
@@ -485,6 +485,19 @@ def _check_numbers(args: argparse.Namespace) -> None:
             "the two steps after a save are recorded too.",
             flag="--profile-ckpt-interval",
         )
+
+
+def _faults(texts: Sequence[str], world_size: int) -> tuple[Fault, ...]:
+    faults = tuple(Fault.parse(text) for text in texts)
+    for text, fault in zip(texts, faults, strict=True):
+        if fault.rank is not None and fault.rank >= world_size:
+            raise ConfigError(
+                f"--sim-fault-desc {text}: there is no rank {fault.rank}, the launcher started "
+                f"{world_size} ranks.",
+                hint=f"Choose a rank from 0 to {world_size - 1}, or leave rank= out for the last one.",
+                flag="--sim-fault-desc",
+            )
+    return faults
 
 
 def _default_microbatches(layout: ParallelLayout) -> int:

@@ -46,7 +46,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         tier: where `dirpath` is.
         keep: number of newest complete checkpoints to keep; -1 keeps all.
         priority: when several of these callbacks are due at one step, only the one with the highest
-            priority saves, so that a step is never saved twice.
+            priority saves.  It also saves the last step, even if another tier has just done so: what
+            outlives the job should be in the tier that outlives the hosts.
         events: where saves are recorded; None records nothing.
     Raises:
         ConfigError: an interval below 1, or a `keep` that would delete every checkpoint.

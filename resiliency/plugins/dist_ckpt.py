@@ -152,12 +152,19 @@ def _write_errors(directory: Path, step: int) -> Iterator[None]:
     except (OSError, CheckpointException, CheckpointingException) as error:
         raise CheckpointWriteFailed(
             f"checkpoint of step {step} could not be written to {directory}, where "
-            f"{shutil.disk_usage(directory.parent).free:,} bytes are free: {_root_cause(error)}.",
+            f"{_free_bytes(directory)} bytes are free: {_root_cause(error)}.",
             hint="Free space or mend the storage, then start the job again; it goes on from the checkpoint "
             "before, which was not touched.",
             step=step,
             path=str(directory),
         ) from error
+
+
+def _free_bytes(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory.parent).free:,}"
+    except OSError:  # the storage that just failed may not answer this either
+        return "an unknown number of"
 
 
 def _root_cause(error: BaseException) -> str:

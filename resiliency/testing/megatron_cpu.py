@@ -261,6 +261,9 @@ class GroupStepAdamW(torch.optim.AdamW):
     Without Apex and Transformer Engine, Megatron falls back to ``torch.optim.AdamW``, whose
     per-parameter ``step`` tensors its distributed optimizer cannot checkpoint: the reshardable
     formats fail on save (a 0-dim tensor is no slice of the gradient buffer) or on load.
+
+    One count serves a whole group, so every parameter must get a gradient from the first step on;
+    Megatron's gradient buffers guarantee that.
     """
 
     def __init__(self, params: Any, *, adam_w_mode: bool = True, **kwargs: Any) -> None:
@@ -391,8 +394,10 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[bool]:
-    """`install` on entry, `uninstall` on exit; yields whether it is active."""
+    """`install` on entry, `uninstall` on exit of the outermost; yields whether it is active."""
+    outermost = not _saved
     try:
         yield install()
     finally:
-        uninstall()
+        if outermost:
+            uninstall()

@@ -265,3 +265,8 @@ def test_of_the_ranks_of_a_host_only_the_first_says_it(tmp_path: Path) -> None:
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = run_script(str(BENCHMARK / "benchmark.py"), "--device=cpu", "--topk-ckpt=0", cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_a_fault_for_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--sim-fault-desc rank_killed,step=5,rank=7: there is no rank 7"):
+        flags.parse(["--device=cpu", "--model=tiny", "--sim-fault-desc=rank_killed,step=5,rank=7"])

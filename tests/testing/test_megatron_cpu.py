@@ -232,3 +232,18 @@ def test_a_loaded_optimizer_goes_on_with_the_very_bits_of_one_that_was_never_sav
 def test_the_settings_for_the_cpu_turn_off_every_kernel_that_it_lacks() -> None:
     on = {name for name, value in megatron_cpu.CPU_MODEL_CONFIG.items() if value}
     assert on == {"use_cpu_initialization"}
+
+
+def test_leaving_an_inner_context_leaves_the_outer_one_active() -> None:
+    run_python(
+        """
+from resiliency.testing import megatron_cpu
+import torch
+
+with megatron_cpu.installed():
+    with megatron_cpu.installed():
+        pass
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+assert not megatron_cpu._saved
+"""
+    )
