@@ -25,6 +25,7 @@ the slot with the newest capture, so a crash at any time leaves one slot whole.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -316,17 +317,9 @@ class CapturedSlot:
             world_size=header.world_size,
             buffer=memoryview(self._map)[PAGE_BYTES : PAGE_BYTES + size],
             run_id=header.run_id,
-            fetch=self._fetch,
+            # Not a method of this object: the cycle would keep the mapping until a collection.
+            fetch=functools.partial(_fetch, lock),
         )
-
-    def _fetch(self, offset: int, target: memoryview) -> None:
-        # The kernel copies from the page cache: no mapping, no page faults.
-        done = 0
-        while done < target.nbytes:
-            count = os.preadv(self._lock.fd, [target[done:]], PAGE_BYTES + offset + done)
-            if count == 0:
-                raise CheckpointCorrupt(f"{self._lock.path} ends too early.", path=str(self._lock.path))
-            done += count
 
     def close(self) -> None:
         """Give the slot back; the shard must not be used any more."""
@@ -337,6 +330,16 @@ class CapturedSlot:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _fetch(lock: FileLock, offset: int, target: memoryview) -> None:
+    # The kernel copies from the page cache: no mapping, no page faults.
+    done = 0
+    while done < target.nbytes:
+        count = os.preadv(lock.fd, [target[done:]], PAGE_BYTES + offset + done)
+        if count == 0:
+            raise CheckpointCorrupt(f"{lock.path} ends too early.", path=str(lock.path))
+        done += count
 
 
 def try_open_slot(path: Path) -> CapturedSlot | None:

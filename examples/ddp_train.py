@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train with DDP and checkpoints that survive a kill.
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else gloo cannot reconnect when torchrun restarts ranks
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/ddp_train.py --ckpt-dir /tmp/ckpt
+
+Kill a rank while it runs: torchrun restarts the ranks, and they go on from the step that this host
+still holds in memory.  Kill everything and start it again: it goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from resiliency.checkpoint import Checkpointer
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Data as a function of the step, so that a resumed run sees what an uninterrupted one would."""
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ckpt-dir", required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=10)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+
+    with Checkpointer(options.ckpt_dir, every_steps=options.every, replicated=True) as checkpoints:
+        restored = checkpoints.restore(state)
+        print(f"rank {rank} starts after step {restored.step} from {restored.tier.value}", flush=True)
+        for step in range(restored.step + 1, options.steps + 1):
+            data = batch(step, rank)
+            loss = torch.nn.functional.mse_loss(ddp(data), data)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.step(step, state)
+            print(f"rank {rank} step {step} loss {loss.item():.6f}", flush=True)
+
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

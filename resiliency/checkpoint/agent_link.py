@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer's side of the checkpoint agent: start it, keep in touch, notice when it dies.
+
+One thread does all of it, so that training never waits for the agent.  Requests made while there is
+no agent wait for the next one; those that an agent had taken with it are reported lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from resiliency.checkpoint.wire import (
+    Attach,
+    Attached,
+    Beat,
+    Bye,
+    Channel,
+    Done,
+    Refused,
+    Save,
+    Skip,
+    connect,
+)
+from resiliency.errors import ConfigError, PeerError
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+_LOOK_S = 0.05
+_BACKOFF_S = (0.0, 0.2, 1.0, 5.0)
+_AT_ONCE = timedelta(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """Deadlines of the link.
+
+    Attributes:
+        silence: an agent that says nothing for so long is taken for hung, and replaced.
+        start: longest time for a new agent to answer; it imports torch first.
+        grace: how long an agent waits for ranks that died.
+    """
+
+    silence: timedelta = timedelta(seconds=30)
+    start: timedelta = timedelta(minutes=2)
+    grace: timedelta = timedelta(seconds=60)
+
+
+class AgentLink:
+    """Connects one rank to the agent of its host.
+
+    Args:
+        starts: this rank starts the agent where there is none; one per host.
+        on_done: called in the link's thread with the outcome of each save.
+        on_lost: called in the link's thread when an agent is gone or cannot be had, with the reason and
+            the steps whose requests are lost with it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        attach: Attach,
+        *,
+        starts: bool,
+        on_done: Callable[[Done], None],
+        on_lost: Callable[[str, frozenset[int]], None],
+        options: LinkOptions | None = None,
+    ) -> None:
+        self._directory = directory
+        self._attach = attach
+        self._starts = starts
+        self._on_done = on_done
+        self._on_lost = on_lost
+        self._options = options or LinkOptions()
+        self._requests: queue.SimpleQueue[Attach | Save | Skip | Bye] = queue.SimpleQueue()
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        #: Steps that the agent was told of and has not reported yet.
+        self._passed: set[int] = set()
+        self._closing = threading.Event()
+        self._given_up = threading.Event()
+        self._attached = threading.Event()
+        self._agent: subprocess.Popen[bytes] | None = None
+        #: Process id of the agent, once attached; 0 while there is none.
+        self.agent_pid = 0
+        self.losses = 0
+        self._thread = threading.Thread(target=self._run, name="resiliency-agent-link", daemon=True)
+        self._thread.start()
+
+    def wait_for_agent(self) -> bool:
+        """Wait until this rank is attached; False if that takes longer than an agent may take to start."""
+        return self._attached.wait(self._options.start.total_seconds())
+
+    def request(self, message: Save | Skip) -> None:
+        """Pass a message to the agent, this one or the next; never blocks."""
+        self._requests.put(message)
+        self._wake()
+
+    def introduce_again(self, attach: Attach) -> None:
+        """What this rank says of itself changed; requests that follow are meant so."""
+        self._attach = attach
+        self._requests.put(attach)
+        self._wake()
+
+    def close(self, *, goodbye: bool, timeout: timedelta = timedelta(seconds=15)) -> None:
+        """End the connection.  Idempotent.
+
+        Args:
+            goodbye: this rank ended well.  Else the agent rescues its captures and waits for it to return.
+            timeout: for the thread to end, and for an agent that this process started and that has
+                nothing left to do.
+        """
+        if self._closing.is_set():
+            return
+        deadline = time.monotonic() + timeout.total_seconds()
+        if goodbye:
+            self._requests.put(Bye())
+        else:
+            self._given_up.set()
+        self._closing.set()
+        self._wake()
+        self._thread.join(timeout.total_seconds())
+        self._given_up.set()
+        self._wake()
+        self._thread.join(timeout.total_seconds())
+        if self._agent is not None and goodbye:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._agent.wait(max(0.0, deadline - time.monotonic()))
+        os.close(self._wake_out)
+        os.close(self._wake_in)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_out, b"r")
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._given_up.is_set():
+            try:
+                channel = self._connect()
+            except PeerError as error:
+                failures += 1
+                self._take_requests()
+                self._lost(str(error))
+            else:
+                if channel is None:
+                    return
+                failures = 0
+                try:
+                    self._converse(channel)
+                    return
+                except PeerError as error:
+                    self._lost(f"the checkpoint agent (process {channel.pid}) was lost: {error}")
+                finally:
+                    self.agent_pid = 0
+                    self._attached.clear()
+                    channel.close()
+            if self._agent is not None:
+                self._agent.poll()
+            self._given_up.wait(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+
+    def _lost(self, why: str) -> None:
+        self.losses += 1
+        logger.error("%s", why)
+        lost, self._passed = frozenset(self._passed), set()
+        self._on_lost(why, lost)
+
+    def _connect(self) -> Channel | None:
+        """Attached to an agent, started if need be; None when closing.
+
+        Raises:
+            PeerError: none answered in time, or it refused this rank.
+        """
+        deadline = time.monotonic() + self._options.start.total_seconds()
+        while not self._given_up.is_set():
+            try:
+                channel = connect(self._directory)
+            except ConfigError as error:
+                raise PeerError(str(error)) from error
+            if channel is not None and self._introduce(channel, deadline):
+                return channel
+            if channel is None and self._starts:
+                self._start_agent()
+            if time.monotonic() >= deadline:
+                raise PeerError(
+                    f"no checkpoint agent answered within {self._options.start.total_seconds():g} s.",
+                    hint="Its log is on the standard error of the first rank of this host.",
+                )
+            # Nobody can be told of another process's socket: look.
+            self._given_up.wait(_LOOK_S)
+        return None
+
+    def _introduce(self, channel: Channel, deadline: float) -> bool:
+        """Attach; False if this agent was just leaving.
+
+        Raises:
+            PeerError: it does not want this rank, or does not answer.
+        """
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            channel.send(self._attach)
+            answer = None
+            until = time.monotonic() + min(left_s, self._options.silence.total_seconds())
+            while not isinstance(answer, Attached | Refused) and time.monotonic() < until:
+                answer = channel.receive(timedelta(seconds=max(0.01, until - time.monotonic())))
+        except PeerError:
+            channel.close()
+            return False
+        if isinstance(answer, Attached):
+            self.agent_pid = channel.pid
+            self._attached.set()
+            return True
+        if isinstance(answer, Refused):
+            why = f"refused this rank: {answer.reason}"
+        else:
+            why = "does not answer."
+            self._kill(channel)
+        channel.close()
+        raise PeerError(f"the checkpoint agent (process {channel.pid}) {why}")
+
+    def _start_agent(self) -> None:
+        if self._agent is not None:
+            if self._agent.poll() is None:
+                return
+            logger.info(
+                "the checkpoint agent ended with exit code %d; starting another", self._agent.returncode
+            )
+        argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main"]
+        argv += ["--arena", str(self._directory), "--grace-s", str(self._options.grace.total_seconds())]
+        # A session of its own: signals for the trainer's group are not for the agent.
+        try:
+            self._agent = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            raise PeerError(f"the checkpoint agent cannot be started: {error}.") from error
+
+    def _converse(self, channel: Channel) -> None:
+        heard = beaten = time.monotonic()
+        while True:
+            self._pass_on(channel)
+            if self._closing.is_set():
+                return
+            ready, _, _ = select.select([channel.fileno(), self._wake_in], [], [], BEAT_S / 2)
+            if self._wake_in in ready:
+                os.read(self._wake_in, 4096)
+            now = time.monotonic()
+            if channel.fileno() in ready:
+                message = channel.receive(_AT_ONCE)
+                heard = now
+                if isinstance(message, Done):
+                    if message.session == self._attach.session:
+                        self._passed.discard(message.step)
+                        self._on_done(message)
+                elif message is not None and not isinstance(message, Beat | Attached):
+                    raise PeerError(f"{message.kind} is not for a trainer.")
+            if now - heard > self._options.silence.total_seconds():
+                self._kill(channel)
+                raise PeerError(f"it said nothing for {now - heard:.0f} s.")
+            if now - beaten > BEAT_S:
+                beaten = now
+                channel.send(Beat())
+
+    def _pass_on(self, channel: Channel) -> None:
+        for message in self._take_requests():
+            channel.send(message)
+
+    def _take_requests(self) -> list[Attach | Save | Skip | Bye]:
+        taken: list[Attach | Save | Skip | Bye] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                taken.append(self._requests.get_nowait())
+        self._passed |= {message.step for message in taken if isinstance(message, Save | Skip)}
+        return taken
+
+    def _kill(self, channel: Channel) -> None:
+        """End a hung agent.  It is the one at the other end of the socket: its id is not reused yet."""
+        if not self._starts:
+            return
+        logger.error("the checkpoint agent (process %d) hangs: it is killed", channel.pid)
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(channel.pid)
+            try:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                select.select([fd], [], [], 5.0)
+            finally:
+                os.close(fd)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks of a job decide together, at its start and never on the way.
+
+The default process group carries it, so each call must be made by all ranks alike.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from resiliency.errors import ConfigError, PeerError, ResiliencyError
+
+_T = TypeVar("_T")
+
+
+class Agreement:
+    """The ranks of a job; a single process is a job of one.
+
+    Raises:
+        ConfigError: there are several ranks, and no process group to talk through.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        if world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"this is rank {rank} of {world_size}, and there is no process group.",
+                hint="Call torch.distributed.init_process_group() first.",
+                rank=rank,
+            )
+        if world_size > 1 and dist.get_world_size() != world_size:
+            raise ConfigError(
+                f"the process group has {dist.get_world_size()} ranks, the environment says {world_size}.",
+                rank=rank,
+            )
+
+    def gather(self, value: _T) -> list[_T]:
+        """The value of each rank, in order of ranks; the same list on all."""
+        if self.world_size == 1:
+            return [value]
+        values: list[_T] = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def check(self, error: ResiliencyError | None, doing: str) -> None:
+        """Raise on all ranks if any has an error: its own, or else one that names the ranks.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+        texts = self.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        if failed:
+            first = min(failed)
+            raise PeerError(
+                f"{len(failed)} of {self.world_size} ranks failed while {doing};"
+                f" rank {first}: {failed[first]}",
+                rank=first,
+            )

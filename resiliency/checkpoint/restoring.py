@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring a state back: from this host's memory, else from the newest checkpoint that verifies.
+
+All ranks agree on one step before a byte of the state changes.  A source that turns out bad on any
+rank is passed over on all of them, and the next one is tried; steps are never mixed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.arena import RankArena, peek
+from resiliency.checkpoint.catalog import Condition, list_checkpoints, quarantine
+from resiliency.checkpoint.lease import Lease
+from resiliency.checkpoint.reader import CheckpointReader
+from resiliency.checkpoint.state import restore_into
+from resiliency.checkpoint.storage import Storage
+from resiliency.checkpoint.table import Shard
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    LayoutMismatch,
+    ResiliencyError,
+)
+
+logger = logging.getLogger(__name__)
+
+_BAD = (CheckpointCorrupt, CheckpointIncomplete)
+
+
+class Tier(str, Enum):
+    """Where a state came from."""
+
+    NONE = "none"
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What `restore` did.  Step 0 and tier NONE: there was nothing, the state is as it was."""
+
+    step: int
+    tier: Tier
+    size_bytes: int = 0
+    #: The run whose checkpoints the directory holds; who goes on with them takes over its name.
+    run_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A step that could be restored."""
+
+    step: int
+    tier: Tier
+    session: str = ""  # of captures: two attempts may have captured one step differently
+    run_id: str = ""
+
+
+class Restorer:
+    """Restores one rank's state, together with all others."""
+
+    def __init__(
+        self,
+        arena: RankArena,
+        storage: Storage,
+        agreement: Agreement,
+        *,
+        replicated: bool,
+        allow: Iterable[type | str] = (),
+    ) -> None:
+        self._arena = arena
+        self._storage = storage
+        self._agreement = agreement
+        self._replicated = replicated
+        self._allow = tuple(allow)
+
+    def restore(self, state: object) -> Restored:
+        """Fill `state` in place; collective.
+
+        Raises:
+            LayoutMismatch: the checkpoint is of another model or parallel layout.
+            PeerError: another rank could not restore.
+        """
+        sources = self._sources()
+        run_id = next((source.run_id for source in sources if source.run_id), "")
+        for source in sources:
+            size = self._try(source, state)
+            if size is not None:
+                logger.info("restored step %d from %s", source.step, source.tier.value)
+                return Restored(step=source.step, tier=source.tier, size_bytes=size, run_id=run_id)
+        return Restored(step=0, tier=Tier.NONE)
+
+    def _sources(self) -> list[Source]:
+        """Best first: newest, and of one step the one in memory; the same list on all ranks."""
+        captured = {
+            Source(step=header.step, tier=Tier.MEMORY, session=header.run_id)
+            for _, header in peek(self._arena.directory, self._arena.rank)
+            if header.world_size == self._arena.world_size
+        }
+        error: ResiliencyError | None = None
+        stored: list[Source] = []
+        if self._agreement.rank == 0:
+            try:
+                stored = self._stored()
+            except CheckpointError as failure:
+                error = failure
+        self._agreement.check(error, "listing checkpoints")
+        everyone = self._agreement.gather((captured, stored))
+        shared = set.intersection(*(captured for captured, _ in everyone))
+        sources = [*shared, *everyone[0][1]]
+        return sorted(sources, key=lambda s: (-s.step, s.tier is Tier.DISK, s.session))
+
+    def _stored(self) -> list[Source]:
+        found = list_checkpoints(self._storage)
+        for checkpoint in found:
+            if checkpoint.condition in (Condition.BAD, Condition.STOCK):
+                logger.warning("passing over %s: %s", checkpoint.path, checkpoint.why)
+        return [
+            Source(step=c.step, tier=Tier.DISK, run_id=c.manifest.run_id)
+            for c in found
+            if c.condition is Condition.COMPLETE and c.manifest is not None
+        ]
+
+    def _try(self, source: Source, state: object) -> int | None:
+        """Bytes restored; None if the source is bad on any rank."""
+        if source.tier is Tier.MEMORY:
+            return self._from_memory(source, state)
+        lease = None
+        try:
+            if self._agreement.rank == 0:
+                try:
+                    lease = Lease(self._storage, source.step)
+                except CheckpointError as error:  # read-only storage: nobody deletes there either
+                    logger.info("step %d is read without a lease: %s", source.step, error)
+            return self._from_disk(source, state)
+        finally:
+            if lease is not None:
+                lease.close()
+
+    def _from_memory(self, source: Source, state: object) -> int | None:
+        error: ResiliencyError | None = None
+        size = 0
+        try:
+            with self._arena.captured(source.step) as shard:
+                if shard.run_id != source.session:
+                    raise CheckpointIncomplete(f"the capture of step {source.step} was replaced.")
+                size = shard.layout.size_bytes
+                restore_into(state, shard, allow=self._allow)
+        except ResiliencyError as failure:
+            error = failure
+        if not self._all_good(source, error, "restoring from memory"):
+            return None
+        return size
+
+    def _from_disk(self, source: Source, state: object) -> int | None:
+        error: ResiliencyError | None = None
+        shard: Shard | None = None
+        try:
+            shard = self._read(source.step)
+        except ResiliencyError as failure:
+            error = failure
+        if not self._all_good(source, error, "reading a checkpoint"):
+            return None
+        assert shard is not None
+        try:
+            restore_into(state, shard, allow=self._allow)
+        except ResiliencyError as failure:
+            error = failure
+        self._agreement.check(error, "restoring from disk")
+        return shard.layout.size_bytes
+
+    def _read(self, step: int) -> Shard:
+        reader = CheckpointReader(self._storage, step)
+        rank, saved_ranks = self._arena.rank, reader.manifest.world_size
+        if saved_ranks != self._arena.world_size:
+            if not self._replicated:
+                raise LayoutMismatch(
+                    f"{reader.path} was saved by {saved_ranks} ranks, this job has {self._arena.world_size}.",
+                    hint="Load it with torch.distributed.checkpoint.load, which cuts it anew.",
+                    path=reader.path,
+                    step=step,
+                )
+            rank %= saved_ranks
+        return reader.read_shard(rank)
+
+    def _all_good(self, source: Source, error: ResiliencyError | None, doing: str) -> bool:
+        """Whether all ranks succeeded; False to try the next source, on all of them."""
+        bad = isinstance(error, _BAD)
+        verdicts = self._agreement.gather((bad, str(error)) if error is not None else None)
+        failures = [verdict for verdict in verdicts if verdict is not None]
+        if not failures:
+            return True
+        if not all(is_bad for is_bad, _ in failures):
+            self._agreement.check(error, doing)
+        why = failures[0][1]
+        logger.error("step %d from %s passed over: %s", source.step, source.tier.value, why)
+        if source.tier is Tier.DISK and self._agreement.rank == 0:
+            try:
+                quarantine(self._storage, source.step, why)
+            except CheckpointError as failure:
+                logger.warning("%s", failure)
+        return False

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers and their checkpoint agent say to each other, and the socket that carries it.
+
+Each message is one JSON object in one packet of a Unix socket (SOCK_SEQPACKET keeps packets apart
+and tells at once when the other side is gone).  The address is an abstract name derived from the
+arena's directory: it belongs to one listener at a time, so a host has one agent per job, and it
+vanishes with its process, however that ends.  Both sides check that the other runs as the same user,
+because abstract names have no permissions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar, TypeAlias, TypeVar
+
+from resiliency.errors import ConfigError, PeerError
+
+PACKET_BYTES = 64 << 10
+#: Long texts (an error message with many ranks in it) are cut to this.
+TEXT_CHARS = 4000
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the agent stores what it is given; durations in seconds, 0 means no limit."""
+
+    directory: str
+    keep: int
+    replicated: bool
+    bytes_per_s: int
+    save_timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attach:
+    """A rank introduces itself, or what it said before changed.
+
+    `session` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
+    with a checkpoint of another takes over its run.  Both are the same on all ranks.
+    """
+
+    kind: ClassVar[str] = "attach"
+    rank: int
+    world_size: int
+    local_ranks: tuple[int, ...]
+    run_id: str
+    session: str
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached:
+    kind: ClassVar[str] = "attached"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    kind: ClassVar[str] = "refused"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """The capture of `step` in the slot file `slot` of this rank is whole and lent: persist it."""
+
+    kind: ClassVar[str] = "save"
+    step: int
+    slot: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """This rank has no capture of `step`, so nobody's can become a checkpoint."""
+
+    kind: ClassVar[str] = "skip"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """How the save of `step` ended; `error` is empty if it was committed."""
+
+    kind: ClassVar[str] = "done"
+    step: int
+    session: str
+    error: str
+    size_bytes: int
+    queued_s: float
+    commit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    kind: ClassVar[str] = "beat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bye:
+    """This rank ends well and will not come back: its captures need no rescue."""
+
+    kind: ClassVar[str] = "bye"
+
+
+Message: TypeAlias = "Attach | Attached | Refused | Save | Skip | Done | Beat | Bye"
+_KINDS: Mapping[str, type[Message]] = {
+    cls.kind: cls for cls in (Attach, Attached, Refused, Save, Skip, Done, Beat, Bye)
+}
+
+
+def encode(message: Message) -> bytes:
+    """One packet."""
+    body = {name: _short(value) for name, value in asdict(message).items()}
+    return json.dumps({"kind": message.kind, **body}, separators=(",", ":")).encode()
+
+
+def decode(packet: bytes) -> Message:
+    """The inverse of `encode`.
+
+    Raises:
+        PeerError: not a message, or its fields are not exactly those that it must have.
+    """
+    try:
+        body = json.loads(packet)
+        cls = _KINDS[body.pop("kind")]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PeerError(f"not a message of the checkpoint agent: {packet[:80]!r} ({error!r}).") from None
+    return _read(cls, body)
+
+
+_Record = TypeVar("_Record")
+
+
+def _read(cls: type[_Record], body: object) -> _Record:
+    assert is_dataclass(cls)
+    names = {field.name: str(field.type) for field in fields(cls)}
+    if not isinstance(body, dict) or body.keys() != names.keys():
+        found = sorted(body) if isinstance(body, dict) else body
+        raise PeerError(f"{cls.__name__} must have the fields {sorted(names)}, found {found}.")
+    read: object = cls(**{name: _value(f"{cls.__name__}.{name}", names[name], body[name]) for name in names})
+    assert isinstance(read, cls)
+    return read
+
+
+def _value(where: str, wanted: str, value: object) -> object:
+    if wanted == "Settings":
+        return _read(Settings, value)
+    if wanted == "tuple[int, ...]":
+        if isinstance(value, list) and all(type(item) is int for item in value):
+            return tuple(value)
+    elif wanted == "float":
+        if type(value) in (int, float):
+            return value
+    elif type(value).__name__ == wanted:
+        return value
+    raise PeerError(f"{where} must be {wanted}, found {value!r}.")
+
+
+def _short(value: object) -> object:
+    return value[:TEXT_CHARS] if isinstance(value, str) else value
+
+
+class Channel:
+    """One connection.  Closed, it stays closed; `receive` and `send` then say that the peer is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid != os.getuid():
+            connection.close()
+            raise ConfigError(
+                f"the other end of the checkpoint agent's socket belongs to user {uid}, not {os.getuid()}.",
+                hint="Do two users of this host run jobs of one name and directory?",
+            )
+        self._socket = connection
+        _channels.add(self)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Send one message.
+
+        Raises:
+            PeerError: the other side is gone, or has not read for `timeout`.
+        """
+        try:
+            self._socket.settimeout(timeout.total_seconds())
+            self._socket.send(encode(message))
+        except OSError as error:
+            raise PeerError(f"process {self.pid} does not take messages: {error}.") from error
+
+    def receive(self, timeout: timedelta) -> Message | None:
+        """The next message; None if none came in time.
+
+        Raises:
+            PeerError: the other side is gone, or speaks another language.
+        """
+        try:
+            self._socket.settimeout(timeout.total_seconds())
+            packet = self._socket.recv(PACKET_BYTES)
+        except (TimeoutError, BlockingIOError):
+            return None
+        except OSError as error:
+            raise PeerError(f"process {self.pid} is gone: {error}.") from error
+        if not packet:
+            raise PeerError(f"process {self.pid} is gone.")
+        return decode(packet)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+# A forked child (a data loader's worker) has copies of its parent's sockets: closing them lets the
+# other side see the end of the parent when it comes.
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for channel in list(_channels):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def address(directory: Path) -> str:
+    """Where the agent of the arena `directory` listens."""
+    digest = hashlib.blake2b(str(directory.resolve()).encode(), digest_size=12).hexdigest()
+    return f"\0resiliency-agent-{os.getuid()}-{digest}"
+
+
+def listen(directory: Path) -> socket.socket:
+    """Become the one agent of `directory`.
+
+    Raises:
+        ConfigError: there is one already.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address(directory))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{directory} has an agent already: {error}.", path=str(directory)) from error
+    listener.listen(128)
+    return listener
+
+
+def connect(directory: Path) -> Channel | None:
+    """A connection to the agent of `directory`; None if there is none (yet)."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(5)
+        connection.connect(address(directory))
+    except OSError:
+        connection.close()
+        return None
+    return Channel(connection)
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse what cannot work before anything is started.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    if settings.keep < 1 or settings.bytes_per_s < 0 or settings.save_timeout_s <= 0:
+        raise ConfigError(
+            f"keep must be at least 1, bandwidth not negative and the time for a save positive,"
+            f" found {settings.keep}, {settings.bytes_per_s} and {settings.save_timeout_s}."
+        )

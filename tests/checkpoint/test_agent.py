@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent and its trainers as real processes, killed for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.wire import (
+    Attach,
+    Bye,
+    Channel,
+    Done,
+    Save,
+    Settings,
+    connect,
+    decode,
+    encode,
+    listen,
+)
+from resiliency.errors import ConfigError, PeerError
+from resiliency.testing.processes import Command
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[str]:
+    name = f"agent-test-{os.getpid()}-{tmp_path.name}"
+    yield name
+    assert list(DEFAULT_ROOT.glob(f"resiliency-{name[:40]}*")) == []
+
+
+def train(job: str, directory: Path, *arguments: object) -> Command:
+    argv = [sys.executable, "-m", "tests.checkpoint.training_until_killed", directory, *map(str, arguments)]
+    return Command(argv, env={"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1"})
+
+
+def said(line: re.Match[str]) -> list[str]:
+    return line.string.split()
+
+
+def complete(directory: Path) -> list[int]:
+    found = list_checkpoints(LocalStorage(directory))
+    return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
+
+
+def ended(pid: int, timeout_s: float) -> bool:
+    """Wait for a process that may be no child of ours."""
+    try:
+        psutil.Process(pid).wait(timeout_s)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_a_killed_trainer_goes_on_from_memory_with_the_same_agent_and_bits(tmp_path: Path, job: str) -> None:
+    with train(job + "-b", tmp_path / "b", 20, 5) as whole:
+        expected = said(whole.wait_for_line("digest", timeout=60))
+        assert whole.wait(timeout=30) == 0
+    with train(job, tmp_path / "a", 20, 5, "park=10") as first:
+        agent = said(first.wait_for_line("agent", timeout=60))
+        first.wait_for_line("parked 10", timeout=60)
+        first.signal(signal.SIGKILL)
+        with train(job, tmp_path / "a", 20, 5) as second:
+            assert said(second.wait_for_line("agent", timeout=60)) == agent
+            assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "10", "memory"]
+            assert said(second.wait_for_line("digest", timeout=60)) == expected
+            assert second.wait(timeout=30) == 0
+        assert ended(int(agent[1]), 30)
+    assert complete(tmp_path / "a") == [10, 15, 20]
+
+
+def test_what_a_dead_trainer_had_captured_is_committed_and_then_nothing_is_left(
+    tmp_path: Path, job: str
+) -> None:
+    # 8 MB at 4 MB/s: the trainer is long dead when its last save is written.
+    with train(job, tmp_path, 10, 5, "park=5", "rate=4000000", "size=700000", "grace=1") as trainer:
+        agent = said(trainer.wait_for_line("agent", timeout=60))
+        assert trainer.wait_for_line("parked", timeout=60).string.split() == ["parked", "5", "captured"]
+        assert complete(tmp_path) == []
+        trainer.signal(signal.SIGKILL)
+        assert ended(int(agent[1]), 60)
+    assert complete(tmp_path) == [5]
+
+
+def test_after_an_exception_the_capture_is_committed_and_its_memory_given_back(
+    tmp_path: Path, job: str
+) -> None:
+    with train(job, tmp_path, 10, 5, "fail=10", "rate=100000000", "grace=1") as trainer:
+        agent = said(trainer.wait_for_line("agent", timeout=60))
+        assert trainer.wait(timeout=60) == 1
+        assert ended(int(agent[1]), 60)
+    assert complete(tmp_path)[-1] == 10
+
+
+def test_when_agent_and_trainer_are_killed_the_next_start_finds_the_capture_in_memory(
+    tmp_path: Path, job: str
+) -> None:
+    with train(job, tmp_path, 10, 5, "park=5", "rate=1000", "size=700000") as first:
+        agent = int(said(first.wait_for_line("agent", timeout=60))[1])
+        first.wait_for_line("parked", timeout=60)
+        first.signal(signal.SIGKILL)
+        os.kill(agent, signal.SIGKILL)
+        assert ended(agent, 30)
+    assert complete(tmp_path) == []
+    with train(job, tmp_path, 10, 5, "size=700000") as second:
+        assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "5", "memory"]
+        assert second.wait(timeout=60) == 0
+    assert complete(tmp_path) == [10]
+
+
+def test_sigterm_to_the_agent_commits_what_is_captured_without_the_bandwidth_cap(
+    tmp_path: Path, job: str
+) -> None:
+    with train(job, tmp_path, 10, 5, "park=5", "rate=20000", "size=700000", "grace=1") as trainer:
+        agent = int(said(trainer.wait_for_line("agent", timeout=60))[1])
+        trainer.wait_for_line("parked", timeout=60)
+        trainer.signal(signal.SIGKILL)
+        os.kill(agent, signal.SIGTERM)
+        assert ended(agent, 60)
+    assert complete(tmp_path) == [5]
+
+
+def test_the_agent_is_one_per_arena_sees_no_gpu_and_yields_to_training(tmp_path: Path, job: str) -> None:
+    with train(job, tmp_path, 10, 5, "park=5", "grace=1") as trainer:
+        agent = psutil.Process(int(said(trainer.wait_for_line("agent", timeout=60))[1]))
+        trainer.wait_for_line("parked", timeout=60)
+        assert agent.environ()["CUDA_VISIBLE_DEVICES"] == ""
+        assert agent.nice() == min(psutil.Process(trainer.pid).nice() + 10, 19)
+        assert agent.ionice().value == 7
+        with Command(agent.cmdline()) as second:
+            second.wait_for_line("has an agent already", timeout=60)
+            assert second.wait(timeout=30) == 2
+        trainer.signal(signal.SIGKILL)
+        assert ended(agent.pid, 30)
+
+
+def test_a_second_trainer_of_a_living_job_is_refused_by_name(tmp_path: Path, job: str) -> None:
+    with train(job, tmp_path, 10, 5, "park=5", "grace=1") as first:
+        agent = int(said(first.wait_for_line("agent", timeout=60))[1])
+        first.wait_for_line("parked", timeout=60)
+        with train(job, tmp_path, 10, 5) as second:
+            second.wait_for_line("owned by a living process", timeout=60)
+            assert second.wait(timeout=30) != 0
+        first.signal(signal.SIGKILL)
+        assert ended(agent, 30)
+
+
+# --- several hosts ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_agents_of_two_hosts_commit_together_and_one_that_dies_fails_the_save_on_both(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        argv = [sys.executable, "-m", "tests.checkpoint.two_hosts"]
+        env = {"OMP_NUM_THREADS": "1"}
+        (tmp_path / "store").unlink(missing_ok=True)
+        with (
+            Command([*argv, "0", str(tmp_path)], env=env) as first,
+            Command([*argv, "1", str(tmp_path)], env=env) as second,
+        ):
+            for rank, command in enumerate((first, second)):
+                assert command.wait(timeout=120) == 0
+                lines = [line for line in command.lines if line.startswith(("restored", "saved"))]
+                if attempt == 2:
+                    assert lines == [f"restored 3 disk 3.0 {rank}"]
+                    continue
+                assert lines[0] == f"restored 0 none 0.0 {rank}"
+                assert lines[1].split() == ["saved", "1", "committed"]
+                assert lines[2].startswith("saved 2 failed")
+                assert ("ranks did not finish" if rank == 0 else "was lost") in lines[2]
+                assert lines[3].split() == ["saved", "3", "committed"]
+        assert complete(tmp_path / "ckpt") == [1, 3]
+    parts = [(tmp_path / "ckpt" / "step=3" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert abs(parts[0] - parts[1]) < 1 << 20  # each tensor was written by one rank
+    assert [list((tmp_path / f"host-{rank}").iterdir()) for rank in (0, 1)] == [[], []]
+
+
+# --- examples ------------------------------------------------------------------------------------
+
+
+def torchrun(example: str, job: str, directory: Path, steps: int, *arguments: str) -> Command:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv += ["--max-restarts", "1", *arguments, str(EXAMPLES / example)]
+    argv += ["--ckpt-dir", str(directory), "--steps", str(steps), "--every", "10"]
+    env = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return Command(argv, env=env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["ddp_train.py", "fsdp2_train.py"])
+def test_an_example_whose_rank_is_killed_ends_with_the_same_bits(
+    tmp_path: Path, job: str, example: str
+) -> None:
+    with torchrun(example, job + "-b", tmp_path / "b", 60) as whole:
+        expected = said(whole.wait_for_line("rank 0 weights", timeout=120))[-1]
+        assert whole.wait(timeout=60) == 0
+    with torchrun(example, job, tmp_path / "a", 60) as killed:
+        killed.wait_for_line("rank 1 step 25 ", timeout=120)
+        os.kill(rank_pid(killed, 1), signal.SIGKILL)
+        start = killed.wait_for_line(r"rank 0 starts after step [1-9].*", timeout=120)
+        assert re.search(r"step (20|30|40|50) from (memory|disk)", start.string)
+        assert said(killed.wait_for_line("rank 0 weights", timeout=120))[-1] == expected
+        assert killed.wait(timeout=60) == 0
+    assert complete(tmp_path / "a")[-1] == 60
+
+
+def rank_pid(command: Command, rank: int) -> int:
+    for process in psutil.Process(command.pid).children(recursive=True):
+        if process.environ().get("RANK") == str(rank) and "agent_main" not in " ".join(process.cmdline()):
+            return process.pid
+    raise AssertionError(f"no rank {rank}")
+
+
+# --- the wire ------------------------------------------------------------------------------------
+
+SETTINGS = Settings(directory="/ckpt", keep=3, replicated=False, bytes_per_s=0, save_timeout_s=600.0)
+ATTACH = Attach(rank=1, world_size=2, local_ranks=(0, 1), run_id="r", session="s", settings=SETTINGS)
+DONE = Done(step=3, session="s", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
+
+
+@pytest.mark.parametrize("message", [ATTACH, DONE, Save(step=3, slot="slot-0"), Bye()])
+def test_a_message_comes_back_as_it_was_sent(message: Attach | Done | Save | Bye) -> None:
+    assert decode(encode(message)) == message
+
+
+def changed(**fields: object) -> bytes:
+    return json.dumps({**json.loads(encode(ATTACH)), **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("packet", "text"),
+    [
+        (b"GET / HTTP/1.1", "not a message"),
+        (b"[1]", "not a message"),
+        (b'{"kind":"dance"}', "not a message"),
+        (b'{"kind":"save","step":1}', "must have the fields"),
+        (changed(more=1), "must have the fields"),
+        (changed(rank="0"), "Attach.rank must be int"),
+        (changed(rank=True), "Attach.rank must be int"),
+        (changed(local_ranks=[0, "1"]), r"Attach.local_ranks must be tuple"),
+        (changed(settings=None), "Settings must have the fields"),
+    ],
+)
+def test_what_is_no_message_is_refused_with_what_was_expected(packet: bytes, text: str) -> None:
+    with pytest.raises(PeerError, match=text):
+        decode(packet)
+
+
+def test_an_arena_has_one_agent_and_its_peers_notice_its_end(tmp_path: Path) -> None:
+    assert connect(tmp_path) is None
+    listener = listen(tmp_path)
+    with pytest.raises(ConfigError, match="has an agent already"):
+        listen(tmp_path)
+    channel = connect(tmp_path)
+    assert channel is not None
+    served = Channel(listener.accept()[0])
+    listener.close()
+    assert (served.pid, channel.pid) == (os.getpid(), os.getpid())
+    assert served.receive(timedelta(0)) is None
+    channel.send(Bye())
+    assert served.receive(timedelta(seconds=5)) == Bye()
+    served.close()
+    with pytest.raises(PeerError, match="is gone"):
+        channel.receive(timedelta(seconds=5))
+    channel.close()
+    assert connect(tmp_path) is None
+
+
+def test_the_end_of_a_peer_is_noticed_although_a_forked_child_of_it_lives(tmp_path: Path) -> None:
+    listener = listen(tmp_path)
+    channel = connect(tmp_path)
+    assert channel is not None
+    served = Channel(listener.accept()[0])
+    hold, release = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(release)
+        os.read(hold, 1)  # until the test lets go
+        os._exit(0)
+    channel.close()
+    with pytest.raises(PeerError, match="is gone"):
+        served.receive(timedelta(seconds=5))
+    os.close(release)
+    os.close(hold)
+    assert os.waitpid(child, 0)[1] == 0
+    served.close()
+    listener.close()

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain-loop API in one process, with a real agent beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints
+from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.restoring import Restored, Tier
+from resiliency.checkpoint.saves import SaveState
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.errors import ConfigError, LayoutMismatch
+from resiliency.events import EventStream, EventType
+from resiliency.runtime import RunInfo
+from resiliency.testing import MemorySink
+
+SOON = timedelta(seconds=60)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def make_state(value: float, size: int = 1000) -> dict[str, object]:
+    return {"weights": torch.full((size,), float(value)), "lr": value}
+
+
+@dataclass
+class Place:
+    """Where one job of a test lives."""
+
+    root: Path
+    job: str
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "ckpt"
+
+    def open(self, *, events: EventStream | None = None, keep: int = 3, **options: object) -> Checkpointer:
+        options.setdefault("link", LinkOptions(silence=timedelta(seconds=5), grace=timedelta(seconds=5)))
+        return Checkpointer(
+            self.directory,
+            every_steps=1,
+            keep=keep,
+            info=RunInfo(job_name=self.job, host="here"),
+            events=events,
+            options=CheckpointerOptions(**options),  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path, f"test-{os.getpid()}-{tmp_path.name}")
+    yield place
+    assert [path for path in DEFAULT_ROOT.glob("resiliency-*") if tmp_path.name in path.name] == []
+
+
+def test_what_is_saved_comes_back_in_place_and_a_new_directory_has_nothing(place: Place) -> None:
+    with place.open() as checkpoints:
+        assert checkpoints.restore(make_state(0)) == Restored(step=0, tier=Tier.NONE)
+        handle = checkpoints.save(7, make_state(7))
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED
+        assert handle.record.size_bytes >= 4000
+    state = make_state(0)
+    weights = state["weights"]
+    with place.open() as checkpoints:
+        restored = checkpoints.restore(state)
+    assert (restored.step, restored.tier) == (7, Tier.DISK)
+    assert state["weights"] is weights
+    assert torch.equal(weights, torch.full((1000,), 7.0))
+    assert state["lr"] == 7
+
+
+def test_stock_torch_loads_what_the_agent_wrote(place: Place) -> None:
+    with place.open() as checkpoints:
+        checkpoints.save(1, make_state(3))
+    state = make_state(0)
+    dcp.load(state, checkpoint_id=place.directory / "step=1", no_dist=True)
+    assert torch.equal(state["weights"], torch.full((1000,), 3.0))  # type: ignore[arg-type]
+    assert state["lr"] == 3
+
+
+def test_the_newest_checkpoints_are_kept_and_older_ones_go(place: Place) -> None:
+    with place.open(keep=2) as checkpoints:
+        for step in range(1, 5):
+            assert checkpoints.save(step, make_state(step)).wait(SOON)
+    assert [found.step for found in list_checkpoints(LocalStorage(place.directory))] == [3, 4]
+
+
+def test_a_damaged_checkpoint_is_hidden_and_the_one_before_it_restored(place: Place) -> None:
+    with place.open() as checkpoints:
+        for step in (1, 2):
+            assert checkpoints.save(step, make_state(step)).wait(SOON)
+    data = place.directory / "step=2" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[content.index(bytes.fromhex("0000004000000040"))] ^= 1  # a weight, 2.0
+    data.write_bytes(content)
+    state = make_state(0)
+    with place.open() as checkpoints:
+        assert checkpoints.restore(state).step == 1
+    assert torch.equal(state["weights"], torch.full((1000,), 1.0))  # type: ignore[arg-type]
+    assert inspect(LocalStorage(place.directory), 2).condition is Condition.UNFINISHED
+
+
+def test_another_model_is_refused_with_both_shapes_and_stays_as_it_is(place: Place) -> None:
+    with place.open() as checkpoints:
+        checkpoints.save(1, make_state(1))
+    state = make_state(9, size=2000)
+    with place.open() as checkpoints, pytest.raises(LayoutMismatch, match=r"1000.*2000"):
+        checkpoints.restore(state)
+    assert torch.equal(state["weights"], torch.full((2000,), 9.0))  # type: ignore[arg-type]
+
+
+def test_saves_that_slow_storage_cannot_take_are_skipped_and_counted_while_training_runs(
+    place: Place,
+) -> None:
+    sink = MemorySink()
+    events = EventStream(RunInfo(job_name="j", rank=0), [sink])
+    with place.open(bytes_per_s=32 << 20, events=events) as checkpoints:
+        state = make_state(1, size=16 << 20)  # 64 MiB: two seconds each
+        handles = [checkpoints.save(step, state) for step in range(1, 6)]
+        states = [handle.state for handle in handles]
+        assert states.count(SaveState.SKIPPED) >= 2
+        assert checkpoints.wait(SOON)
+        text = checkpoints.metrics_text()
+    skipped = states.count(SaveState.SKIPPED)
+    assert f'saves_total{{rank="0",outcome="skipped"}} {skipped}' in text
+    assert {handle.state for handle in handles} == {SaveState.SKIPPED, SaveState.COMMITTED}
+    assert "slower than the interval" in next(h.record.why for h in handles if h.state is SaveState.SKIPPED)
+    types = [event.type for event in sink.events]
+    assert types.count(EventType.SAVE_STARTED) == types.count(EventType.SAVE_RELEASED) == 5
+    assert types.count(EventType.SAVE_FAILED) == skipped
+    assert types.count(EventType.CHECKPOINT_SAVED) == 5 - skipped
+
+
+def test_a_step_is_saved_once_in_order_and_again_only_if_it_was_skipped_or_failed(place: Place) -> None:
+    with place.open(bytes_per_s=32 << 20) as checkpoints:
+        state = make_state(1, size=8 << 20)
+        handles = [checkpoints.save(step, state) for step in range(1, 5)]
+        assert handles[-1].state is SaveState.SKIPPED
+        assert checkpoints.wait(SOON)
+        again = checkpoints.save(4, state)
+        assert again is not handles[-1]
+        assert again.wait(SOON)
+        assert again.state is SaveState.COMMITTED
+        assert checkpoints.save(4, state) is again
+        with pytest.raises(ConfigError, match="step 3 comes after step 4"):
+            checkpoints.save(3, state)
+
+
+def test_a_directory_of_others_fails_the_save_by_name_and_the_next_one_commits(place: Place) -> None:
+    with place.open() as checkpoints:
+        place.directory.mkdir(exist_ok=True)
+        (place.directory / "step=1").mkdir()
+        (place.directory / "step=1" / "somebody else's").touch()
+        failed, good = checkpoints.save(1, make_state(1)), checkpoints.save(2, make_state(2))
+        assert failed.wait(SOON)
+        assert good.wait(SOON)
+    assert failed.state is SaveState.FAILED
+    assert "was not written by this library" in failed.record.why
+    assert good.state is SaveState.COMMITTED
+
+
+@pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")
+def test_training_is_held_by_the_optimizer_it_knows_and_the_capture_is_of_one_step(place: Place) -> None:
+    weights = torch.nn.Parameter(torch.zeros(1 << 22))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    with place.open() as checkpoints:
+        for step in range(1, 6):
+            weights.grad = torch.full_like(weights, -1.0)
+            optimizer.step()
+            if step == 5:
+                assert checkpoints.wait(SOON)
+            assert checkpoints.save(step, {"weights": weights, "optimizer": optimizer})
+        weights.grad = torch.full_like(weights, -1.0)
+        optimizer.step()
+    stored = [found.step for found in list_checkpoints(LocalStorage(place.directory))]
+    assert stored[-1] == 5
+    for step in stored:
+        found = {"weights": torch.zeros(1 << 22)}
+        dcp.load(found, checkpoint_id=place.directory / f"step={step}", no_dist=True)
+        assert found["weights"].unique().tolist() == [float(step)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"),
+    [
+        ("idle", signal.SIGKILL),
+        ("claimed", signal.SIGKILL),
+        ("writing", signal.SIGKILL),
+        pytest.param("writing", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+    ids=["killed-idle", "killed-after-its-claim", "killed-writing", "stopped-writing"],
+)
+def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
+    place: Place, phase: str, kind: signal.Signals
+) -> None:
+    with place.open(bytes_per_s=16 << 20) as checkpoints:
+        state = make_state(1, size=6 << 20)
+        assert checkpoints.save(1, make_state(1)).wait(SOON)
+        pid = checkpoints.agent_pid
+        if phase != "idle":
+            handle = checkpoints.save(2, state)
+            wait_for(
+                place.directory / {"claimed": "step=2-unfinished", "writing": "step=2/__0_0.distcp"}[phase]
+            )
+        os.kill(pid, kind)
+        if phase == "idle":
+            handle = checkpoints.save(2, state)
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.FAILED or phase == "idle"
+        if handle.state is SaveState.FAILED:
+            assert f"process {pid}" in handle.record.why
+        assert checkpoints.save(3, make_state(3)).wait(SOON)
+        assert checkpoints.agent_pid not in (0, pid)
+        assert 'agent_losses_total{rank="0"} 1' in checkpoints.metrics_text()
+    conditions = {f.step: f.condition for f in list_checkpoints(LocalStorage(place.directory))}
+    assert conditions[1] is conditions[3] is Condition.COMPLETE
+    assert (2 in conditions) == (handle.state is SaveState.COMMITTED)
+
+
+def wait_for(path: Path) -> None:
+    """Nothing tells of a file that another process makes, so look."""
+    pause = threading.Event()
+    for _ in range(6000):
+        if path.exists():
+            return
+        pause.wait(0.005)
+    raise AssertionError(f"{path} did not appear")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"keep": 0}, "keep must be at least 1"), ({"bytes_per_s": -1}, "bandwidth not negative")],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(
+    place: Place, wrong: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        place.open(**wrong)
+
+
+def test_several_ranks_without_a_process_group_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="init_process_group"):
+        Checkpointer(tmp_path, info=RunInfo(rank=1, world_size=2))
+
+
+def test_an_object_that_cannot_be_saved_is_named_and_leaves_the_checkpointer_usable(place: Place) -> None:
+    with place.open() as checkpoints:
+        with pytest.raises(ConfigError, match="lock"):
+            checkpoints.save(1, {"lock": threading.Lock()})
+        assert checkpoints.save(2, make_state(2)).wait(SOON)
+
+
+def test_many_saves_leave_no_threads_files_or_processes_behind(place: Place) -> None:
+    with place.open() as checkpoints:
+        agent = psutil.Process(checkpoints.agent_pid)
+        counts = []
+        for step in range(1, 301):
+            handle = checkpoints.save(step, make_state(step))
+            assert handle.wait(SOON)
+            assert handle.state is SaveState.COMMITTED
+            if step in (30, 300):
+                shm = sorted(p.name for p in DEFAULT_ROOT.glob("resiliency-*/**/*"))
+                me = psutil.Process()
+                counts.append(
+                    [(p.num_fds(), p.num_threads(), len(p.children())) for p in (me, agent)] + [shm]
+                )
+        assert counts[0] == counts[1]

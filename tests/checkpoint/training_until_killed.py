@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small training program for tests of the agent: one rank, a state that depends on every step.
+
+    python -m tests.checkpoint.training_until_killed DIRECTORY STEPS EVERY [park=STEP] [rate=BYTES/S]
+        [grace=SECONDS] [size=FLOATS] [fail=STEP]
+
+It says where it starts, what became of each save, and a digest of its weights at the end.  At the
+step to park at it saves, waits until that is captured, says so and stops for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from datetime import timedelta
+
+import torch
+
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, SaveState
+from resiliency.checkpoint.agent_link import LinkOptions
+
+SOON = timedelta(seconds=60)
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def main() -> None:
+    directory, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    extra = dict(part.split("=") for part in sys.argv[4:])
+    options = CheckpointerOptions(
+        bytes_per_s=int(extra.get("rate", 0)),
+        link=LinkOptions(grace=timedelta(seconds=float(extra.get("grace", 60)))),
+    )
+    park, fail = int(extra.get("park", -1)), int(extra.get("fail", -1))
+    torch.manual_seed(0)
+    weights = torch.nn.Parameter(torch.zeros(int(extra.get("size", 1000))))
+    optimizer = torch.optim.AdamW([weights], lr=0.1)
+    state = {"weights": weights, "optimizer": optimizer}
+    with Checkpointer(directory, every_steps=every, keep=3, options=options) as checkpoints:
+        say("agent", checkpoints.agent_pid)
+        restored = checkpoints.restore(state)
+        say("restored", restored.step, restored.tier.value)
+        for step in range(restored.step + 1, steps + 1):
+            weights.grad = torch.full_like(weights, 1.0 / step)
+            optimizer.step()
+            handle = checkpoints.step(step, state)
+            if step == fail:
+                raise SystemExit("training failed")
+            if step == park:
+                assert handle is not None
+                assert handle.wait(SOON, until=SaveState.CAPTURED)
+                say("parked", step, handle.state.value)
+                threading.Event().wait()
+            if handle is not None and not extra.get("rate"):
+                assert handle.wait(SOON)
+                say("saved", step, handle.state.value)
+        say("digest", hashlib.sha256(weights.detach().numpy().tobytes()).hexdigest())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of two that share a directory and nothing else: each has an arena and an agent of its own.
+
+    python -m tests.checkpoint.two_hosts RANK ROOT
+
+Rank 1 kills its agent in the middle of step 2.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions
+from resiliency.runtime import RunInfo
+from tests.checkpoint.test_checkpointer import wait_for
+
+SOON = timedelta(seconds=60)
+STEPS = 3
+
+
+def main(rank: int, root: Path) -> None:
+    store = dist.FileStore(str(root / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=SOON)
+    arenas = root / f"host-{rank}"
+    arenas.mkdir(exist_ok=True)
+    options = CheckpointerOptions(arena_root=arenas, save_timeout=timedelta(seconds=6), bytes_per_s=16 << 20)
+    info = RunInfo(job_name="two", host=f"host-{rank}", rank=rank, world_size=2)
+    state = {"shared": torch.zeros(4 << 20), "also": torch.zeros(4 << 20), "rank": rank}
+    with Checkpointer(root / "ckpt", replicated=True, info=info, options=options) as checkpoints:
+        restored = checkpoints.restore(state)
+        value = float(state["shared"][0])
+        print("restored", restored.step, restored.tier.value, value, state["rank"], flush=True)
+        for step in range(restored.step + 1, STEPS + 1):
+            for name in ("shared", "also"):
+                state[name].fill_(step)
+            handle = checkpoints.save(step, state)
+            if step == 2 and rank == 1:
+                wait_for(root / "ckpt" / "step=2" / "__1_0.distcp")
+                os.kill(checkpoints.agent_pid, signal.SIGKILL)
+            assert handle.wait(SOON)
+            print("saved", step, handle.state.value, handle.record.why, flush=True)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
