@@ -16,7 +16,7 @@ from resiliency.errors import ConfigError
 
 
 def main() -> int:
-    """Run one rank.  Exit codes: 0 done, 1 training failed, 2 the flags cannot work."""
+    """Run one rank.  Exit codes: 0 done, 1 training failed, 2 the flags cannot work, 143 SIGTERM."""
     import flags
 
     from resiliency.events import EventType

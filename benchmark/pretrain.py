@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,8 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
     """Train one rank to its end.
 
     Returns:
-        The exit code of the process: 0 done, 1 failed (the log says why), 2 cannot run here.
+        The exit code of the process: 0 done, 1 failed (the log says why), 2 cannot run here,
+        143 stopped by SIGTERM.
     """
     log.configure(info, level=workload.log_level)
     try:
@@ -43,6 +45,8 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
     _import_stack(workload.log_level)
     log.configure(info, level=workload.log_level)  # NeMo's import adds handlers of its own
     events.emit(EventType.IMPORTED)
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
     with _log_directory(workload, info) as log_dir:
         try:
             _train(workload, info, events, log_dir)
@@ -51,6 +55,10 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
             logger.error("%s", error)
             logger.debug("the error came from here", exc_info=True)
             return 1
+        except SIGTERMException:
+            # Lightning's exception would end the process with 0, as if training were done.
+            logger.warning("stopped by SIGTERM; the steps since the last checkpoint are not kept")
+            return 128 + signal.SIGTERM
     return 0
 
 
