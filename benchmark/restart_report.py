@@ -219,8 +219,9 @@ def as_markdown(report: Report) -> str:
             *(["", "Runs that failed:", "", *failures] if failures else []),
             "",
             "Limits: one host, CPU and gloo, so no CUDA or NCCL start-up; the kernel tells the start of a",
-            "process to 10 ms; torch's rendezvous waits a random 0 to 0.3 s at a first restart; a stage",
-            "counts as reached when the last rank has reached it.  How spans are told apart:",
+            "process to 10 ms; torchrun and ft_launcher wait a random 0 to 0.3 s at a first restart, which",
+            "launcher.py leaves out on one host; a stage counts as reached when the last rank has reached",
+            "it.  How spans are told apart:",
             "[README](README.md).",
             "",
         ]
