@@ -17,13 +17,14 @@ from resiliency.errors import ConfigError
 
 def main() -> int:
     """Run one rank.  Exit codes: 0 done, 1 training failed, 2 the flags cannot work, 143 SIGTERM."""
+    import command_line
     import flags
 
     from resiliency.events import EventType
     from resiliency.goodput_measure.tracker import open_event_stream
     from resiliency.runtime import RunInfo, process_start_time
 
-    flags.build_parser().parse_args()  # --help and unknown flags, before torch is imported
+    command_line.build_parser().parse_args()  # --help and unknown flags, before torch is imported
     _silence_import_warnings()
     import torch
 
