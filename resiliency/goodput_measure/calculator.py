@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _checked(_parser().parse_args(argv))
         _run(arguments)
+        sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's end
     except _NoEvents as error:
         print(f"calculator: {error}", file=sys.stderr)
         return NO_EVENTS
