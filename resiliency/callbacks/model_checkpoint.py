@@ -26,6 +26,7 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
+from resiliency.plugins.dist_ckpt import is_rank_zero
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     @staticmethod
     def set_checkpoint_unfinished_marker(checkpoint_path: str | Path, barrier_after: bool = False) -> None:
         """Mark, and clear what an attempt that did not finish left at the same step."""
-        if _is_rank_zero():
+        if is_rank_zero():
             directory = Path(ckpt_to_dir(checkpoint_path))
             manifest.mark_unfinished(directory)
             if directory.exists():
@@ -191,12 +192,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         """The commit: from here on readers take the checkpoint."""
         if barrier_before and dist.is_initialized():
             dist.barrier()
-        if _is_rank_zero():
+        if is_rank_zero():
             directory = Path(ckpt_to_dir(checkpoint_path))
             manifest.fsync_directory(directory)
             manifest.marker_of(directory).unlink(missing_ok=True)
             manifest.fsync_directory(directory.parent)
-
-
-def _is_rank_zero() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

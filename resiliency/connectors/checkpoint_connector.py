@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from resiliency.errors import CheckpointCorrupt, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
-from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, set_rng_state
+from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero, set_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class CheckpointConnector(_CheckpointConnector):
                 return path
             for problem in problems:
                 logger.error("checkpoint %s is not used: %s", path, problem)
-            if _is_rank_zero():
+            if is_rank_zero():
                 manifest.mark_unfinished(path)
         if candidates:
             tried = min(len(candidates), self._max_attempts)
@@ -159,7 +159,3 @@ def _verify_together(path: Path) -> list[str]:
     problem = manifest.verify(path, part=dist.get_rank(), parts=dist.get_world_size())
     dist.all_gather_object(verdicts, problem)
     return sorted({verdict for verdict in verdicts if verdict})
-
-
-def _is_rank_zero() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -175,6 +175,11 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def is_rank_zero() -> bool:
+    """True in global rank 0, and where no process group exists."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _seal(directory: Path, step: int) -> None:
-    if dist.get_rank() == 0:
+    if is_rank_zero():
         manifest.seal(directory, step=step, world_size=dist.get_world_size())
