@@ -131,6 +131,8 @@ def test_sigterm_to_the_agent_commits_what_is_captured_without_the_bandwidth_cap
         agent = int(said(trainer.wait_for_line("agent", timeout=60))[1])
         trainer.wait_for_line("parked", timeout=60)
         trainer.signal(signal.SIGKILL)
+        # A trainer that is still dying holds the job's lock, and the agent leaves its captures alone.
+        trainer.wait(timeout=60)
         os.kill(agent, signal.SIGTERM)
         assert ended(agent, 60)
     assert complete(tmp_path) == [5]
