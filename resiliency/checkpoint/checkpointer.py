@@ -35,6 +35,7 @@ from resiliency.checkpoint.arena import DEFAULT_ROOT, RankArena, clean_up, job_d
 from resiliency.checkpoint.capture import Capture, CaptureOptions, Capturer, Outcome
 from resiliency.checkpoint.restoring import Restored, Restorer
 from resiliency.checkpoint.saves import FINAL, SaveHandle, SaveLog, SaveRecord, SaveState
+from resiliency.checkpoint.step_times import Excess, StepTimes
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip, check_settings
 from resiliency.errors import ConfigError, ResiliencyError
@@ -129,6 +130,7 @@ class Checkpointer:
         self._optimizers = list(optimizers)
         self._hooks: dict[int, Any] = {}
         self._log = SaveLog()
+        self._times = StepTimes(time.monotonic)
         self._newest: SaveHandle | None = None
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[SaveHandle, Capture]] = {}
@@ -188,6 +190,7 @@ class Checkpointer:
 
     def step(self, step: int, state: object) -> SaveHandle | None:
         """Say that `step` optimizer steps are done; saves when it is time to."""
+        self._note_excess(self._times.tick(self._capturer.stats.held_s))
         if self._every_steps and step % self._every_steps == 0:
             return self.save(step, state)
         return None
@@ -213,6 +216,7 @@ class Checkpointer:
                     f"step {step} comes after step {newest.step}: steps are saved in growing order.",
                     step=step,
                 )
+        self._note_excess(self._times.saved(step))
         handle = self._newest = SaveHandle(step)
         self._emit(EventType.SAVE_STARTED, step)
         capture = self._capturer.begin(state, step, keep=True)
@@ -327,6 +331,12 @@ class Checkpointer:
             if id(optimizer) not in self._hooks:
                 self._hooks[id(optimizer)] = self._capturer.install_fence(optimizer)
         return bool(self._hooks)
+
+    def _note_excess(self, excess: Excess | None) -> None:
+        if excess is not None and self._newest is not None and self._newest.step == excess.step:
+            self._newest._learn_excess(excess.excess_s)
+            self._log.add_excess(excess.excess_s)
+            logger.debug("excess of the save of step %d: %+.3f s", excess.step, excess.excess_s)
 
     def _deliver(self) -> None:
         """In the courier's thread: tell the agent of each capture once it is whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 
@@ -31,6 +31,8 @@ class SaveRecord:
         held_s: how long training stood still when the save began; a fence may add to it later.
         queued_s: until the agent began to write.
         commit_s: from then until it was durable on all ranks.
+        excess_s: how much longer the ten steps after it took than undisturbed ones; None until that is
+            known, see `resiliency.checkpoint.step_times`.
     """
 
     step: int
@@ -40,6 +42,7 @@ class SaveRecord:
     held_s: float = 0.0
     queued_s: float = 0.0
     commit_s: float = 0.0
+    excess_s: float | None = None
 
 
 class SaveHandle:
@@ -69,8 +72,12 @@ class SaveHandle:
 
     def _update(self, record: SaveRecord) -> None:
         with self._changed:
-            self._record = record
+            self._record = replace(record, excess_s=self._record.excess_s)
             self._changed.notify_all()
+
+    def _learn_excess(self, excess_s: float) -> None:
+        with self._changed:
+            self._record = replace(self._record, excess_s=excess_s)
 
 
 class SaveLog:
@@ -79,7 +86,7 @@ class SaveLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[SaveState] = Counter()
-        self._held_s = self._commit_s = 0.0
+        self._held_s = self._commit_s = self._excess_s = 0.0
         self._bytes = 0
         self._last_step = 0
 
@@ -92,12 +99,18 @@ class SaveLog:
                 self._bytes += record.size_bytes
                 self._last_step = max(self._last_step, record.step)
 
+    def add_excess(self, excess_s: float) -> None:
+        with self._lock:
+            self._excess_s += excess_s
+
     def metrics_text(self, *, rank: int, agent_losses: int) -> str:
         """Prometheus' text format."""
         with self._lock:
             counts = {state: self._counts[state] for state in SaveState if state in FINAL}
             values = {
                 "held_seconds_total": ("counter", round(self._held_s, 6)),
+                # A gauge: steps may also have become faster.
+                "excess_seconds": ("gauge", round(self._excess_s, 6)),
                 "commit_seconds_total": ("counter", round(self._commit_s, 6)),
                 "committed_bytes_total": ("counter", self._bytes),
                 "last_committed_step": ("gauge", self._last_step),

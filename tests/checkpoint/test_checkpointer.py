@@ -47,11 +47,13 @@ class Place:
     def directory(self) -> Path:
         return self.root / "ckpt"
 
-    def open(self, *, events: EventStream | None = None, keep: int = 3, **options: object) -> Checkpointer:
+    def open(
+        self, *, events: EventStream | None = None, keep: int = 3, every_steps: int = 1, **options: object
+    ) -> Checkpointer:
         options.setdefault("link", LinkOptions(silence=timedelta(seconds=5), grace=timedelta(seconds=5)))
         return Checkpointer(
             self.directory,
-            every_steps=1,
+            every_steps=every_steps,
             keep=keep,
             info=RunInfo(job_name=self.job, host="here"),
             events=events,
@@ -143,6 +145,21 @@ def test_saves_that_slow_storage_cannot_take_are_skipped_and_counted_while_train
     assert types.count(EventType.SAVE_STARTED) == types.count(EventType.SAVE_RELEASED) == 5
     assert types.count(EventType.SAVE_FAILED) == skipped
     assert types.count(EventType.CHECKPOINT_SAVED) == 5 - skipped
+
+
+def test_the_steps_after_a_save_are_compared_with_undisturbed_ones(place: Place) -> None:
+    with place.open(every_steps=20) as checkpoints:
+        state = make_state(1)
+        handles = [checkpoints.step(step, state) for step in range(1, 30)]
+        save = handles[19]
+        assert save is not None
+        assert save.record.excess_s is None
+        checkpoints.step(30, state)
+        assert save.record.excess_s is not None
+        assert save.wait(SOON)
+        assert save.record.excess_s is not None  # the end of the save keeps it
+        excess = f'excess_seconds{{rank="0"}} {round(save.record.excess_s, 6)}'
+        assert excess in checkpoints.metrics_text()
 
 
 def test_a_step_is_saved_once_in_order_and_again_only_if_it_was_skipped_or_failed(place: Place) -> None:
