@@ -33,27 +33,32 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from resiliency.checkpoint._compat import DCP_VERSION, StorageInfo
-from resiliency.checkpoint.local_format import add_blobs, state_key
+from resiliency.checkpoint.local_format import add_blobs
 from resiliency.checkpoint.manifest import BlobRecord, RankIndex, TensorRecord
 from resiliency.checkpoint.shard_file import DEFAULT_THREADS, FileRecord, Pace, Piece, write_shard_file
 from resiliency.checkpoint.storage import PAGE_BYTES, Buffer, Storage
 from resiliency.checkpoint.table import Shard, TensorEntry, TensorView, contiguous_stride
-from resiliency.checkpoint.torch_record import envelope, memory_of
+from resiliency.checkpoint.torch_record import RecordFile, memory_of
 from resiliency.errors import CheckpointIncomplete, LayoutMismatch
 
 logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
-#: Smaller tensors are copied into a chunk with their neighbours anyway: no page for each of them.
-_PAGE_ALIGNED_FROM_BYTES = 1 << 20
 
 Path = tuple[str | int, ...]
 #: Gives the leaves of a shard's state that are no tensors, each with its place in the tree.
 Leaves = Callable[[Shard], Iterable[tuple[Path, object]]]
+#: Gives the keys and bytes of a shard's objects that stock readers look up by name, from every rank.
+Objects = Callable[[Shard], Iterable[tuple[str, bytes]]]
 
 
 def no_leaves(shard: Shard) -> Iterable[tuple[Path, object]]:
     """The default: plain values are read by this library alone."""
+    return ()
+
+
+def no_objects(shard: Shard) -> Iterable[tuple[str, bytes]]:
+    """The default: no rank adds an object of its own."""
     return ()
 
 
@@ -67,6 +72,7 @@ class DcpFormat:
             parallelism): each is written by one rank, and the bytes are balanced.  Without it
             every rank writes its own, since they might differ.
         leaves: values that stock readers shall find as well; rank 0's are written.
+        objects: records of `torch.save` that stock readers shall find as well; of all ranks.
         threads: writers per rank.
         pace: called before each chunk with its size, see `resiliency.checkpoint.shard_file.Pace`.
         extra_files: files of other readers to put beside (name to bytes), such as Megatron's.
@@ -79,12 +85,14 @@ class DcpFormat:
         *,
         spread_unsharded: bool = False,
         leaves: Leaves = no_leaves,
+        objects: Objects = no_objects,
         threads: int = DEFAULT_THREADS,
         pace: Pace | None = None,
         extra_files: dict[str, bytes] | None = None,
     ) -> None:
         self._spread = spread_unsharded
         self._leaves = leaves
+        self._objects = objects
         self._threads = threads
         self._pace = pace
         self._extra_files = dict(extra_files or {})
@@ -111,6 +119,8 @@ class DcpFormat:
                 plan.add_view(view)
         for path, value in self._leaves(shard) if shard.rank == 0 else ():
             plan.add_leaf(path, value)
+        for key, content in self._objects(shard):
+            plan.add_object(key, content, (key,))
         blobs = add_blobs(plan.pieces, plan.file, shard)
         data = write_shard_file(
             storage,
@@ -134,11 +144,17 @@ class DcpFormat:
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
         """Write `.metadata` from all indexes, and the extra files."""
-        content = {**self._extra_files, METADATA: pickle.dumps(dcp_metadata(indexes))}
-        return [
-            write_shard_file(storage, directory, name, [Piece(0, data)], len(data))
-            for name, data in content.items()
-        ]
+        return self.seal_with(storage, directory, dcp_metadata(indexes))
+
+    def seal_with(self, storage: Storage, directory: str, metadata: Metadata) -> Sequence[FileRecord]:
+        """Write `metadata` and the extra files: for formats that add to the metadata."""
+        content = {**self._extra_files, METADATA: pickle.dumps(metadata)}
+        return [write_whole_file(storage, directory, name, data) for name, data in content.items()]
+
+
+def write_whole_file(storage: Storage, directory: str, name: str, data: bytes) -> FileRecord:
+    """A small file of a checkpoint, durable and with its checksums."""
+    return write_shard_file(storage, directory, name, [Piece(0, data)], len(data))
 
 
 def _is_block(entry: TensorEntry) -> bool:
@@ -159,15 +175,14 @@ def _written_elsewhere(shard: Shard) -> frozenset[str]:
     return frozenset(others)
 
 
-class _FilePlan:
+class _FilePlan(RecordFile):
     """What comes where in the file of one rank."""
 
     def __init__(self, file: str, shard: Shard) -> None:
+        super().__init__()
         self.file = file
-        self.pieces: list[Piece] = []
         self.tensors: list[TensorRecord] = []
         self.blobs: list[BlobRecord] = []
-        self.end = 0
         self._shard = shard
 
     def add_entry(self, entry: TensorEntry) -> None:
@@ -177,9 +192,9 @@ class _FilePlan:
         if hidden:
             # Only this library reads it; the views of a base are written out for all others.
             self.end += (residue - self.end) % PAGE_BYTES
-            position, record = self._put(data), None
+            position, record = self.put(data), None
         else:
-            position, record = self._put_record(entry.dtype, entry.shape, data, residue)
+            position, record = self.put_record(stored_dtype(entry.dtype), entry.shape, data, residue)
         self._note(entry, position, entry.size_bytes, record, hidden=hidden)
 
     def add_view(self, view: TensorView) -> None:
@@ -189,15 +204,16 @@ class _FilePlan:
             self._note(view, twin.position, twin.size_bytes, twin.record)
             return
         data = _window(self._shard, view)
-        position, record = self._put_record(view.dtype, view.shape, data, 0)
+        position, record = self.put_record(stored_dtype(view.dtype), view.shape, data, 0)
         self._note(view, position, memoryview(data).nbytes, record)
 
     def add_leaf(self, path: Path, value: object) -> None:
         file = io.BytesIO()
         torch.save(value, file)
-        data = file.getvalue()
-        key = ".".join(str(part) for part in path)
-        position = self._put(data)
+        self.add_object(".".join(str(part) for part in path), file.getvalue(), path)
+
+    def add_object(self, key: str, data: bytes, path: Path) -> None:
+        position = self.put(data)
         self.blobs.append(
             BlobRecord(key=key, file=self.file, position=position, size_bytes=len(data), path=path)
         )
@@ -206,33 +222,11 @@ class _FilePlan:
         base = self._shard.layout.by_key[view.base]
         return (
             not base.is_base
-            and twin.key == state_key(base)
+            and twin.key == self._shard.layout.disk_names[base.key]
             and twin.offsets == base.global_offset
             and (view.dtype, view.shape, view.offset_bytes) == (base.dtype, base.shape, 0)
             and view.stride == contiguous_stride(view.shape)
         )
-
-    def _put(self, data: Buffer) -> int:
-        position = self.end
-        self.pieces.append(Piece(position, data))
-        self.end += memoryview(data).nbytes
-        return position
-
-    def _put_record(
-        self, dtype: str, shape: tuple[int, ...], data: Buffer, residue: int
-    ) -> tuple[int, tuple[int, int]]:
-        large = memoryview(data).nbytes >= _PAGE_ALIGNED_FROM_BYTES
-        around = envelope(
-            _stored_dtype(dtype),
-            shape,
-            position=self.end,
-            alignment=PAGE_BYTES if large else 64,
-            residue=residue if large else 0,
-        )
-        start = self._put(around.head)
-        position = self._put(data)
-        self._put(around.tail)
-        return position, (start, self.end - start)
 
     def _note(
         self,
@@ -245,7 +239,7 @@ class _FilePlan:
     ) -> None:
         self.tensors.append(
             TensorRecord(
-                key=state_key(item),
+                key=self._shard.layout.disk_names[item.key],
                 dtype=item.dtype,
                 global_shape=item.global_shape,
                 offsets=item.global_offset,
@@ -256,6 +250,7 @@ class _FilePlan:
                 path=item.path if item.name == item.key else (item.name,),
                 record=record,
                 hidden=hidden,
+                attributes=item.attributes,
             )
         )
 
@@ -263,7 +258,7 @@ class _FilePlan:
 _QUANTIZED = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 
 
-def _stored_dtype(dtype: str) -> torch.dtype:
+def stored_dtype(dtype: str) -> torch.dtype:
     """The dtype that stock readers see: quantized tensors appear as their integers."""
     found: torch.dtype = _QUANTIZED.get(dtype) or getattr(torch, dtype)
     return found
@@ -272,7 +267,7 @@ def _stored_dtype(dtype: str) -> torch.dtype:
 def _window(shard: Shard, view: TensorView) -> Buffer:
     """The bytes of a view in row-major order: a slice of the slot, or else a copy."""
     base = shard.layout.by_key[view.base]
-    dtype = _stored_dtype(view.dtype)
+    dtype = stored_dtype(view.dtype)
     start = base.offset_bytes + view.offset_bytes
     size = math.prod(view.shape) * dtype.itemsize
     if size == 0 or view.stride == contiguous_stride(view.shape):
@@ -299,12 +294,14 @@ def dcp_metadata(indexes: Sequence[RankIndex]) -> Metadata:
         for record in index.tensors:
             if not record.hidden:
                 _add_part(merged, tensors, record, index.rank)
-        for blob in index.blobs:
-            if blob.path:
-                merged.state_dict_metadata[blob.key] = BytesStorageMetadata()
-                merged.planner_data[blob.key] = blob.path
-                place = StorageInfo(blob.file, blob.position, blob.size_bytes)
-                merged.storage_data[MetadataIndex(blob.key)] = place
+    for blob in (blob for index in indexes for blob in index.blobs if blob.path):
+        if blob.key in tensors:
+            logger.warning("%s is a tensor and a value: stock readers will not find the value", blob.key)
+            continue
+        merged.state_dict_metadata[blob.key] = BytesStorageMetadata()
+        merged.planner_data[blob.key] = blob.path
+        place = StorageInfo(blob.file, blob.position, blob.size_bytes)
+        merged.storage_data[MetadataIndex(blob.key)] = place
     for key, tensor in tensors.items():
         _check_whole(key, tensor)
     merged.state_dict_metadata.update(tensors)
@@ -315,7 +312,7 @@ def dcp_metadata(indexes: Sequence[RankIndex]) -> Metadata:
 def _add_part(
     merged: Metadata, tensors: dict[str, TensorStorageMetadata], record: TensorRecord, rank: int
 ) -> None:
-    dtype, size = _stored_dtype(record.dtype), torch.Size(record.global_shape)
+    dtype, size = stored_dtype(record.dtype), torch.Size(record.global_shape)
     tensor = tensors.setdefault(
         record.key, TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=[])
     )

@@ -9,11 +9,20 @@ installed here, are left out: this library's own readers still find them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from resiliency.checkpoint.nodes import (
+    DataclassNode,
+    DictNode,
+    Node,
+    ObjectNode,
+    SequenceNode,
+    StatefulNode,
+    ValueNode,
+)
 from resiliency.checkpoint.skeleton import from_bytes
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.values import Allowed, decode, load_values
@@ -31,6 +40,8 @@ class _Unknown:
 class PlainLeaves:
     """For `DcpFormat(leaves=PlainLeaves())`.
 
+    The tree is walked and not rebuilt, so a state may have containers of any class.
+
     Args:
         allow: classes that values may name, see `resiliency.checkpoint.values`.
     """
@@ -39,35 +50,36 @@ class PlainLeaves:
         self._allowed = Allowed(allow)
 
     def __call__(self, shard: Shard) -> list[tuple[Path, object]]:
-        state = from_bytes(shard.layout.skeleton).rebuild(_Hollow(shard, self._allowed))
-        return list(_leaves((), state))
+        values = load_values(shard.values)
+
+        def value(index: int) -> object:
+            try:
+                return decode(values[index], self._allowed)
+            except (CheckpointError, ConfigError) as error:
+                logger.debug("a value is left out of the persistent tier's stock form: %s", error)
+                return _Unknown()
+
+        return list(_walk((), from_bytes(shard.layout.skeleton), value))
 
 
-class _Hollow:
-    """A source without tensor bytes: what is rebuilt from it costs nothing."""
+def _walk(path: Path, node: Node, value: Callable[[int], object]) -> Iterator[tuple[Path, object]]:
+    if isinstance(node, ValueNode):
+        yield from _leaves(path, value(node.index))
+    elif isinstance(node, ObjectNode):
+        found = value(node.index)
+        if not isinstance(found, _Unknown):
+            yield path, found
+    elif isinstance(node, StatefulNode):
+        yield from _walk(path, node.item, value)
+    elif isinstance(node, DictNode | SequenceNode | DataclassNode):
+        for name, item in zip(_names(node), node.items, strict=True):
+            yield from _walk((*path, name), item, value)
 
-    def __init__(self, shard: Shard, allowed: Allowed) -> None:
-        self.allowed = allowed
-        self._values = load_values(shard.values)
 
-    def value(self, index: int) -> Any:
-        try:
-            return decode(self._values[index], self.allowed)
-        except (CheckpointError, ConfigError) as error:
-            logger.debug("a value is left out of the persistent tier's stock form: %s", error)
-            return _Unknown()
-
-    def fresh(self, key: str) -> torch.Tensor:
-        return torch.empty(0)
-
-    def target(self, key: str, raw: torch.Tensor) -> None:
-        pass
-
-    def mark(self) -> int:
-        return 0
-
-    def forget(self, mark: int) -> None:
-        pass
+def _names(node: DictNode | SequenceNode | DataclassNode) -> Iterable[str | int]:
+    if isinstance(node, DictNode):
+        return map(str, node.keys)
+    return range(len(node.items)) if isinstance(node, SequenceNode) else node.names
 
 
 def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:

@@ -63,6 +63,7 @@ class ShardedType:
 
 _sharded: dict[str, ShardedType] = {}
 _kinds: dict[type, str | None] = {}
+_covering: dict[type, ShardedType | None] = {}
 
 
 def register_sharded_type(cls: type | str, describe: Describe, *, assign: Assign = _set_data) -> None:
@@ -76,15 +77,15 @@ def register_sharded_type(cls: type | str, describe: Describe, *, assign: Assign
     """
     _sharded[cls if isinstance(cls, str) else class_name(cls)] = ShardedType(describe, assign)
     _kinds.clear()
+    _covering.clear()
 
 
 def sharded_type(cls: type) -> ShardedType | None:
     """The registration that covers `cls`."""
-    for base in cls.__mro__:
-        found = _sharded.get(class_name(base))
-        if found is not None:
-            return found
-    return None
+    if cls not in _covering:
+        found = (_sharded.get(class_name(base)) for base in cls.__mro__)
+        _covering[cls] = next((each for each in found if each is not None), None)
+    return _covering[cls]
 
 
 @dataclass(frozen=True)

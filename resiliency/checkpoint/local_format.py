@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from resiliency.checkpoint.manifest import BlobRecord, RankIndex, TensorRecord
 from resiliency.checkpoint.shard_file import DEFAULT_THREADS, FileRecord, Pace, Piece, write_shard_file
 from resiliency.checkpoint.storage import Storage
-from resiliency.checkpoint.table import Shard, TensorEntry, TensorView
+from resiliency.checkpoint.table import Shard
 
 #: Keys of the blobs that every format of ours holds, and of the one that only this format holds.
 LAYOUT_BLOB = "layout"
@@ -60,7 +60,7 @@ class LocalFormat:
             files=(file,),
             tensors=tuple(
                 TensorRecord(
-                    key=state_key(entry),
+                    key=shard.layout.disk_names[entry.key],
                     dtype=entry.dtype,
                     global_shape=entry.global_shape,
                     offsets=entry.global_offset,
@@ -90,9 +90,3 @@ def add_blobs(pieces: list[Piece], file: str, shard: Shard) -> list[BlobRecord]:
         pieces.append(Piece(position, data))
         blobs.append(BlobRecord(key=key, file=file, position=position, size_bytes=len(data)))
     return blobs
-
-
-def state_key(item: TensorEntry | TensorView) -> str:
-    """Name of a tensor on disk: what an adapter calls it on all ranks, else its path with dots,
-    as `torch.distributed.checkpoint` names it."""
-    return item.name if item.name != item.key else ".".join(str(part) for part in item.path)

@@ -35,6 +35,8 @@ class TensorRecord:
         path: where the tensor stands in the state, for formats that rebuild the tree.
         record: start and length of the self-contained record around the bytes, if there is one.
         hidden: memory behind views, no tensor of the state itself.
+        attributes: what a registered sharded type adds (`TensorEntry.attributes`), for formats that say
+            it in their metadata.
     """
 
     key: str
@@ -48,6 +50,7 @@ class TensorRecord:
     path: tuple[str | int, ...] = ()
     record: tuple[int, int] | None = None
     hidden: bool = False
+    attributes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,4 +258,5 @@ def _file(item: dict[str, Any]) -> FileRecord:
 def _tensor(item: dict[str, Any]) -> TensorRecord:
     tuples = {name: tuple(item[name]) for name in ("global_shape", "offsets", "shape", "path")}
     record = item["record"] and tuple(item["record"])
-    return TensorRecord(**{**item, **tuples, "record": record})
+    attributes = tuple((name, text) for name, text in item.get("attributes", ()))
+    return TensorRecord(**{**item, **tuples, "record": record, "attributes": attributes})

@@ -8,14 +8,13 @@ Two ways in: `CheckpointReader.read_shard` brings back what a rank had captured,
 from __future__ import annotations
 
 import math
-import mmap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from resiliency.checkpoint.local_format import LAYOUT_BLOB, SLOT_BLOB, VALUES_BLOB, state_key
+from resiliency.checkpoint.local_format import LAYOUT_BLOB, SLOT_BLOB, VALUES_BLOB
 from resiliency.checkpoint.manifest import (
     Manifest,
     RankIndex,
@@ -32,7 +31,7 @@ from resiliency.checkpoint.shard_file import (
     read_ranges,
     verify_file,
 )
-from resiliency.checkpoint.storage import Storage
+from resiliency.checkpoint.storage import Storage, page_memory
 from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry
 from resiliency.checkpoint.torch_record import memory_of
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
@@ -52,7 +51,7 @@ class CheckpointReader:
 
     Args:
         threads: readers per file.
-        pace: called before each chunk with its size: bandwidth cap, progress.
+        pace: called before each chunk with its size: bandwidth cap, progress.  May be set later.
     Raises:
         CheckpointIncomplete: it was never committed, or it is marked as unfinished.
         CheckpointCorrupt: its manifest is not what was written.
@@ -64,7 +63,7 @@ class CheckpointReader:
         self._storage = storage
         self._directory = step_directory(step)
         self._threads = threads
-        self._pace = pace
+        self.pace = pace
         self._indexes: dict[int, RankIndex] = {}
         self._by_part: dict[int, dict[tuple[str, tuple[int, ...]], list[TensorRecord]]] = {}
         marker = try_read_marker(storage, step)
@@ -115,7 +114,7 @@ class CheckpointReader:
     def verify(self) -> int:
         """Read and compare everything; returns the bytes read.  Raises like `read_shard`."""
         return sum(
-            verify_file(self._storage, record, threads=self._threads, pace=self._pace)
+            verify_file(self._storage, record, threads=self._threads, pace=self.pace)
             for record in self.files()
         )
 
@@ -137,7 +136,7 @@ class CheckpointReader:
         layout = StateLayout.from_json(layout_text)
         if buffer is None:
             # Page-aligned, unlike a tensor's memory: the device can fill it directly.
-            buffer = memoryview(mmap.mmap(-1, max(layout.size_bytes, 1)))
+            buffer = page_memory(layout.size_bytes, large=True)
         if buffer.nbytes < layout.size_bytes:
             raise LayoutMismatch(
                 f"the slot has {buffer.nbytes} bytes, rank {rank} of step {self.manifest.step} "
@@ -191,14 +190,13 @@ class CheckpointReader:
             return {slot.file: [Want(slot.position, buffer[: slot.size_bytes], "slot")]}
         wants: dict[str, list[Want]] = defaultdict(list)
         for entry in layout.entries:
-            record = self._find(rank, entry)
+            record = self._find(rank, entry, layout.disk_names[entry.key])
             target = buffer[entry.offset_bytes : entry.end_bytes]
             wants[record.file].append(Want(record.position, target, entry.key))
         return wants
 
-    def _find(self, rank: int, entry: TensorEntry) -> TensorRecord:
+    def _find(self, rank: int, entry: TensorEntry, key: str) -> TensorRecord:
         """The part that `rank` wrote itself, else the copy of the rank that owns it."""
-        key = state_key(entry)
         others = (other for other in self.manifest.ranks if other != rank)
         for holder in (rank, *others):
             for record in self._records(holder).get((key, entry.global_offset), ()):
@@ -242,7 +240,7 @@ class CheckpointReader:
                 records[name].inside(self._directory),
                 ranges,
                 threads=self._threads,
-                pace=self._pace,
+                pace=self.pace,
             )
 
 

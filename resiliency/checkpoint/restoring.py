@@ -7,17 +7,21 @@ rank is passed over on all of them, and the next one is tried; steps are never m
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import RankArena, peek
 from resiliency.checkpoint.catalog import Condition, list_checkpoints, quarantine
+from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.lease import Lease
+from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.megatron_format import MegatronFormat
+from resiliency.checkpoint.progress import Progress
 from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.state import restore_into
 from resiliency.checkpoint.storage import Storage
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import (
@@ -31,6 +35,12 @@ from resiliency.errors import (
 logger = logging.getLogger(__name__)
 
 _BAD = (CheckpointCorrupt, CheckpointIncomplete)
+#: Formats that hold each rank's state as it was captured; a checkpoint of another one is not bad.
+_RESTORABLE = frozenset({DcpFormat.name, LocalFormat.name, MegatronFormat.name})
+
+#: Finds out whether a state fits what its rank had captured (else LayoutMismatch), changing nothing, and
+#: returns what fills it, which runs once all ranks fit; None: nothing is to be filled.
+Fill = Callable[[Shard], Callable[[], object] | None]
 
 
 class Tier(str, Enum):
@@ -72,31 +82,32 @@ class Restorer:
         agreement: Agreement,
         *,
         replicated: bool,
-        allow: Iterable[type | str] = (),
     ) -> None:
         self._arena = arena
         self._storage = storage
         self._agreement = agreement
         self._replicated = replicated
-        self._allow = tuple(allow)
 
-    def restore(self, state: object) -> Restored:
-        """Fill `state` in place; collective.
+    def restore(self, fill: Fill, *, step: int | None = None) -> Restored:
+        """Let `fill` bring back the newest step, or exactly `step`; collective.
 
         Raises:
-            LayoutMismatch: the checkpoint is of another model or parallel layout.
+            LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank.
             PeerError: another rank could not restore.
         """
-        sources = self._sources()
+        sources = self.sources()
         run_id = next((source.run_id for source in sources if source.run_id), "")
         for source in sources:
-            size = self._try(source, state)
+            if step not in (None, source.step):
+                continue
+            size = self._try(source, fill)
             if size is not None:
-                logger.info("restored step %d from %s", source.step, source.tier.value)
+                level = logging.DEBUG if self._agreement.rank else logging.INFO  # all ranks alike
+                logger.log(level, "restored step %d from %s", source.step, source.tier.value)
                 return Restored(step=source.step, tier=source.tier, size_bytes=size, run_id=run_id)
         return Restored(step=0, tier=Tier.NONE)
 
-    def _sources(self) -> list[Source]:
+    def sources(self) -> list[Source]:
         """Best first: newest, and of one step the one in memory; the same list on all ranks."""
         captured = {
             Source(step=header.step, tier=Tier.MEMORY, session=header.run_id)
@@ -119,18 +130,28 @@ class Restorer:
     def _stored(self) -> list[Source]:
         found = list_checkpoints(self._storage)
         for checkpoint in found:
-            if checkpoint.condition in (Condition.BAD, Condition.STOCK):
+            if checkpoint.condition is Condition.BAD:
                 logger.warning("passing over %s: %s", checkpoint.path, checkpoint.why)
+            elif checkpoint.condition is Condition.STOCK:  # good, but for other readers
+                logger.info("passing over %s: %s", checkpoint.path, checkpoint.why)
+            elif checkpoint.manifest is not None and checkpoint.manifest.format not in _RESTORABLE:
+                logger.warning(
+                    "passing over %s: it has format %r; load it with torch.distributed.checkpoint.load",
+                    checkpoint.path,
+                    checkpoint.manifest.format,
+                )
         return [
             Source(step=c.step, tier=Tier.DISK, run_id=c.manifest.run_id)
             for c in found
-            if c.condition is Condition.COMPLETE and c.manifest is not None
+            if c.condition is Condition.COMPLETE
+            and c.manifest is not None
+            and c.manifest.format in _RESTORABLE
         ]
 
-    def _try(self, source: Source, state: object) -> int | None:
+    def _try(self, source: Source, fill: Fill) -> int | None:
         """Bytes restored; None if the source is bad on any rank."""
         if source.tier is Tier.MEMORY:
-            return self._from_memory(source, state)
+            return self._from_memory(source, fill)
         lease = None
         try:
             if self._agreement.rank == 0:
@@ -138,42 +159,42 @@ class Restorer:
                     lease = Lease(self._storage, source.step)
                 except CheckpointError as error:  # read-only storage: nobody deletes there either
                     logger.info("step %d is read without a lease: %s", source.step, error)
-            return self._from_disk(source, state)
+            return self._from_disk(source, fill)
         finally:
             if lease is not None:
                 lease.close()
 
-    def _from_memory(self, source: Source, state: object) -> int | None:
-        error: ResiliencyError | None = None
-        size = 0
-        try:
-            with self._arena.captured(source.step) as shard:
+    def _from_memory(self, source: Source, fill: Fill) -> int | None:
+        with contextlib.ExitStack() as lent:
+
+            def find() -> Shard:
+                shard = lent.enter_context(self._arena.captured(source.step))
                 if shard.run_id != source.session:
                     raise CheckpointIncomplete(f"the capture of step {source.step} was replaced.")
-                size = shard.layout.size_bytes
-                restore_into(state, shard, allow=self._allow)
-        except ResiliencyError as failure:
-            error = failure
-        if not self._all_good(source, error, "restoring from memory"):
-            return None
-        return size
+                return shard
 
-    def _from_disk(self, source: Source, state: object) -> int | None:
+            return self._fill(source, find, fill, "restoring from memory")
+
+    def _from_disk(self, source: Source, fill: Fill) -> int | None:
+        return self._fill(source, lambda: self._read(source.step), fill, "restoring from disk")
+
+    def _fill(self, source: Source, find: Callable[[], Shard], fill: Fill, doing: str) -> int | None:
         error: ResiliencyError | None = None
-        shard: Shard | None = None
+        size, act = 0, None
         try:
-            shard = self._read(source.step)
+            shard = find()
+            size, act = shard.layout.size_bytes, fill(shard)
         except ResiliencyError as failure:
             error = failure
-        if not self._all_good(source, error, "reading a checkpoint"):
+        if not self._all_good(source, error, doing):
             return None
-        assert shard is not None
         try:
-            restore_into(state, shard, allow=self._allow)
+            if act is not None:
+                act()
         except ResiliencyError as failure:
             error = failure
-        self._agreement.check(error, "restoring from disk")
-        return shard.layout.size_bytes
+        self._check(error, doing)
+        return size
 
     def _read(self, step: int) -> Shard:
         reader = CheckpointReader(self._storage, step)
@@ -187,7 +208,10 @@ class Restorer:
                     step=step,
                 )
             rank %= saved_ranks
-        return reader.read_shard(rank)
+        with Progress(f"restoring step {step}", shown=self._arena.rank == 0) as progress:
+            progress.expect(reader.index(rank).size_bytes)
+            reader.pace = progress
+            return reader.read_shard(rank)
 
     def _all_good(self, source: Source, error: ResiliencyError | None, doing: str) -> bool:
         """Whether all ranks succeeded; False to try the next source, on all of them."""
@@ -197,7 +221,7 @@ class Restorer:
         if not failures:
             return True
         if not all(is_bad for is_bad, _ in failures):
-            self._agreement.check(error, doing)
+            self._check(error, doing)
         why = failures[0][1]
         logger.error("step %d from %s passed over: %s", source.step, source.tier.value, why)
         if source.tier is Tier.DISK and self._agreement.rank == 0:
@@ -206,3 +230,15 @@ class Restorer:
             except CheckpointError as failure:
                 logger.warning("%s", failure)
         return False
+
+    def _check(self, error: ResiliencyError | None, doing: str) -> None:
+        """Raise on all ranks if any has an error.  One rank's mismatch is one on all: all of them may
+        have another way to load."""
+        found = self._agreement.gather(str(error) if isinstance(error, LayoutMismatch) else None)
+        for rank, text in enumerate(found):
+            if text is not None and error is None:
+                raise LayoutMismatch(f"rank {rank}: {text}", rank=rank)
+        if any(found):
+            assert error is not None
+            raise error
+        self._agreement.check(error, doing)

@@ -162,49 +162,20 @@ def stored_as(item: TensorEntry | TensorView, flat: torch.Tensor) -> torch.Tenso
     return typed.as_strided(item.shape, item.stride, typed.storage_offset())
 
 
-class Restore:
-    """A restore in three acts: find the targets (here), fill them (anyone), `finish`.
+class Targets:
+    """Memory that is to be filled from the tensors of one layout, by key."""
 
-    Args:
-        allow: classes that the checkpoint may name, see `resiliency.checkpoint.values`.
-        into: a state of the same structure, whose tensors are to be filled in place; None makes a
-            new state on the host (DTensors and registered sharded types come back as their local part).
-    Raises:
-        LayoutMismatch: `into` differs; the text names the key and both sides.
-        ConfigError: a class is not allowed.
-    """
-
-    def __init__(
-        self,
-        layout: StateLayout,
-        values: bytes,
-        *,
-        into: object = None,
-        allow: Iterable[type | str] = (),
-    ) -> None:
-        self.allowed = Allowed(allow)
+    def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
-        self._values = load_values(values)
         self._items: dict[str, TensorEntry | TensorView] = {item.key: item for item in layout.tensors()}
         self._targets: list[tuple[TensorEntry | TensorView, torch.Tensor]] = []
-        self._fresh: dict[str, torch.Tensor] = {}
-        root = from_bytes(layout.skeleton)
-        self._finish: Callable[[], Any]
-        with torch.no_grad():
-            if into is None:
-                made = root.rebuild(self)
-                self._finish = lambda: made
-            else:
-                self._finish = root.restore(into, self, ())
-
-    def value(self, index: int) -> Any:
-        if not 0 <= index < len(self._values):
-            raise CheckpointCorrupt(
-                f"the checkpoint has {len(self._values)} values, number {index} is missing."
-            )
-        return decode(self._values[index], self.allowed)
 
     def target(self, key: str, raw: torch.Tensor) -> None:
+        """Let the bytes of `key` be read into `raw`.
+
+        Raises:
+            LayoutMismatch: shape or dtype differ; the text names both.
+        """
         item = self._item(key)
         if tuple(raw.shape) != item.shape:
             raise LayoutMismatch(
@@ -224,20 +195,6 @@ class Restore:
                 found_shape=tuple(raw.shape),
             )
         self._targets.append((item, raw))
-
-    def fresh(self, key: str) -> torch.Tensor:
-        item = self._item(key)
-        base = self._layout.by_key[item.base] if isinstance(item, TensorView) else item
-        made = self._fresh.get(base.key)
-        if made is None:
-            made = self._fresh[base.key] = _allocate(base)
-            self._targets.append((base, made))
-        if isinstance(item, TensorEntry):
-            return made
-        if not made.is_contiguous():  # only equal tensors are views of such an entry
-            return made.detach()
-        flat = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage(), 0, (base.size_bytes,), (1,))
-        return stored_as(item, flat)
 
     def mark(self) -> int:
         return len(self._targets)
@@ -267,6 +224,61 @@ class Restore:
             job = jobs.setdefault(base, RestoreJob(self._layout.by_key[base]))
             job.targets.append((item, raw))
         return list(jobs.values())
+
+
+class Restore(Targets):
+    """A restore in three acts: find the targets (here), fill them (anyone), `finish`.
+
+    Args:
+        allow: classes that the checkpoint may name, see `resiliency.checkpoint.values`.
+        into: a state of the same structure, whose tensors are to be filled in place; None makes a
+            new state on the host (DTensors and registered sharded types come back as their local part).
+    Raises:
+        LayoutMismatch: `into` differs; the text names the key and both sides.
+        ConfigError: a class is not allowed.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        values: bytes,
+        *,
+        into: object = None,
+        allow: Iterable[type | str] = (),
+    ) -> None:
+        super().__init__(layout)
+        self.allowed = Allowed(allow)
+        self._values = load_values(values)
+        self._fresh: dict[str, torch.Tensor] = {}
+        root = from_bytes(layout.skeleton)
+        self._finish: Callable[[], Any]
+        with torch.no_grad():
+            if into is None:
+                made = root.rebuild(self)
+                self._finish = lambda: made
+            else:
+                self._finish = root.restore(into, self, ())
+
+    def value(self, index: int) -> Any:
+        if not 0 <= index < len(self._values):
+            raise CheckpointCorrupt(
+                f"the checkpoint has {len(self._values)} values, number {index} is missing."
+            )
+        return decode(self._values[index], self.allowed)
+
+    def fresh(self, key: str) -> torch.Tensor:
+        item = self._item(key)
+        base = self._layout.by_key[item.base] if isinstance(item, TensorView) else item
+        made = self._fresh.get(base.key)
+        if made is None:
+            made = self._fresh[base.key] = _allocate(base)
+            self._targets.append((base, made))
+        if isinstance(item, TensorEntry):
+            return made
+        if not made.is_contiguous():  # only equal tensors are views of such an entry
+            return made.detach()
+        flat = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage(), 0, (base.size_bytes,), (1,))
+        return stored_as(item, flat)
 
     def finish(self) -> Any:
         """Once all bytes are in place: the restored state (the object given as `into`, if mutable)."""
@@ -312,7 +324,28 @@ def restore_into(
         LayoutMismatch: the text names the key and both sides.
         ConfigError: the shard names a class that is not allowed.
     """
-    return _fill(Restore(shard.layout, shard.values, into=state, allow=allow), shard, threads, timeout)
+    return plan_restore(state, shard, allow=allow, threads=threads, timeout=timeout)()
+
+
+def plan_restore(
+    state: object,
+    shard: Shard,
+    *,
+    allow: Iterable[type | str] = (),
+    threads: int = 2,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Callable[[], Any]:
+    """The first half of `restore_into`, which changes nothing, for ranks that first agree; returns the other.
+
+    Raises as `restore_into`.
+    """
+    restore = Restore(shard.layout, shard.values, into=state, allow=allow)
+
+    def act() -> Any:
+        _fill(restore, shard, threads, timeout)
+        return restore.finish()
+
+    return act
 
 
 def materialize(
@@ -329,17 +362,40 @@ def materialize(
     Raises:
         ConfigError: the shard names a class that is not allowed.
     """
-    return _fill(Restore(shard.layout, shard.values, allow=allow), shard, threads, timeout)
+    restore = Restore(shard.layout, shard.values, allow=allow)
+    _fill(restore, shard, threads, timeout)
+    return restore.finish()
 
 
-def _fill(restore: Restore, shard: Shard, threads: int, timeout: timedelta) -> Any:
+def plan_restore_tensors(
+    shard: Shard,
+    targets: Iterable[tuple[str, torch.Tensor]],
+    *,
+    threads: int = 2,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Callable[[], None]:
+    """Tensors by their keys in the layout, for adapters whose state to fill is another tree; returns what
+    fills them.
+
+    Raises:
+        LayoutMismatch: dtype or shape of a tensor differ; nothing was changed.
+    """
+    wanted = Targets(shard.layout)
+    for key, raw in targets:
+        wanted.target(key, raw)
+    return lambda: _fill(wanted, shard, threads, timeout)
+
+
+def _fill(targets: Targets, shard: Shard, threads: int, timeout: timedelta) -> None:
+    for device in {raw.device for job in targets.jobs for _, raw in job.targets if raw.is_cuda}:
+        # The copies run on its default stream; what initialized the targets may still run on another.
+        torch.cuda.synchronize(device)
     with Copier(threads) as copier, torch.no_grad():
         buffer = _writable(shard.buffer)
-        run = copier.start(list(_work(restore.jobs, shard, buffer)), keep=(restore, buffer))
+        run = copier.start(list(_work(targets.jobs, shard, buffer)), keep=(targets, buffer))
         if not run.wait(timeout):
             run.stop()
             raise CheckpointError(f"restoring from memory did not end within {timeout}.", step=shard.step)
-    return restore.finish()
 
 
 def _work(jobs: list[RestoreJob], shard: Shard, buffer: memoryview) -> Iterable[Piece]:

@@ -153,6 +153,30 @@ class StateLayout:
         return {entry.key: entry for entry in self.entries}
 
     @cached_property
+    def disk_names(self) -> Mapping[str, str]:
+        """Key of each entry and view to its name in a checkpoint.
+
+        What an adapter calls it on all ranks; else its path with dots, as `torch.distributed.checkpoint`
+        names it.  Two paths may give one name ({"a": {"b": x}, "a.b": y}, or {1: x, "1": y}): all but
+        the first get a number.
+        """
+        everything: tuple[TensorEntry | TensorView, ...] = (*self.entries, *self.views)
+        named = {item.key: item.name for item in everything if item.name != item.key}
+        names, taken = dict(named), set(named.values())
+        bases = (entry for entry in self.entries if entry.is_base)  # last: nobody looks for them
+        for item in (*self.tensors(), *bases):
+            if item.key in named:
+                continue
+            wanted = name = ".".join(map(str, item.path))
+            count = 1
+            while name in taken:
+                count += 1
+                name = f"{wanted}~{count}"
+            taken.add(name)
+            names[item.key] = name
+        return names
+
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of tensor data in a slot, alignment included."""
         return align(self.entries[-1].end_bytes) if self.entries else 0

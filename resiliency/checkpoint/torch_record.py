@@ -22,10 +22,15 @@ from dataclasses import dataclass
 
 import torch
 
+from resiliency.checkpoint.shard_file import Piece
+from resiliency.checkpoint.storage import PAGE_BYTES, Buffer
+
 _UTF8 = 0x0800
 _NO_ZIP64 = 0xFFFFFFFF
 _STORAGE_MEMBER = b"archive/data/0"
 _STORAGE_ALIGNMENT = 64
+#: Smaller tensors are copied into a chunk with their neighbours anyway: no page for each of them.
+_PAGE_ALIGNED_FROM_BYTES = 1 << 20
 
 #: dtypes that torch pickles as a typed storage; all others go as bytes with the dtype beside them.
 _TYPED_STORAGE = {
@@ -69,6 +74,42 @@ def envelope(
     archive.add(b"archive/version", b"3\n")
     archive.open(_STORAGE_MEMBER, size, position, alignment, residue)
     return Envelope(head=bytes(archive.head), tail=archive.tail(size))
+
+
+class RecordFile:
+    """Plans a file of records, in order, without copying what goes into it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.end = 0
+
+    def put(self, data: Buffer) -> int:
+        """Append bytes; returns their position."""
+        position = self.end
+        self.pieces.append(Piece(position, data))
+        self.end += memoryview(data).nbytes
+        return position
+
+    def put_record(
+        self, dtype: torch.dtype, shape: tuple[int, ...], data: Buffer, residue: int
+    ) -> tuple[int, tuple[int, int]]:
+        """Append a tensor; returns the position of its bytes, and start and length of its record.
+
+        Args:
+            residue: a large tensor begins there within a page of the file, best as in memory.
+        """
+        large = memoryview(data).nbytes >= _PAGE_ALIGNED_FROM_BYTES
+        around = envelope(
+            dtype,
+            shape,
+            position=self.end,
+            alignment=PAGE_BYTES if large else _STORAGE_ALIGNMENT,
+            residue=residue if large else 0,
+        )
+        start = self.put(around.head)
+        position = self.put(data)
+        self.put(around.tail)
+        return position, (start, self.end - start)
 
 
 class _Archive:

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing a step, and filling a state only when it fits on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Shard, plan_restore
+from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.restoring import Restored, Tier
+from resiliency.errors import LayoutMismatch
+from resiliency.runtime import RunInfo
+from resiliency.testing.rank_pool import RankPool
+
+SOON = timedelta(seconds=60)
+
+
+def state(value: float, size: int = 1000) -> dict[str, object]:
+    return {"weights": torch.full((size,), float(value))}
+
+
+def opened(directory: Path, job: str, rank: int = 0, world_size: int = 1) -> Checkpointer:
+    return Checkpointer(
+        directory,
+        info=RunInfo(job_name=job, host="here", rank=rank, world_size=world_size),
+        options=CheckpointerOptions(link=LinkOptions(grace=timedelta(seconds=5))),
+    )
+
+
+def filling(target: dict[str, object]) -> Callable[[Shard], Callable[[], object]]:
+    return lambda shard: plan_restore(target, shard)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[str]:
+    name = f"restoring-{os.getpid()}-{tmp_path.name[:20]}"
+    yield name
+    assert list(DEFAULT_ROOT.glob(f"resiliency-{name[:30]}*")) == []
+
+
+def test_the_sources_are_listed_best_first_and_any_step_can_be_asked_for(tmp_path: Path, job: str) -> None:
+    seen = []
+    with opened(tmp_path, job) as checkpoints:
+        assert checkpoints.sources() == []
+        for step in (1, 2):
+            assert checkpoints.save(step, state(step)).wait(SOON)
+        found = [(source.step, source.tier) for source in checkpoints.sources()]
+        assert found == [(2, Tier.MEMORY), (2, Tier.DISK), (1, Tier.MEMORY), (1, Tier.DISK)]
+        target = state(0)
+        assert checkpoints.restore_with(filling(target), step=1).step == 1
+        assert torch.equal(target["weights"], torch.full((1000,), 1.0))  # type: ignore[arg-type]
+        assert checkpoints.restore_with(filling(target), step=7) == Restored(step=0, tier=Tier.NONE)
+        assert torch.equal(target["weights"], torch.full((1000,), 1.0))  # type: ignore[arg-type]
+        # Who only looks at a shard returns nothing to do.
+        checkpoints.restore_with(lambda shard: seen.append(shard.step))
+    assert seen == [2]
+
+
+def one_rank_does_not_fit(rank: int, directory: Path, job: str) -> list[str]:
+    """Save alike on both ranks; then rank 1 wants another shape, from memory and from disk."""
+    texts = []
+    for tier in ("memory", "disk"):
+        with opened(directory, job, rank, 2) as checkpoints:
+            if tier == "memory":
+                assert checkpoints.save(1, state(3)).wait(SOON)
+            assert checkpoints.sources()[0].tier.value == tier
+            target = state(9, size=2000 if rank else 1000)
+            with pytest.raises(LayoutMismatch) as caught:
+                checkpoints.restore_with(filling(target))
+            assert torch.equal(target["weights"].unique(), torch.tensor([9.0]))  # type: ignore[attr-defined]
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_and_unchanged_on_all(
+    tmp_path: Path, job: str, rank_pool: RankPool
+) -> None:
+    report = rank_pool.run(one_rank_does_not_fit, 2, tmp_path, job, timeout=120.0, operation_timeout=60.0)
+    first, second = report.values
+    for told, own in zip(first, second, strict=True):
+        assert told == f"rank 1: {own}"
+        assert "weights: the checkpoint holds shape (1000,), the state to restore has (2000,)" in own
