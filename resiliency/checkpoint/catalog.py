@@ -30,15 +30,19 @@ from resiliency.checkpoint.marker import (
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.shard_file import Pace, check_size
 from resiliency.checkpoint.storage import Storage
-from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError
+from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError, ResiliencyError
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
 
 
+#: Folder in which NeMo keeps what Megatron writes; `resiliency.plugins.manifest` verifies it.
+_NEMOS = "weights"
+
+
 class Condition(str, Enum):
     COMPLETE = "complete"
-    STOCK = "stock"  # written by torch alone: complete as far as it can tell, without checksums
+    STOCK = "stock"  # written by torch or NeMo alone: complete as far as can be told here
     UNFINISHED = "unfinished"  # a marker stands beside it
     BAD = "bad"  # committed, and damaged since
 
@@ -82,6 +86,8 @@ def inspect(storage: Storage, step: int) -> Found:
         names = storage.list(directory)
         if METADATA in names and MANIFEST not in names and not any(n.startswith("rank=") for n in names):
             return Found(step=step, path=path, condition=Condition.STOCK, why="no checksums")
+        if _NEMOS in names:
+            return Found(step=step, path=path, condition=Condition.STOCK, why="in NeMo's own form")
         reader = CheckpointReader(storage, step)
         files = reader.files()
         for record in files:
@@ -155,6 +161,17 @@ def prune(
     ]
 
 
+def try_prune(storage: Storage, keep_last: int) -> None:
+    """`prune` after a save: a failure is logged, for the save stands and the next one tries again."""
+    try:
+        gone = prune(storage, keep_last=keep_last)
+    except ResiliencyError as error:
+        logger.warning("old checkpoints were not deleted: %s", error)
+    else:
+        if gone:
+            logger.info("deleted old checkpoints: %s", gone)
+
+
 def remove_checkpoint(storage: Storage, step: int, *, clock: Clock | None = None) -> bool:
     """Delete one checkpoint, unless somebody holds a lease on it; True if it went.
 
@@ -176,6 +193,28 @@ def remove_checkpoint(storage: Storage, step: int, *, clock: Clock | None = None
     storage.sync_dir("")
     lift_marker(storage, step)
     return True
+
+
+def free_failed(storage: Storage) -> None:
+    """Delete the files of saves that were given up: on a full disk they would be in the way of all others.
+
+    Their markers stay, from which agents of other hosts may still have to learn it.
+    """
+    for step in _failed_steps(storage):
+        storage.remove_tree(step_directory(step))
+
+
+def forget_failed(storage: Storage, *, below: int) -> None:
+    """Forget saves before step `below` that were given up; for when every agent knows, as one that came
+    after them was committed by all."""
+    for step in _failed_steps(storage):
+        if step < below:
+            remove_checkpoint(storage, step)
+
+
+def _failed_steps(storage: Storage) -> list[int]:
+    found = ((step, try_read_marker(storage, step)) for step in steps_in(storage))
+    return [step for step, marker in found if marker is not None and marker.state is MarkerState.FAILED]
 
 
 def clean_unfinished(

@@ -1,56 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at checkpoints from a shell: ``python3 -m resiliency.checkpoint ls|verify|show DIR``.
+"""Look at checkpoints from a shell: ``resiliency-ckpt ls|verify|show DIR``, or
+``python3 -m resiliency.checkpoint``.
 
-Exit codes, the same for all commands:
+Exit codes, the same for all commands, whether or not anybody read the output to its end:
 
-    0  what was asked for is there and good
-    1  something is damaged
-    2  the command line is wrong, or there is no such directory
-    3  nothing usable is there
+    0    what was asked for is there and good
+    1    something is damaged
+    2    the command line is wrong, or there is no such directory, or it cannot be read
+    3    nothing usable is there
+    130  interrupted with Ctrl-C
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
-
-from tqdm import tqdm
 
 from resiliency.checkpoint.catalog import Condition, Found, find_newest, inspect, list_checkpoints, steps_in
+from resiliency.checkpoint.progress import Progress
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.errors import CheckpointError, CheckpointIncomplete, CheckpointMissing, ConfigError
 
-OK, DAMAGED, USAGE, NOTHING = 0, 1, 2, 3
+OK, DAMAGED, USAGE, NOTHING, INTERRUPTED = 0, 1, 2, 3, 130
+MODULE = "python3 -m resiliency.checkpoint"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class _Answer:
+    """What a command has to say.  The code is known before a line is printed, so that a reader who
+    goes away early (``| head -1``) does not change it."""
+
+    code: int
+    text: str = ""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = MODULE) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parser(prog).parse_args(argv)
     directory: Path = options.directory
-    if not directory.is_dir():
-        print(f"there is no directory {directory}", file=sys.stderr)
-        return USAGE
-    command: Callable[[Storage, argparse.Namespace], int] = options.run
+    command: Callable[[Storage, argparse.Namespace], _Answer] = options.run
     try:
-        return command(LocalStorage(directory), options)
+        if not directory.is_dir():
+            print(f"there is no directory {directory}", file=sys.stderr)
+            return USAGE
+        os.listdir(directory)  # unreadable is another answer than damaged
+        answer = command(LocalStorage(directory), options)
     except (CheckpointMissing, CheckpointIncomplete) as error:
         print(error, file=sys.stderr)
         return NOTHING
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)
         return DAMAGED
+    except OSError as error:
+        print(f"cannot read {error.filename or directory}: {error.strerror}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    _print(answer.text)
+    return answer.code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _print(text: str) -> None:
+    if not text:
+        return
+    try:
+        print(text)
+        sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's end
+    except BrokenPipeError:
+        # The reader has seen enough.  The interpreter would flush once more and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python3 -m resiliency.checkpoint",
+        prog=prog,
         description="Look at the checkpoints of a directory.",
-        epilog="exit codes: 0 good, 1 damaged, 2 wrong usage, 3 nothing usable",
+        epilog="exit codes: 0 good, 1 damaged, 2 wrong usage or unreadable, 3 nothing usable, 130 Ctrl-C",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _command(commands, "ls", _list, "list all checkpoints with their condition")
@@ -63,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    run: Callable[[Storage, argparse.Namespace], int],
+    run: Callable[[Storage, argparse.Namespace], _Answer],
     help: str,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
@@ -75,23 +106,24 @@ def _command(
     return parser
 
 
-def _list(storage: Storage, options: argparse.Namespace) -> int:
+def _list(storage: Storage, options: argparse.Namespace) -> _Answer:
     found = list_checkpoints(storage)
+    text = ""
     if options.json:
-        _print_json([_as_json(item) for item in found])
+        text = _json([_as_json(item) for item in found])
     elif found:
-        _print_table(
+        text = _table(
             ("STEP", "CONDITION", "SIZE", "RANKS", "FORMAT", "CREATED", "NOTE"),
             [_row(item) for item in found],
         )
     else:
         print(f"no checkpoints in {storage.describe()}", file=sys.stderr)
     if any(item.condition is Condition.BAD for item in found):
-        return DAMAGED
-    return OK if any(item.is_usable for item in found) else NOTHING
+        return _Answer(DAMAGED, text)
+    return _Answer(OK if any(item.is_usable for item in found) else NOTHING, text)
 
 
-def _verify(storage: Storage, options: argparse.Namespace) -> int:
+def _verify(storage: Storage, options: argparse.Namespace) -> _Answer:
     if options.step is not None:
         if options.step not in steps_in(storage):
             raise CheckpointMissing(f"{storage.describe()} has no step {options.step}.", step=options.step)
@@ -103,15 +135,15 @@ def _verify(storage: Storage, options: argparse.Namespace) -> int:
     else:
         steps = [_newest_ours(storage)]
     results = [_verify_one(storage, step) for step in steps]
-    if options.json:
-        _print_json(results)
-    else:
-        for result in results:
-            print(f"step {result['step']}: {result['error'] or 'good, ' + _size(result['size_bytes'])}")
     if not results:
         print(f"no checkpoints in {storage.describe()}", file=sys.stderr)
-        return NOTHING
-    return DAMAGED if any(result["error"] for result in results) else OK
+        return _Answer(NOTHING, _json(results) if options.json else "")
+    lines = [
+        f"step {result['step']}: {result['error'] or 'good, ' + _size(result['size_bytes'])}"
+        for result in results
+    ]
+    text = _json(results) if options.json else "\n".join(lines)
+    return _Answer(DAMAGED if any(result["error"] for result in results) else OK, text)
 
 
 def _newest_ours(storage: Storage) -> int:
@@ -125,31 +157,21 @@ def _newest_ours(storage: Storage) -> int:
 
 def _verify_one(storage: Storage, step: int) -> dict[str, object]:
     result: dict[str, object] = {"step": step, "error": "", "size_bytes": 0}
-    with tqdm(
-        desc=f"step {step}", unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, disable=None
-    ) as bar:
+    with Progress(f"step {step}") as progress:
         try:
-            reader = CheckpointReader(storage, step, pace=_advance(bar))
-            bar.total = sum(record.size_bytes for record in reader.files())
+            reader = CheckpointReader(storage, step, pace=progress)
+            progress.expect(sum(record.size_bytes for record in reader.files()))
             result["size_bytes"] = reader.verify()
         except (CheckpointError, ConfigError) as error:
             result["error"] = str(error)
     return result
 
 
-def _advance(bar: tqdm[NoReturn]) -> Callable[[int], None]:
-    def advance(count: int) -> None:
-        bar.update(count)
-
-    return advance
-
-
-def _show(storage: Storage, options: argparse.Namespace) -> int:
+def _show(storage: Storage, options: argparse.Namespace) -> _Answer:
     step = find_newest(storage).step if options.step is None else options.step
     found = inspect(storage, step)
     if found.condition is Condition.STOCK:
-        print(json.dumps(_as_json(found), indent=2) if options.json else f"{found.path}: torch's own format")
-        return OK
+        return _Answer(OK, _json(_as_json(found)) if options.json else f"{found.path}: torch's own format")
     reader = CheckpointReader(storage, step)
     tensors = [
         {"key": key, "dtype": dtype, "global_shape": list(shape)}
@@ -157,14 +179,13 @@ def _show(storage: Storage, options: argparse.Namespace) -> int:
     ]
     if options.json:
         ranks = {index.rank: index.size_bytes for index in reader.indexes()}
-        _print_json({**_as_json(found), "rank_size_bytes": ranks, "tensors": tensors})
-        return OK
-    print(f"{found.path}: {found.condition.value}, run {reader.manifest.run_id!r}, {_size(found.size_bytes)}")
-    _print_table(
+        return _Answer(OK, _json({**_as_json(found), "rank_size_bytes": ranks, "tensors": tensors}))
+    of_run = f", run {reader.manifest.run_id!r}" if reader.manifest.run_id else ""
+    table = _table(
         ("TENSOR", "DTYPE", "GLOBAL SHAPE"),
         [(str(item["key"]), str(item["dtype"]), str(item["global_shape"])) for item in tensors],
     )
-    return OK
+    return _Answer(OK, f"{found.path}: {found.condition.value}{of_run}, {_size(found.size_bytes)}\n{table}")
 
 
 def _as_json(found: Found) -> dict[str, object]:
@@ -199,11 +220,13 @@ def _size(count: object) -> str:
     return f"{value:.4g} TiB"
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    )
 
 
-def _print_json(document: object) -> None:
-    print(json.dumps(document, indent=2))
+def _json(document: object) -> str:
+    return json.dumps(document, indent=2)

@@ -183,6 +183,22 @@ class Committed:
     size_bytes: int
 
 
+def open_save(storage: Storage, step: int, save_id: str) -> None:
+    """Hide `step` and empty its directory; its ranks may write once this returns.
+
+    For the leader, and only where nothing stands that is worth keeping.
+    """
+    directory = step_directory(step)
+    if storage.exists(directory) or try_read_marker(storage, step) is not None:
+        # Followers must not write before the leftovers are gone: the marker that names this
+        # save, which they wait for, comes after.
+        put_marker(storage, step, Marker(state=MarkerState.CLEARING, save_id=save_id))
+        storage.remove_tree(directory)
+    put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=save_id))
+    # Its name need not be durable before the marker is lifted, and that makes it so.
+    storage.make_dir(directory)
+
+
 def commit(
     storage: Storage,
     format: CheckpointFormat[ShardT],
@@ -275,14 +291,7 @@ class _Save(Generic[ShardT]):
         if leftovers and not marked and storage.list(self._directory):
             self._check_kept()
             return Event.EXISTS
-        if marked or leftovers:
-            # Followers must not write before the leftovers are gone: the marker that names this
-            # save, which they wait for, comes after.
-            put_marker(storage, step, self._marker(MarkerState.CLEARING))
-            storage.remove_tree(self._directory)
-        put_marker(storage, step, self._marker(MarkerState.WRITING))
-        # Its name need not be durable before the marker is lifted, and that makes it so.
-        storage.make_dir(self._directory)
+        open_save(storage, step, self._ticket.save_id)
         return Event.DONE
 
     def _check_kept(self) -> None:

@@ -9,12 +9,14 @@ they mean the same attempt.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 
 from resiliency.checkpoint.storage import Storage, read_file, write_file
-from resiliency.errors import CheckpointCorrupt, CheckpointMissing
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 MARKER_SUFFIX = "-unfinished"
 _STEP = re.compile(r"step=(\d+)")
@@ -48,6 +50,23 @@ def parse_step(name: str) -> int | None:
     """Step of a checkpoint directory's name; None for anything else, markers included."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def split_path(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """Directory of all checkpoints and step, from the path of one of them.
+
+    Raises:
+        ConfigError: the path does not end in ``step=N``, and so cannot have a marker beside it.
+    """
+    place = Path(path)
+    step = parse_step(place.name)
+    if step is None or "://" in os.fspath(path):
+        raise ConfigError(
+            f"a checkpoint is a directory called step=N, found {os.fspath(path)!r}.",
+            hint="N counts finished steps, such as /ckpt/step=100.",
+            path=os.fspath(path),
+        )
+    return place.parent, step
 
 
 def put_marker(storage: Storage, step: int, marker: Marker) -> None:

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from resiliency.checkpoint.arena import CapturedSlot
-from resiliency.checkpoint.catalog import clean_unfinished, prune
+from resiliency.checkpoint.catalog import clean_unfinished, forget_failed, free_failed, try_prune
 from resiliency.checkpoint.commit import CheckpointFormat, SaveTicket, commit
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.dcp_leaves import PlainLeaves
 from resiliency.checkpoint.manifest import RankIndex
+from resiliency.checkpoint.megatron_format import MegatronFormat
 from resiliency.checkpoint.shard_file import FileRecord
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
@@ -157,15 +158,27 @@ class Worker:
             unwritten = dict.fromkeys(job.ranks)
             commit(storage, _Unwritable(job.missing), ticket, unwritten, leads=job.leads)
             return 0
+        if job.leads:
+            _try(lambda: free_failed(storage))
         shards = {rank: slot.shard for rank, slot in job.slots.items()}
         committed = commit(storage, self._format(job.settings), ticket, shards, leads=job.leads)
         if job.leads:
-            _prune(storage, job.settings.keep)
+            try_prune(storage, job.settings.keep)
+            _try(lambda: forget_failed(storage, below=job.step))
         return committed.size_bytes
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         pace = Pace(settings.bytes_per_s, self._hurry) if settings.bytes_per_s else None
+        if settings.format == MegatronFormat.name:
+            return MegatronFormat(pace=pace)
         return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)
+
+
+def _try(tidy_up: Callable[[], None]) -> None:
+    try:
+        tidy_up()
+    except ResiliencyError as error:  # no reason to fail the save that this is for; the next one tries again
+        logger.warning("traces of failed saves were not deleted: %s", error)
 
 
 class _Unwritable:
@@ -183,16 +196,6 @@ class _Unwritable:
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
         return ()
-
-
-def _prune(storage: Storage, keep: int) -> None:
-    try:
-        gone = prune(storage, keep_last=keep)
-    except ResiliencyError as error:  # the save stands; the next one tries again
-        logger.warning("old checkpoints were not deleted: %s", error)
-    else:
-        if gone:
-            logger.info("deleted old checkpoints: %s", gone)
 
 
 def _clean(job: CleanJob) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from resiliency.checkpoint.storage import (
     WritableFile,
     copy_bytes,
     is_page_aligned,
+    page_memory,
 )
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing
 
@@ -223,12 +223,14 @@ class _Writer:
             if not segment.in_place:
                 self._gather(segment, pieces)
         self.digests[number] = self._digest(*(segment.view for segment in segments))
-        for segment in segments:
-            # Only the end of the file is no whole page: the pages before it still go directly.
-            whole = segment.view.nbytes - segment.view.nbytes % PAGE_BYTES
-            for low, high in ((0, whole), (whole, segment.view.nbytes)):
-                if high > low:
-                    self.file.write_at(segment.start + low, segment.view[low:high])
+        # Only the end of the file is no whole page: the pages before it still go directly.
+        rest = length % PAGE_BYTES
+        views = [segment.view for segment in segments]
+        last = views.pop()
+        if length > rest:
+            self.file.write_at(start, *views, last[: last.nbytes - rest])
+        if rest:
+            self.file.write_at(end - rest, last[last.nbytes - rest :])
 
     def _overlapping(self, start: int, end: int) -> list[Piece]:
         first = bisect.bisect_right(self._ends, start)
@@ -387,7 +389,7 @@ def _in_parallel(
 
     def run() -> None:
         # Not closed by hand: the frames of an error may still refer to it.
-        buffer = memoryview(mmap.mmap(-1, buffer_bytes + PAGE_BYTES))
+        buffer = page_memory(buffer_bytes + PAGE_BYTES)
         while not stop.is_set():
             with lock:
                 number = next(numbers, None)

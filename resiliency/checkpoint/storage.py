@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,8 @@ Buffer = bytes | bytearray | memoryview
 
 #: Alignment of address, offset and length that unbuffered I/O asks for on every common device.
 PAGE_BYTES = 4096
+#: Most buffers that one call takes (IOV_MAX on Linux).
+_VECTOR_LIMIT = 1024
 #: Smaller files are not worth a reservation.
 _PREALLOCATE_FROM_BYTES = 1 << 20
 
@@ -33,8 +36,8 @@ _PREALLOCATE_FROM_BYTES = 1 << 20
 class WritableFile(Protocol):
     """A new file being filled.  `write_at` may be called from several threads at once."""
 
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """Write all of `data`; a gap left before `offset` reads as zeros."""
+    def write_at(self, offset: int, *data: Buffer) -> None:
+        """Write all of `data`, one after the other; a gap left before `offset` reads as zeros."""
         ...
 
     def sync(self) -> None:
@@ -211,6 +214,21 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         ctypes.memmove(address_of(target), address_of(source), target.nbytes)
 
 
+def page_memory(size_bytes: int, *, large: bool = False) -> memoryview:
+    """New memory of this process that begins on a page, so that unbuffered I/O can fill it.
+
+    Args:
+        large: all of it will be used at once: ask for huge pages.  Faulting in a gigabyte by small ones
+            takes as long as reading it from a fast disk.
+    """
+    # Private: what `mmap` gives by default is shared memory, whose pages cost twice as much.
+    memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
 def is_page_aligned(buffer: memoryview, offset: int) -> bool:
     """Whether unbuffered I/O can move `buffer` to or from `offset` of a file."""
     if offset % PAGE_BYTES or buffer.nbytes % PAGE_BYTES or not buffer.nbytes:
@@ -263,17 +281,18 @@ class _LocalWriter:
         if direct:
             self._direct = _open_direct(path, os.O_WRONLY)
 
-    def write_at(self, offset: int, data: Buffer) -> None:
-        view = memoryview(data).cast("B")
-        direct = self._direct >= 0 and is_page_aligned(view, offset)
+    def write_at(self, offset: int, *data: Buffer) -> None:
+        views = [view for part in data if (view := memoryview(part).cast("B")).nbytes]
+        # Their lengths are whole pages then, so the first one's offset decides for all.
+        direct = self._direct >= 0 and all(is_page_aligned(view, offset) for view in views)
         with _writing("write", self._path):
             try:
-                _write_all(self._direct if direct else self._fd, offset, view)
+                _write_all(self._direct if direct else self._fd, offset, views)
             except OSError as error:
                 # A file system may open with O_DIRECT and then refuse it (some FUSE, old NFS).
                 if not direct or error.errno != errno.EINVAL:
                     raise
-                _write_all(self._fd, offset, view)
+                _write_all(self._fd, offset, views)
 
     def sync(self) -> None:
         with _writing("sync", self._path):
@@ -286,10 +305,16 @@ class _LocalWriter:
         self._fd = self._direct = -1
 
 
-def _write_all(fd: int, offset: int, view: memoryview) -> None:
-    done = 0
-    while done < view.nbytes:
-        done += os.pwrite(fd, view[done:], offset + done)
+def _write_all(fd: int, offset: int, views: Sequence[memoryview]) -> None:
+    left = list(views)
+    while left:
+        # One call for all of them: each costs a device its latency.
+        written = os.pwritev(fd, left[:_VECTOR_LIMIT], offset)
+        offset += written
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if written:
+            left[0] = left[0][written:]
 
 
 class _LocalReader:
@@ -393,6 +418,8 @@ class LocalStorage:
             return sorted(os.listdir(self._path(name)))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise read_failed(error, str(self._path(name))) from error
 
     def exists(self, name: str) -> bool:
         return os.path.lexists(self._path(name))

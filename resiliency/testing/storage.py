@@ -149,8 +149,8 @@ class _MemoryWriter:
         self._file = file
         self._lock = lock
 
-    def write_at(self, offset: int, data: Buffer) -> None:
-        view = memoryview(data).cast("B")
+    def write_at(self, offset: int, *data: Buffer) -> None:
+        view = memoryview(b"".join(data))
         with self._lock:
             content = self._file.data
             content.extend(bytes(max(0, offset - len(content))))
@@ -364,9 +364,9 @@ class _FaultyWriter:
         self._inner = inner
         self._name = name
 
-    def write_at(self, offset: int, data: Buffer) -> None:
+    def write_at(self, offset: int, *data: Buffer) -> None:
         kind = self._storage._change(f"write {self._name}")
-        view = memoryview(data).cast("B")
+        view = memoryview(b"".join(data))
         if kind in (FaultKind.SHORT_WRITE, FaultKind.TORN_KILL):
             self._inner.write_at(offset, view[: view.nbytes // 2])
             if kind is FaultKind.TORN_KILL:

@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
+from resiliency import commands
+from resiliency.checkpoint import cli, progress
 from resiliency.checkpoint.catalog import quarantine
-from resiliency.checkpoint.cli import DAMAGED, NOTHING, OK, USAGE, main
+from resiliency.checkpoint.cli import DAMAGED, INTERRUPTED, NOTHING, OK, USAGE, main
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.storage import LocalStorage
@@ -104,10 +111,118 @@ def test_the_module_runs_as_a_program(directory: Path) -> None:
         [sys.executable, "-m", "resiliency.checkpoint", "verify", str(directory)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stdout[:13]) == (0, "step 20: good")
     assert (
         subprocess.run([sys.executable, "-m", "resiliency.checkpoint"], capture_output=True).returncode == 2
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_reader_that_goes_away_early_gets_no_traceback_and_the_same_exit_code(
+    directory: Path, unbuffered: str
+) -> None:
+    damage(directory)
+    reading, writing = os.pipe()
+    os.close(reading)  # as `head` does, only sooner
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "resiliency.checkpoint", "verify", str(directory)],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=240,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered},
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == DAMAGED
+    assert "Traceback" not in done.stderr
+    assert "Broken pipe" not in done.stderr  # how the interpreter complains at its end
+
+
+@pytest.mark.parametrize(("large_bytes", "shown"), [(1, True), (1 << 30, False)])
+def test_a_long_verify_shows_a_bar_on_a_terminal(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, large_bytes: int, shown: bool
+) -> None:
+    monkeypatch.setattr(progress, "LARGE_BYTES", large_bytes)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # a new one is 0 wide
+    with open(ours, "rb", buffering=0) as screen, open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert main(["verify", str(directory)]) == OK
+        terminal.write("end")
+        terminal.flush()
+        seen = b""
+        while not seen.endswith(b"end"):
+            seen += screen.read(4096)
+    assert (b"step 20: 100%" in seen) is shown
+
+
+def test_nothing_is_drawn_where_nobody_looks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LARGE_BYTES", 1)
+    assert main(["verify", str(directory)]) == OK
+    assert capsys.readouterr().err == ""
+
+
+class InterruptedStorage(LocalStorage):
+    def list(self, name: str) -> list[str]:
+        signal.raise_signal(signal.SIGINT)
+        return super().list(name)
+
+
+class ForbiddenStorage(LocalStorage):
+    def list(self, name: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", self.describe(name))
+
+
+@pytest.mark.parametrize(
+    ("storage", "code", "text"),
+    [(InterruptedStorage, INTERRUPTED, ""), (ForbiddenStorage, USAGE, "cannot read {}: Permission denied\n")],
+)
+def test_ctrl_c_and_a_directory_that_cannot_be_read_end_without_a_traceback(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    storage: type[LocalStorage],
+    code: int,
+    text: str,
+) -> None:
+    monkeypatch.setattr(cli, "LocalStorage", storage)
+    assert main(["ls", str(directory)]) == code
+    assert capsys.readouterr().err == text.format(directory)
+
+
+def test_the_console_script_is_the_same_command_under_its_own_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["resiliency-ckpt", "ls", str(directory)])
+    assert commands.checkpoint() == OK
+    assert capsys.readouterr().out.startswith("STEP")
+    monkeypatch.setattr(sys, "argv", ["resiliency-ckpt"])
+    with pytest.raises(SystemExit) as caught:
+        commands.checkpoint()
+    assert caught.value.code == USAGE
+    assert "usage: resiliency-ckpt" in capsys.readouterr().err
+
+
+def test_the_console_script_without_torch_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from resiliency.commands import checkpoint; sys.exit(checkpoint())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == USAGE
+    assert (
+        done.stderr == "resiliency-ckpt needs torch.  Install it with: pip install 'resiliency[checkpoint]'\n"
     )

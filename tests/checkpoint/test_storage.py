@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.checkpoint.storage import LocalStorage, Storage, read_file, write_failed, write_file
-from resiliency.errors import CheckpointMissing, CheckpointWriteFailed, ResiliencyError
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWriteFailed, ResiliencyError
 from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault, Survival
 
 
@@ -48,6 +49,19 @@ def test_pieces_may_come_in_any_order_and_gaps_read_as_zeros(storage: Storage) -
     file.sync()
     file.close()
     assert read_file(storage, "f") == b"start" + bytes(5) + b"end"
+
+
+@pytest.mark.parametrize("sizes", [(4096, 8192), (4096, 0, 4096), (5, 4096, 7), (3,) * 2000, ()])
+def test_buffers_of_one_call_follow_each_other(storage: Storage, sizes: tuple[int, ...]) -> None:
+    memory = memoryview(mmap.mmap(-1, 1 << 16))
+    memory[:] = random.Random(1).randbytes(1 << 16)  # noqa: S311
+    ends = list(itertools.accumulate(sizes))
+    parts = [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    file = storage.create("f")
+    file.write_at(4096, *parts)
+    file.sync()
+    file.close()
+    assert read_file(storage, "f")[4096:] == memory[: sum(sizes)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 4096 + 7])
@@ -208,6 +222,15 @@ def test_a_random_crash_tears_files_and_is_repeatable() -> None:
     assert read_file(storage.crash(Survival.RANDOM, 3), "f") == read_file(
         storage.crash(Survival.RANDOM, 3), "f"
     )
+
+
+def test_a_directory_that_cannot_be_listed_is_a_named_error_and_a_missing_one_is_empty(
+    tmp_path: Path,
+) -> None:
+    storage = LocalStorage(tmp_path)
+    assert storage.list("missing") == []
+    with pytest.raises(CheckpointCorrupt, match="ENAMETOOLONG"):
+        storage.list("x" * 300)
 
 
 def test_a_fault_strikes_at_its_operation_and_not_before() -> None:
