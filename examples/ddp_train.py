@@ -6,18 +6,20 @@
 
 Kill a rank while it runs: torchrun restarts the ranks, and they go on from the step that this host
 still holds in memory.  Kill everything and start it again: it goes on from the newest checkpoint.
+Send a rank SIGTERM: all stop at the same step, which is saved.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from resiliency.checkpoint import Checkpointer
+from resiliency.checkpoint import Checkpointer, TerminationOptions
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -39,7 +41,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
 
-    with Checkpointer(options.ckpt_dir, every_steps=options.every, replicated=True) as checkpoints:
+    with Checkpointer(
+        options.ckpt_dir, every_steps=options.every, replicated=True, termination=TerminationOptions()
+    ) as checkpoints:
         restored = checkpoints.restore(state)
         print(f"rank {rank} starts after step {restored.step} from {restored.tier.value}", flush=True)
         for step in range(restored.step + 1, options.steps + 1):
@@ -50,6 +54,8 @@ def main() -> None:
             optimizer.zero_grad()
             checkpoints.step(step, state)
             print(f"rank {rank} step {step} loss {loss.item():.6f}", flush=True)
+        # The interval's saves give way to training; the last one waits for storage.  Saved already: no work.
+        checkpoints.save(options.steps, state, wait=timedelta(minutes=10))
 
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()}", flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from resiliency.checkpoint import Checkpointer
+from resiliency.checkpoint import Checkpointer, TerminationOptions
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -43,7 +44,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
 
-    with Checkpointer(options.ckpt_dir, every_steps=options.every) as checkpoints:
+    with Checkpointer(
+        options.ckpt_dir, every_steps=options.every, termination=TerminationOptions()
+    ) as checkpoints:
         restored = checkpoints.restore(state)
         print(f"rank {rank} starts after step {restored.step} from {restored.tier.value}", flush=True)
         for step in range(restored.step + 1, options.steps + 1):
@@ -54,6 +57,8 @@ def main() -> None:
             optimizer.zero_grad()
             checkpoints.step(step, state)
             print(f"rank {rank} step {step} loss {loss.item():.6f}", flush=True)
+        # The interval's saves give way to training; the last one waits for storage.  Saved already: no work.
+        checkpoints.save(options.steps, state, wait=timedelta(minutes=10))
 
     whole = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
     weights = b"".join(p.detach().numpy().tobytes() for p in whole)

@@ -59,6 +59,7 @@ class EventType(str, Enum):
     SAVE_RELEASED = "save_released"  # ... to here
     SAVE_FAILED = "save_failed"
     FAULT_INJECTED = "fault_injected"
+    STOP_REQUESTED = "stop_requested"  # from outside; fields: cause, deadline_s
     RANK_FINISHED = "rank_finished"
 
 

@@ -6,6 +6,9 @@
 Capture side: `Capturer` copies a state into the slots of a `RankArena`, shared memory that outlives
 the process; `open_captured` finds it there after a restart, `restore_into` and `materialize` bring
 it back.
+
+`DcpStorageWriter` and `DcpStorageReader` give programs that call `torch.distributed.checkpoint`
+themselves the same commits and checksums.
 """
 
 from resiliency.checkpoint.arena import (
@@ -17,11 +20,13 @@ from resiliency.checkpoint.arena import (
 )
 from resiliency.checkpoint.capture import Capture, CaptureOptions, Capturer, CaptureStats, Outcome, WhenFull
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.dcp_storage import DcpStorageReader, DcpStorageWriter
 from resiliency.checkpoint.leaves import Placement, ShardedView, register_sharded_type
-from resiliency.checkpoint.restoring import Restored, Tier
+from resiliency.checkpoint.restoring import Restored, Source, Tier
 from resiliency.checkpoint.saves import SaveHandle, SaveRecord, SaveState
-from resiliency.checkpoint.state import Restore, StateWalker, materialize, restore_into
+from resiliency.checkpoint.state import Restore, StateWalker, materialize, plan_restore, restore_into
 from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView
+from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
 from resiliency.checkpoint.values import ANY_CLASS
 
 __all__ = [
@@ -33,6 +38,8 @@ __all__ = [
     "Capturer",
     "Checkpointer",
     "CheckpointerOptions",
+    "DcpStorageReader",
+    "DcpStorageWriter",
     "Outcome",
     "Placement",
     "RankArena",
@@ -43,16 +50,21 @@ __all__ = [
     "SaveState",
     "Shard",
     "ShardedView",
+    "Source",
     "StateLayout",
     "StateWalker",
     "TensorEntry",
     "TensorView",
+    "Terminated",
+    "Termination",
+    "TerminationOptions",
     "Tier",
     "WhenFull",
     "clean_up",
     "job_directory",
     "materialize",
     "open_captured",
+    "plan_restore",
     "register_sharded_type",
     "restore_into",
 ]

@@ -33,7 +33,7 @@ from resiliency.checkpoint.arena import (
     peek,
     rank_directory,
     ranks_in,
-    remove_if_dead,
+    remove_when_dead,
     try_open_slot,
 )
 from resiliency.checkpoint.persist import CleanJob, SaveJob, Worker
@@ -44,6 +44,7 @@ from resiliency.checkpoint.wire import (
     Bye,
     Channel,
     Done,
+    Hurry,
     Message,
     Refused,
     Save,
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 _SILENCE_S = 30.0
+#: How long ranks may take to leave after the agent was told to.
+_LAST_RANKS_S = 60.0
 #: More saves than can be queued or in slots.
 _REMEMBERED = 64
 _AT_ONCE = timedelta(0)
@@ -108,6 +111,7 @@ class Agent:
         self._handled: dict[tuple[str, int], Done | None] = {}
         self._deserted_at = time.monotonic()
         self._terminated = False
+        self._leave_by: float | None = None  # once terminated: with ranks or without
 
     def run(self) -> None:
         """Serve until there is nothing left to serve."""
@@ -121,7 +125,11 @@ class Agent:
         logger.info("nothing left to do: the agent leaves")
 
     def install_signals(self) -> None:
-        """SIGTERM: commit what is captured, at full speed, then leave.  SIGINT is the trainers'."""
+        """SIGTERM: commit what is captured, at full speed, then leave.  SIGINT is the trainers'.
+
+        Who ends a whole job ends its ranks too, and they may save a last step: the agent stays until
+        they have left, a minute at most.
+        """
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -137,7 +145,7 @@ class Agent:
         removable = self._captures_are_spent()
         self._job.close()
         if removable:
-            remove_if_dead(self._directory)
+            remove_when_dead(self._directory)
         # Last: once the address is free, a successor may start.
         self._listener.close()
         for fd in (self._wake_in, self._wake_out):
@@ -161,8 +169,9 @@ class Agent:
         else:
             os.read(self._wake_in, 4096)
             self._report()
-            if self._terminated and not self._hurry.is_set():
+            if self._terminated and self._leave_by is None:
                 logger.warning("asked to end: committing what is captured")
+                self._leave_by = time.monotonic() + min(self._grace_s, _LAST_RANKS_S)
                 self._hurry.set()
                 self._rescue()
 
@@ -201,6 +210,9 @@ class Agent:
         elif isinstance(message, Skip):
             self._gathering_of(member, message.step).missing[member.rank] = message.reason
             self._submit(member, message.step)
+        elif isinstance(message, Hurry):
+            logger.warning("rank %d is told to end: committing what is captured at full speed", member.rank)
+            self._hurry.set()
         elif isinstance(message, Bye):
             self._said_bye.add(member.rank)
             self._drop(channel)
@@ -230,6 +242,8 @@ class Agent:
             gathering.close()
         self._gathering.clear()
         self._said_bye.clear()
+        if not self._terminated:
+            self._hurry.clear()
         # Sessions before are over: what they had in work is reported to nobody.
         self._handled = {key: done for key, done in self._handled.items() if done is None}
         if 0 in attach.local_ranks:
@@ -311,8 +325,11 @@ class Agent:
             return
         del self._gathering[step]
         # Ranks pass steps in order, so an older one that is still incomplete never will be whole.
-        for old in [old for old in self._gathering if old < step]:
-            self._gathering.pop(old).close()
+        for old in sorted(old for old in self._gathering if old < step):
+            incomplete = self._gathering[old]
+            for rank in set(attach.local_ranks) - incomplete.ranks:
+                incomplete.missing[rank] = f"rank {rank} went on without it"
+            self._submit(attach, old)  # those that wait for it are told
         job = SaveJob(
             step=step,
             session=gathering.session,
@@ -377,8 +394,8 @@ class Agent:
     def _is_over(self) -> bool:
         if self._in_work or (self._members and not self._terminated):
             return False
-        if self._terminated and self._hurry.is_set():
-            return True
+        if self._leave_by is not None:
+            return not self._members or time.monotonic() >= self._leave_by
         everybody_left = self._last is not None and self._said_bye >= set(self._last.local_ranks)
         return everybody_left or time.monotonic() - self._deserted_at >= self._grace_s
 

@@ -37,7 +37,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.preflight import check_room, process_start_ticks
+from resiliency.checkpoint.preflight import check_room, is_leaving, process_start_ticks
 from resiliency.checkpoint.slots import (
     PAGE_BYTES,
     FileLock,
@@ -57,6 +57,8 @@ PREFIX = "resiliency-"
 #: How often a wait looks at the locks of other processes.
 _LOOK_S = 0.02
 _HOLD_TIMEOUT_S = 30.0
+#: What a process that was killed may take to give its locks back.
+_DEATH_TIMEOUT_S = 10.0
 
 
 def job_directory(job: str, root: Path = DEFAULT_ROOT) -> Path:
@@ -130,12 +132,16 @@ class RankArena:
 
     def _own(self) -> FileLock:
         lock = FileLock(self._where / "owner.lock", create=True)
-        if not lock.try_lock(exclusive=True):
-            owner = os.pread(lock.fd, 200, 0).decode(errors="replace") or "unknown"
+        deadline = time.monotonic() + _DEATH_TIMEOUT_S
+        while not lock.try_lock(exclusive=True):
+            owner = _owner(os.pread(lock.fd, 200, 0))
+            if owner is not None and is_leaving(owner) and time.monotonic() < deadline:
+                threading.Event().wait(_LOOK_S)  # for the predecessor that this process replaces
+                continue
             lock.close()
             self._job.close()
             raise ConfigError(
-                f"rank {self.rank} of this job is owned by a living process (pid {owner});"
+                f"rank {self.rank} of this job is owned by a living process (pid {owner or 'unknown'});"
                 f" see {self._where}.",
                 hint="Do two jobs on this host have one name?  Set JOB_IDENTIFIER.",
                 rank=self.rank,
@@ -234,8 +240,9 @@ class RankArena:
     def captured(self, step: int | None = None) -> Iterator[Shard]:
         """A capture that this process or its predecessor left here, lent until the context ends.
 
-        Like `open_captured`, through the mapping into which the next captures go: faster, because
-        its pages are mapped only once.
+        Like `open_captured`, but through the mapping into which the next captures go, if there is one.
+        A process that has just started reads the file instead: to map its pages first would take longer
+        than to copy them once.
 
         Raises:
             CheckpointMissing: no whole capture (of that step) is there.
@@ -244,6 +251,13 @@ class RankArena:
             header = slot.header
             if header is None or header.state != SlotState.CAPTURED or step not in (None, header.step):
                 continue
+            if header.tensor_bytes > slot.capacity_bytes:
+                opened = try_open_slot(slot.path)
+                if opened is None:
+                    continue
+                with opened:
+                    yield opened.shard
+                return
             if not slot.try_lend():
                 continue
             try:
@@ -292,6 +306,11 @@ class RankArena:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _owner(text: bytes) -> int | None:
+    """What owner.lock says: the process that took it last, living or not; None while that is written."""
+    return int(text) if text.isdigit() else None
 
 
 def _sequence(slot: SlotFile) -> int:
@@ -454,6 +473,25 @@ def remove_if_dead(directory: Path, *, only_empty: bool = False) -> bool:
         return True
     finally:
         lock.close()
+
+
+def remove_when_dead(directory: Path) -> bool:
+    """`remove_if_dead`, after trainers that were killed have given their locks back."""
+    deadline = time.monotonic() + _DEATH_TIMEOUT_S
+    while not remove_if_dead(directory):
+        if time.monotonic() >= deadline or not directory.exists() or not _owners_leave(directory):
+            return False
+        threading.Event().wait(_LOOK_S)
+    return True
+
+
+def _owners_leave(directory: Path) -> bool:
+    for path in directory.glob("rank-*/owner.lock"):
+        with contextlib.suppress(FileNotFoundError):
+            owner = _owner(path.read_bytes())
+            if owner is None or not is_leaving(owner):
+                return False
+    return True
 
 
 def clean_up(

@@ -212,10 +212,13 @@ class Capturer:
         self._publisher = threading.Thread(target=self._publish, name="resiliency-publish", daemon=True)
         self._publisher.start()
 
-    def begin(self, state: object, step: int, *, keep: bool = False) -> Capture | None:
+    def begin(
+        self, state: object, step: int, *, keep: bool = False, wait: timedelta | None = None
+    ) -> Capture | None:
         """Start to capture `state`; None if no slot was free (counted in `stats.skipped`).
 
         Args:
+            wait: for a slot, at most so long; None: as `CaptureOptions.when_full` says.
             keep: the slot is not captured into again until `Capture.release`: for a capture that a
                 writer is to persist.  Without it the next captures may overwrite it, the newest first
                 excepted.
@@ -228,7 +231,7 @@ class Capturer:
         if self._last is not None:  # its slot counts as busy until it is published
             self._last.wait(FENCE_TIMEOUT)
         try:
-            slot = self._take(step)
+            slot = self._take(step, wait)
             if slot is None:
                 return None
             try:
@@ -288,11 +291,13 @@ class Capturer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take(self, step: int) -> SlotFile | None:
+    def _take(self, step: int, wait: timedelta | None) -> SlotFile | None:
         slot = self.arena.try_take()
-        if slot is None and self._options.when_full is WhenFull.WAIT:
+        if wait is None and self._options.when_full is WhenFull.WAIT:
+            wait = self._options.wait_timeout
+        if slot is None and wait:
             self.stats.delayed += 1
-            slot = self.arena.take(self._options.wait_timeout)
+            slot = self.arena.take(wait)
         if slot is None:
             self.stats.skipped += 1
             logger.warning(
@@ -334,7 +339,9 @@ class Capturer:
         for piece in plan.now:  # before the threads start: they would compete for the interpreter
             piece.copy()
         for device, (eager, rest) in plan.devices.items():
-            copier = self._devices.setdefault(device, DeviceCopier(device))
+            copier = self._devices.get(device)
+            if copier is None:
+                copier = self._devices[device] = DeviceCopier(device)
             runs.append(copier.start(eager, rest, area.address))
         if plan.later:
             runs.append(_HostRun(self._copier.start(plan.later, keep=snapshot.sources)))

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,11 +33,14 @@ from resiliency.checkpoint.agent_link import AgentLink, LinkOptions
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import DEFAULT_ROOT, RankArena, clean_up, job_directory
 from resiliency.checkpoint.capture import Capture, CaptureOptions, Capturer, Outcome
-from resiliency.checkpoint.restoring import Restored, Restorer
+from resiliency.checkpoint.restoring import Fill, Restored, Restorer, Source
 from resiliency.checkpoint.saves import FINAL, SaveHandle, SaveLog, SaveRecord, SaveState
+from resiliency.checkpoint.state import plan_restore
 from resiliency.checkpoint.step_times import Excess, StepTimes
 from resiliency.checkpoint.storage import LocalStorage
-from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip, check_settings
+from resiliency.checkpoint.table import Shard
+from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
+from resiliency.checkpoint.wire import Attach, Done, Hurry, Save, Settings, Skip, check_settings
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
@@ -61,6 +64,8 @@ class CheckpointerOptions:
         link: deadlines between trainer and agent.
         arena_root: where the captures live; must be memory.
         allow: classes that a checkpoint may name when it is restored, see `resiliency.checkpoint.values`.
+        format: who reads the checkpoints without this library: "dcp" (stock torch) or "megatron" (stock
+            Megatron-core, for states that `resiliency.plugins.megatron_state` prepared).
     """
 
     overlap: bool = True
@@ -72,6 +77,7 @@ class CheckpointerOptions:
     link: LinkOptions = field(default_factory=LinkOptions)
     arena_root: Path = DEFAULT_ROOT
     allow: tuple[type | str, ...] = ()
+    format: str = "dcp"
 
 
 class Checkpointer:
@@ -91,6 +97,8 @@ class Checkpointer:
         optimizers: that write the state without being part of it.
         info: identity of this rank; default: from the environment, as torchrun sets it.
         events: where to report saves, for goodput.
+        termination: what makes the job save its current step and end, see `step`; None: signals do what
+            they did before.  With it this must be made in the main thread.
     Raises:
         ConfigError: no process group, no room in shared memory, or a living process owns this rank.
     """
@@ -106,6 +114,7 @@ class Checkpointer:
         info: RunInfo | None = None,
         events: EventStream | None = None,
         options: CheckpointerOptions | None = None,
+        termination: TerminationOptions | None = None,
     ) -> None:
         if every_steps < 0:
             raise ConfigError(f"every_steps must not be negative, found {every_steps}.")
@@ -120,6 +129,7 @@ class Checkpointer:
             replicated=replicated,
             bytes_per_s=options.bytes_per_s,
             save_timeout_s=options.save_timeout.total_seconds(),
+            format=options.format,
         )
         check_settings(settings)
         info = info or RunInfo.from_env()
@@ -134,7 +144,7 @@ class Checkpointer:
         self._newest: SaveHandle | None = None
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[SaveHandle, Capture]] = {}
-        self._captures: queue.SimpleQueue[tuple[SaveHandle, Capture] | None] = queue.SimpleQueue()
+        self._captures: queue.SimpleQueue[tuple[SaveHandle, Capture] | Skip | None] = queue.SimpleQueue()
         self._courier = threading.Thread(target=self._deliver, name="resiliency-courier", daemon=True)
         self._courier.start()
         self._link = AgentLink(
@@ -146,6 +156,9 @@ class Checkpointer:
             options=options.link,
         )
         self._closed = False
+        self._termination: Termination | None = None
+        if termination is not None:
+            self._watch_for_signals(termination)
         # Else the first saves would fill all slots while the agent still imports torch.
         if not self._link.wait_for_agent():
             logger.error("there is no checkpoint agent yet: saves fail until there is")
@@ -169,18 +182,29 @@ class Checkpointer:
         Returns:
             The step and where it came from; step 0 if there is nothing, and `state` is as it was.
         Raises:
-            LayoutMismatch: the names, shapes or number of ranks are not those that were saved.
+            LayoutMismatch: the names, shapes or number of ranks are not those that were saved, on any rank.
             PeerError: another rank failed to restore.
         """
+
+        def fill(shard: Shard) -> Callable[[], object]:
+            return plan_restore(state, shard, allow=self._options.allow)
+
+        return self.restore_with(fill)
+
+    def sources(self) -> list[Source]:
+        """The steps that could be restored, best first; collective, the same on all ranks."""
+        return self._restorer().sources()
+
+    def restore_with(self, fill: Fill, *, step: int | None = None) -> Restored:
+        """Like `restore`, for states that are not filled along their tree.
+
+        Args:
+            fill: checks whether the shard of this rank fits, and returns what fills the state from it (or
+                None); that runs only when all ranks fit.  The shard is valid until then.
+            step: take this one or nothing; None means the newest.
+        """
         self._emit(EventType.RESTORE_STARTED)
-        restorer = Restorer(
-            self._arena,
-            LocalStorage(self._directory),
-            self._agreement,
-            replicated=self._replicated,
-            allow=self._options.allow,
-        )
-        restored = restorer.restore(state)
+        restored = self._restorer().restore(fill, step=step)
         if restored.run_id and restored.run_id != self._attach.run_id:
             self._attach = replace(self._attach, run_id=restored.run_id)
             self._link.introduce_again(self._attach)
@@ -188,14 +212,54 @@ class Checkpointer:
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
         return restored
 
+    def prewarm(self, state: object) -> None:
+        """Make room for the captures of `state` now, so that the first save costs what later ones do.
+
+        Worth its while once the optimizer has its state: after a restore, or after the first step of a
+        fresh run.  Without it the first two saves allocate the memory, and training waits for that.
+
+        Raises:
+            ConfigError: something in the state cannot be saved, or shared memory has no room for it.
+        """
+        self._capturer.prewarm(state)
+
     def step(self, step: int, state: object) -> SaveHandle | None:
-        """Say that `step` optimizer steps are done; saves when it is time to."""
+        """Say that `step` optimizer steps are done; saves when it is time to.
+
+        With `termination`, this is where a job that is told to end does so: all ranks at one step.  That
+        step is saved, as soon as there is a slot and without a bandwidth cap, and this waits for its commit.
+
+        Raises:
+            Terminated: the job was told to end; exit code 0 if this step is committed, else 128 + signal.
+        """
         self._note_excess(self._times.tick(self._capturer.stats.held_s))
+        if self._termination is not None:
+            self._end_if_told_to(self._termination, step, state)
         if self._every_steps and step % self._every_steps == 0:
             return self.save(step, state)
         return None
 
-    def save(self, step: int, state: object) -> SaveHandle:
+    @property
+    def stopping(self) -> bool:
+        """Whether this rank knows that the job is told to end, for instance to leave out an evaluation.
+
+        Ranks learn it at different moments: nothing that all ranks must do may depend on it.
+        """
+        return self._termination is not None and self._termination.requested
+
+    def request_stop(self) -> None:
+        """End the job as if SIGTERM had come to this rank, from any thread: for notices that are no signals.
+
+        Raises:
+            ConfigError: this object was made without `termination`.
+        """
+        if self._termination is None:
+            raise ConfigError(
+                "this Checkpointer does not end jobs.", hint="Make it with termination=TerminationOptions()."
+            )
+        self._termination.request()
+
+    def save(self, step: int, state: object, *, wait: timedelta | None = None) -> SaveHandle:
         """Save `state` as of `step`; returns while it is still being copied or written.
 
         All ranks must save the same steps, in growing order; a step that is saved already, or being
@@ -204,6 +268,9 @@ class Checkpointer:
         The state may be changed by the optimizers that this object knows, and by nothing else before
         they step (see `CheckpointerOptions.overlap` and `fence`).
 
+        Args:
+            wait: for storage to catch up, at most so long, before the save is skipped; for the last one of
+                a job.  None: as `CaptureOptions.when_full` says, by default not at all.
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
         """
@@ -219,15 +286,19 @@ class Checkpointer:
         self._note_excess(self._times.saved(step))
         handle = self._newest = SaveHandle(step)
         self._emit(EventType.SAVE_STARTED, step)
-        capture = self._capturer.begin(state, step, keep=True)
+        try:
+            capture = self._capturer.begin(state, step, keep=True, wait=wait)
+        except ResiliencyError as error:  # the caller may go on without this save, and so must the others
+            self._emit(EventType.SAVE_RELEASED, step)
+            self._not_captured(handle, SaveState.FAILED, str(error))
+            raise
         if capture is not None and not self._fences(state):
             self._capturer.fence()
         held_s = self._capturer.stats.last_held_s
         self._emit(EventType.SAVE_RELEASED, step)
         if capture is None:
             why = "storage is slower than the interval: all slots still wait to be written"
-            self._link.request(Skip(step=step, reason=f"rank {self.rank}: {why}"))
-            self._settle(handle, SaveRecord(step=step, state=SaveState.SKIPPED, why=why, held_s=held_s))
+            self._not_captured(handle, SaveState.SKIPPED, why)
             return handle
         size = capture.layout.size_bytes
         handle._update(SaveRecord(step=step, state=SaveState.QUEUED, size_bytes=size, held_s=held_s))
@@ -235,6 +306,10 @@ class Checkpointer:
             self._under_way[step] = (handle, capture)
         self._captures.put((handle, capture))
         return handle
+
+    def hurry(self) -> None:
+        """This host is about to go: what is captured is written without the bandwidth cap."""
+        self._link.request(Hurry())
 
     def fence(self) -> None:
         """Hold the caller until the state may be changed; for code that changes it without an optimizer."""
@@ -261,6 +336,8 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if self._termination is not None:
+            self._termination.leaving()
         for hook in self._hooks.values():
             hook.remove()
         if finished and not self.wait(self._options.close_timeout):
@@ -270,6 +347,8 @@ class Checkpointer:
         self._courier.join(self._options.close_timeout.total_seconds())
         # Before the goodbye: the agent leaves when all have said theirs, and removes what is empty.
         self._arena.close(remove=finished)
+        if self._termination is not None:
+            self._termination.close(finished=finished)
         self._link.close(goodbye=finished)
 
     def __enter__(self) -> Checkpointer:
@@ -279,6 +358,10 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(finished=kind is None)
+
+    def _restorer(self) -> Restorer:
+        storage = LocalStorage(self._directory)
+        return Restorer(self._arena, storage, self._agreement, replicated=self._replicated)
 
     # --- the start -------------------------------------------------------------------------------
 
@@ -321,6 +404,46 @@ class Checkpointer:
         assert arena is not None
         return arena
 
+    # --- a common end ----------------------------------------------------------------------------
+
+    def _watch_for_signals(self, options: TerminationOptions) -> None:
+        deadline_s = options.deadline.total_seconds()
+
+        def begin(cause: str) -> None:
+            self._emit(EventType.STOP_REQUESTED, cause=cause, deadline_s=deadline_s)
+            # Now, and not with the last save: it may need the slots of those under way.
+            self.hurry()
+
+        def leave(why: str) -> None:
+            if self._events is not None:
+                self._events.flush(timedelta(seconds=1))
+
+        try:
+            self._termination = Termination(self._agreement, options, on_request=begin, on_leave=leave)
+        except ResiliencyError:
+            self.close()
+            raise
+
+    def _end_if_told_to(self, termination: Termination, step: int, state: object) -> None:
+        try:
+            if not termination.boundary(step):
+                return
+        except Terminated:
+            self.close(finished=False)
+            raise
+        handle = self.save(step, state, wait=termination.time_left())
+        handle.wait(termination.time_left())
+        committed = handle.state is SaveState.COMMITTED
+        terminated = termination.terminated(step, committed=committed)
+        if committed:
+            logger.warning("step %d is committed; %s ends this rank", step, terminated.cause)
+            self._emit(EventType.RANK_FINISHED, step, cause=terminated.cause)
+        else:
+            why = handle.record.why or "the deadline is over"
+            logger.error("step %d is not committed (%s); it is left to the agent", step, why)
+        self.close(finished=committed)
+        raise terminated
+
     # --- saves -----------------------------------------------------------------------------------
 
     def _fences(self, state: object) -> bool:
@@ -338,9 +461,18 @@ class Checkpointer:
             self._log.add_excess(excess.excess_s)
             logger.debug("excess of the save of step %d: %+.3f s", excess.step, excess.excess_s)
 
+    def _not_captured(self, handle: SaveHandle, state: SaveState, why: str) -> None:
+        # After the captures before it: the agent takes a rank's steps to come in order.
+        self._captures.put(Skip(step=handle.step, reason=f"rank {self.rank}: {why}"))
+        held_s = self._capturer.stats.last_held_s
+        self._settle(handle, SaveRecord(step=handle.step, state=state, why=why, held_s=held_s))
+
     def _deliver(self) -> None:
         """In the courier's thread: tell the agent of each capture once it is whole."""
         while (item := self._captures.get()) is not None:
+            if isinstance(item, Skip):
+                self._link.request(item)
+                continue
             handle, capture = item
             capture.wait(timedelta(days=1))  # the capturer settles every capture, by its own deadlines
             if capture.outcome is Outcome.CAPTURED:

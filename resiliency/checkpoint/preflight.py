@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +120,37 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
+#: Flags of a task that is exiting, dumping core, or was ended by a signal (include/linux/sched.h).
+_LEAVING = 0x4 | 0x200 | 0x400
+
+
 def process_start_ticks(pid: int) -> int | None:
     """When the kernel started process `pid` (clock ticks since boot): tells a reused pid apart."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def is_leaving(pid: int) -> bool:
+    """Whether process `pid` will run no more code, though it may still hold its locks.
+
+    The kernel takes tenths of a second to free the memory of a large process, and closes its files after.
+    """
+    fields = _stat(pid)
+    if not fields or fields[0] in (b"Z", b"X") or int(fields[6]) & _LEAVING:
+        return True
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return True
+    pending = (int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))
+    return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Fields of /proc/<pid>/stat from the state on; empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return None
+        return []
     # The command name may hold spaces and brackets: fields count from the last ')'.
-    return int(text.rpartition(b")")[2].split()[19])
+    return text.rpartition(b")")[2].split()

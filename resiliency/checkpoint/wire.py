@@ -27,6 +27,8 @@ from resiliency.errors import ConfigError, PeerError
 PACKET_BYTES = 64 << 10
 #: Long texts (an error message with many ranks in it) are cut to this.
 TEXT_CHARS = 4000
+#: `torch.distributed.checkpoint`, or ``megatron.core.dist_checkpointing`` (which torch reads as well).
+FORMATS = ("dcp", "megatron")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -39,6 +41,8 @@ class Settings:
     replicated: bool
     bytes_per_s: int
     save_timeout_s: float
+    #: Who shall be able to read the checkpoints without this library, one of `FORMATS`.
+    format: str = "dcp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,32 @@ class Bye:
     kind: ClassVar[str] = "bye"
 
 
-Message: TypeAlias = "Attach | Attached | Refused | Save | Skip | Done | Beat | Bye"
+@dataclass(frozen=True, kw_only=True)
+class Hurry:
+    """The job is about to be ended from outside: from here on storage may have all the bandwidth."""
+
+    kind: ClassVar[str] = "hurry"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """To the launcher's agent host: there shall be an agent for the arena at this absolute path."""
+
+    kind: ClassVar[str] = "start"
+    arena: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The answer: this process is, or is about to become, that agent."""
+
+    kind: ClassVar[str] = "started"
+    pid: int
+
+
+Message: TypeAlias = "Attach | Attached | Refused | Save | Skip | Done | Beat | Bye | Hurry | Start | Started"
 _KINDS: Mapping[str, type[Message]] = {
-    cls.kind: cls for cls in (Attach, Attached, Refused, Save, Skip, Done, Beat, Bye)
+    cls.kind: cls for cls in (Attach, Attached, Refused, Save, Skip, Done, Beat, Bye, Hurry, Start, Started)
 }
 
 
@@ -258,10 +285,15 @@ def listen(directory: Path) -> socket.socket:
 
 def connect(directory: Path) -> Channel | None:
     """A connection to the agent of `directory`; None if there is none (yet)."""
+    return connect_to(address(directory))
+
+
+def connect_to(name: str) -> Channel | None:
+    """A connection to whoever listens at the abstract address `name`; None if nobody does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(5)
-        connection.connect(address(directory))
+        connection.connect(name)
     except OSError:
         connection.close()
         return None
@@ -279,3 +311,5 @@ def check_settings(settings: Settings) -> None:
             f"keep must be at least 1, bandwidth not negative and the time for a save positive,"
             f" found {settings.keep}, {settings.bytes_per_s} and {settings.save_timeout_s}."
         )
+    if settings.format not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, found {settings.format!r}.")

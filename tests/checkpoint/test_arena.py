@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +25,15 @@ from resiliency.checkpoint import (
     materialize,
     open_captured,
 )
-from resiliency.checkpoint.arena import hold_job, peek, rank_directory, remove_if_dead, try_open_slot
-from resiliency.checkpoint.preflight import check_room, rooms
+from resiliency.checkpoint.arena import (
+    hold_job,
+    peek,
+    rank_directory,
+    remove_if_dead,
+    remove_when_dead,
+    try_open_slot,
+)
+from resiliency.checkpoint.preflight import check_room, is_leaving, rooms
 from resiliency.errors import CheckpointMissing, ConfigError
 from tests.checkpoint.capture_builders import SOON, save
 from tests.checkpoint.capturing_until_killed import TENSORS, state_of
@@ -111,6 +120,43 @@ def test_a_rank_has_one_living_owner(tmp_path: Path) -> None:
             pass
     with RankArena(directory, rank=0):
         assert not remove_if_dead(directory)
+
+
+DYING = """
+import ctypes, os, pathlib, platform, sys, threading
+from resiliency.checkpoint.arena import RankArena
+arena = RankArena(pathlib.Path(sys.argv[1]), rank=0)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0))).start()
+print("dying", flush=True)
+# The main thread alone: the process is a zombie by all signs, and its files stay open until the other ends.
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+
+
+@pytest.mark.parametrize("successor", ["trainer", "cleaner"])
+def test_a_predecessor_that_is_still_dying_is_waited_for(tmp_path: Path, successor: str) -> None:
+    directory = job_directory("job", tmp_path)
+    dying = subprocess.Popen(
+        [sys.executable, "-c", DYING, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+    def succeed() -> bool:
+        if successor == "cleaner":
+            return remove_when_dead(directory)
+        RankArena(directory, rank=0).close(remove=True)
+        return True
+
+    with dying, futures.ThreadPoolExecutor(1) as pool:
+        assert dying.stdout is not None
+        assert dying.stdin is not None
+        assert dying.stdout.readline() == b"dying\n"
+        while not is_leaving(dying.pid):
+            threading.Event().wait(0.01)
+        done = pool.submit(succeed)
+        assert not futures.wait([done], timeout=0.2).done
+        dying.stdin.close()
+        assert done.result(60)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

@@ -20,6 +20,7 @@ from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.dcp_storage import DcpStorageWriter
 from resiliency.checkpoint.restoring import Restored, Tier
 from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.storage import LocalStorage
@@ -94,6 +95,24 @@ def test_stock_torch_loads_what_the_agent_wrote(place: Place) -> None:
     assert state["lr"] == 3
 
 
+def test_after_a_prewarm_no_save_allocates_memory(place: Place) -> None:
+    memory = place.root / "memory"
+    memory.mkdir()
+    state = make_state(1, size=1 << 20)
+
+    def allocated() -> list[int]:
+        return [path.stat().st_blocks for path in sorted(memory.glob("*/rank-0/slot-*"))]
+
+    with place.open(arena_root=memory) as checkpoints:
+        checkpoints.prewarm(state)
+        before = allocated()
+        assert len(before) == 2
+        assert min(before) * 512 >= 4 << 20
+        for step in (1, 2):
+            assert checkpoints.save(step, state).wait(SOON)
+        assert allocated() == before
+
+
 def test_the_newest_checkpoints_are_kept_and_older_ones_go(place: Place) -> None:
     with place.open(keep=2) as checkpoints:
         for step in range(1, 5):
@@ -114,6 +133,15 @@ def test_a_damaged_checkpoint_is_hidden_and_the_one_before_it_restored(place: Pl
         assert checkpoints.restore(state).step == 1
     assert torch.equal(state["weights"], torch.full((1000,), 1.0))  # type: ignore[arg-type]
     assert inspect(LocalStorage(place.directory), 2).condition is Condition.UNFINISHED
+
+
+def test_a_checkpoint_of_a_torch_save_is_passed_over_and_not_called_bad(place: Place) -> None:
+    with place.open() as checkpoints:
+        assert checkpoints.save(1, make_state(1)).wait(SOON)
+    dcp.save(make_state(2), storage_writer=DcpStorageWriter(place.directory / "step=2"))
+    with place.open() as checkpoints:
+        assert checkpoints.restore(make_state(0)).step == 1
+    assert inspect(LocalStorage(place.directory), 2).condition is Condition.COMPLETE
 
 
 def test_another_model_is_refused_with_both_shapes_and_stays_as_it_is(place: Place) -> None:

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connections over which ranks agree where to stop: one from each rank to rank 0.
+
+They are silent until somebody asks for a stop.  A connection ends with its process, so a rank that
+died is known at once, and nobody waits for its answer.  A key-value store was the alternative: it does
+not tell who is dead, and a thread that waits in it cannot be woken.
+
+A word is one JSON object in a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import Enum
+
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.errors import ConfigError, PeerError, ResiliencyError
+
+#: A line longer than this is no word of ours.
+LINE_BYTES = 64 << 10
+_HELLO_S = 5.0
+
+
+class Kind(str, Enum):
+    HELLO = "hello"  # number: rank of the sender; text: the job's token
+    STOP = "stop"  # somebody asks for a stop; number: the signal, left_s: time until its deadline
+    POST = "post"  # number: the next step at which the sender can stop
+    DECIDE = "decide"  # number: the step at which all stop
+    GIVE_UP = "give_up"  # there will be no such step; text: why
+    BYE = "bye"  # the sender leaves in good order; number: as in POST
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What one rank says to another."""
+
+    kind: Kind
+    number: int = 0
+    left_s: float = 0.0
+    text: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps({**asdict(self), "kind": self.kind.value}).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> Word:
+        """Raises: PeerError: not a word."""
+        try:
+            body = json.loads(line)
+            return cls(
+                kind=Kind(body["kind"]),
+                number=int(body["number"]),
+                left_s=float(body["left_s"]),
+                text=str(body["text"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise PeerError(f"another rank said {line[:80]!r}: {error!r}.") from None
+
+
+class Peer:
+    """One end of a connection to another rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A silent connection is dropped by firewalls, and a lost host says no goodbye.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        self._socket = connection
+        self._unread = b""
+        _peers.add(self)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, word: Word) -> None:
+        """Say it if the other rank can still be reached; its end is noticed by `receive`."""
+        with suppress(OSError):
+            self._socket.settimeout(1.0)  # some bytes on a connection that never carries more
+            self._socket.sendall(word.encode())
+
+    def receive(self, timeout: timedelta = timedelta(0)) -> list[Word]:
+        """What came; waits for something to come.
+
+        Raises:
+            PeerError: the other rank is gone, or speaks another language.
+        """
+        try:
+            self._socket.settimeout(timeout.total_seconds())
+            chunk = self._socket.recv(LINE_BYTES)
+        except (TimeoutError, BlockingIOError):
+            return []
+        except OSError as error:
+            raise PeerError(f"the connection broke: {error}.") from error
+        if not chunk:
+            raise PeerError("the connection was closed.")
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        if len(self._unread) > LINE_BYTES:
+            raise PeerError("another rank sends a line without end.")
+        return [Word.decode(line) for line in lines]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+# A forked child has copies of its parent's sockets, and would hide the parent's end.
+_peers: weakref.WeakSet[Peer] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for peer in list(_peers):
+        peer.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def connect_ranks(agreement: Agreement, *, address: str, timeout: timedelta) -> dict[int, Peer]:
+    """Connect all ranks with rank 0; collective.  In rank 0: all others; elsewhere: rank 0.
+
+    Args:
+        address: of rank 0, as other hosts reach it; empty: tried are MASTER_ADDR, its host's name and
+            the addresses that belong to the name.
+    Raises:
+        ConfigError: a rank could not reach rank 0; the same ends it on all ranks.
+    """
+    if agreement.world_size == 1:
+        return {}
+    deadline = time.monotonic() + timeout.total_seconds()
+    listener = _listener() if agreement.rank == 0 else None
+    names = agreement.gather(socket.gethostname())
+    several = len(set(names)) > 1
+    offers = agreement.gather(
+        (_addresses(address, several), listener.getsockname()[1], secrets.token_hex(16)) if listener else None
+    )
+    assert offers[0] is not None
+    addresses, port, token = offers[0]
+    peers: dict[int, Peer] = {}
+    error: ResiliencyError | None = None
+    try:
+        if listener is not None:
+            peers = _accept(listener, agreement.world_size, token, deadline)
+        else:
+            # Ranks of one host need no name service.
+            near = ["127.0.0.1"] if names[agreement.rank] == names[0] else []
+            peers = {0: _reach([*near, *addresses], port, token, agreement.rank, deadline)}
+    except ResiliencyError as failure:
+        error = failure
+    finally:
+        if listener is not None:
+            listener.close()
+    try:
+        agreement.check(error, "connecting the ranks for a common stop")
+    except ResiliencyError:
+        for peer in peers.values():
+            peer.close()
+        raise
+    return peers
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # the kernel has IPv6, and the host is configured without
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def _addresses(address: str, several_hosts: bool) -> list[str]:
+    if address:
+        return [address]
+    name = socket.gethostname()
+    found = [os.environ.get("MASTER_ADDR", ""), name]
+    if several_hosts:  # a name service that does not answer may take many seconds
+        with suppress(OSError):
+            found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _accept(listener: socket.socket, world_size: int, token: str, deadline: float) -> dict[int, Peer]:
+    """Raises: ConfigError: a rank did not come in time."""
+    peers: dict[int, Peer] = {}
+    while len(peers) < world_size - 1:
+        try:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            peer = Peer(listener.accept()[0])
+        except OSError as error:
+            missing = sorted(set(range(1, world_size)) - peers.keys())
+            for peer in peers.values():
+                peer.close()
+            raise ConfigError(
+                f"ranks {brief(missing)} did not connect to rank 0: {error}.",
+                hint="Give its address by TerminationOptions(address=...).",
+            ) from error
+        hello = _hello_of(peer)
+        if hello is None or hello.text != token or not 0 < hello.number < world_size:
+            peer.close()  # a stranger
+            continue
+        peer.send(Word(kind=Kind.HELLO, text=token))
+        peers[hello.number] = peer
+    return peers
+
+
+def _reach(addresses: list[str], port: int, token: str, rank: int, deadline: float) -> Peer:
+    """Raises: ConfigError: rank 0 is at none of the addresses."""
+    problems = []
+    for address in addresses:
+        left_s = min(_HELLO_S, deadline - time.monotonic())
+        try:
+            peer = Peer(socket.create_connection((address, port), timeout=max(left_s, 0.001)))
+        except OSError as error:
+            problems.append(f"{address}: {error}")
+            continue
+        peer.send(Word(kind=Kind.HELLO, number=rank, text=token))
+        hello = _hello_of(peer, max(left_s, deadline - time.monotonic()))
+        if hello is not None and hello.text == token:
+            return peer
+        peer.close()
+        problems.append(f"{address}: something else answers there")
+    raise ConfigError(
+        f"rank {rank} cannot reach rank 0 on port {port}: {'; '.join(problems)}.",
+        hint="Give its address by TerminationOptions(address=...).",
+        rank=rank,
+    )
+
+
+def _hello_of(peer: Peer, wait_s: float = _HELLO_S) -> Word | None:
+    try:
+        words = peer.receive(timedelta(seconds=wait_s))
+    except PeerError:
+        return None
+    return words[0] if words and words[0].kind is Kind.HELLO else None
+
+
+def brief(ranks: list[int]) -> str:
+    """``0, 1, 2``; of long lists the beginning."""
+    texts = [str(rank) for rank in ranks]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"and {len(texts) - 7} more"])

@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a signal at any rank to one step at which all ranks stop.
+
+    termination = Termination(Agreement(rank, world_size))
+    for step in ...:
+        train_step()
+        if termination.boundary(step):     # False, for the price of a lock, until somebody wants a stop
+            ...save...
+            raise termination.terminated(step, committed=True)
+
+**Protocol.**  Training says `boundary(step)` when `step` steps are done; all ranks pass the same
+boundaries.  A thread beside it, the watcher, does the rest, because training may sit in a collective.
+
+1. The watcher of a rank that gets the signal tells rank 0, and rank 0 tells all.
+2. Each watcher, in one critical section, marks the stop as pending and reads the last boundary that
+   training passed; it posts ``u = last + 1``.  From then on training passes no boundary without the
+   decision: it waits there.
+3. Rank 0 decides ``D = max(u)`` over all ranks and tells all.  Each rank stops at its first boundary
+   that is not below D.
+
+*All stop at the same boundary*, because no rank has passed one that is not below D: rank r passed
+``u_r - 1 < D`` at most when it posted, and none without the decision since.  *Nobody waits for ever*:
+only watchers have to act for a decision, and they wait for nothing but words.  A rank that waits at a
+boundary holds up others in their collectives only until the decision, and then trains on to D, as do
+all.  A rank that has left its loop posts, with its goodbye, a step after all boundaries: the others
+then train to their end as well.
+
+**When it cannot be.**  The end of a connection tells that a rank died, and silence for 40 % of the
+deadline that it hangs.  Then rank 0 calls the stop off: there can be no checkpoint of a new step.  What
+was captured before is the agent's to commit, so the ranks leave at once, with 128 + signal: a thread
+that waits at a boundary gets `Terminated`, one that is stuck in a collective is ended with the process.
+The same happens to a rank that has not come to D when the deadline is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.signal_pipe import SignalPipe
+from resiliency.checkpoint.stop_link import Kind, Word, brief, connect_ranks
+from resiliency.errors import ConfigError, PeerError
+
+logger = logging.getLogger(__name__)
+
+#: Share of the deadline after which a rank that has not answered counts as hung; rank 0 judges, the
+#: others wait a little longer for what it says.
+_ANSWER_SHARE, _VERDICT_SHARE = 0.4, 0.5
+#: Training that is not stuck may leave by itself once the stop was called off.
+_LEAVE_S = 0.3
+#: What a rank that stops gets beyond the deadline, to close, before its process is ended.
+_LAST_RESORT_S = 2.5
+#: How long rank 0 stays for ranks that are about to finish, too.
+_LINGER_S = 10.0
+_CONNECT = timedelta(seconds=60)
+_FLUSH_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerminationOptions:
+    """What ends a job before its end, and how long that may take.
+
+    Attributes:
+        deadline: from the signal until the checkpoint must be committed.  Less than what the platform
+            leaves between its signal and SIGKILL, by some seconds: Kubernetes 30 s by default.
+        signals: those that stop the job.  SIGINT, if it is one of them, ends at once the second time.
+        address: of rank 0, as the other hosts reach it; default: MASTER_ADDR or its host's name.
+    """
+
+    deadline: timedelta = timedelta(seconds=25)
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if self.deadline <= timedelta(0):
+            raise ConfigError(f"a termination deadline must be positive, found {self.deadline}.")
+        for number in self.signals:
+            if number in (signal.SIGKILL, signal.SIGSTOP):
+                raise ConfigError(f"{signal.Signals(number).name} cannot be caught.")
+
+
+class Terminated(SystemExit):
+    """Training was stopped from outside; ends the process unless it is caught.
+
+    Attributes:
+        step: that was reached.
+        committed: the checkpoint of that step is committed; then `code` is 0, else 128 + signal.
+        cause: the signal's name, and what went wrong if something did.
+    """
+
+    def __init__(self, code: int, *, step: int, committed: bool, cause: str) -> None:
+        super().__init__(code)
+        self.step = step
+        self.committed = committed
+        self.cause = cause
+
+
+def end_process(code: int) -> None:
+    """End this process from any thread, whatever the others are stuck in."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+    # The stuck thread may hold the stream's lock.
+    flusher = threading.Thread(target=flush, name="resiliency-flush", daemon=True)
+    flusher.start()
+    flusher.join(_FLUSH_S)
+    os._exit(code)
+
+
+class Termination:
+    """One rank's part in a common stop.  Made by all ranks alike, in their main threads.
+
+    Args:
+        options: see `TerminationOptions`.
+        on_request: called in the watcher's thread, once, when a stop is asked for, with the cause; must
+            return soon.
+        on_leave: called in the watcher's thread with the reason, before it ends the process.
+        leave: ends the process with an exit code.
+    Raises:
+        ConfigError: this is not the main thread and signals are to be caught, or a rank cannot reach
+            rank 0; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        options: TerminationOptions | None = None,
+        *,
+        on_request: Callable[[str], None] | None = None,
+        on_leave: Callable[[str], None] | None = None,
+        leave: Callable[[int], None] = end_process,
+    ) -> None:
+        self._options = options or TerminationOptions()
+        self._rank, self._world_size = agreement.rank, agreement.world_size
+        self._on_request, self._on_leave, self._leave = on_request, on_leave, leave
+        # Guards all that training and the watcher both look at; never held while anybody waits.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._last = -1  # boundary that training passed
+        self._stopping = False
+        self._stop_at: int | None = None
+        self._called_off = ""
+        self._number = signal.SIGTERM
+        self._deadline = self._asked_at = self._called_off_at = 0.0
+        self._on_its_way = self._reached = self._committed = False
+        # The watcher's own.
+        self._posts: dict[int, int] = {}
+        self._departed: dict[int, int] = {}
+        self._gone: dict[int, str] = {}
+        self._requests: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+        self._interrupts = 0
+        self._closing: float | None = None  # until when to stay for others
+        self._polite = self._said_bye = self._ended = False
+        self._signals = _catch(agreement, self._options)
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._peers = connect_ranks(agreement, address=self._options.address, timeout=_CONNECT)
+        except BaseException:
+            self._give_back()
+            raise
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        if self._signals is not None:
+            self._selector.register(self._signals, selectors.EVENT_READ)
+        for rank, peer in self._peers.items():
+            self._selector.register(peer, selectors.EVENT_READ, rank)
+        self._watcher = threading.Thread(target=self._watch, name="resiliency-termination", daemon=True)
+        self._watcher.start()
+
+    # --- training's side -------------------------------------------------------------------------
+
+    def boundary(self, step: int) -> bool:
+        """Say that `step` steps are done; True if all ranks stop here.
+
+        While a stop is being agreed on it waits, for milliseconds as a rule.  After True, training is on
+        its way out: only the deadline still ends the process, some seconds late.
+
+        Raises:
+            Terminated: the ranks could not agree, so there is nothing to save.
+        """
+        with self._lock:
+            if not self._stopping:
+                self._last = step
+                return False
+            self._changed.wait_for(lambda: self._stop_at is not None or self._called_off, self._left_s())
+            if self._stop_at is not None and not self._called_off:
+                if step < self._stop_at:
+                    self._last = step
+                    return False
+                self._on_its_way = self._reached = True
+                return True
+            self._on_its_way = True
+        raise self.terminated(step, committed=False)
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank knows that a stop is wanted.  Ranks learn it at different moments."""
+        return self._stopping
+
+    def time_left(self) -> timedelta:
+        """Until the deadline; zero when it is over."""
+        return timedelta(seconds=self._left_s())
+
+    def request(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask for a stop as if the signal had come, from any thread: for notices that are no signals."""
+        with self._changed:
+            if self._closing is None:
+                self._requests.put(number)
+                self._wake()
+
+    def leaving(self) -> None:
+        """Training has left its loop.  From now on only the deadline ends the process."""
+        with self._changed:
+            self._on_its_way = True
+
+    def terminated(self, step: int, *, committed: bool) -> Terminated:
+        """What to raise at the end."""
+        with self._changed:
+            self._committed |= committed
+            cause = self._number.name + (f": {self._called_off}" if self._called_off else "")
+        return Terminated(self._code(), step=step, committed=committed, cause=cause)
+
+    def close(self, *, finished: bool = True) -> None:
+        """Stop watching and put signal handlers back; after an agreed stop more signals are ignored.
+
+        Rank 0 stays until the others close too, 10 s at most.  Idempotent.
+
+        Args:
+            finished: this rank comes to its end in good order, not by an exception.
+        """
+        if self._closing is not None:
+            return
+        with self._changed:
+            self._on_its_way = True
+            self._polite = finished or self._reached
+            stay_s = min(_LINGER_S, self._left_s()) if self._stopping else _LINGER_S
+            self._closing = time.monotonic() + (stay_s if self._polite else 0.0)
+        self._wake()
+        self._watcher.join()
+        self._give_back()
+
+    def __enter__(self) -> Termination:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(finished=kind is None)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _code(self) -> int:
+        return 0 if self._committed else 128 + self._number
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full of calls that it has not read yet
+            os.write(self._wake_out, b"w")
+
+    def _give_back(self) -> None:
+        if self._signals is not None:
+            self._signals.close(ending=self._reached)
+        self._selector.close()
+        os.close(self._wake_out)
+        os.close(self._wake_in)
+
+    # --- the watcher's thread --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._is_over():
+            for key, _ in self._selector.select(self._until_alarm_s()):
+                if key.data is not None:
+                    self._listen(key.data)
+                elif key.fileobj is self._signals:
+                    for number in self._signals.read():
+                        self._on_signal(number)
+                else:
+                    os.read(self._wake_in, 4096)
+            while not self._requests.empty():
+                self._on_signal(self._requests.get())
+            self._look_at_the_clock()
+        for peer in self._peers.values():
+            peer.close()
+
+    def _is_over(self) -> bool:
+        """Whether this rank has said goodbye, and rank 0 has nobody left to serve."""
+        if self._closing is None:
+            return False
+        if self._polite and not self._said_bye:
+            self._said_bye = True
+            self._tell_all(Word(kind=Kind.BYE, number=self._last + 1))
+        return self._rank != 0 or not self._peers or self._closing <= time.monotonic()
+
+    def _listen(self, rank: int) -> None:
+        try:
+            for word in self._peers[rank].receive():
+                self._hear(rank, word)
+        except (PeerError, ValueError) as error:
+            self._lose(rank, error)
+
+    def _hear(self, rank: int, word: Word) -> None:
+        if word.kind is Kind.STOP:
+            self._begin(signal.Signals(word.number), word.left_s, f"at rank {rank}")
+        elif word.kind is Kind.POST:
+            self._posts[rank] = word.number
+            self._tally()
+        elif word.kind is Kind.BYE:
+            self._departed[rank] = self._posts[rank] = word.number
+            self._tally()
+        elif word.kind is Kind.DECIDE:
+            self._decide(word.number)
+        elif word.kind is Kind.GIVE_UP:
+            self._call_off(word.text)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._interrupts += number is signal.SIGINT
+        if self._interrupts > 1:
+            self._end(f"a second {number.name} came", 128 + number)
+        elif self._stopping:
+            logger.warning("%s came again; this rank is stopping", number.name)
+        else:
+            self._begin(number, self._options.deadline.total_seconds(), "here")
+
+    def _begin(self, number: signal.Signals, left_s: float, where: str) -> None:
+        """A stop is asked for: mark it as pending and post the next boundary, in one go."""
+        with self._changed:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._number = number
+            self._asked_at = time.monotonic()
+            self._deadline = self._asked_at + left_s
+            upcoming = self._last + 1
+        level = logging.WARNING if where == "here" else logging.INFO
+        logger.log(level, "%s %s: all ranks stop at one step, within %.1f s", number.name, where, left_s)
+        self._posts[self._rank] = upcoming
+        self._tell_all(Word(kind=Kind.STOP, number=number, left_s=left_s))
+        if self._rank != 0:
+            self._tell_all(Word(kind=Kind.POST, number=upcoming))
+        if self._gone:
+            self._call_off(self._who_is_gone())
+        elif self._rank != 0 and 0 in self._departed and not self._peers:
+            self._decide(self._departed[0])
+        self._tally()
+        if self._on_request is not None:
+            self._on_request(number.name)
+
+    def _tally(self) -> None:
+        """In rank 0: decide as soon as all have posted."""
+        if self._rank != 0 or not self._stopping or self._stop_at is not None or self._called_off:
+            return
+        if len(self._posts) == self._world_size:
+            step = max(self._posts.values())
+            self._tell_all(Word(kind=Kind.DECIDE, number=step))
+            self._decide(step)
+
+    def _decide(self, step: int) -> None:
+        with self._changed:
+            self._stop_at = step
+            self._changed.notify_all()
+        logger.log(
+            logging.INFO if self._rank else logging.WARNING, "all ranks stop when %d steps are done", step
+        )
+
+    def _call_off(self, why: str) -> None:
+        """There will be no new step; ranks that came to the stop wait for its checkpoint all the same."""
+        if self._rank == 0 and not self._called_off:
+            self._tell_all(Word(kind=Kind.GIVE_UP, text=why))
+        with self._changed:
+            if self._called_off or not self._stopping or self._reached:
+                return
+            self._called_off = why
+            self._called_off_at = time.monotonic()
+            self._changed.notify_all()
+        logger.error("no common stop: %s.  This rank leaves; its captures are left to the agent", why)
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        peer = self._peers.pop(rank)
+        self._selector.unregister(peer)
+        peer.close()
+        if rank in self._departed:
+            if rank == 0 and self._stopping and self._stop_at is None:
+                self._decide(self._departed[0])
+            return
+        self._gone[rank] = str(error)
+        if self._stopping:
+            self._call_off(self._who_is_gone())
+        elif self._closing is None:
+            logger.warning("rank %d is gone (%s): there can be no common stop any more", rank, error)
+
+    def _who_is_gone(self) -> str:
+        return f"lost contact with ranks {brief(sorted(self._gone))}"
+
+    def _tell_all(self, word: Word) -> None:
+        for peer in self._peers.values():
+            peer.send(word)
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _until_alarm_s(self) -> float | None:
+        at = self._alarm_at()
+        if self._closing is not None:
+            at = min(self._closing, at or self._closing)
+        return None if at is None else max(0.0, at - time.monotonic())
+
+    def _alarm_at(self) -> float | None:
+        """When something has to be done if nothing happens until then."""
+        with self._changed:
+            if not self._stopping or self._ended:
+                return None
+            if self._stop_at is None and not self._called_off:
+                share = _ANSWER_SHARE if self._rank == 0 else _VERDICT_SHARE
+                return self._asked_at + share * (self._deadline - self._asked_at)
+            if self._on_its_way:
+                return self._deadline + _LAST_RESORT_S
+            if self._called_off:
+                return min(self._called_off_at + _LEAVE_S, self._deadline)
+            return self._deadline
+
+    def _look_at_the_clock(self) -> None:
+        at = self._alarm_at()
+        if at is None or time.monotonic() < at:
+            return
+        if self._stop_at is not None or self._called_off:
+            self._end(self._called_off or "the deadline is over")
+        elif self._rank == 0:
+            silent = sorted(set(range(self._world_size)) - self._posts.keys())
+            self._call_off(f"ranks {brief(silent)} do not answer")
+        else:
+            self._call_off("rank 0 does not answer")
+
+    def _end(self, why: str, code: int | None = None) -> None:
+        code = self._code() if code is None else code
+        logger.error("%s: this process ends with exit code %d", why, code)
+        self._ended = True
+        if self._on_leave is not None:
+            self._on_leave(why)
+        self._leave(code)
+
+
+def _catch(agreement: Agreement, options: TerminationOptions) -> SignalPipe | None:
+    """Install the handlers, or refuse on all ranks."""
+    error: ConfigError | None = None
+    pipe = None
+    try:
+        pipe = SignalPipe(options.signals) if options.signals else None
+    except ConfigError as failure:
+        error = failure
+    try:
+        agreement.check(error, "catching signals")
+    except BaseException:
+        if pipe is not None:
+            pipe.close()
+        raise
+    return pipe

@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that is told to end: all ranks stop at one step, and that step is committed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.saves import SaveState
+from resiliency.checkpoint.stop_link import Kind, Peer, Word, connect_ranks
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
+from resiliency.errors import ConfigError
+from resiliency.events import EventStream, EventType
+from resiliency.runtime import RunInfo
+from resiliency.testing import Fault, MemorySink
+from resiliency.testing.processes import Command, wait_for_exit
+from resiliency.testing.rank_pool import Outcome, RankPool
+
+from . import stopping_ranks
+
+SOON_S = 120.0
+PROGRAM = "tests.checkpoint.training_until_told"
+LAUNCHER = Path(__file__).parents[2] / "launcher.py"
+T = TypeVar("T")
+
+
+# --- the protocol, with ranks as threads ---------------------------------------------------------
+
+
+class Together(Agreement):
+    """The ranks of a job as threads of one process."""
+
+    def __init__(self, rank: int, everyone: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self.world_size = rank, everyone.parties
+        self._everyone, self._values = everyone, values
+
+    def gather(self, value: T) -> list[T]:
+        self._values[self.rank] = value
+        self._everyone.wait(SOON_S)
+        values = list(self._values)
+        self._everyone.wait(SOON_S)
+        return values
+
+
+def together(world_size: int, run: Callable[[Agreement], T]) -> list[T]:
+    """What each rank returns."""
+    everyone, values = threading.Barrier(world_size), [None] * world_size
+    results: list[Any] = [None] * world_size
+
+    def rank(number: int) -> None:
+        try:
+            results[number] = run(Together(number, everyone, values))
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, Terminated):
+            raise result
+    return results
+
+
+QUIET = TerminationOptions(deadline=timedelta(seconds=30), signals=())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_wherever_ranks_are_when_a_stop_is_asked_for_all_stop_at_the_same_step(seed: int) -> None:
+    dice = random.Random(seed)  # noqa: S311  # reproducible, not secret
+    world_size, steps, stride = dice.randint(1, 5), dice.randint(1, 12), dice.choice([1, 1, 10])
+    # (rank, step, in front of its collective or behind it or behind its boundary)
+    requests = {
+        (dice.randrange(world_size), dice.randint(1, steps), dice.randrange(3))
+        for _ in range(dice.choice([1, 1, 2, world_size]))
+    }
+    lags = [[dice.choice([0.0, 0.0, 0.001, 0.003]) for _ in range(3 * steps + 3)] for _ in range(world_size)]
+    coupled = [dice.random() < 0.7 for _ in range(steps + 1)]
+    collective, asked_at, ended = threading.Barrier(world_size), [], []
+
+    def train(agreement: Agreement) -> int | None:
+        lag = iter(lags[agreement.rank])
+
+        def reach(step: int, point: int) -> None:
+            threading.Event().wait(next(lag))
+            if (agreement.rank, step, point) in requests:
+                asked_at.append(step)
+                termination.request()
+
+        with Termination(agreement, QUIET, leave=ended.append) as termination:
+            for step in range(1, steps + 1):
+                reach(step, 0)
+                if coupled[step]:
+                    collective.wait(SOON_S)
+                reach(step, 1)
+                if termination.boundary(step * stride):
+                    return step
+                reach(step, 2)
+            return None
+
+    stops = set(together(world_size, train))
+    assert len(stops) == 1
+    assert ended == []
+    stop = stops.pop()
+    # Not before it was asked for; and if never, then because training was at its end.
+    assert stop is None or stop >= min(asked_at)
+    assert stop is not None or max(asked_at) >= 1
+
+
+@pytest.mark.parametrize("who", ["another rank", "rank 0"])
+@pytest.mark.parametrize("how", ["died before", "died while asked", "hangs"])
+def test_without_one_rank_there_is_no_common_stop_and_the_others_leave_by_name(who: str, how: str) -> None:
+    absent = 0 if who == "rank 0" else 2
+    dead, told = threading.Event(), threading.Barrier(3)
+    options = TerminationOptions(deadline=timedelta(seconds=2 if how == "hangs" else 60), signals=())
+
+    def vanish(agreement: Agreement) -> None:
+        agreement.check(None, "catching signals")  # as a rank that is there does
+        peers = connect_ranks(agreement, address="", timeout=timedelta(seconds=SOON_S))
+        if how == "died while asked":
+            told.wait(SOON_S)
+            hear(next(iter(peers.values())), Kind.STOP)
+        if how == "hangs":
+            told.wait(SOON_S)
+            dead.wait(SOON_S)
+        for peer in peers.values():
+            peer.close()
+        if how == "died before":
+            told.wait(SOON_S)
+
+    def train(agreement: Agreement) -> Terminated | None:
+        if agreement.rank == absent:
+            vanish(agreement)
+            return None
+        termination = Termination(agreement, options, leave=lambda _: None)
+        told.wait(SOON_S)
+        termination.request()
+        try:
+            step = 1
+            while not termination.boundary(step):
+                step += 1
+            raise AssertionError("stopped without a rank")
+        except Terminated as terminated:
+            return terminated
+        finally:
+            termination.close(finished=False)
+            dead.set()
+
+    ends = [terminated for terminated in together(3, train) if terminated is not None]
+    assert len(ends) == 2
+    for terminated in ends:
+        assert (terminated.code, terminated.committed) == (128 + signal.SIGTERM, False)
+    # The first to leave knows why; the other may just see that nobody is left.
+    what = "answer" if how == "hangs" else "lost contact with ranks"
+    assert any(what in terminated.cause and str(absent) in terminated.cause for terminated in ends)
+
+
+def hear(peer: Peer, kind: Kind) -> Word:
+    while True:
+        for word in peer.receive(timedelta(seconds=SOON_S)):
+            if word.kind is kind:
+                return word
+
+
+def test_a_rank_that_does_not_come_to_the_stop_is_ended_at_the_deadline_with_128_and_the_signal() -> None:
+    ended: list[int] = []
+    over = threading.Event()
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        over.set()
+
+    told: list[str] = []
+    options = TerminationOptions(deadline=timedelta(seconds=0.2), signals=())
+    with Termination(Agreement(0, 1), options, leave=leave, on_leave=told.append) as termination:
+        termination.boundary(1)
+        termination.request(signal.SIGUSR1)
+        assert over.wait(SOON_S)  # a thread that sits in a collective
+    assert ended == [128 + signal.SIGUSR1]
+    assert told == ["the deadline is over"]
+
+
+def test_a_request_that_comes_when_training_has_ended_changes_nothing() -> None:
+    termination = Termination(Agreement(0, 1), QUIET)
+    termination.close()
+    termination.request()
+    termination.close()
+    assert not termination.requested
+
+
+# --- signals of this process ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The signal handlers of this process, as they were."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_handlers_and_wakeup_descriptors_of_others_work_on_and_come_back() -> None:
+    called: list[int] = []
+
+    def theirs(number: int, _frame: object) -> None:
+        called.append(number)
+
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK)
+    signal.signal(signal.SIGUSR1, theirs)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    try:
+        options = TerminationOptions(signals=(signal.SIGUSR1,))
+        asked = threading.Event()
+        with Termination(Agreement(0, 1), options, on_request=lambda _: asked.set()) as termination:
+            assert signal.getsignal(signal.SIGUSR1) is not theirs
+            signal.raise_signal(signal.SIGUSR1)
+            assert asked.wait(SOON_S)
+            assert termination.requested
+        assert called == [signal.SIGUSR1]
+        assert os.read(read_fd, 10) == bytes([signal.SIGUSR1])
+        assert signal.getsignal(signal.SIGUSR1) is theirs
+    finally:
+        assert signal.set_wakeup_fd(-1) == write_fd
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_arrives_also_when_another_library_took_the_wakeup_descriptor_away() -> None:
+    asked = threading.Event()
+    with Termination(Agreement(0, 1), on_request=lambda _: asked.set()):
+        signal.set_wakeup_fd(-1)
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.wait(SOON_S)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_signals_to_a_forked_child_are_not_its_parents() -> None:
+    with Termination(Agreement(0, 1)) as termination:
+        child = os.fork()
+        if child == 0:
+            threading.Event().wait(SOON_S)
+            os._exit(1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not termination.requested
+
+
+def test_signals_can_be_caught_from_the_main_thread_only() -> None:
+    errors: list[str] = []
+
+    def make() -> None:
+        with pytest.raises(ConfigError) as caught:
+            Termination(Agreement(0, 1))
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=make, name="not-main")
+    thread.start()
+    thread.join(SOON_S)
+    assert "from the main thread only" in errors[0]
+    assert "'not-main'" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"deadline": timedelta(0)}, "deadline must be positive"),
+        ({"signals": (signal.SIGKILL,)}, "SIGKILL cannot be caught"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TerminationOptions(**wrong)
+
+
+# --- ranks as processes, with collectives and real signals ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["rank_terminated,step=5,rank=0"],
+        ["rank_terminated,step=5,rank=1,phase=step_started"],
+        ["rank_terminated,step=3,rank=0", "rank_terminated,step=4,rank=1", "rank_terminated,step=3,rank=2"],
+        ["rank_terminated,0.2,rank=1,phase=step_started"],
+    ],
+    ids=["rank-0", "in-front-of-a-collective", "all", "later"],
+)
+def test_a_signal_to_any_ranks_stops_all_at_one_step(rank_pool: RankPool, faults: list[str]) -> None:
+    placed = [Fault.parse(fault) for fault in faults]
+    stops = rank_pool.run(stopping_ranks.stop_together, 3, faults=placed, timeout=SOON_S).values
+    assert len({step for step, _, _ in stops}) == 1
+    assert stops[0][0] >= min(fault.step or 1 for fault in placed)
+    assert [code for _, code, _ in stops] == [0, 0, 0]
+    assert [causes for _, _, causes in stops] == [["SIGTERM"]] * 3
+
+
+class Held:
+    """While the last of two ranks is held in front of a collective, `act` is called once."""
+
+    def __init__(self, directory: Path, act: Callable[[], None]) -> None:
+        self.fifo = directory / "hold"
+        os.mkfifo(self.fifo)
+        self._act = act
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with open(self.fifo, "w"):  # opens when the rank does
+            self._act()
+
+    def __enter__(self) -> Held:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(SOON_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_on_request_reaches_a_rank_that_sits_in_a_collective(
+    rank_pool: RankPool, tmp_path: Path, number: signal.Signals
+) -> None:
+    rank_pool.warm_up(2)
+    with Held(tmp_path, lambda: os.kill(rank_pool.pids[0], number)) as held:
+        arguments = (30.0, (number,), str(held.fifo))
+        stops = rank_pool.run(stopping_ranks.stop_together, 2, *arguments, timeout=SOON_S).values
+    assert len({step for step, _, _ in stops}) == 1
+    assert stops[0][0] >= 2
+    assert [causes for _, _, causes in stops] == [[number.name]] * 2
+
+
+def test_when_a_rank_is_stopped_one_that_is_stuck_with_it_leaves_with_128_and_the_signal(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.warm_up(2)
+    first, second = rank_pool.pids[:2]
+
+    def act() -> None:
+        os.kill(second, signal.SIGSTOP)
+        os.kill(first, signal.SIGTERM)
+
+    with Held(tmp_path, act) as held:
+        arguments = (5.0, (signal.SIGTERM,), str(held.fifo))
+        report = rank_pool.run(stopping_ranks.stop_together, 2, *arguments, timeout=SOON_S)
+    # It sits in the collective, or is just about to and learns it at its boundary.
+    code = report[0].exit_code if report[0].value is None else report[0].value[1]
+    assert code == 128 + signal.SIGTERM
+    assert report[1].outcome is Outcome.HUNG
+
+
+def test_a_second_ctrl_c_ends_at_once(rank_pool: RankPool) -> None:
+    report = rank_pool.run(stopping_ranks.interrupt_twice, 1, timeout=SOON_S, group=False)
+    assert report[0].outcome is Outcome.DIED
+    assert report[0].exit_code == 128 + signal.SIGINT
+
+
+# --- whole jobs, with an agent -------------------------------------------------------------------
+
+
+def end_after_three(checkpoints: Checkpointer, state: dict[str, Any]) -> None:
+    for step in (1, 2, 3):
+        checkpoints.save(step, state)
+    # The third has no slot, unless storage was very fast.
+    last = checkpoints.save(3, state, wait=timedelta(seconds=SOON_S))
+    assert last.state is not SaveState.SKIPPED
+    assert not checkpoints.stopping
+    checkpoints.request_stop()
+    for step in itertools.count(4):
+        checkpoints.step(step, state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_last_save_waits_for_slow_storage_and_a_stop_takes_the_bandwidth_cap_away(
+    tmp_path: Path, job: str
+) -> None:
+    sink = MemorySink()
+    state = {"weights": torch.ones(4 << 20)}  # 16 MiB
+    with (
+        Checkpointer(
+            tmp_path / "ckpt",
+            keep=9,
+            info=RunInfo(job_name=job, host="here"),
+            events=EventStream(RunInfo(job_name=job, rank=0), [sink]),
+            options=CheckpointerOptions(bytes_per_s=12 << 20),
+            termination=TerminationOptions(deadline=timedelta(seconds=SOON_S), signals=()),
+        ) as checkpoints,
+        pytest.raises(Terminated) as stopped,
+    ):
+        end_after_three(checkpoints, state)
+    assert (stopped.value.code, stopped.value.committed) == (0, True)
+    assert complete(tmp_path) == [1, 2, 3, stopped.value.step]
+    said = [
+        event for event in sink.events if event.type in (EventType.STOP_REQUESTED, EventType.RANK_FINISHED)
+    ]
+    assert [(event.type, event.fields["cause"]) for event in said] == [
+        (EventType.STOP_REQUESTED, "SIGTERM"),
+        (EventType.RANK_FINISHED, "SIGTERM"),
+    ]
+    assert said[1].step == stopped.value.step
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[str]:
+    name = f"stop-{os.getpid()}-{tmp_path.name}"
+    yield name
+    assert list(DEFAULT_ROOT.glob(f"resiliency-{name[:40]}*")) == []
+
+
+@contextmanager
+def ranks(world_size: int, job: str, directory: Path, *arguments: object) -> Iterator[list[Command]]:
+    """A job without a launcher: one command per rank."""
+    store = directory / f"store-{len(list(directory.iterdir()))}"
+    argv = [sys.executable, "-m", PROGRAM, directory / "ckpt", *map(str, arguments)]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Command(
+                    argv,
+                    env={
+                        **{"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "STORE": str(store)},
+                        **{"RANK": str(rank), "WORLD_SIZE": str(world_size)},
+                    },
+                )
+            )
+            for rank in range(world_size)
+        ]
+
+
+def said(command: Command, pattern: str) -> list[str]:
+    """The words of a line, without who said it."""
+    return command.wait_for_line(pattern, timeout=SOON_S).string.split()[2:]
+
+
+def complete(directory: Path) -> list[int]:
+    found = list_checkpoints(LocalStorage(directory / "ckpt"))
+    return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
+
+
+@pytest.mark.slow
+def test_one_signal_while_ranks_sit_in_a_collective_and_all_slots_are_being_written_loses_nothing(
+    tmp_path: Path, job: str
+) -> None:
+    fifo = tmp_path / "hold"
+    os.mkfifo(fifo)
+    # Two saves of 2 MB under way, at 20 kB/s: minutes, if the bandwidth cap stayed.
+    slow = ("every=4", "rate=20000", "size=200000", f"hold=1,10,{fifo}")
+    with ranks(2, job, tmp_path, 1_000_000, *slow) as (first, second):
+        said(second, "is held")
+        first.wait_for_line("step 9", timeout=SOON_S)
+        assert complete(tmp_path) == []
+        first.signal(signal.SIGTERM)
+        first.wait_for_line("all ranks stop when 10 steps are done", timeout=SOON_S)
+        with open(fifo, "w"):
+            pass
+        stopped = [said(command, "stopped") for command in (first, second)]
+        assert [command.wait(timeout=SOON_S) for command in (first, second)] == [0, 0]
+        for command in (first, second):
+            command.assert_no_orphans(timeout=SOON_S)
+    assert stopped[0] == stopped[1]
+    assert stopped[0][:3] == ["stopped", "10", "0"]
+    assert complete(tmp_path) == [4, 8, 10]
+    with ranks(2, job, tmp_path, 10, "size=200000") as again:
+        for command in again:
+            assert said(command, "starts") == ["starts", "10", "disk", stopped[0][3]]
+            assert command.wait(timeout=SOON_S) == 0
+
+
+def test_when_a_rank_was_killed_the_captured_step_is_committed_and_the_others_end_with_143(
+    tmp_path: Path, job: str
+) -> None:
+    fifo = tmp_path / "hold"
+    os.mkfifo(fifo)
+    with ranks(2, job, tmp_path, 1_000_000, "every=4", f"hold=0,10,{fifo}") as (first, second):
+        agent = int(said(first, "agent")[1])
+        said(first, "is held")
+        second.signal(signal.SIGKILL)
+        first.wait_for_line("rank 1 is gone", timeout=SOON_S)
+        first.signal(signal.SIGTERM)
+        assert first.wait(timeout=SOON_S) == 128 + signal.SIGTERM
+        first.wait_for_line("no common stop: lost contact with ranks 1", timeout=SOON_S)
+        wait_for_exit([agent], time.monotonic() + SOON_S)
+    assert complete(tmp_path)[-1] == 8
+
+
+def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_it_later(
+    tmp_path: Path, job: str
+) -> None:
+    with ranks(1, job, tmp_path, 1_000_000, "deadline=2") as (command,):
+        agent = int(said(command, "agent")[1])
+        said(command, "step 3")
+        os.kill(agent, signal.SIGSTOP)
+        command.signal(signal.SIGTERM)
+        stopped = said(command, "stopped")
+        assert command.wait(timeout=SOON_S) == 128 + signal.SIGTERM
+        assert stopped[2] == "143"
+        assert complete(tmp_path) == []
+        os.kill(agent, signal.SIGCONT)
+        wait_for_exit([agent], time.monotonic() + SOON_S)
+    assert complete(tmp_path) == [int(stopped[1])]
+
+
+def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(tmp_path: Path, job: str) -> None:
+    argv = [sys.executable, LAUNCHER, "--nproc-per-node=2", "--run-dir", tmp_path / "run", "-m", PROGRAM]
+    env = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with Command([*map(str, argv), str(tmp_path / "ckpt"), "1000000"], env=env) as launcher:
+        launcher.wait_for_line("rank 1 step 5", timeout=SOON_S)
+        launcher.signal(signal.SIGTERM)
+        assert launcher.wait(timeout=SOON_S) == 0
+        stopped = [launcher.wait_for_line(f"rank {rank} stopped.*", timeout=1)[0] for rank in (0, 1)]
+        launcher.assert_no_orphans(timeout=SOON_S)
+    assert stopped[0].split()[2:] == stopped[1].split()[2:]
+    assert complete(tmp_path) == [int(stopped[0].split()[3])]
