@@ -22,6 +22,8 @@ from resiliency.errors import ConfigError
 JOB_ENV = "JOB_IDENTIFIER"
 #: Directory for the files that describe a run (goodput log, event log); default: the working directory.
 RUN_DIR_ENV = "RESILIENCY_RUN_DIR"
+#: Where ranks ask their launcher for a checkpoint agent: an abstract socket's name, without its first NUL.
+AGENT_HOST_ENV = "RESILIENCY_AGENT_HOST"
 
 
 @dataclass(frozen=True, kw_only=True)

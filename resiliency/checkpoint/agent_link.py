@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
 from resiliency.checkpoint.wire import (
     Attach,
@@ -29,12 +30,18 @@ from resiliency.checkpoint.wire import (
     Bye,
     Channel,
     Done,
+    Hurry,
+    Message,
     Refused,
     Save,
     Skip,
+    Start,
+    Started,
     connect,
+    connect_to,
 )
 from resiliency.errors import ConfigError, PeerError
+from resiliency.runtime import AGENT_HOST_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +49,7 @@ BEAT_S = 0.5
 _LOOK_S = 0.05
 _BACKOFF_S = (0.0, 0.2, 1.0, 5.0)
 _AT_ONCE = timedelta(0)
+_Request: TypeAlias = "Attach | Save | Skip | Hurry | Bye"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +93,7 @@ class AgentLink:
         self._on_done = on_done
         self._on_lost = on_lost
         self._options = options or LinkOptions()
-        self._requests: queue.SimpleQueue[Attach | Save | Skip | Bye] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         #: Steps that the agent was told of and has not reported yet.
         self._passed: set[int] = set()
@@ -93,6 +101,8 @@ class AgentLink:
         self._given_up = threading.Event()
         self._attached = threading.Event()
         self._agent: subprocess.Popen[bytes] | None = None
+        #: Address of the launcher's agent host; empty if there is none, or it failed.
+        self._host = os.environ.get(AGENT_HOST_ENV, "")
         #: Process id of the agent, once attached; 0 while there is none.
         self.agent_pid = 0
         self.losses = 0
@@ -103,7 +113,7 @@ class AgentLink:
         """Wait until this rank is attached; False if that takes longer than an agent may take to start."""
         return self._attached.wait(self._options.start.total_seconds())
 
-    def request(self, message: Save | Skip) -> None:
+    def request(self, message: Save | Skip | Hurry) -> None:
         """Pass a message to the agent, this one or the next; never blocks."""
         self._requests.put(message)
         self._wake()
@@ -178,6 +188,10 @@ class AgentLink:
         logger.error("%s", why)
         lost, self._passed = frozenset(self._passed), set()
         self._on_lost(why, lost)
+        if len(self._attach.local_ranks) < self._attach.world_size:
+            # The next agent gives these saves up, so that other hosts need not wait for this one's part.
+            for step in sorted(lost):
+                self._requests.put(Skip(step=step, reason=f"rank {self._attach.rank}: {why}"))
 
     def _connect(self) -> Channel | None:
         """Attached to an agent, started if need be; None when closing.
@@ -239,6 +253,8 @@ class AgentLink:
             logger.info(
                 "the checkpoint agent ended with exit code %d; starting another", self._agent.returncode
             )
+        if self._host and self._launcher_starts_it():
+            return
         argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main"]
         argv += ["--arena", str(self._directory), "--grace-s", str(self._options.grace.total_seconds())]
         # A session of its own: signals for the trainer's group are not for the agent.
@@ -252,6 +268,34 @@ class AgentLink:
             )
         except OSError as error:
             raise PeerError(f"the checkpoint agent cannot be started: {error}.") from error
+
+    def _launcher_starts_it(self) -> bool:
+        """Ask the launcher, whose agents outlive a restart of its workers and have torch imported already."""
+        try:
+            answer = self._ask_host()
+        except (PeerError, ConfigError) as error:
+            answer = Refused(reason=str(error))
+        if isinstance(answer, Started) or self._given_up.is_set():
+            return True
+        why = answer.reason if isinstance(answer, Refused) else "it does not answer"
+        logger.warning("the launcher starts no checkpoint agent, so this rank does: %s", why)
+        self._host = ""
+        return False
+
+    def _ask_host(self) -> Message | None:
+        channel = connect_to("\0" + self._host)
+        if channel is None:
+            return None
+        try:
+            channel.send(Start(arena=str(self._directory.absolute())))
+            deadline = time.monotonic() + self._options.start.total_seconds()
+            answer = None
+            # It may still import torch.
+            while answer is None and time.monotonic() < deadline and not self._given_up.is_set():
+                answer = channel.receive(timedelta(seconds=BEAT_S))
+            return answer
+        finally:
+            channel.close()
 
     def _converse(self, channel: Channel) -> None:
         heard = beaten = time.monotonic()
@@ -283,8 +327,8 @@ class AgentLink:
         for message in self._take_requests():
             channel.send(message)
 
-    def _take_requests(self) -> list[Attach | Save | Skip | Bye]:
-        taken: list[Attach | Save | Skip | Bye] = []
+    def _take_requests(self) -> list[_Request]:
+        taken: list[_Request] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 taken.append(self._requests.get_nowait())

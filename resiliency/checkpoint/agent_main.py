@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of the checkpoint agent: ``python3 -m resiliency.checkpoint.agent_main --arena DIR``.
 
-Trainers start it themselves; a launcher may start it before them.
+Trainers start it themselves where no launcher does (`resiliency.launch.agent_host`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,7 +26,7 @@ from resiliency.runtime import RunInfo
 logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE = timedelta(seconds=60)
-_NICENESS = 10
+NICENESS = 10
 #: Number of the system call ioprio_set, which libc does not wrap.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LOWEST = (2 << 13) | 7
@@ -47,14 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     configure(RunInfo.from_env())
+    yield_cpu()
+    return serve(options.arena, grace=timedelta(seconds=options.grace_s))
+
+
+def serve(arena: Path, *, grace: timedelta) -> int:
+    """Be the agent of `arena` in this process; returns its exit code.
+
+    SIGTERM may be blocked by the caller, so that none is lost before this can act on it.
+    """
     try:
-        listener = listen(options.arena)
+        listener = listen(arena)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    lower_priority()
-    agent = Agent(options.arena, listener, grace=timedelta(seconds=options.grace_s))
+    yield_disk()
+    agent = Agent(arena, listener, grace=grace)
     agent.install_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         agent.run()
     finally:
@@ -62,12 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def lower_priority() -> None:
-    """Yield CPU and disk to training; where the system does not allow it, go on without."""
+def yield_cpu() -> None:
+    """Training goes first; where the system does not allow it, go on without."""
     try:
-        os.nice(_NICENESS)
+        os.nice(NICENESS)
     except OSError as error:
         logger.debug("priority stays: %s", error)
+
+
+def yield_disk() -> None:
+    """The same for this process's reads and writes."""
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         # 1: of this process (its first thread; the others inherit it).

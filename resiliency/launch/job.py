@@ -21,12 +21,13 @@ from resiliency.events import EventStream, EventType, RunEvent, events_path
 from resiliency.goodput_measure.tracker import goodput_path, open_event_stream, published_record
 from resiliency.launch import _compat
 from resiliency.launch.agent import ResilientAgent
+from resiliency.launch.agent_host import AgentHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
 from resiliency.launch.supervisor import NullReporter, WorkerStateReporter
 from resiliency.launch.watch import SignalBox
-from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, SystemClock
+from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV, RUN_DIR_ENV, SystemClock
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,13 @@ def run(options: LaunchOptions) -> int:
     _set_threads(options.workers)
     signals = SignalBox(lambda number: _compat.SignalException(f"received {number.name}", sigval=number))
     log_dir = _log_dir(options)
-    with Protection(grace=options.stop_timeout) as protection:
+    with (
+        Protection(grace=options.stop_timeout) as protection,
+        AgentHost(options.info, protection, stop_timeout=options.term_timeout) as agents,
+    ):
         _compat.prepare(protection.private_dir, signals.handle)
         specs = _compat.make_logs_specs(options.args, log_dir)
-        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options))
+        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options, agents))
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
             handler, serves = _meet(options, signals)
@@ -80,6 +84,8 @@ def run(options: LaunchOptions) -> int:
             finally:
                 with signals.interruptible(check=False):
                     agent.clean_rdzv_shutdown(close=outcome.final)
+                # No worker is left that would want a last step saved.
+                agents.end(signals.hurry_fd)
                 signals.close()
                 agent.shutdown_rank_monitors()
                 reporter.close()
@@ -183,8 +189,9 @@ def _summary(options: LaunchOptions, agent: ResilientAgent) -> str:
     )
 
 
-def _adjust(env: dict[str, str], options: LaunchOptions) -> None:
+def _adjust(env: dict[str, str], options: LaunchOptions, agents: AgentHost) -> None:
     """What a worker's environment has beyond torchrun's."""
+    env[AGENT_HOST_ENV] = agents.address
     env[JOB_ENV] = options.info.job_name
     env[RUN_DIR_ENV] = options.info.run_dir
     if options.virtual_local_rank:

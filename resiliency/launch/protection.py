@@ -38,23 +38,25 @@ class Protection:
     def __init__(self, *, grace: timedelta) -> None:
         self.id = uuid.uuid4().hex
         self.private_dir = _make_private_dir()
+        #: At its end once launcher and guardian are gone, so that nobody looks after workers any more.
+        self.lifeline_fd, self._lifeline_write_fd = os.pipe2(os.O_CLOEXEC)
         # For children that are started from this process's own environment.
-        os.environ[guardian.LAUNCHER_ENV] = ":".join(
-            filter(None, (os.environ.get(guardian.LAUNCHER_ENV), self.id))
-        )
+        self._outer = os.environ.get(guardian.LAUNCHER_ENV)
+        os.environ[guardian.LAUNCHER_ENV] = ":".join(filter(None, (self._outer, self.id)))
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", guardian.__file__),
                 *(self.id, str(grace.total_seconds()), str(self.private_dir)),
             ],
             stdin=subprocess.PIPE,
+            pass_fds=(self._lifeline_write_fd,),
             cwd="/",
             start_new_session=True,  # a Ctrl-C is for the launcher, not for it
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
         # A forked child that kept the pipe open would hide the launcher's end from the guardian.
-        os.register_at_fork(after_in_child=self._forget_pipe)
+        os.register_at_fork(after_in_child=self._forget_pipes)
 
     def workers(self, pids: Iterable[int]) -> None:
         """Tell the guardian whom to end; replaces those named before."""
@@ -68,6 +70,12 @@ class Protection:
         """What to append to an event log, with the time, if the launcher cannot do it any more."""
         kept = {name: value for name, value in record.items() if name != "timestamp"}
         self._send("last_words " + json.dumps([str(path), kept]))
+
+    def outer_environment(self) -> dict[str, str]:
+        """This process's environment without the launcher's id: for children that outlive workers."""
+        env = {**os.environ}
+        del env[guardian.LAUNCHER_ENV]
+        return env if self._outer is None else {**env, guardian.LAUNCHER_ENV: self._outer}
 
     def leftovers(self) -> list[guardian.Process]:
         """Living processes that workers started, the guardian left out."""
@@ -85,6 +93,8 @@ class Protection:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        os.close(self.lifeline_fd)
+        os.close(self._lifeline_write_fd)
         shutil.rmtree(self.private_dir, ignore_errors=True)
 
     def __enter__(self) -> Protection:
@@ -106,9 +116,10 @@ class Protection:
                 self._process.pid,
             )
 
-    def _forget_pipe(self) -> None:
-        with suppress(OSError, ValueError):  # ValueError: closed already
+    def _forget_pipes(self) -> None:
+        with suppress(OSError, ValueError):  # ValueError: closed already, and so is the other
             os.close(self._pipe.fileno())
+            os.close(self._lifeline_write_fd)
 
 
 def _make_private_dir() -> Path:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of two that share a directory and nothing else: each has an arena and an agent of its own.
 
-    python -m tests.checkpoint.two_hosts RANK ROOT
+    python -m tests.checkpoint.two_hosts RANK ROOT VICTIM
 
-Rank 1 kills its agent in the middle of step 2.
+The victim kills its agent in the middle of step 2.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from resiliency.checkpoint import Checkpointer, CheckpointerOptions
 from resiliency.runtime import RunInfo
 from tests.checkpoint.test_checkpointer import wait_for
 
-SOON = timedelta(seconds=60)
+SOON = timedelta(minutes=4)
 STEPS = 3
 
 
-def main(rank: int, root: Path) -> None:
+def main(rank: int, root: Path, victim: int) -> None:
     store = dist.FileStore(str(root / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=SOON)
     arenas = root / f"host-{rank}"
     arenas.mkdir(exist_ok=True)
-    options = CheckpointerOptions(arena_root=arenas, save_timeout=timedelta(seconds=6), bytes_per_s=16 << 20)
+    # The others must learn of it long before the save's own timeout, which is 10 minutes.
+    options = CheckpointerOptions(arena_root=arenas, bytes_per_s=16 << 20)
     info = RunInfo(job_name="two", host=f"host-{rank}", rank=rank, world_size=2)
     state = {"shared": torch.zeros(4 << 20), "also": torch.zeros(4 << 20), "rank": rank}
     with Checkpointer(root / "ckpt", replicated=True, info=info, options=options) as checkpoints:
@@ -41,8 +42,8 @@ def main(rank: int, root: Path) -> None:
             for name in ("shared", "also"):
                 state[name].fill_(step)
             handle = checkpoints.save(step, state)
-            if step == 2 and rank == 1:
-                wait_for(root / "ckpt" / "step=2" / "__1_0.distcp")
+            if step == 2 and rank == victim:
+                wait_for(root / "ckpt" / "step=2" / f"__{victim}_0.distcp")
                 os.kill(checkpoints.agent_pid, signal.SIGKILL)
             assert handle.wait(SOON)
             print("saved", step, handle.state.value, handle.record.why, flush=True)
@@ -51,4 +52,4 @@ def main(rank: int, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's hold on the process that starts checkpoint agents for its ranks.
+
+Nothing depends on it: without it, or after its death, ranks start their agents themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import timedelta
+
+from resiliency.launch import guardian
+from resiliency.launch.protection import Protection
+from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, RunInfo
+
+logger = logging.getLogger(__name__)
+
+#: Beyond the time that the agents have: for the host itself.
+_SLACK_S = 5.0
+
+
+class AgentHost:
+    """A child of the launcher, in a session of its own, that no restart of workers touches.
+
+    Args:
+        stop_timeout: what agents get at the end to commit what is captured.
+    """
+
+    def __init__(self, info: RunInfo, protection: Protection, *, stop_timeout: timedelta) -> None:
+        #: For `AGENT_HOST_ENV` of the workers.
+        self.address = f"resiliency-agent-host-{protection.id}"
+        self._stop_s = stop_timeout.total_seconds()
+        self._process: subprocess.Popen[bytes] | None = None
+        # Listening before the host runs: who asks early waits, instead of finding nobody.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + self.address)
+            listener.listen(128)
+            try:
+                self._process = self._start(listener.fileno(), info, protection)
+            except OSError as error:
+                logger.warning("no checkpoint agents from the launcher, ranks start their own: %s", error)
+
+    def _start(self, listener: int, info: RunInfo, protection: Protection) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [
+                *(os.environ.get("PYTHON_EXEC", sys.executable), "-m", "resiliency.launch.agent_host_main"),
+                *("--listener-fd", str(listener), "--lifeline-fd", str(protection.lifeline_fd)),
+                *("--stop-s", str(self._stop_s)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(listener, protection.lifeline_fd),
+            start_new_session=True,  # a Ctrl-C is for the launcher, not for it
+            env={
+                **protection.outer_environment(),
+                JOB_ENV: info.job_name,
+                RUN_DIR_ENV: info.run_dir,
+                # Agents own no GPU and compute nothing; a library's threads would be in the way of a fork.
+                "CUDA_VISIBLE_DEVICES": "",
+                **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            },
+        )
+
+    def end(self, hurry_fd: int | None = None) -> None:
+        """Let the agents commit what is captured, and end; idempotent.
+
+        Args:
+            hurry_fd: readable when there is no more time.
+        """
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.terminate()
+        known = guardian.Process.of(process.pid)
+        if known is not None and not guardian.wait_until_gone([known], self._stop_s + _SLACK_S, hurry_fd):
+            logger.warning("checkpoint agents are killed before they have committed all that is captured")
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its agents are in its group
+        process.wait()
+
+    def __enter__(self) -> AgentHost:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
