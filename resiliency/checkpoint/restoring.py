@@ -29,6 +29,7 @@ from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     LayoutMismatch,
+    PeerError,
     ResiliencyError,
 )
 
@@ -214,31 +215,40 @@ class Restorer:
             return reader.read_shard(rank)
 
     def _all_good(self, source: Source, error: ResiliencyError | None, doing: str) -> bool:
-        """Whether all ranks succeeded; False to try the next source, on all of them."""
-        bad = isinstance(error, _BAD)
-        verdicts = self._agreement.gather((bad, str(error)) if error is not None else None)
+        """Whether all ranks succeeded; False to try the next source, on all of them.
+
+        A source that is bad for one rank is passed over, also where it does not fit another.
+        """
+        kind = "bad" if isinstance(error, _BAD) else "unfit" if isinstance(error, LayoutMismatch) else "other"
+        verdicts = self._agreement.gather(None if error is None else (kind, str(error)))
         failures = [verdict for verdict in verdicts if verdict is not None]
         if not failures:
             return True
-        if not all(is_bad for is_bad, _ in failures):
+        why = next((text for kind, text in failures if kind == "bad"), None)
+        if why is None or any(kind == "other" for kind, _ in failures):
             self._check(error, doing)
-        why = failures[0][1]
         logger.error("step %d from %s passed over: %s", source.step, source.tier.value, why)
         if source.tier is Tier.DISK and self._agreement.rank == 0:
             try:
-                quarantine(self._storage, source.step, why)
+                quarantine(self._storage, source.step, why or "")
             except CheckpointError as failure:
                 logger.warning("%s", failure)
         return False
 
     def _check(self, error: ResiliencyError | None, doing: str) -> None:
-        """Raise on all ranks if any has an error.  One rank's mismatch is one on all: all of them may
-        have another way to load."""
-        found = self._agreement.gather(str(error) if isinstance(error, LayoutMismatch) else None)
-        for rank, text in enumerate(found):
-            if text is not None and error is None:
-                raise LayoutMismatch(f"rank {rank}: {text}", rank=rank)
-        if any(found):
-            assert error is not None
+        """Raise on all ranks if any has an error.
+
+        Where all errors are mismatches, a mismatch on all: they may all have another way to load.  Where
+        any is not, a mismatch on none.
+        """
+        unfit = isinstance(error, LayoutMismatch)
+        found = self._agreement.gather(None if error is None else (unfit, str(error)))
+        failures = [(rank, *verdict) for rank, verdict in enumerate(found) if verdict is not None]
+        if not failures:
+            return
+        # A mismatch only if there is nothing else.
+        rank, only_unfit, text = min(failures, key=lambda failure: failure[1])
+        if error is not None and unfit == only_unfit:
             raise error
-        self._agreement.check(error, doing)
+        kind = LayoutMismatch if only_unfit else PeerError
+        raise kind(f"rank {rank}, while {doing}: {text}", rank=rank)

@@ -15,7 +15,7 @@ from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Shard, plan
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.restoring import Restored, Tier
-from resiliency.errors import LayoutMismatch
+from resiliency.errors import CheckpointCorrupt, LayoutMismatch, PeerError, ResiliencyError
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
 
@@ -85,5 +85,39 @@ def test_a_state_that_does_not_fit_on_one_rank_is_refused_and_unchanged_on_all(
     report = rank_pool.run(one_rank_does_not_fit, 2, tmp_path, job, timeout=120.0, operation_timeout=60.0)
     first, second = report.values
     for told, own in zip(first, second, strict=True):
-        assert told == f"rank 1: {own}"
+        assert told.startswith("rank 1, while restoring from ")
+        assert told.endswith(own)
         assert "weights: the checkpoint holds shape (1000,), the state to restore has (2000,)" in own
+
+
+def failing(error: ResiliencyError) -> Callable[[Shard], None]:
+    def fill(_shard: Shard) -> None:
+        raise error
+
+    return fill
+
+
+def errors_are_mixed(rank: int, directory: Path, job: str) -> list[str]:
+    """What each rank is told when the ranks fail in different ways."""
+    told = []
+    for other in (PeerError("a cable was pulled."), CheckpointCorrupt("a bit flipped.")):
+        with opened(directory, job, rank, 2) as checkpoints:
+            checkpoints.save(1, state(3)).wait(SOON)
+            try:
+                restored = checkpoints.restore_with(
+                    failing(LayoutMismatch("no fit.") if rank else other), step=1
+                )
+                told.append(restored.tier.value)
+            except ResiliencyError as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_a_mismatch_beside_another_failure_is_no_mismatch_on_any_rank(
+    tmp_path: Path, job: str, rank_pool: RankPool
+) -> None:
+    report = rank_pool.run(errors_are_mixed, 2, tmp_path, job, timeout=120.0, operation_timeout=60.0)
+    first, second = report.values
+    assert first[0] == "PeerError: a cable was pulled."
+    assert second[0].startswith("PeerError: rank 0, while restoring from")
+    assert first[1] == second[1] == "none"  # bad for one rank: passed over on both
