@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's states through the checkpoint engine: stock Megatron reads them, and so do we, bit for bit.
+
+Real Megatron models and distributed optimizers on gloo ranks; stock Megatron runs in processes that
+never import this project.  The model has SwiGLU layers (factories), an object per rank, an object that
+is not persistent, and flattened ranges where the optimizer's form has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.catalog import Condition, inspect
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.testing.rank_pool import RankPool
+from tests.plugins import megatron_ranks
+from tests.plugins.megatron_ranks import BUCKET_SPACE, MODEL_SPACE, STEP, Layout, Part, differing
+
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+#: Longest wait for one job of the ranks, or one stock process, on a busy two-core machine, in seconds.
+JOB_S = 150.0
+
+TWO_REPLICAS = Layout(ranks=2)
+TENSOR_PARALLEL = Layout(ranks=2, tensor=2)
+ONE_RANK = Layout()
+BUCKETS = Layout(ranks=2, sharding=BUCKET_SPACE)
+GATHERED = Layout(ranks=2, sharding="fully_reshardable")
+#: In fp32 the main parameters are the model's own memory.
+FULL_PRECISION = Layout(ranks=2, bf16=False)
+REPLICATED = Layout(ranks=2, distributed_optimizer=False)
+SAVED = [ONE_RANK, TWO_REPLICAS, TENSOR_PARALLEL, BUCKETS, GATHERED, FULL_PRECISION, REPLICATED]
+#: Who saved, and who loads.
+READ_BY_STOCK = [
+    (ONE_RANK, ONE_RANK),
+    (ONE_RANK, TWO_REPLICAS),
+    (ONE_RANK, TENSOR_PARALLEL),
+    (TWO_REPLICAS, ONE_RANK),
+    (TWO_REPLICAS, TENSOR_PARALLEL),
+    (TENSOR_PARALLEL, ONE_RANK),
+    (TENSOR_PARALLEL, TWO_REPLICAS),
+    (BUCKETS, Layout(sharding=BUCKET_SPACE)),
+    (BUCKETS, BUCKETS),
+    (GATHERED, Layout(sharding=GATHERED.sharding)),
+    (FULL_PRECISION, Layout(bf16=False)),
+    (REPLICATED, Layout(distributed_optimizer=False)),
+]
+
+
+class Ranks:
+    """A pool of ranks that have Megatron in memory, and the checkpoints that they wrote."""
+
+    def __init__(self, pool: RankPool, root: Path) -> None:
+        self._pool = pool
+        self.root = root
+        self._saved: dict[Layout, list[list[Part]]] = {}
+
+    def run(self, fn: Any, layout: Layout, *args: object) -> list[Any]:
+        values: list[Any] = self._pool.run(
+            fn, layout.ranks, layout, *args, timeout=JOB_S, operation_timeout=60.0
+        ).values
+        return values
+
+    def name(self, layout: Layout) -> str:
+        return f"megatron-{os.getpid()}-{layout}"
+
+    def directory(self, layout: Layout) -> Path:
+        return self.root / str(layout)
+
+    def saved(self, layout: Layout) -> list[list[Part]]:
+        """What each rank saved into `directory(layout)`; it came back from memory already."""
+        if layout not in self._saved:
+            place = self.directory(layout), self.name(layout)
+            self._saved[layout] = self.run(megatron_ranks.saved, layout, *place)
+        return self._saved[layout]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with RankPool() as pool:
+        pool.warm_up(2)
+        yield Ranks(pool, tmp_path_factory.mktemp("megatron"))
+    assert list(DEFAULT_ROOT.glob(f"resiliency-megatron-{os.getpid()}-*")) == []
+
+
+@pytest.mark.parametrize("layout", SAVED, ids=str)
+def test_a_state_comes_back_from_memory_and_from_disk_with_the_same_bits(
+    ranks: Ranks, layout: Layout
+) -> None:
+    expected = ranks.saved(layout)  # from memory: within
+    ranks.run(megatron_ranks.restored_from_disk, layout, ranks.directory(layout), expected)
+
+
+def test_a_new_start_takes_the_newest_checkpoint_on_all_ranks(ranks: Ranks) -> None:
+    expected = ranks.saved(TWO_REPLICAS)
+    place = ranks.directory(TWO_REPLICAS), ranks.name(TWO_REPLICAS)
+    ranks.run(megatron_ranks.restored_together, TWO_REPLICAS, *place, expected)
+
+
+@pytest.fixture(scope="module")
+def read_by_stock(ranks: Ranks) -> dict[tuple[Layout, Layout], list[dict[str, Any]]]:
+    """What stock Megatron loaded, by (who saved, who loads), of each rank; all in one start per size."""
+    results: dict[tuple[Layout, Layout], list[dict[str, Any]]] = {}
+    for world_size in (1, 2):
+        cases = []
+        pairs = [pair for pair in READ_BY_STOCK if pair[1].ranks == world_size]
+        for number, (saver, loader) in enumerate(pairs):
+            ranks.saved(saver)
+            file = str(ranks.root / f"{world_size}-{number}-{{kind}}-{{{{rank}}}}")
+            template, result = file.format(kind="template"), file.format(kind="result")
+            ranks.run(megatron_ranks.template, loader, template, saver.ranks)
+            cases.append((str(ranks.directory(saver) / f"step={STEP}"), template, result))
+        run_stock(world_size, ranks.root, cases)
+        for pair, (_, _, result) in zip(pairs, cases, strict=True):
+            files = [result.format(rank=rank) for rank in range(world_size)]
+            results[pair] = [torch.load(file, weights_only=False) for file in files]
+    return results
+
+
+def run_stock(world_size: int, root: Path, cases: list[tuple[str, str, str]]) -> None:
+    """Load all `cases` in `world_size` processes that know nothing of this project."""
+    (root / f"cases-{world_size}").write_text(json.dumps(cases))
+    script = Path(__file__).parent / "stock_megatron.py"
+    processes = []
+    for rank in range(world_size):
+        argv = [
+            sys.executable, "-W", "ignore", str(script), str(rank), str(world_size),
+            str(root / f"store-{world_size}"), str(root / f"cases-{world_size}"),
+        ]  # fmt: skip
+        processes.append(
+            subprocess.Popen(argv, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    try:
+        outputs = [process.communicate(timeout=JOB_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * world_size, "\n".join(outputs)
+
+
+@pytest.mark.parametrize("pair", READ_BY_STOCK, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
+def test_stock_megatron_loads_it_at_any_size_with_the_same_bits(
+    ranks: Ranks,
+    read_by_stock: dict[tuple[Layout, Layout], list[dict[str, Any]]],
+    pair: tuple[Layout, Layout],
+) -> None:
+    saver, loader = pair
+    loaded = read_by_stock[pair]
+    assert len(loaded) == loader.ranks
+    assert all(each["ours"] == [] for each in loaded)
+    parts = [Part(**tensor) for each in loaded for tensor in each["tensors"]]
+    expected = [part for parts in ranks.saved(saver) for part in parts]
+    assert differing(parts, expected) == []
+    assert any("exp_avg" in part.key for part in parts)
+    flattened = loader.distributed_optimizer and loader.sharding == MODEL_SPACE
+    assert any(part.flattened for part in parts) == flattened
+    for rank, each in enumerate(loaded):
+        values = each["values"]
+        assert values["global_step",] == STEP
+        assert values["loops", "epochs", 1] == 2
+        assert values["content_metadata", "form"] == saver.sharding
+        if saver.ranks == loader.ranks:
+            assert values["random", "draws"] == (rank, 0.5)
+            assert values["random", "torch"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [(TENSOR_PARALLEL, TWO_REPLICAS), (TWO_REPLICAS, ONE_RANK)],
+    ids=["other-cut", "fewer-ranks"],
+)
+def test_another_parallel_layout_is_refused_and_the_same_template_loads_with_stock_megatron(
+    ranks: Ranks, saver: Layout, loader: Layout
+) -> None:
+    expected = [part for parts in ranks.saved(saver) for part in parts]
+    place = ranks.directory(saver), ranks.name(loader)
+    found = ranks.run(megatron_ranks.loaded_with_another_layout, loader, *place)
+    assert differing([part for parts in found for part in parts], expected) == []
+
+
+def test_one_rank_that_wants_another_state_makes_all_refuse_and_nothing_changes(ranks: Ranks) -> None:
+    ranks.saved(TWO_REPLICAS)
+    place = ranks.directory(TWO_REPLICAS), ranks.name(TWO_REPLICAS)
+    first, second = ranks.run(megatron_ranks.refused, TWO_REPLICAS, *place)
+    names = {"key": ".other", "shape": "other parts of", "object": "another object"}
+    for change, name in names.items():
+        assert first[change].startswith("rank 1: ")
+        assert "the state to restore wants" in second[change]
+        assert name in second[change]
+
+
+def test_a_flipped_bit_is_found_and_the_checkpoint_hidden(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(megatron_ranks.saved, TENSOR_PARALLEL, tmp_path, ranks.name(TENSOR_PARALLEL))
+    some = next(part for part in expected[1] if part.key.startswith("optimizer.state.exp_avg."))
+    file = tmp_path / f"step={STEP}" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(some.data.numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    ranks.run(megatron_ranks.passed_over, TENSOR_PARALLEL, tmp_path, ranks.name(TENSOR_PARALLEL))
+    assert inspect(LocalStorage(tmp_path), STEP).condition is Condition.UNFINISHED
+
+
+def test_a_checkpoint_of_stock_megatron_is_passed_over_and_loads_with_stock_megatron(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / f"step={STEP}"
+    checkpoint.mkdir()
+    state = str(tmp_path / "state-{rank}")
+    saved = ranks.run(megatron_ranks.trained_state, TWO_REPLICAS, state)
+    run_stock(2, tmp_path, [(str(checkpoint), state, "")])
+    ranks.run(megatron_ranks.passed_over, TWO_REPLICAS, tmp_path, ranks.name(TWO_REPLICAS))
+    template, result = str(tmp_path / "template-{rank}"), str(tmp_path / "result-{rank}")
+    ranks.run(megatron_ranks.template, ONE_RANK, template, TWO_REPLICAS.ranks)
+    run_stock(1, tmp_path, [(str(checkpoint), template, result)])
+    found = torch.load(result.format(rank=0), weights_only=False)
+    parts = [Part(**tensor) for tensor in found["tensors"]]
+    assert differing(parts, [part for parts in saved for part in parts]) == []
