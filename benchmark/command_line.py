@@ -154,7 +154,7 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="writers per rank (default: %(default)s)",
+        help="threads or processes per rank that copy and write (default: %(default)s)",
     )
     group.add_argument(
         "--enable-dist-ckpt",
@@ -170,7 +170,8 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-optimized-async-ckpt",
         action="store_true",
-        help="write through a checkpoint process that lives as long as the job",
+        help="copy into memory and go on: a checkpoint process that lives as long as the job writes "
+        "(the memory of a host holds two copies of its state)",
     )
     group.add_argument(
         "--enable-ckpt-load-replication",
@@ -181,6 +182,14 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         "--enable-high-scale-ckpt",
         action="store_true",
         help="hand local checkpoints over to GKE's multi-tier replicator; needs --local-ckpt-dir",
+    )
+    group.add_argument(
+        "--termination-deadline-s",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="after SIGTERM all ranks stop at one step, and its checkpoint must be committed in this time; "
+        "some seconds less than what the platform leaves before it kills (default: %(default)s)",
     )
     group.add_argument(
         "--profile-ckpt-interval",

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 from command_line import build_parser
@@ -24,10 +25,17 @@ from resiliency.testing.faults import Fault
 #: Flags whose engine is not part of this release.  They are refused, never ignored.
 _NOT_YET = {
     "local_ckpt_dir": "the local checkpoint tier",
-    "enable_optimized_async_ckpt": "the checkpoint process with optimized asynchronous saves",
     "enable_ckpt_load_replication": "recovery of checkpoints from peers",
     "enable_high_scale_ckpt": "the hand-over to GKE's multi-tier replicator",
 }
+
+
+class SaveMode(Enum):
+    """Who writes a checkpoint, while training waits or goes on."""
+
+    SYNC = "training itself"
+    ASYNC = "NeMo's background processes"
+    PROCESS = "the checkpoint process of the host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,7 @@ class Workload:
     global_batch_size: int
     max_steps: int
     max_runtime_s: int
+    termination_deadline_s: float
     val_check_interval: int
     limit_val_batches: int
     job_name: str
@@ -57,7 +66,7 @@ class Workload:
     topk_ckpt: int
     ckpt_threads_per_rank: int
     dist_ckpt: bool
-    async_ckpt: bool
+    save_mode: SaveMode
     comm_overlap: bool
     gc: bool
     fault_tolerance: bool
@@ -112,6 +121,7 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         global_batch_size=global_batch_size,
         max_steps=args.max_steps,
         max_runtime_s=args.max_runtime,
+        termination_deadline_s=args.termination_deadline_s,
         val_check_interval=args.val_check_interval,
         limit_val_batches=args.limit_val_batches,
         job_name=_job_name(args.job_name),
@@ -127,7 +137,7 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         topk_ckpt=args.topk_ckpt,
         ckpt_threads_per_rank=args.ckpt_threads_per_rank,
         dist_ckpt=args.enable_dist_ckpt,
-        async_ckpt=args.enable_async_ckpt,
+        save_mode=_save_mode(args),
         comm_overlap=args.enable_comm_overlap,
         gc=args.enable_gc,
         fault_tolerance=_fault_tolerance(args.enable_fault_tolerance, os.environ),
@@ -163,7 +173,7 @@ def _refuse_later_parts(args: argparse.Namespace) -> None:
 
 def _check_checkpoint_flags(args: argparse.Namespace) -> None:
     _both_or_neither(args, "persistent_ckpt_dir", "persistent_ckpt_interval")
-    for flag in ("enable_async_ckpt", "enable_dist_ckpt"):
+    for flag in ("enable_async_ckpt", "enable_optimized_async_ckpt", "enable_dist_ckpt"):
         if getattr(args, flag) and args.persistent_ckpt_dir is None:
             raise ConfigError(
                 f"--{flag.replace('_', '-')} needs --persistent-ckpt-dir: nothing would be saved."
@@ -174,6 +184,18 @@ def _check_checkpoint_flags(args: argparse.Namespace) -> None:
             hint="Give 1 or more, or -1 for all.",
             flag="--topk-ckpt",
         )
+
+
+def _save_mode(args: argparse.Namespace) -> SaveMode:
+    if args.enable_async_ckpt and args.enable_optimized_async_ckpt:
+        raise ConfigError(
+            "--enable-async-ckpt and --enable-optimized-async-ckpt are two ways to save in the background.",
+            hint="Give one of them; the second holds training for less time.",
+            flag="--enable-optimized-async-ckpt",
+        )
+    if args.enable_optimized_async_ckpt:
+        return SaveMode.PROCESS
+    return SaveMode.ASYNC if args.enable_async_ckpt else SaveMode.SYNC
 
 
 def _both_or_neither(args: argparse.Namespace, first: str, second: str) -> None:
@@ -254,6 +276,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("max_runtime", "limit_val_batches"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative.")
+    if not args.termination_deadline_s > 0:
+        raise ConfigError(
+            f"--termination-deadline-s must be positive, found {args.termination_deadline_s}.",
+            flag="--termination-deadline-s",
+        )
     if args.profile_ckpt_interval is not None and args.profile_ckpt_interval < 3:
         raise ConfigError(
             f"--profile-ckpt-interval must be at least 3, found {args.profile_ckpt_interval}: "

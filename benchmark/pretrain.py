@@ -9,11 +9,12 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from flags import Workload
+from flags import SaveMode, Workload
 from log_copier import LogCopier
 
 from resiliency import log
@@ -31,7 +32,7 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
 
     Returns:
         The exit code of the process: 0 done, 1 failed (the log says why), 2 cannot run here,
-        143 stopped by SIGTERM.
+        143 stopped by SIGTERM with its last step not saved (0 if it was).
     """
     log.configure(info, level=workload.log_level)
     try:
@@ -47,6 +48,8 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
     events.emit(EventType.IMPORTED)
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from resiliency.checkpoint.termination import Terminated
+
     with _log_directory(workload, info) as log_dir:
         try:
             _train(workload, info, events, log_dir)
@@ -55,9 +58,11 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
             logger.error("%s", error)
             logger.debug("the error came from here", exc_info=True)
             return 1
-        except SIGTERMException:
+        except Terminated as terminated:
+            return int(terminated.code or 0)  # the log says where it stopped
+        except SIGTERMException:  # there are no checkpoints
             # Lightning's exception would end the process with 0, as if training were done.
-            logger.warning("stopped by SIGTERM; the steps since the last checkpoint are not kept")
+            logger.warning("stopped by SIGTERM; without a checkpoint directory no step is kept")
             return 128 + signal.SIGTERM
     return 0
 
@@ -161,25 +166,42 @@ def _strategy(workload: Workload) -> Any:
         context_parallel_size=layout.context,
         sequence_parallel=layout.tensor > 1 and workload.device != "cpu",
         pipeline_dtype=torch.float32 if workload.device == "cpu" else torch.bfloat16,
-        ckpt_async_save=workload.async_ckpt,
+        ckpt_async_save=workload.save_mode is SaveMode.ASYNC,
         ddp=DistributedDataParallelConfig(),
     )
 
 
-def _checkpoint_io(workload: Workload) -> Any:
+def _checkpoint_io(workload: Workload, events: EventStream) -> Any:
     from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
     from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO
 
+    if workload.save_mode is SaveMode.PROCESS:
+        return _checkpoint_process(workload, events)
     io = VerifiedCheckpointIO(
         save_ckpt_format="torch_dist",
-        async_save=workload.async_ckpt,
+        async_save=workload.save_mode is SaveMode.ASYNC,
         torch_dist_multiproc=workload.ckpt_threads_per_rank,
         assume_constant_structure=True,
         parallel_save=workload.dist_ckpt,
         parallel_load=workload.dist_ckpt,
     )
-    return AsyncFinalizableCheckpointIO(io) if workload.async_ckpt else io
+    return AsyncFinalizableCheckpointIO(io) if workload.save_mode is SaveMode.ASYNC else io
+
+
+def _checkpoint_process(workload: Workload, events: EventStream) -> Any:
+    from resiliency.checkpoint import CaptureOptions, CheckpointerOptions
+    from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+    from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+
+    assert workload.checkpoint_dir is not None
+    return PersistentCheckpointProcessIO(
+        MinCkptOverheadCheckpointIO(parallel_save=workload.dist_ckpt, parallel_load=workload.dist_ckpt),
+        workload.checkpoint_dir,
+        keep=workload.topk_ckpt,
+        events=events,
+        options=CheckpointerOptions(capture=CaptureOptions(threads=workload.ckpt_threads_per_rank)),
+    )
 
 
 def _callbacks(workload: Workload, events: EventStream, log_dir: Path) -> list[Any]:
@@ -220,13 +242,18 @@ def _callbacks(workload: Workload, events: EventStream, log_dir: Path) -> list[A
             )
         )
     if workload.checkpoint_dir is not None and workload.persistent_ckpt_interval is not None:
+        from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback
         from resiliency.callbacks.model_checkpoint import ModelCheckpoint
 
+        callbacks.append(
+            AutoCheckpointCallback(deadline=timedelta(seconds=workload.termination_deadline_s), events=events)
+        )
         callbacks.append(
             ModelCheckpoint(
                 workload.checkpoint_dir,
                 workload.persistent_ckpt_interval,
-                keep=workload.topk_ckpt,
+                # The checkpoint process deletes by itself: it knows what is durable.
+                keep=-1 if workload.save_mode is SaveMode.PROCESS else workload.topk_ckpt,
                 events=events,
             )
         )
@@ -239,7 +266,7 @@ def _trainer(workload: Workload, info: RunInfo, events: EventStream, log_dir: Pa
     on_cpu = workload.device == "cpu"
     plugins: list[Any] = [] if on_cpu else [nl.MegatronMixedPrecision(precision="bf16-mixed")]
     if workload.checkpoint_dir is not None:
-        plugins.append(_checkpoint_io(workload))
+        plugins.append(_checkpoint_io(workload, events))
     trainer = nl.Trainer(
         accelerator="cpu" if on_cpu else "gpu",
         devices=workload.ranks_per_node,

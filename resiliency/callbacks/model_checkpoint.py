@@ -27,6 +27,7 @@ from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
 from resiliency.plugins.dist_ckpt import is_rank_zero
+from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +104,39 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         """True when this tier saves after `step` finished steps."""
         return step % self.interval_steps == 0
 
+    def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """NeMo's, unless a checkpoint process saves.
+
+        NeMo deletes unfinished checkpoints here, while the process of the attempt before may still be
+        committing one; it deletes them itself, in order with its saves.
+        """
+        process = _process(trainer)
+        if process is None:
+            super().setup(trainer, *args, **kwargs)
+            return
+        self._check_process(process, trainer)
+        self.async_save = False
+        super(NeMoModelCheckpoint, self).setup(trainer, *args, **kwargs)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if AppState().log_dir is not None:  # NeMo writes files there, and fails where no NeMoLogger set it
             super().on_train_start(trainer, pl_module)
-        # A job that resumes at its last step must not save that step again over itself.
-        self._last_global_step_saved = trainer.global_step
+        process = _process(trainer)
+        # A job that resumes at its last step must not save that step again over itself; but a step
+        # that came from memory may not be durable yet.
+        if process is None or not process.restored_from_memory:
+            self._last_global_step_saved = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Hold the step until what it writes has been copied."""
+        process = _process(trainer)
+        if process is not None:
+            process.fence()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        process = _process(trainer)
+        if process is not None:
+            process.step_done(trainer.global_step)
         if self.is_due(trainer.global_step) and not self._outranked(trainer):
             self._save(trainer)
 
@@ -118,6 +145,10 @@ class ModelCheckpoint(NeMoModelCheckpoint):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step, unless that is done, and wait until every save is committed."""
+        process = _process(trainer)
+        if process is not None:
+            self._finish(trainer, process)
+            return
         if not self._outranked(trainer, at_end=True):
             self._save(trainer)
         checkpoint_io = trainer.strategy.checkpoint_io
@@ -133,7 +164,60 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def _save(self, trainer: Any) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
             path = Path(self.dirpath) / f"step={trainer.global_step}"
-            self._save_checkpoint(trainer, f"{path}{self.FILE_EXTENSION}")
+            process = _process(trainer)
+            if process is not None:
+                self._capture(trainer, process, path)
+            else:
+                self._save_checkpoint(trainer, f"{path}{self.FILE_EXTENSION}")
+
+    def _capture(self, trainer: Any, process: PersistentCheckpointProcessIO, path: Path) -> None:
+        """What Lightning does to save, without its barrier: the process needs none."""
+        step = trainer.global_step
+        self._emit(EventType.SAVE_STARTED, step)
+        self._last_global_step_saved = step
+        process.save(trainer.strategy, trainer._checkpoint_connector.dump_checkpoint(False), path)
+        self._emit(EventType.SAVE_RELEASED, step)
+
+    def _finish(self, trainer: Any, process: PersistentCheckpointProcessIO) -> None:
+        """The last step must be durable, and not only captured; other saves may have failed.
+
+        Raises:
+            CheckpointWriteFailed: it could not be saved, on all ranks.
+        """
+        process.wait()  # a free slot: the last save is not skipped
+        if not self._outranked(trainer, at_end=True):
+            self._save(trainer)
+            process.wait()
+            step = trainer.global_step
+            if process.newest_step == step and not process.is_committed(step):
+                logger.error("the last step, %d, was not saved; trying once more", step)
+                self._capture(trainer, process, Path(self.dirpath) / f"step={step}")
+                process.wait()
+                if not process.is_committed(step):
+                    raise CheckpointWriteFailed(
+                        f"the last step, {step}, could not be saved to {self.dirpath}.",
+                        hint="The log says why.  Started again on these hosts, the job finds it in memory.",
+                        step=step,
+                        path=str(self.dirpath),
+                    )
+        process.finish()
+
+    def _check_process(self, process: PersistentCheckpointProcessIO, trainer: Any) -> None:
+        if Path(self.dirpath).absolute() != process.directory:
+            raise ConfigError(
+                f"ModelCheckpoint saves to {self.dirpath}, the checkpoint process to {process.directory}.",
+                hint="Give both the same directory.",
+            )
+        if self.keep != -1:
+            raise ConfigError(
+                f"ModelCheckpoint is to keep {self.keep} checkpoints, but the checkpoint process deletes.",
+                hint="Give `keep` to PersistentCheckpointProcessIO alone.",
+            )
+        if getattr(trainer.strategy, "async_save", False):
+            raise ConfigError(
+                "the strategy has ckpt_async_save=True, NeMo's own asynchronous saves.",
+                hint="Set ckpt_async_save=False: PersistentCheckpointProcessIO is asynchronous by itself.",
+            )
 
     def _outranked(self, trainer: Any, *, at_end: bool = False) -> bool:
         others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
@@ -197,3 +281,9 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             manifest.fsync_directory(directory)
             manifest.marker_of(directory).unlink(missing_ok=True)
             manifest.fsync_directory(directory.parent)
+
+
+def _process(trainer: Any) -> PersistentCheckpointProcessIO | None:
+    """The checkpoint process of this trainer; None if it saves in another way."""
+    io = trainer.strategy.checkpoint_io
+    return io if isinstance(io, PersistentCheckpointProcessIO) else None

@@ -6,12 +6,15 @@ part of the files against the manifest), all ranks learn the verdict, and only t
 move into the model.  A candidate that fails is marked ``-unfinished`` and the next older one is
 tried.  When checkpoints exist but none is usable, the job ends with an error: silently starting
 from random weights would lose everything that was trained.
+
+With a checkpoint process, what all ranks find captured in the memory of their hosts is a candidate
+too, and what the process wrote is proven while it is read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,16 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from resiliency.errors import CheckpointCorrupt, ConfigError
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, ConfigError
 from resiliency.events import EventStream, EventType
-from resiliency.plugins import manifest
+from resiliency.plugins import checkpoint_kinds, manifest
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero, set_rng_state
+from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
 
 logger = logging.getLogger(__name__)
+
+#: What a load raises, on all ranks alike, when its checkpoint is bad and another may not be.
+_UNUSABLE = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing)
 
 
 class CheckpointConnector(_CheckpointConnector):
@@ -70,36 +77,69 @@ class CheckpointConnector(_CheckpointConnector):
             CheckpointCorrupt: checkpoints exist, and none of those tried could be used.
         """
         self._emit(EventType.RESTORE_STARTED)
-        chosen = Path(checkpoint_path) if checkpoint_path is not None else self._newest_usable()
-        super()._restore_modules_and_callbacks(chosen)
+        if checkpoint_path is not None:
+            chosen: Path | None = Path(checkpoint_path)
+            super()._restore_modules_and_callbacks(chosen)
+        else:
+            chosen = self._restore_newest()
         if chosen is None:
+            super()._restore_modules_and_callbacks(None)
             if self.trainer.is_global_zero:
                 logger.info("no checkpoint in %s: training starts from scratch", self._places())
             # The published goodput formula counts progress from the smallest step ever loaded.
             self._emit(EventType.CHECKPOINT_LOADED, step=0)
             return
         io = self.trainer.strategy.unwrapped_checkpoint_io
-        if isinstance(io, VerifiedCheckpointIO) and io.restored_rng is not None:
+        if (
+            isinstance(io, VerifiedCheckpointIO | PersistentCheckpointProcessIO)
+            and io.restored_rng is not None
+        ):
             self.trainer.callbacks.append(_RestoreRngState(io.restored_rng))
+        process = self._process()
+        from_memory = process is not None and process.restored_from_memory
         step = manifest.step_of(chosen)
         if self.trainer.is_global_zero:
-            logger.info("restored step %s from %s", step, chosen)
-        self._emit(
-            EventType.CHECKPOINT_LOADED, step=step, path=str(chosen), tier=self._tiers.get(chosen.parent)
-        )
+            logger.info("restored step %s from %s", step, "memory" if from_memory else chosen)
+        tier = "memory" if from_memory else self._tiers.get(chosen.parent)
+        self._emit(EventType.CHECKPOINT_LOADED, step=step, path=str(chosen), tier=tier)
+
+    def _get_lightning_module_state_dict(self) -> dict[str, Any]:
+        """Lightning's hook: what goes into a dump; NeMo's strategy replaces it by its sharded state."""
+        return {} if self._process() is not None else super()._get_lightning_module_state_dict()
+
+    def _restore_newest(self) -> Path | None:
+        """Restore the newest candidate that is good; None if there is no candidate."""
+        for path in self._usable():
+            try:
+                super()._restore_modules_and_callbacks(path)
+            except _UNUSABLE as error:
+                _condemn(path, [str(error)])
+            else:
+                return path
+        return None
 
     def _newest_usable(self) -> Path | None:
-        candidates = _agree(self._candidates())
+        return next(self._usable(), None)
+
+    def _usable(self) -> Iterator[Path]:
+        """Candidates that are good as far as can be told without loading them, newest first.
+
+        Raises:
+            CheckpointCorrupt: there are candidates, and none of those tried was taken.
+        """
+        process = self._process()
+        captured = (
+            [] if process is None else [process.directory / f"step={s}" for s in process.steps_in_memory()]
+        )
+        candidates = _agree(self._candidates(captured))
         for tried, path in enumerate(candidates[: self._max_attempts]):
-            problems = _verify_together(path)
-            if not problems:
-                if tried:
-                    logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
-                return path
-            for problem in problems:
-                logger.error("checkpoint %s is not used: %s", path, problem)
-            if is_rank_zero():
-                manifest.mark_unfinished(path)
+            problems = [] if path in captured else _verify_together(path, skim=process is not None)
+            if problems:
+                _condemn(path, problems)
+                continue
+            if tried:
+                logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
+            yield path
         if candidates:
             tried = min(len(candidates), self._max_attempts)
             raise CheckpointCorrupt(
@@ -108,12 +148,17 @@ class CheckpointConnector(_CheckpointConnector):
                 "empty directory; to try older ones, raise max_attempts.",
                 paths=[str(path) for path in candidates],
             )
-        return None
 
-    def _candidates(self) -> list[Path]:
+    def _candidates(self, captured: Sequence[Path]) -> list[Path]:
         found = [path for root in self._tiers for path in manifest.complete_checkpoints(root)]
+        known = {path.absolute() for path in found}
+        found += [path for path in captured if path not in known]
         # The sort is stable: of equal steps the nearer tier stays first.
         return sorted(found, key=lambda path: manifest.step_of(path) or 0, reverse=True)
+
+    def _process(self) -> PersistentCheckpointProcessIO | None:
+        io = self.trainer.strategy.checkpoint_io
+        return io if isinstance(io, PersistentCheckpointProcessIO) else None
 
     def _places(self) -> str:
         return " and ".join(str(root) for root in self._tiers)
@@ -150,12 +195,21 @@ def _agree(candidates: Sequence[Path]) -> list[Path]:
     return list(box[0])
 
 
-def _verify_together(path: Path) -> list[str]:
+def _verify_together(path: Path, *, skim: bool) -> list[str]:
     """Each rank verifies a part of the files; every rank gets every problem that any rank found."""
     if not dist.is_initialized():
-        problem = manifest.verify(path)
+        problem = checkpoint_kinds.verify(path, skim=skim)
         return [problem] if problem else []
     verdicts: list[str | None] = [None] * dist.get_world_size()
-    problem = manifest.verify(path, part=dist.get_rank(), parts=dist.get_world_size())
+    part, parts = dist.get_rank(), dist.get_world_size()
+    problem = checkpoint_kinds.verify(path, part=part, parts=parts, skim=skim)
     dist.all_gather_object(verdicts, problem)
     return sorted({verdict for verdict in verdicts if verdict})
+
+
+def _condemn(path: Path, problems: Sequence[str]) -> None:
+    for problem in problems:
+        logger.error("checkpoint %s is not used: %s", path, problem)
+    # A marker of its own: it was never a candidate on disk, or its reader has hidden it already.
+    if is_rank_zero() and path.is_dir() and not manifest.marker_of(path).exists():
+        checkpoint_kinds.hide(path, problems[0])

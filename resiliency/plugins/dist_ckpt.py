@@ -34,7 +34,7 @@ from nemo.lightning.io.pl import MegatronCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from resiliency.errors import CheckpointWriteFailed
-from resiliency.plugins import manifest
+from resiliency.plugins import checkpoint_kinds, manifest
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
         """
         directory = Path(ckpt_to_dir(path))
         step = int(checkpoint["global_step"])
-        checkpoint = checkpoint | {RNG_KEY: _sharded(_rng_state())}
+        checkpoint = checkpoint | {RNG_KEY: sharded_per_rank(rng_state())}
         with _write_errors(directory, step):
             request = super().save_checkpoint(checkpoint, path, storage_options)
             if request is None:
@@ -75,10 +75,9 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
         self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Load, and keep this rank's random state for later in `restored_rng`."""
-        committed = manifest.Manifest.load(_checkpoint_dir(Path(path)))
         wanted = dict(sharded_state_dict)
-        if committed is not None and committed.world_size == dist.get_world_size():
-            wanted[RNG_KEY] = _sharded(None)
+        if checkpoint_kinds.saved_ranks(_checkpoint_dir(Path(path))) == dist.get_world_size():
+            wanted[RNG_KEY] = sharded_per_rank(None)
         else:
             logger.warning(
                 "%s has no random state for %d ranks; it is drawn anew", path, dist.get_world_size()
@@ -98,7 +97,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     megatron_random.get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
+    """Every generator of this process, for `set_rng_state`."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -111,7 +111,8 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
-def _sharded(state: dict[str, Any] | None) -> ShardedObject:
+def sharded_per_rank(state: dict[str, Any] | None) -> ShardedObject:
+    """The random state of this rank; None asks for it."""
     return ShardedObject(RNG_KEY, state, (dist.get_world_size(),), (dist.get_rank(),))
 
 

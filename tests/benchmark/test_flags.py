@@ -93,7 +93,10 @@ def test_another_pipeline_size_drops_the_chunks_that_were_chosen_for_the_models_
 def test_checkpoints_go_below_the_jobs_name() -> None:
     workload = flags.parse([*SAVING, "--job-name=j", "--enable-async-ckpt", "--topk-ckpt=3"])
     assert workload.checkpoint_dir == Path("ckpt/j/checkpoint")
-    assert (workload.persistent_ckpt_interval, workload.topk_ckpt, workload.async_ckpt) == (10, 3, True)
+    assert (workload.persistent_ckpt_interval, workload.topk_ckpt) == (10, 3)
+    assert workload.save_mode is flags.SaveMode.ASYNC
+    assert flags.parse([*SAVING, "--enable-optimized-async-ckpt"]).save_mode is flags.SaveMode.PROCESS
+    assert flags.parse([]).save_mode is flags.SaveMode.SYNC
 
 
 def test_the_job_is_named_by_the_environment_unless_a_flag_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +128,11 @@ def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatc
         # Flags that need another.
         (["--enable-async-ckpt"], ["--enable-async-ckpt needs --persistent-ckpt-dir"]),
         (["--enable-dist-ckpt"], ["--enable-dist-ckpt needs --persistent-ckpt-dir"]),
+        (["--enable-optimized-async-ckpt"], ["--enable-optimized-async-ckpt needs --persistent-ckpt-dir"]),
+        (
+            [*SAVING, "--enable-async-ckpt", "--enable-optimized-async-ckpt"],
+            ["--enable-async-ckpt and --enable-optimized-async-ckpt", "Give one of them"],
+        ),
         (["--enable-high-scale-ckpt"], ["--enable-high-scale-ckpt needs --local-ckpt-dir"]),
         (
             ["--enable-ckpt-load-replication", *LOCAL],
@@ -134,7 +142,6 @@ def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatc
         (["--enable-comm-overlap"], ["--enable-comm-overlap needs CUDA"]),
         # Parts that do not exist yet are refused, never ignored.
         ([*LOCAL], ["--local-ckpt-dir", "not part of this release", "--persistent-ckpt-dir"]),
-        (["--enable-optimized-async-ckpt"], ["--enable-optimized-async-ckpt", "not part of this release"]),
         ([*LOCAL, "--enable-high-scale-ckpt"], ["not part of this release"]),
         (["--num-optimizer-replicas=2"], ["--num-optimizer-replicas 2", "not part of this release"]),
         # Layouts.

@@ -2,7 +2,7 @@
 """Checks of the callbacks and the connector in a real Lightning loop, without Megatron.
 
 NeMo takes seconds to import, warns while it does, and starts threads; so one process imports it
-once, runs every check, and prints a verdict for each: ``python -m tests.callbacks.checks DIRECTORY``.
+once, runs every check, and prints a verdict for each: ``python -m tests.callbacks DIRECTORY``.
 `test_callbacks.py` makes a test of each verdict.
 """
 
@@ -13,9 +13,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +51,7 @@ class Run:
         self.events = EventStream(RunInfo(job_name="checks", rank=0), [self.sink])
         #: Names in the checkpoint directory at each moment at which the trainer writes.
         self.seen_while_writing: list[list[str]] = []
+        self.validated_at: list[int] = []
         self.fail_at: int | None = None
 
     def tier(self, interval: int, name: str = "persistent", **options: Any) -> Any:
@@ -63,7 +61,7 @@ class Run:
             self.directory / name, interval, tier=Tier(name), events=self.events, **options
         )
 
-    def train(self, steps: int, *callbacks: object, logger: object = False) -> Any:
+    def train(self, steps: int, *callbacks: object, logger: object = False, **options: object) -> Any:
         """Train `steps` steps of a model with one weight."""
         import torch
         from lightning.pytorch import LightningModule, Trainer
@@ -90,6 +88,12 @@ class Run:
             def train_dataloader(self) -> Any:
                 return torch.utils.data.DataLoader(torch.ones(1000, 1))
 
+            def validation_step(self, batch: torch.Tensor) -> None:
+                run.validated_at.append(self.trainer.global_step)
+
+            def val_dataloader(self) -> Any:
+                return torch.utils.data.DataLoader(torch.ones(1, 1))
+
         class DirectoryIO(TorchCheckpointIO):
             """One directory for each checkpoint, as Megatron's IO writes it."""
 
@@ -114,6 +118,7 @@ class Run:
             enable_progress_bar=False,
             enable_model_summary=False,
             log_every_n_steps=1,
+            **{"limit_val_batches": 0, **options},
         )
         trainer.fit(OneWeight())
         return trainer
@@ -367,25 +372,3 @@ def when_the_attempts_are_used_up_it_raises_and_never_starts_over(directory: Pat
         connector(persistent_ckpt_dir=directory, max_attempts=2)._newest_usable()
     # What was not tried is not condemned.
     assert [path.name for path in manifest.complete_checkpoints(directory)] == ["step=1"]
-
-
-def main(directory: Path) -> None:
-    """Run every check in a directory of its own and print the verdicts as JSON in the last line."""
-    warnings.simplefilter("ignore")
-    verdicts: dict[str, str] = {}
-    for name, function in CHECKS.items():
-        own = directory / name
-        own.mkdir()
-        try:
-            function(own)
-            verdicts[name] = ""
-        except (
-            Exception,
-            pytest.fail.Exception,
-        ):  # the border: each failure is reported, and the next check runs
-            verdicts[name] = traceback.format_exc()
-    print(json.dumps(verdicts), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks and connector do, one test per check of `checks.py`, all from one process."""
+"""What callbacks and connector do, one test per check of this package, all from one process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.callbacks import process_checks, stop_checks  # noqa: F401  # register their checks
 from tests.callbacks.checks import CHECKS
 
 from .. import __file__ as TESTS
@@ -25,7 +26,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "-W",
             "ignore",
             "-m",
-            "tests.callbacks.checks",
+            "tests.callbacks",
             str(tmp_path_factory.mktemp("checks")),
         ],
         cwd=TESTS.removesuffix("tests/__init__.py"),

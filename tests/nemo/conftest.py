@@ -8,6 +8,8 @@ all tests that compare with it.
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -110,6 +112,14 @@ class Job:
                 assert isinstance(loss, float)
                 found[event.step] = loss
         return found
+
+    def wait_for_step(self, step: int) -> None:
+        """Until rank 0 has finished `step` steps."""
+        deadline = time.monotonic() + ATTEMPT_S
+        pause = threading.Event()
+        while not (self.directory / "job-events.jsonl").exists() or max(self.losses(), default=0) < step:
+            assert time.monotonic() < deadline, f"step {step} was not reached in {ATTEMPT_S} s"
+            pause.wait(0.1)
 
     def restored_steps(self) -> list[int | None]:
         """What rank 0 started from, one entry per start; 0 is from scratch."""

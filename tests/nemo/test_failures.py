@@ -68,16 +68,23 @@ def test_a_rank_that_always_fails_ends_the_job_with_a_summary_and_keeps_the_chec
     assert len(job.events(EventType.JOB_TERMINATED)) == 1
 
 
-def test_sigterm_to_the_launcher_ends_every_process_of_a_training_job(
-    new_job: Callable[[Layout], Job],
+@pytest.mark.parametrize("saves", ["--enable-async-ckpt", "--enable-optimized-async-ckpt"])
+def test_sigterm_to_the_launcher_saves_one_last_step_and_ends_the_job_well(
+    new_job: Callable[[Layout], Job], saves: str
 ) -> None:
     job = new_job(TWO_REPLICAS)
-    command = job.start("--enable-async-ckpt", "--max-steps", "100000", save_every=20)
-    command.wait_for_line(r"committed checkpoint of step 20", timeout=ATTEMPT_S)
+    command = job.start(saves, "--max-steps", "100000", save_every=100000)
+    job.wait_for_step(5)
     command.signal(signal.SIGTERM)
-    assert command.wait(timeout=60) == 128 + signal.SIGTERM
+    assert command.wait(timeout=60) == 0, command.output
     command.assert_no_orphans(timeout=20)
     assert len(job.events(EventType.JOB_TERMINATED)) == 1
+    assert {event.rank for event in job.events(EventType.STOP_REQUESTED)} == {0, 1}
+    (last,) = {event.step for event in job.events(EventType.RANK_FINISHED)}
+    assert [path.name for path in job.checkpoints.iterdir()] == [f"step={last}"]
+    assert last is not None
+    job.run(saves, "--max-steps", last + 2, save_every=100000)
+    assert job.restored_steps() == [0, last]
 
 
 def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval_and_is_reported(

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of the last step when a job is ended from outside.
+
+    trainer = nl.Trainer(callbacks=[ModelCheckpoint(directory, 1000), AutoCheckpointCallback()], ...)
+
+On SIGTERM at any rank all ranks agree on one step, train to it and stop; `ModelCheckpoint` saves that
+step and waits until it is committed; then the process ends with exit code 0, so that whoever starts
+the job again goes on from there.  How ranks agree, and what happens when they cannot, is told in
+`resiliency.checkpoint.termination`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.termination import Termination, TerminationOptions
+from resiliency.errors import ConfigError
+from resiliency.events import EventStream, EventType
+from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+
+logger = logging.getLogger(__name__)
+
+
+class AutoCheckpointCallback(Callback):
+    """Stops training for a signal, with its last step saved.  On all ranks alike; needs `ModelCheckpoint`.
+
+    It takes the place of Lightning's own handlers for these signals while a fit runs, Slurm's automatic
+    requeue among them; handlers that the program had installed before are called.
+
+    A validation that is under way ends first.  If the checkpoint is not committed by the deadline, or a
+    rank is dead, the process ends with 128 + signal, and older checkpoints are as they were.
+
+    Args:
+        deadline: from the signal until the checkpoint must be committed: some seconds less than what your
+            platform leaves before it kills (Kubernetes: ``terminationGracePeriodSeconds``, 30 by default).
+        signals: what stops the job.  Slurm's ``--signal=USR1@120`` needs SIGUSR1; with SIGINT the first
+            Ctrl-C saves and the second ends at once.
+        events: where the request is recorded.
+        exit_process: raise `resiliency.checkpoint.termination.Terminated`, a SystemExit, when the fit
+            is over; False: return from it as if training had ended, see `stopped_at`.
+    """
+
+    #: The step at which training was stopped from outside, or None.
+    stopped_at: int | None = None
+
+    def __init__(
+        self,
+        *,
+        deadline: timedelta = timedelta(seconds=25),
+        signals: Iterable[signal.Signals] = (signal.SIGTERM,),
+        events: EventStream | None = None,
+        exit_process: bool = True,
+    ) -> None:
+        self._options = TerminationOptions(deadline=deadline, signals=tuple(signals))
+        self._events = events
+        self._exit_process = exit_process
+        self._termination: Termination | None = None
+        self._step = -1
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Raises: ConfigError: there is nobody to save."""
+        if stage == "fit" and not any(isinstance(c, ModelCheckpoint) for c in trainer.checkpoint_callbacks):
+            raise ConfigError(
+                "AutoCheckpointCallback needs a resiliency.callbacks.model_checkpoint.ModelCheckpoint,"
+                " which saves when training ends.",
+                hint="Add one to the trainer's callbacks.",
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.stopped_at, self._step = None, trainer.global_step
+        distributed = dist.is_initialized()
+        agreement = Agreement(
+            dist.get_rank() if distributed else 0, dist.get_world_size() if distributed else 1
+        )
+        self._step_over_lightning(trainer)
+        self._termination = Termination(
+            agreement,
+            self._options,
+            on_request=lambda cause: self._hurry(trainer, cause),
+            on_leave=self._flush,
+        )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Stop here if all ranks do.  Checkpoint callbacks come after this one, as Lightning orders them."""
+        if trainer.global_step == self._step or self._termination is None:
+            return  # gradients are being accumulated
+        self._step = trainer.global_step
+        if self._termination.boundary(self._step):
+            self.stopped_at = self._step
+            _stop(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """From here on only the deadline may end the process: saving takes what it takes."""
+        if self._termination is not None:
+            self._termination.leaving()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """The last step is committed, or the checkpoint callbacks had raised."""
+        termination = self._termination
+        if termination is None:
+            return
+        if self.stopped_at is None:
+            self._close(finished=True)
+            return
+        terminated = termination.terminated(self.stopped_at, committed=True)
+        logger.warning("step %d is committed; %s ends this rank", self.stopped_at, terminated.cause)
+        self._close(finished=True)
+        if self._exit_process:
+            raise terminated
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close(finished=False)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close(finished=False)
+
+    def _close(self, *, finished: bool) -> None:
+        termination, self._termination = self._termination, None
+        if termination is not None:
+            termination.close(finished=finished)
+
+    def _step_over_lightning(self, trainer: Any) -> None:
+        """Put back the handlers that Lightning replaced; it restores them itself at the end, too.
+
+        Its own would end each rank at its next batch, without a checkpoint, and not at one step.
+        """
+        replaced = trainer._signal_connector._original_handlers
+        for number in self._options.signals:
+            if number in replaced:
+                previous = replaced[number]
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+    def _hurry(self, trainer: Any, cause: str) -> None:
+        """In the watcher's thread."""
+        if self._events is not None:
+            deadline_s = self._options.deadline.total_seconds()
+            self._events.emit(EventType.STOP_REQUESTED, cause=cause, deadline_s=deadline_s)
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, PersistentCheckpointProcessIO):
+            io.hurry()
+
+    def _flush(self, why: str) -> None:
+        if self._events is not None:
+            self._events.flush(timedelta(seconds=1))
+
+
+def _stop(trainer: Any) -> None:
+    """End the fit after this batch: no more steps, however few there were, and no validation."""
+    trainer.should_stop = True
+    trainer.limit_val_batches = 0
+    trainer.fit_loop.min_epochs = None
+    trainer.fit_loop.epoch_loop.min_steps = None

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is captured of a NeMo job, prepared once per job.
+
+NeMo plans each save anew: it builds the tree of sharded tensors twice, ranks exchange what each of
+them has, agree on who writes it, and compare the parts that must be the same.  Here the ranks talk at
+the first save only, and the tree is used again while it is true (`resiliency.plugins.prepared_state`).
+Who writes what was captured is told in `resiliency.plugins.persistent_ckpt_proc`.
+
+Used alone, `MinCkptOverheadCheckpointIO` saves as `VerifiedCheckpointIO` does; it reads what NeMo and
+what the engine wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from resiliency.plugins.dist_ckpt import RNG_KEY, VerifiedCheckpointIO, rng_state, sharded_per_rank
+from resiliency.plugins.megatron_leaves import CommonPart, packed, unpacked
+from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronSaving
+from resiliency.plugins.prepared_state import MODEL, OPTIMIZER, NotReusable, PreparedState, padding_of
+
+logger = logging.getLogger(__name__)
+
+
+class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
+    """Turns the checkpoint that NeMo's strategy hands over into the state that the engine captures.
+
+    Takes the arguments of NeMo's `MegatronCheckpointIO`.  Of these, `parallel_save` (the default)
+    spreads the tensors that several ranks have over these ranks, `parallel_save_within_dp` only over
+    those of one data-parallel group.
+    """
+
+    _saving: MegatronSaving | None = None
+    #: What the last save captured, until it is known whether its tree may be used again.
+    _built: dict[str, Any] | None = None
+    _padding: frozenset[int] = frozenset()
+    #: The tree of the last save that Megatron built; used again once two of them were the same.
+    _seen: PreparedState | None = None
+    _prepared: PreparedState | None = None
+    #: The common part that belongs to the tree.
+    _fixed: dict[str, Any] | None = None
+
+    def to_capture(
+        self, checkpoint: dict[str, Any], storage_options: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """The state of this rank, random state included, as the engine takes it.
+
+        Collective at the first call of a job, and at none after it.
+        """
+        if self._saving is None:
+            self._saving = MegatronSaving(parallelization_group=self._group())
+        self._padding = frozenset(padding_of(checkpoint.get(OPTIMIZER)))
+        self._built = self._saving.to_capture(
+            {**checkpoint, RNG_KEY: sharded_per_rank(rng_state())},
+            content_metadata=(storage_options or {}).get(CONTENT_METADATA),
+        )
+        return self._built
+
+    def remember(self, strategy: Any) -> None:
+        """Keep what the last save built, if it is sure to be the same next time."""
+        built, self._built = self._built, None
+        if built is None:
+            return
+        tree = {key: value for key, value in built["sharded"].items() if key != RNG_KEY}
+        try:
+            if tree.keys() != {MODEL, OPTIMIZER}:
+                raise NotReusable(f"it holds {', '.join(map(str, tree))}")
+            (wrapper,) = strategy.optimizers
+            optimizer = getattr(wrapper, "mcore_optimizer", wrapper)
+            found = PreparedState(strategy.megatron_parallel, optimizer, tree, self._padding)
+        except NotReusable as why:
+            logger.debug("the tree of sharded tensors is built anew for each save: %s", why)
+            self._seen = self._prepared = None
+            return
+        if self._seen is not None and self._seen.is_like(found):
+            common = unpacked(built["common"].data, "the common part")
+            self._fixed = {key: common[key] for key in common.keys() & {MODEL, OPTIMIZER, CONTENT_METADATA}}
+            self._prepared = found
+        self._seen = found
+
+    def try_reuse(self, strategy: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """What `to_capture` would return, without a new tree; None if Megatron must build one.
+
+        Args:
+            checkpoint: as Lightning dumped it, before the strategy added to it.
+        """
+        prepared = self._prepared
+        if prepared is None:
+            return None
+        own = {
+            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+        }
+        plain = not any(isinstance(value, ShardedBase) for value in nested_values(own))
+        _finish_param_gather(strategy)
+        if not plain or MODEL in own or OPTIMIZER in own or not prepared.refresh():
+            logger.info("the tensors of the model or the optimizer moved: their tree is built anew")
+            self._prepared = self._seen = None
+            return None
+        common = {**own, "state_dict": OrderedDict(), "optimizer_states": {}, **(self._fixed or {})}
+        return {
+            "sharded": {**prepared.tree, RNG_KEY: sharded_per_rank(rng_state())},
+            "common": CommonPart(packed(common), dist.get_rank()),
+        }
+
+    def _group(self) -> Any:
+        if not self.parallel_save:
+            return None
+        if self.parallel_save_within_dp:
+            return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return dist.group.WORLD
+
+
+def _finish_param_gather(strategy: Any) -> None:
+    """As NeMo's strategy does before it saves: parameters may still be gathered from the last step."""
+    ddp = strategy.ddp_config
+    is_megatrons = isinstance(ddp, DistributedDataParallelConfig)
+    if is_megatrons and ddp.use_distributed_optimizer and ddp.overlap_param_gather:
+        strategy.megatron_parallel.force_param_sync()

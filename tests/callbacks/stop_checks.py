@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of `AutoCheckpointCallback`: real signals in a real Lightning loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.checks import Run, check, refusal
+
+MANY = 100_000
+SOON_S = 60.0
+
+
+def stopper(**options: Any) -> Any:
+    from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback
+
+    return AutoCheckpointCallback(**options)
+
+
+def signal_after(step: int, auto: Any, number: signal.Signals = signal.SIGTERM) -> Any:
+    """A callback that signals this process when `step` steps are done, and waits until that is known."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Signaller(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == step:
+                os.kill(os.getpid(), number)
+                deadline = threading.Event()
+                for _ in range(int(SOON_S / 0.01)):
+                    if auto._termination.requested:
+                        return
+                    deadline.wait(0.01)
+                raise AssertionError("the signal was not noticed")
+
+    return Signaller()
+
+
+@check
+def sigterm_saves_the_step_at_which_it_stops_and_exits_with_0(directory: Path) -> None:
+    from resiliency.checkpoint.termination import Terminated
+    from resiliency.events import EventType
+
+    run = Run(directory)
+    auto = stopper(events=run.events)
+    with pytest.raises(Terminated) as caught:
+        run.train(MANY, auto, signal_after(5, auto), run.tier(100))
+    assert (caught.value.code, caught.value.step, caught.value.committed) == (0, 6, True)
+    assert run.names() == ["step=6"]
+    assert run.steps_of("checkpoint_saved") == [6]
+    (asked,) = run.sink.of_type(EventType.STOP_REQUESTED)
+    assert asked.fields == {"cause": "SIGTERM", "deadline_s": 25.0}
+
+
+@check
+def a_step_that_is_due_anyway_is_saved_once(directory: Path) -> None:
+    run = Run(directory)
+    auto = stopper(exit_process=False)
+    run.train(MANY, auto, signal_after(7, auto), run.tier(4))
+    assert auto.stopped_at == 8
+    assert run.steps_of("save_started") == [4, 8]
+
+
+@check
+def after_the_fit_signals_do_what_they_did_before_it(directory: Path) -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: came.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        run = Run(directory)
+        auto = stopper(exit_process=False)
+        run.train(MANY, auto, signal_after(1, auto), run.tier(100))
+        assert came == [signal.SIGTERM]  # the program's own handler is called as well
+        assert signal.getsignal(signal.SIGTERM) is mine
+        again = stopper()
+        run.train(2, again, run.tier(100, "local"))
+        assert again.stopped_at is None
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@check
+def only_the_signals_that_were_asked_for_stop_it(directory: Path) -> None:
+    run = Run(directory)
+    auto = stopper(signals=[signal.SIGUSR1], exit_process=False)
+    run.train(MANY, auto, signal_after(3, auto, signal.SIGUSR1), run.tier(100))
+    assert (auto.stopped_at, run.names()) == (4, ["step=4"])
+
+
+@check
+def a_stop_needs_no_minimum_of_steps_and_runs_no_validation(directory: Path) -> None:
+    run = Run(directory)
+    auto = stopper(exit_process=False)
+    run.train(
+        MANY, auto, signal_after(5, auto), run.tier(100),
+        min_steps=500, limit_val_batches=1, val_check_interval=4, num_sanity_val_steps=0,
+    )  # fmt: skip
+    assert auto.stopped_at == 6
+    assert run.validated_at == [4]
+
+
+@check
+def a_save_that_fails_at_the_stop_is_an_error_and_not_a_good_end(directory: Path) -> None:
+    from resiliency.errors import CheckpointWriteFailed
+
+    run = Run(directory)
+    run.fail_at = 6
+    auto = stopper()
+    with pytest.raises(CheckpointWriteFailed):
+        run.train(MANY, auto, signal_after(5, auto), run.tier(4))
+    assert "step=4" in run.names()
+    assert "step=6-unfinished" in run.names()
+
+
+@check
+def a_callback_without_anybody_who_saves_is_refused(directory: Path) -> None:
+    assert "needs a resiliency.callbacks.model_checkpoint.ModelCheckpoint" in refusal(
+        lambda: Run(directory).train(2, stopper())
+    )
+    assert "must be positive" in refusal(lambda: stopper(deadline=timedelta(0)))

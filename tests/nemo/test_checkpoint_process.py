@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that saves through the checkpoint process: what is lost, and what comes back bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.events import EventType
+from tests.nemo.conftest import (
+    ATTEMPT_S,
+    ONE_RANK,
+    ROOT,
+    STEPS,
+    TENSOR_PARALLEL,
+    TWO_REPLICAS,
+    Job,
+    Layout,
+    Losses,
+)
+from tests.nemo.test_failures import flip_a_bit
+from tests.nemo.test_stock_readers import STOCK_MEGATRON, STOCK_TORCH, read_with
+
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+
+PROCESS = "--enable-optimized-async-ckpt"
+ONE_RESTART = ("--max-restarts", "1")
+
+
+def restored_from(job: Job) -> list[tuple[int | None, object]]:
+    """(step, tier) of each start of rank 0; (0, None) is from scratch."""
+    loaded = [e for e in job.events(EventType.CHECKPOINT_LOADED) if e.rank == 0]
+    return [(event.step, event.fields.get("tier")) for event in loaded]
+
+
+def complete(directory: Path) -> list[int]:
+    """Steps whose checkpoint is committed, every file in full length."""
+    found = list_checkpoints(LocalStorage(directory))
+    return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
+
+
+@pytest.fixture(scope="module")
+def killed_between_saves(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Two replicas; the last was killed at step 50, restarted, and came to the end."""
+    with ExitStack() as stack:
+        job = Job(tmp_path_factory.mktemp("process"), TWO_REPLICAS, stack)
+        job.run(
+            *(PROCESS, "--enable-dist-ckpt", "--sim-fault-desc", "rank_killed,step=50"),
+            launcher=ONE_RESTART,
+            save_every=20,
+            attempts=2,
+        )
+    return job
+
+
+def copy_of(job: Job, directory: Path, layout: Layout, stack: ExitStack) -> Job:
+    """A job that finds the checkpoints of another, and none of its memory."""
+    shutil.copytree(job.directory / "storage", directory / "storage")
+    return Job(directory, layout, stack)
+
+
+def test_after_a_kill_between_saves_the_newest_capture_comes_back_from_memory(
+    killed_between_saves: Job, uninterrupted: Callable[[Layout], Losses]
+) -> None:
+    job = killed_between_saves
+    assert restored_from(job) == [(0, None), (40, "memory")]
+    assert sorted(job.losses(attempt=1)) == list(range(41, STEPS + 1))
+    assert job.losses() == uninterrupted(TWO_REPLICAS)
+    assert complete(job.checkpoints) == [20, 40, 60]
+    saved = [event.step for event in job.events(EventType.CHECKPOINT_SAVED)]
+    assert set(saved) == {20, 40, 60}
+
+
+def test_stock_torch_and_stock_megatron_read_what_the_process_wrote(killed_between_saves: Job) -> None:
+    newest = killed_between_saves.checkpoints / "step=60"
+    by_torch = read_with(STOCK_TORCH, newest)
+    assert by_torch == read_with(STOCK_MEGATRON, newest)
+    assert all(tensor["finite"] for tensor in by_torch.values())
+    assert any("exp_avg" in key for key in by_torch)
+
+
+def test_without_memory_it_comes_back_from_the_newest_checkpoint_on_disk_that_is_whole(
+    killed_between_saves: Job, tmp_path: Path, uninterrupted: Callable[[Layout], Losses]
+) -> None:
+    with ExitStack() as stack:
+        job = copy_of(killed_between_saves, tmp_path, TWO_REPLICAS, stack)
+        flip_a_bit(job.checkpoints / "step=60" / "__1_0.distcp")
+        flip_a_bit(job.checkpoints / "step=40" / "common.pt")
+        output = job.run(PROCESS, "--topk-ckpt", 1, save_every=20)
+    assert "step=60 is not used" in output
+    assert "step=40 is not used" in output
+    assert restored_from(job) == [(20, "persistent")]
+    after = job.losses()
+    assert sorted(after) == list(range(21, STEPS + 1))
+    assert after.items() <= uninterrupted(TWO_REPLICAS).items()
+    # Replaced by the saves of the same steps, and then deleted but for the newest.
+    assert complete(job.checkpoints) == [60]
+
+
+def test_another_number_of_ranks_reshards_it_and_saves_in_nemos_own_way_beside_it(
+    killed_between_saves: Job, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        job = copy_of(killed_between_saves, tmp_path, ONE_RANK, stack)
+        flip_a_bit(job.checkpoints / "step=60" / "__0_0.distcp")
+        # Two samples a replica and step, as before: the mock data have the same length.
+        output = job.run("--global-bs", 4, save_every=20)
+        assert "step=60 is not used" in output
+        assert restored_from(job) == [(40, "persistent")]
+        assert (job.checkpoints / "step=60" / "weights").is_dir()
+        flip_a_bit(job.checkpoints / "step=60" / "weights" / "common.pt")
+        output = job.run("--global-bs", 4, PROCESS, save_every=20)
+        assert "step=60 is not used" in output
+        assert "resharded" in output
+        assert restored_from(job)[1:] == [(40, "persistent")]
+        assert complete(job.checkpoints) == [20, 40, 60]
+
+
+def test_a_rank_killed_inside_a_save_costs_that_save_only(
+    new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
+) -> None:
+    job = new_job(TENSOR_PARALLEL)
+    job.run(
+        *(PROCESS, "--sim-fault-desc", "rank_killed,step=40,phase=save_started"),
+        launcher=ONE_RESTART,
+        save_every=20,
+        attempts=2,
+    )
+    assert restored_from(job) == [(0, None), (20, "memory")]
+    assert job.losses() == uninterrupted(TENSOR_PARALLEL)
+    assert complete(job.checkpoints) == [20, 40, 60]
+
+
+def test_when_the_process_is_killed_training_goes_on_and_a_later_save_is_committed(
+    new_job: Callable[[Layout], Job],
+) -> None:
+    job = new_job(TWO_REPLICAS)
+    steps = 300  # so many that the kill is in the middle, also where this process is slow to notice
+    command = job.start(PROCESS, "--max-steps", steps, save_every=20)
+    found = command.wait_for_line(r"checkpoint process (\d+) writes to", timeout=ATTEMPT_S)
+    command.wait_for_line(r"step 20 committed", timeout=ATTEMPT_S)
+    os.kill(int(found[1]), signal.SIGKILL)
+    assert command.wait(timeout=ATTEMPT_S) == 0, command.output
+    command.assert_no_orphans(timeout=20)
+    assert "was lost" in command.output
+    assert sorted(job.losses(attempt=0)) == list(range(1, steps + 1))
+    assert {20, steps} <= set(complete(job.checkpoints))
+
+
+def test_what_is_copied_as_late_as_possible_is_still_what_was_there_when_the_save_began(
+    tmp_path: Path,
+) -> None:
+    """The fence runs before the optimizer writes: every copy is held back until it is reached."""
+    argv = [sys.executable, "-W", "ignore", "-m", "tests.nemo.fenced_capture", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=ATTEMPT_S, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["different"] == []
+    assert result["steps"] == [2, 4, 6, 8]
+    # The optimizer did write meanwhile: weights, and both moments.
+    assert result["compared"] > result["moved"] > result["compared"] / 8
+    # Built twice and found equal, used again once, and built anew when a parameter had moved.
+    assert result["reused"] == [6]
+    assert result["stale"] == []
