@@ -27,7 +27,9 @@ SOON = timedelta(seconds=60)
 
 
 def say(*words: object) -> None:
-    print("rank", RANK, *words, flush=True)
+    # In one write: the ranks share a pipe.
+    sys.stdout.write(" ".join(map(str, ("rank", RANK, *words))) + "\n")
+    sys.stdout.flush()
 
 
 def digest(weights: torch.Tensor) -> str:
