@@ -19,8 +19,8 @@ COMMANDS = {
     "launcher": ("python3 launcher.py", ["launcher.py"]),
     "benchmark": ("python3 benchmark/benchmark.py", ["benchmark/benchmark.py"]),
     "checkpoint": ("python3 -m resiliency.checkpoint", ["-m", "resiliency.checkpoint"]),
-    "ckpt_capture": ("python3 benchmark/ckpt_capture.py", ["benchmark/ckpt_capture.py"]),
-    "ckpt_storage": ("python3 benchmark/ckpt_storage.py", ["benchmark/ckpt_storage.py"]),
+    "ckpt_compare": ("python3 benchmark/ckpt_compare.py", ["benchmark/ckpt_compare.py"]),
+    "ckpt_cuda": ("python3 benchmark/ckpt_cuda.py", ["benchmark/ckpt_cuda.py"]),
     "restart_time": ("python3 benchmark/restart_time.py", ["benchmark/restart_time.py"]),
     "goodput_calculator": (
         "python3 -m resiliency.goodput_measure.calculator",

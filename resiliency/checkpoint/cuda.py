@@ -3,11 +3,14 @@
 
 The copies are enqueued on a stream of their own behind the work that produced the state, and run
 while the next forward and backward compute.  The fence makes the *device* wait: kernels enqueued
-after it (the optimizer's) start when the copies are done.
+after it (the optimizer's) start when the copies are done.  That orders the stream that is current in
+the thread which fences; a state that is written on other streams needs them to wait as well.  What the
+device waits is no time held on the host: it shows as excess of the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -40,8 +43,10 @@ class PinnedMemory:
                 code = int(_runtime().cudaHostRegister(start, length, _PORTABLE))
                 if code:
                     self.close()
+                    _forget_failure(device)
                     raise ConfigError(
-                        f"CUDA could not pin {length} bytes of shared memory on {device}: error {code}.",
+                        f"CUDA could not pin {length} bytes of shared memory on {device}:"
+                        f" {torch.cuda.CudaError(code)}.",
                         hint="Raise the limit on locked memory (ulimit -l, docker run --ulimit memlock=-1).",
                         device=str(device),
                     )
@@ -53,6 +58,12 @@ class PinnedMemory:
             for start in self._segments:
                 _runtime().cudaHostUnregister(start)
         self._segments.clear()
+
+
+def _forget_failure(device: torch.device) -> None:
+    # The runtime tells of a failed call again at the next launch of a kernel, which must not be training's.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 class DeviceRun:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checkpoint engine is to reach, and whether it did.
+
+All ratios are taken within a round, between figures that saw the same seconds of the machine, and then
+summed up as their median; against a rival, between the medians of both.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckpt_cells import CellResult, Outcome, Series
+from ckpt_contestants import BLOCKING, OURS
+
+#: Two runs of the same ten steps differ by that much, in percent of them.
+EXCESS_NOISE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One goal in one cell.  `value` is None where it could not be measured."""
+
+    name: str
+    value: float | None
+    limit: float
+    unit: str = "x"
+    remark: str = ""
+
+    @property
+    def is_met(self) -> bool:
+        return self.value is not None and self.value <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        if self.unit == "x":
+            share = self.value / self.limit
+            if share > 2:
+                return f"MISSED, {share:.1f} x the limit"
+            return f"met, {1 - share:.0%} below" if self.is_met else f"MISSED by {share - 1:.0%}"
+        gap = abs(self.value - self.limit)
+        return f"met, {gap:.1f} below" if self.is_met else f"MISSED by {gap:.1f}"
+
+
+def bars(result: CellResult) -> list[Bar]:
+    """All goals for our engine in this cell; none if it did not run there."""
+    ours = result.outcomes.get(OURS)
+    if ours is None:
+        return []
+    rivals = [other for name, other in result.outcomes.items() if name != OURS]
+    return [
+        Bar(name="held without overlap / copy", value=_paired(ours, "held_alone_s", copy_limit), limit=1.15),
+        Bar(name="held with overlap / copy", value=_paired(ours, "held_s", copy_limit), limit=0.15),
+        _against_rivals("held without overlap / best rival", ours, rivals, "held_alone_s", 0.7),
+        _against_rivals("held with overlap / best rival", ours, rivals, "held_s", 0.7),
+        _excess(ours, [rival for rival in rivals if rival.contestant not in BLOCKING]),
+        Bar(name="durable, from the call / write", value=_paired(ours, "durable_s", "write_s"), limit=1.15),
+        Bar(name="durable, after the copy / write", value=_paired(ours, "commit_s", "write_s"), limit=1.15),
+        Bar(
+            name="restore from memory / copy",
+            value=_paired(ours, "memory_restore_s", lambda s: copy_limit(s, "memory_")),
+            limit=1.25,
+        ),
+        Bar(name="restore from disk / read", value=_paired(ours, "disk_restore_s", "disk_read_s"), limit=1.2),
+        Bar(name="first save / later ones", value=_first(ours), limit=2.0),
+    ]
+
+
+def copy_limit(series: Series, prefix: str = "") -> list[float]:
+    """Per round, the faster of one and two threads."""
+    pairs = zip(series.get(f"{prefix}copy1_s", ()), series.get(f"{prefix}copy2_s", ()), strict=True)
+    return [min(pair) for pair in pairs]
+
+
+def median(outcome: Outcome | None, name: str) -> float | None:
+    values = outcome.series.get(name) if outcome else None
+    return statistics.median(values) if values else None
+
+
+def excess_percent(outcome: Outcome) -> float | None:
+    """How much longer ten steps take with a save in them, beyond what it held."""
+    share = _paired(outcome, "excess_s", "ten_steps_s")
+    return None if share is None else 100 * share
+
+
+def _paired(ours: Outcome, name: str, limit: str | Callable[[Series], list[float]]) -> float | None:
+    values = ours.series.get(name)
+    limits = ours.series.get(limit, []) if isinstance(limit, str) else limit(ours.series)
+    if not values or not limits:
+        return None
+    return statistics.median(a / b for a, b in zip(values, limits, strict=True))
+
+
+def _against_rivals(name: str, ours: Outcome, rivals: Sequence[Outcome], figure: str, limit: float) -> Bar:
+    mine = median(ours, figure)
+    theirs = [(value, r.contestant) for r in rivals if (value := median(r, figure)) is not None]
+    if mine is None or not theirs:
+        return Bar(name=name, value=None, limit=limit)
+    value, best = min(theirs)
+    return Bar(name=name, value=mine / value, limit=limit, remark=best)
+
+
+def _excess(ours: Outcome, rivals: Sequence[Outcome]) -> Bar:
+    name = "excess over ten steps, against the best asynchronous rival"
+    mine = excess_percent(ours)
+    theirs = [(value, r.contestant) for r in rivals if (value := excess_percent(r)) is not None]
+    if mine is None or not theirs:
+        return Bar(name=name, value=None, limit=EXCESS_NOISE, unit="points")
+    value, best = min(theirs)
+    remark = f"{mine:.1f} % against {value:.1f} % of {best}"
+    return Bar(name=name, value=mine - value, limit=EXCESS_NOISE, unit="points", remark=remark)
+
+
+def _first(ours: Outcome) -> float | None:
+    first, later = median(ours, "first_held_s"), median(ours, "held_alone_s")
+    return first / later if first is not None and later else None

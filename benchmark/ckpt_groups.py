@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of fresh rank processes, and what memory their whole process tree takes.
+
+Ranks are forked from a server that has imported torch and nothing has run in it, so a fresh process
+costs a tenth of a second.  Everything they start carries a mark in its environment, is counted with
+them, and is ended with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ckpt_rank import Figures, Task, serve
+
+from resiliency.testing.processes import MARKER_ENV, processes_marked
+
+#: A contestant that says nothing for that long has failed.
+SILENCE_S = 240.0
+_LOOK_S = 0.02
+
+
+class RankFailed(Exception):
+    """A rank ended without figures; the text says why."""
+
+
+class Groups:
+    """Runs tasks, one after the other; a context manager."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        os.environ[MARKER_ENV] = ":".join(filter(None, (os.environ.get(MARKER_ENV), self._mark)))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "ckpt_rank"])
+
+    def run(self, task: Task, env: dict[str, str]) -> list[Figures]:
+        """The figures of each rank; rank 0's may have `extra_bytes`.
+
+        Raises:
+            RankFailed: with the first error.
+        """
+        with tempfile.TemporaryDirectory() as directory:
+            ranks: list[ForkServerProcess] = []
+            pipes: list[Connection] = []
+            try:
+                for rank in range(task.world_size):
+                    ours, theirs = self._context.Pipe()
+                    process = self._context.Process(
+                        target=serve, args=(task, rank, f"{directory}/store", env, theirs)
+                    )
+                    process.start()
+                    theirs.close()
+                    ranks.append(process)
+                    pipes.append(ours)
+                return self._converse(pipes)
+            finally:
+                _end(ranks, pipes)
+
+    def _converse(self, pipes: Sequence[Connection]) -> list[Figures]:
+        figures: dict[int, Figures] = {}
+        memory = _Memory(self._mark)
+        heard = time.monotonic()
+        while len(figures) < len(pipes):
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in figures]
+            for pipe in wait(waiting, _LOOK_S if memory.watching else 1.0):
+                rank = next(number for number, other in enumerate(pipes) if other is pipe)
+                heard = time.monotonic()
+                kind, content = _receive(pipes[rank], rank)
+                if kind == "figures":
+                    figures[rank] = content
+                elif kind == "memory":
+                    memory.handle(content)
+                    pipes[rank].send("looked")
+                else:
+                    raise RankFailed(f"rank {rank}: {content}")
+            memory.look()
+            if time.monotonic() - heard > SILENCE_S:
+                raise RankFailed(f"nothing was heard for {SILENCE_S:.0f} s")
+        if memory.extra_bytes is not None:
+            figures[0]["extra_bytes"] = memory.extra_bytes
+        return [figures[rank] for rank in range(len(pipes))]
+
+    def close(self) -> None:
+        """End what contestants left behind; more tasks may follow."""
+        left = [process for process in processes_marked(self._mark) if not _is_server(process)]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
+
+    def __enter__(self) -> Groups:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _is_server(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        words = " ".join(process.cmdline())
+        return process.pid == os.getpid() or "forkserver" in words or "resource_tracker" in words
+    return True
+
+
+def _receive(pipe: Connection, rank: int) -> tuple[str, Any]:
+    try:
+        kind, content = pipe.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died without a word") from None
+    return kind, content
+
+
+def _end(ranks: Sequence[ForkServerProcess], pipes: Sequence[Connection]) -> None:
+    for process in ranks:
+        process.join(20)
+        if process.is_alive():
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.join(10)
+    for pipe in pipes:
+        pipe.close()
+
+
+class _Memory:
+    """Private and shared memory of the marked processes: growth from a baseline to the peak.
+
+    Shared memory is counted for the whole machine, because segments that are unlinked or lent to
+    another process belong to none: nothing else may use much of it meanwhile.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._baseline = 0
+        self._peak = 0
+        self.watching = False
+        self._seen: list[int] = []
+        self._listed = 0.0
+
+    @property
+    def extra_bytes(self) -> int | None:
+        return self._peak - self._baseline if self._peak else None
+
+    def handle(self, what: object) -> None:
+        self.watching = what == "watch"
+        if what == "baseline":
+            self._baseline = self._now()
+
+    def look(self) -> None:
+        if self.watching:
+            self._peak = max(self._peak, self._now())
+
+    def _now(self) -> int:
+        if time.monotonic() - self._listed > 0.5:
+            self._seen = [process.pid for process in processes_marked(self._mark)]
+            self._listed = time.monotonic()
+        return _shared_bytes() + sum(_private_bytes(pid) for pid in self._seen)
+
+
+def _private_bytes(pid: int) -> int:
+    """Memory that is in no file and not shared; what forked processes share is split among them."""
+    with contextlib.suppress(OSError):
+        return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Anon:")
+    return 0
+
+
+def _shared_bytes() -> int:
+    return _field(Path("/proc/meminfo"), "Shmem:")
+
+
+def _field(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@contextlib.contextmanager
+def arena(root: Path = Path("/dev/shm")) -> Iterator[Path]:  # noqa: S108 (captures belong into memory)
+    """A directory in shared memory that is gone afterwards, whatever was left in it."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-compare-", dir=root, ignore_cleanup_errors=True) as path:
+        yield Path(path)
