@@ -395,6 +395,13 @@ class Checkpointer:
             )
         except ResiliencyError as failure:
             error = failure
+        except OSError as failure:
+            error = ConfigError(
+                f"rank {self.rank} cannot keep captures in {self._arena_directory}: {failure}.",
+                hint="CheckpointerOptions(arena_root=...) must name a directory in memory, on every host.",
+                rank=self.rank,
+                path=str(self._arena_directory),
+            )
         try:
             self._agreement.check(error, "opening shared memory")
         except ResiliencyError:

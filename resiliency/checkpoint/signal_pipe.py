@@ -88,8 +88,7 @@ class SignalPipe:
             for number in self._previous if ending else ():
                 if number is not signal.SIGINT and signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, signal.SIG_IGN)
-        os.close(self._in)
-        os.close(self._out)
+        self._close_pipe()
 
     def _put_back(self) -> None:
         current = signal.set_wakeup_fd(self._previous_fd)
@@ -99,6 +98,20 @@ class SignalPipe:
             if signal.getsignal(number) == self._handle:
                 # None: it was not installed from Python, and cannot be put back from there.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+    def _close_pipe(self) -> None:
+        for later in list(_pipes):
+            later._skip(self)
+        os.close(self._in)
+        os.close(self._out)
+
+    def _skip(self, closed: SignalPipe) -> None:
+        """Pass on to what was there before `closed`, whose descriptor is about to be somebody else's."""
+        if self._previous_fd == closed._in:
+            self._previous_fd = closed._previous_fd
+        for number, previous in self._previous.items():
+            if previous == closed._handle:
+                self._previous[number] = closed._previous[number]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(signal.Signals(number))
@@ -118,8 +131,7 @@ class SignalPipe:
         if self._open:
             self._open = False
             self._put_back()
-            os.close(self._in)
-            os.close(self._out)
+            self._close_pipe()
 
 
 _pipes: weakref.WeakSet[SignalPipe] = weakref.WeakSet()

@@ -135,16 +135,22 @@ def connect_ranks(agreement: Agreement, *, address: str, timeout: timedelta) -> 
     if agreement.world_size == 1:
         return {}
     deadline = time.monotonic() + timeout.total_seconds()
-    listener = _listener() if agreement.rank == 0 else None
+    peers: dict[int, Peer] = {}
+    error: ResiliencyError | None = None
+    listener = None
+    try:
+        listener = _listener() if agreement.rank == 0 else None
+    except OSError as failure:
+        error = ConfigError(f"rank 0 cannot be reached by the others: {failure}.", rank=0)
     names = agreement.gather(socket.gethostname())
     several = len(set(names)) > 1
     offers = agreement.gather(
         (_addresses(address, several), listener.getsockname()[1], secrets.token_hex(16)) if listener else None
     )
+    if offers[0] is None:
+        agreement.check(error, "connecting the ranks for a common stop")
     assert offers[0] is not None
     addresses, port, token = offers[0]
-    peers: dict[int, Peer] = {}
-    error: ResiliencyError | None = None
     try:
         if listener is not None:
             peers = _accept(listener, agreement.world_size, token, deadline)

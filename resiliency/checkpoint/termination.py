@@ -147,7 +147,8 @@ class Termination:
         self._rank, self._world_size = agreement.rank, agreement.world_size
         self._on_request, self._on_leave, self._leave = on_request, on_leave, leave
         # Guards all that training and the watcher both look at; never held while anybody waits.
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler of the program may ask for a stop while its thread is in here.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._last = -1  # boundary that training passed
         self._stopping = False
@@ -233,13 +234,14 @@ class Termination:
             cause = self._number.name + (f": {self._called_off}" if self._called_off else "")
         return Terminated(self._code(), step=step, committed=committed, cause=cause)
 
-    def close(self, *, finished: bool = True) -> None:
-        """Stop watching and put signal handlers back; after an agreed stop more signals are ignored.
+    def close(self, *, finished: bool = True, ending: bool = True) -> None:
+        """Stop watching and put signal handlers back.
 
         Rank 0 stays until the others close too, 10 s at most.  Idempotent.
 
         Args:
             finished: this rank comes to its end in good order, not by an exception.
+            ending: after an agreed stop this process ends, so more signals are ignored; False: it goes on.
         """
         if self._closing is not None:
             return
@@ -250,7 +252,7 @@ class Termination:
             self._closing = time.monotonic() + (stay_s if self._polite else 0.0)
         self._wake()
         self._watcher.join()
-        self._give_back()
+        self._give_back(ending=ending and self._reached)
 
     def __enter__(self) -> Termination:
         return self
@@ -268,9 +270,9 @@ class Termination:
         with suppress(BlockingIOError):  # full of calls that it has not read yet
             os.write(self._wake_out, b"w")
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, ending: bool = False) -> None:
         if self._signals is not None:
-            self._signals.close(ending=self._reached)
+            self._signals.close(ending=ending)
         self._selector.close()
         os.close(self._wake_out)
         os.close(self._wake_in)
@@ -353,8 +355,7 @@ class Termination:
         elif self._rank != 0 and 0 in self._departed and not self._peers:
             self._decide(self._departed[0])
         self._tally()
-        if self._on_request is not None:
-            self._on_request(number.name)
+        self._report(self._on_request, number.name)
 
     def _tally(self) -> None:
         """In rank 0: decide as soon as all have posted."""
@@ -444,9 +445,15 @@ class Termination:
         code = self._code() if code is None else code
         logger.error("%s: this process ends with exit code %d", why, code)
         self._ended = True
-        if self._on_leave is not None:
-            self._on_leave(why)
+        self._report(self._on_leave, why)
         self._leave(code)
+
+    def _report(self, callback: Callable[[str], None] | None, text: str) -> None:
+        if callback is not None:
+            try:
+                callback(text)
+            except Exception:  # the border of this thread: who else would end a process that is stuck?
+                logger.exception("what is called at a stop failed; the stop goes on")
 
 
 def _catch(agreement: Agreement, options: TerminationOptions) -> SignalPipe | None:

@@ -77,11 +77,11 @@ class AgentHost:
             return
         process, self._process = self._process, None
         process.terminate()
-        known = guardian.Process.of(process.pid)
-        if known is not None and not guardian.wait_until_gone([known], self._stop_s + _SLACK_S, hurry_fd):
+        # Its agents are in its group, and may still commit when it was killed itself.
+        if not guardian.wait_until_gone(guardian.group(process.pid), self._stop_s + _SLACK_S, hurry_fd):
             logger.warning("checkpoint agents are killed before they have committed all that is captured")
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its agents are in its group
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def __enter__(self) -> AgentHost:

@@ -30,11 +30,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from resiliency import log
 from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import RunInfo
+
+if TYPE_CHECKING:
+    from resiliency.checkpoint.wire import Refused, Started
 
 #: Not __name__, which is __main__ here.
 logger = logging.getLogger("resiliency.launch.agent_host_main")
@@ -150,7 +153,7 @@ class Starter:
             self._selector.register(Channel(connection), selectors.EVENT_READ)
 
     def _answer(self, source: object) -> None:
-        from resiliency.checkpoint.wire import Channel, Refused, Start, Started
+        from resiliency.checkpoint.wire import Channel, Refused, Start
 
         assert isinstance(source, Channel)
         try:
@@ -159,10 +162,18 @@ class Starter:
                 arena = Path(message.arena)
                 self._reap()
                 why = self._failed.pop(arena, "")
-                source.send(Refused(reason=why) if why else Started(pid=self._agent_of(arena)))
+                source.send(Refused(reason=why) if why else self._start(arena))
         except PeerError:  # has its answer, or is gone
             self._selector.unregister(source)
             source.close()
+
+    def _start(self, arena: Path) -> Started | Refused:
+        from resiliency.checkpoint.wire import Refused, Started
+
+        try:
+            return Started(pid=self._agent_of(arena))
+        except OSError as error:  # the agents of other arenas live on
+            return Refused(reason=f"no process can be started: {error}")
 
     def _agent_of(self, arena: Path) -> int:
         for pid, served in self._agents.items():
@@ -172,10 +183,12 @@ class Starter:
         # A SIGTERM to the child waits until the child can act on it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._become_agent(arena, parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_agent(arena, parent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         self._agents[pid] = arena
         logger.debug("started checkpoint agent %d for %s", pid, arena)
         return pid

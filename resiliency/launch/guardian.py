@@ -76,7 +76,7 @@ class Process(NamedTuple):
         with suppress(ProcessLookupError, PermissionError):
             leads = os.getpgid(self.pid) == self.pid
             if number == signal.SIGKILL:
-                for process in _group(self.pid) if leads else [self]:
+                for process in group(self.pid) if leads else [self]:
                     if not process.is_tracker:
                         process.kill()
             elif leads:
@@ -90,7 +90,8 @@ class Process(NamedTuple):
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _group(pgid: int) -> list[Process]:
+def group(pgid: int) -> list[Process]:
+    """The living processes of a group, also when the one that led it is gone."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(ProcessLookupError, PermissionError):

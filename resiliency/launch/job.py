@@ -82,13 +82,15 @@ def run(options: LaunchOptions) -> int:
             try:
                 _run_agent(agent, options, outcome)
             finally:
-                with signals.interruptible(check=False):
-                    agent.clean_rdzv_shutdown(close=outcome.final)
-                # No worker is left that would want a last step saved.
-                agents.end(signals.hurry_fd)
-                signals.close()
-                agent.shutdown_rank_monitors()
-                reporter.close()
+                try:
+                    with signals.interruptible(check=False):
+                        agent.clean_rdzv_shutdown(close=outcome.final)
+                finally:
+                    # No worker is left that would want a last step saved.
+                    agents.end(signals.hurry_fd)
+                    signals.close()
+                    agent.shutdown_rank_monitors()
+                    reporter.close()
         return outcome.exit_code
 
 

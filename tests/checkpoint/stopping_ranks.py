@@ -50,6 +50,16 @@ def stop_together(
     raise AssertionError("nobody asked for a stop")
 
 
+def ask_in_a_handler(rank: int) -> bool:
+    """The program's own handler asks for a stop while its thread is in the middle of a boundary."""
+    with Termination(Agreement(rank, 1), TerminationOptions(signals=())) as termination:
+        before = signal.signal(signal.SIGALRM, lambda *_: termination.request())
+        with termination._lock:
+            signal.raise_signal(signal.SIGALRM)
+        signal.signal(signal.SIGALRM, before)
+        return any(termination.boundary(step) for step in range(STEPS))
+
+
 def interrupt_twice(rank: int) -> None:
     """Two times Ctrl-C, to a rank that does not come to its next boundary."""
     asked = threading.Event()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -27,7 +28,7 @@ from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.stop_link import Kind, Peer, Word, connect_ranks
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
-from resiliency.errors import ConfigError
+from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import Fault, MemorySink
@@ -201,6 +202,37 @@ def test_a_rank_that_does_not_come_to_the_stop_is_ended_at_the_deadline_with_128
     assert told == ["the deadline is over"]
 
 
+def test_a_stop_goes_on_when_what_is_called_at_its_begin_or_end_fails() -> None:
+    over = threading.Event()
+
+    def fail(_: str) -> None:
+        raise OSError("the disk of the event log is full")
+
+    options = TerminationOptions(deadline=timedelta(seconds=0.2), signals=())
+    with Termination(
+        Agreement(0, 1), options, on_request=fail, on_leave=fail, leave=lambda _: over.set()
+    ) as termination:
+        termination.request()
+        assert over.wait(SOON_S)
+
+
+def test_when_rank_0_cannot_listen_all_ranks_are_refused() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def connect(agreement: Agreement) -> str:
+        if agreement.rank == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        with pytest.raises(ResiliencyError) as caught:
+            connect_ranks(agreement, address="", timeout=timedelta(seconds=SOON_S))
+        return str(caught.value)
+
+    try:
+        errors = together(2, connect)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all("rank 0 cannot be reached by the others: " in error for error in errors)
+
+
 def test_a_request_that_comes_when_training_has_ended_changes_nothing() -> None:
     termination = Termination(Agreement(0, 1), QUIET)
     termination.close()
@@ -250,6 +282,21 @@ def test_handlers_and_wakeup_descriptors_of_others_work_on_and_come_back() -> No
 
 
 @pytest.mark.usefixtures("handlers")
+def test_of_two_that_watch_the_first_may_end_first_and_its_descriptor_is_left_alone(tmp_path: Path) -> None:
+    asked = threading.Event()
+    first = Termination(Agreement(0, 1))
+    second = Termination(Agreement(0, 1), on_request=lambda _: asked.set())
+    first.close()
+    with ExitStack() as files:  # they get the numbers that are free now
+        others = [files.enter_context(open(tmp_path / str(i), "wb", buffering=0)) for i in range(8)]
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.wait(SOON_S)
+        second.close()
+        assert [other.tell() for other in others] == [0] * 8
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_signal_arrives_also_when_another_library_took_the_wakeup_descriptor_away() -> None:
     asked = threading.Event()
     with Termination(Agreement(0, 1), on_request=lambda _: asked.set()):
@@ -260,7 +307,8 @@ def test_a_signal_arrives_also_when_another_library_took_the_wakeup_descriptor_a
 
 @pytest.mark.usefixtures("handlers")
 def test_signals_to_a_forked_child_are_not_its_parents() -> None:
-    with Termination(Agreement(0, 1)) as termination:
+    # Two, of which either may be the first to be left behind in the child.
+    with Termination(Agreement(0, 1)) as termination, Termination(Agreement(0, 1)):
         child = os.fork()
         if child == 0:
             threading.Event().wait(SOON_S)
@@ -370,6 +418,13 @@ def test_when_a_rank_is_stopped_one_that_is_stuck_with_it_leaves_with_128_and_th
     code = report[0].exit_code if report[0].value is None else report[0].value[1]
     assert code == 128 + signal.SIGTERM
     assert report[1].outcome is Outcome.HUNG
+
+
+def test_a_handler_of_the_program_may_ask_for_a_stop_wherever_it_interrupts_training(
+    rank_pool: RankPool,
+) -> None:
+    report = rank_pool.run(stopping_ranks.ask_in_a_handler, 1, timeout=SOON_S / 2, group=False)
+    assert report.values == [True]
 
 
 def test_a_second_ctrl_c_ends_at_once(rank_pool: RankPool) -> None:

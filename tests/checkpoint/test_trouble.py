@@ -32,6 +32,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.rank_pool import RankPool
+from tests.checkpoint import two_hosts
 from tests.checkpoint.test_checkpointer import Place, make_state
 
 SOON = timedelta(seconds=60)
@@ -239,3 +240,12 @@ def test_two_thousand_saves_use_no_more_memory_threads_files_or_processes_than_a
         grown = [after - before for before, after in zip(*memory, strict=True)]
         assert max(grown) < 4 << 20, grown  # 2 KiB a save
     assert complete(place) == [1998, 1999, 2000]
+
+
+def test_a_host_without_room_for_captures_is_refused_on_all_ranks(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    roots = [str(tmp_path), str(tmp_path / "missing")]
+    errors = rank_pool.run(two_hosts.open_with_memory_at, 2, roots, timeout=90).values
+    for error in errors:
+        assert f"rank 1 cannot keep captures in {roots[1]}" in error

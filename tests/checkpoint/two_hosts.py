@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
+from resiliency.errors import ResiliencyError
 from resiliency.runtime import RunInfo
 from tests.checkpoint.test_checkpointer import wait_for
 
@@ -49,6 +50,17 @@ def main(rank: int, root: Path, victim: int) -> None:
             print("saved", step, handle.state.value, handle.record.why, flush=True)
             dist.barrier()
     dist.destroy_process_group()
+
+
+def open_with_memory_at(rank: int, roots: list[str]) -> str:
+    """Opens a checkpointer whose captures go to ``roots[rank]``; returns why that was refused."""
+    info = RunInfo(job_name="refused", host=f"host-{rank}", rank=rank, world_size=2)
+    options = CheckpointerOptions(arena_root=Path(roots[rank]))
+    try:
+        Checkpointer(Path(roots[0]) / "ckpt", info=info, options=options).close()
+    except ResiliencyError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -120,6 +120,25 @@ def test_when_the_restarts_are_used_up_the_last_capture_is_committed(
     assert complete(tmp_path / "ckpt") == [1]
 
 
+def test_when_the_host_of_agents_is_gone_the_launcher_leaves_them_the_time_to_commit(
+    launch: Launch, tmp_path: Path, job: str, leaves_nothing: LeavesNothing
+) -> None:
+    command = start(launch, job, 1, WORKER, tmp_path / "ckpt", SNAIL)
+    agent = agent_of(command)
+    host = agent.parent()
+    assert host is not None
+    save(command, [0], step=1)
+    agent.suspend()
+    host.kill()
+    os.kill(ready(command, 0), signal.SIGKILL)
+    with pytest.raises(TimeoutError):  # it waits for the agent
+        command.wait(timeout=3)
+    agent.resume()
+    assert command.wait(timeout=PATIENCE) == 1
+    leaves_nothing(command)
+    assert complete(tmp_path / "ckpt") == [1]
+
+
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Callable[[Path], Message | None]]:
     """An agent host without a launcher: ``host(arena)`` asks it for an agent."""
@@ -167,6 +186,41 @@ def test_a_host_starts_one_agent_per_arena_and_refuses_one_that_fails_at_once(
     assert "ended at once with exit code 1" in refused.reason
     # Both still live; they leave with their host.
     assert [is_alive(agent) for agent in agents] == [True, True]
+
+
+#: Asks a host in a process that may start no other, and says what it answers.
+FULL = """
+import os, resource, socket, sys, threading
+from datetime import timedelta
+from pathlib import Path
+from resiliency.checkpoint.wire import Start, connect_to
+from resiliency.launch.agent_host_main import Starter
+
+if os.getuid() == 0:
+    os.setuid(65534)  # limits are not for root
+lifeline, held = os.pipe()
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1].replace("@", chr(0)))
+listener.listen()
+
+def ask():
+    channel = connect_to(listener.getsockname().decode())
+    channel.send(Start(arena="/nowhere"))
+    print(channel.receive(timedelta(seconds=60)), flush=True)
+    channel.close()
+    os.close(held)
+
+threading.Thread(target=ask).start()
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+Starter(listener, lifeline, lambda arena: 0).run()
+"""
+
+
+def test_a_host_that_can_start_no_process_says_so_and_lives_on(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", FULL, f"@full-{os.getpid()}-{tmp_path.name}"]
+    with Command(argv, env={"OMP_NUM_THREADS": "1"}) as command:
+        command.wait_for_line("Refused.*no process can be started", timeout=PATIENCE)
+        assert command.wait(timeout=PATIENCE) == 0
 
 
 @pytest.mark.slow
