@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +46,8 @@ class AutoCheckpointCallback(Callback):
             Ctrl-C saves and the second ends at once.
         events: where the request is recorded.
         exit_process: raise `resiliency.checkpoint.termination.Terminated`, a SystemExit, when the fit
-            is over; False: return from it as if training had ended, see `stopped_at`.
+            is over; False: return from it as if training had ended, see `stopped_at`, with trainer and
+            signal handlers as they were before.
     """
 
     #: The step at which training was stopped from outside, or None.
@@ -64,6 +65,7 @@ class AutoCheckpointCallback(Callback):
         self._events = events
         self._exit_process = exit_process
         self._termination: Termination | None = None
+        self._restore: Callable[[], None] | None = None
         self._step = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -88,6 +90,11 @@ class AutoCheckpointCallback(Callback):
             on_request=lambda cause: self._hurry(trainer, cause),
             on_leave=self._flush,
         )
+        # A signal that came while data were made ready: Lightning would end this rank alone for it.
+        noticed = trainer._signal_connector
+        if noticed.received_sigterm and signal.SIGTERM in self._options.signals:
+            noticed.received_sigterm = False
+            self._termination.request()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Stop here if all ranks do.  Checkpoint callbacks come after this one, as Lightning orders them."""
@@ -96,7 +103,7 @@ class AutoCheckpointCallback(Callback):
         self._step = trainer.global_step
         if self._termination.boundary(self._step):
             self.stopped_at = self._step
-            _stop(trainer)
+            self._restore = _stop(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """From here on only the deadline may end the process: saving takes what it takes."""
@@ -126,17 +133,21 @@ class AutoCheckpointCallback(Callback):
     def _close(self, *, finished: bool) -> None:
         termination, self._termination = self._termination, None
         if termination is not None:
-            termination.close(finished=finished)
+            termination.close(finished=finished, ending=self._exit_process)
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
 
     def _step_over_lightning(self, trainer: Any) -> None:
-        """Put back the handlers that Lightning replaced; it restores them itself at the end, too.
+        """Put back the handlers that Lightning replaced, and take that off what it does at the end.
 
-        Its own would end each rank at its next batch, without a checkpoint, and not at one step.
+        Its own would end each rank at its next batch, without a checkpoint, and not at one step.  At the
+        end it would put them back before the last hooks have run: one more signal would kill this rank.
         """
         replaced = trainer._signal_connector._original_handlers
         for number in self._options.signals:
             if number in replaced:
-                previous = replaced[number]
+                previous = replaced.pop(number)
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _hurry(self, trainer: Any, cause: str) -> None:
@@ -153,9 +164,23 @@ class AutoCheckpointCallback(Callback):
             self._events.flush(timedelta(seconds=1))
 
 
-def _stop(trainer: Any) -> None:
-    """End the fit after this batch: no more steps, however few there were, and no validation."""
-    trainer.should_stop = True
-    trainer.limit_val_batches = 0
-    trainer.fit_loop.min_epochs = None
-    trainer.fit_loop.epoch_loop.min_steps = None
+def _stop(trainer: Any) -> Callable[[], None]:
+    """End the fit after this batch: no more steps, however few there were, and no validation.
+
+    Returns:
+        What puts the trainer's settings back, for another fit.
+    """
+    settings = [
+        (trainer, "should_stop", True),
+        (trainer, "limit_val_batches", 0),
+        (trainer.fit_loop, "min_epochs", None),
+        (trainer.fit_loop.epoch_loop, "min_steps", None),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
+    _set(settings)
+    return lambda: _set(before)
+
+
+def _set(settings: Iterable[tuple[Any, str, object]]) -> None:
+    for owner, name, value in settings:
+        setattr(owner, name, value)

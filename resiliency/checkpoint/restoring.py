@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import RankArena, peek
@@ -219,36 +219,52 @@ class Restorer:
 
         A source that is bad for one rank is passed over, also where it does not fit another.
         """
-        kind = "bad" if isinstance(error, _BAD) else "unfit" if isinstance(error, LayoutMismatch) else "other"
-        verdicts = self._agreement.gather(None if error is None else (kind, str(error)))
+        verdicts = self._agreement.gather(None if error is None else (_kind(error), str(error)))
         failures = [verdict for verdict in verdicts if verdict is not None]
         if not failures:
             return True
-        why = next((text for kind, text in failures if kind == "bad"), None)
-        if why is None or any(kind == "other" for kind, _ in failures):
+        worst, why = min(failures)
+        if worst is not _Kind.BAD:
             self._check(error, doing)
         logger.error("step %d from %s passed over: %s", source.step, source.tier.value, why)
         if source.tier is Tier.DISK and self._agreement.rank == 0:
             try:
-                quarantine(self._storage, source.step, why or "")
+                quarantine(self._storage, source.step, why)
             except CheckpointError as failure:
                 logger.warning("%s", failure)
         return False
 
     def _check(self, error: ResiliencyError | None, doing: str) -> None:
-        """Raise on all ranks if any has an error.
+        """Raise on all ranks if any has an error, and an error of the same kind on all.
 
-        Where all errors are mismatches, a mismatch on all: they may all have another way to load.  Where
-        any is not, a mismatch on none.
+        What the caller does next depends on the kind, and must be the same everywhere.
         """
-        unfit = isinstance(error, LayoutMismatch)
-        found = self._agreement.gather(None if error is None else (unfit, str(error)))
-        failures = [(rank, *verdict) for rank, verdict in enumerate(found) if verdict is not None]
+        found = self._agreement.gather(None if error is None else (_kind(error), str(error)))
+        failures = [(*verdict, rank) for rank, verdict in enumerate(found) if verdict is not None]
         if not failures:
             return
-        # A mismatch only if there is nothing else.
-        rank, only_unfit, text = min(failures, key=lambda failure: failure[1])
-        if error is not None and unfit == only_unfit:
+        kind, text, rank = min(failures)
+        if error is not None and _kind(error) == kind:
             raise error
-        kind = LayoutMismatch if only_unfit else PeerError
-        raise kind(f"rank {rank}, while {doing}: {text}", rank=rank)
+        raise _RAISED[kind](f"rank {rank}, while {doing}: {text}", rank=rank)
+
+
+class _Kind(IntEnum):
+    """Of failures on several ranks the first of these decides what is raised on all."""
+
+    OTHER = 0
+    BAD = 1
+    UNFIT = 2
+
+
+_RAISED: dict[_Kind, type[ResiliencyError]] = {
+    _Kind.OTHER: PeerError,
+    _Kind.BAD: CheckpointCorrupt,
+    _Kind.UNFIT: LayoutMismatch,
+}
+
+
+def _kind(error: ResiliencyError) -> _Kind:
+    if isinstance(error, _BAD):
+        return _Kind.BAD
+    return _Kind.UNFIT if isinstance(error, LayoutMismatch) else _Kind.OTHER

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedTensor,
@@ -36,7 +36,11 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.utils import (
+    _sharded_tensor_shard_id,
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
+)
 
 from resiliency.checkpoint.megatron_format import COMMON_FILE
 from resiliency.checkpoint.state import plan_restore_tensors, sharded_objects
@@ -68,7 +72,8 @@ class MegatronSaving:
         self._first = True
         self._padding: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._spread: Any = None
-        if parallelization_group is not None:
+        # Of a group of one rank Megatron remembers no distribution, and validates with all ranks each time.
+        if parallelization_group is not None and dist.get_world_size(parallelization_group) > 1:
             self._spread = FullyParallelSaveStrategyWrapper(
                 get_default_save_sharded_strategy(), parallelization_group, do_cache_distribution=True
             )
@@ -91,7 +96,7 @@ class MegatronSaving:
         sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=self._first)
         force_all_tensors_to_non_fp8(sharded)  # what is loaded into is made so too
         if self._spread is not None:
-            self._spread.apply_saving_parallelization(sharded)
+            self._spread_writing(sharded)
         data = packed(common)
         if self._first and len(data) > _LARGE_COMMON_BYTES:
             logger.warning(
@@ -103,6 +108,20 @@ class MegatronSaving:
         self._first = False
         rank = dist.get_rank() if dist.is_initialized() else 0
         return {"sharded": sharded, "common": CommonPart(data, rank)}
+
+    def _spread_writing(self, sharded: dict[str, Any]) -> None:
+        """Distribute the tensors over their writers, as was agreed at the first save.
+
+        Megatron's cached distribution lets nobody write a tensor that it does not know, such as optimizer
+        states that came later; what is not distributed stays with its main replica.
+        """
+        parts = [part for part in nested_values(sharded) if isinstance(part, ShardedTensor)]
+        before = [part.replica_id for part in parts]
+        self._spread.apply_saving_parallelization(sharded)
+        distributed = self._spread.cached_distribution.shards_in_this_group
+        for part, replica_id in zip(parts, before, strict=True):
+            if _sharded_tensor_shard_id(part) not in distributed:
+                part.replica_id = replica_id
 
     def _settle_padding(self, state: Any) -> None:
         """Between the parameters of a bucket, the ``dp_reshardable`` form of the distributed optimizer

@@ -73,17 +73,14 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
         try:
             if tree.keys() != {MODEL, OPTIMIZER}:
                 raise NotReusable(f"it holds {', '.join(map(str, tree))}")
-            (wrapper,) = strategy.optimizers
-            optimizer = getattr(wrapper, "mcore_optimizer", wrapper)
-            found = PreparedState(strategy.megatron_parallel, optimizer, tree, self._padding)
+            found = PreparedState(strategy.megatron_parallel, _optimizer(strategy), tree, self._padding)
+            fixed = _fixed_values(unpacked(built["common"].data, "the common part"))
         except NotReusable as why:
             logger.debug("the tree of sharded tensors is built anew for each save: %s", why)
             self._seen = self._prepared = None
             return
         if self._seen is not None and self._seen.is_like(found):
-            common = unpacked(built["common"].data, "the common part")
-            self._fixed = {key: common[key] for key in common.keys() & {MODEL, OPTIMIZER, CONTENT_METADATA}}
-            self._prepared = found
+            self._fixed, self._prepared = fixed, found
         self._seen = found
 
     def try_reuse(self, strategy: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -99,16 +96,25 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
             key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
         }
         plain = not any(isinstance(value, ShardedBase) for value in nested_values(own))
-        _finish_param_gather(strategy)
-        if not plain or MODEL in own or OPTIMIZER in own or not prepared.refresh():
+        same = len(strategy.optimizers) == 1 and prepared.is_of(
+            strategy.megatron_parallel, _optimizer(strategy)
+        )
+        if not (plain and same) or MODEL in own or OPTIMIZER in own or not prepared.refresh():
             logger.info("the tensors of the model or the optimizer moved: their tree is built anew")
             self._prepared = self._seen = None
             return None
+        # Only now: else the strategy's own save does it, and ranks gather equally often.
+        _finish_param_gather(strategy)
         common = {**own, "state_dict": OrderedDict(), "optimizer_states": {}, **(self._fixed or {})}
         return {
             "sharded": {**prepared.tree, RNG_KEY: sharded_per_rank(rng_state())},
             "common": CommonPart(packed(common), dist.get_rank()),
         }
+
+    def teardown(self) -> None:
+        """Keep nothing of a training that is over: another one has other tensors, and other groups."""
+        self._saving = self._built = self._seen = self._prepared = self._fixed = None
+        super().teardown()
 
     def _group(self) -> Any:
         if not self.parallel_save:
@@ -116,6 +122,32 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
         if self.parallel_save_within_dp:
             return parallel_state.get_data_parallel_group(with_context_parallel=True)
         return dist.group.WORLD
+
+
+def _optimizer(strategy: Any) -> Any:
+    """Megatron's optimizer.
+
+    Raises:
+        NotReusable: there are several.
+    """
+    if len(strategy.optimizers) != 1:
+        raise NotReusable(f"there are {len(strategy.optimizers)} optimizers")
+    (wrapper,) = strategy.optimizers
+    return getattr(wrapper, "mcore_optimizer", wrapper)
+
+
+def _fixed_values(common: dict[str, Any]) -> dict[str, Any]:
+    """What the common part holds of the tree itself, such as the name of the optimizer's form.
+
+    Raises:
+        NotReusable: it holds values that may be others at the next save.
+    """
+    fixed = {key: common[key] for key in common.keys() & {MODEL, OPTIMIZER, CONTENT_METADATA}}
+    for key in fixed.keys() & {MODEL, OPTIMIZER}:
+        for value in nested_values(fixed[key]):
+            if not isinstance(value, str):
+                raise NotReusable(f"{key} holds a plain {type(value).__name__}")
+    return fixed
 
 
 def _finish_param_gather(strategy: Any) -> None:

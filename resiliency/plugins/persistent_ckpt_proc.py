@@ -294,6 +294,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._in_memory = None
         if checkpointer is not None:
             checkpointer.close(finished=finished)
+        self.checkpoint_io.teardown()
 
 
 class _StepHook:

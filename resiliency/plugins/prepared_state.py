@@ -78,6 +78,12 @@ class PreparedState:
         """Whether both name the same parts of the same memory."""
         return self._addresses == other._addresses and self._parts == other._parts
 
+    def is_of(self, model: torch.nn.Module, optimizer: Any) -> bool:
+        """Whether it was built from these: the tensors of a training before may still be where they were."""
+        return model is self._model and self._optimizer in getattr(
+            optimizer, "chained_optimizers", [optimizer]
+        )
+
     def refresh(self) -> bool:
         """Bring the values up to date; False if a tensor moved, or there is more to save than before."""
         if self._look() != self._addresses or not _is_stateless(self._model):

@@ -49,8 +49,13 @@ def sigterm_saves_the_step_at_which_it_stops_and_exits_with_0(directory: Path) -
 
     run = Run(directory)
     auto = stopper(events=run.events)
-    with pytest.raises(Terminated) as caught:
-        run.train(MANY, auto, signal_after(5, auto), run.tier(100))
+    try:
+        with pytest.raises(Terminated) as caught:
+            run.train(MANY, auto, signal_after(5, auto), run.tier(100))
+        # This process is about to end: one more signal must not turn a good end into a bad one.
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert (caught.value.code, caught.value.step, caught.value.committed) == (0, 6, True)
     assert run.names() == ["step=6"]
     assert run.steps_of("checkpoint_saved") == [6]
@@ -87,6 +92,37 @@ def after_the_fit_signals_do_what_they_did_before_it(directory: Path) -> None:
 
 
 @check
+def one_more_signal_ends_nothing_until_the_last_hooks_have_run(directory: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from resiliency.checkpoint.termination import Terminated
+
+    class Late(Callback):
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # would kill this process
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = Run(directory)
+    auto = stopper()
+    try:
+        with pytest.raises(Terminated) as caught:
+            run.train(MANY, Late(), auto, signal_after(1, auto), run.tier(100))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert (caught.value.code, caught.value.step) == (0, 2)
+
+
+@check
+def a_program_that_goes_on_after_a_stop_can_be_ended_by_the_next_signal(directory: Path) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    run = Run(directory)
+    auto = stopper(exit_process=False)
+    run.train(MANY, auto, signal_after(1, auto), run.tier(100))
+    assert auto.stopped_at == 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@check
 def only_the_signals_that_were_asked_for_stop_it(directory: Path) -> None:
     run = Run(directory)
     auto = stopper(signals=[signal.SIGUSR1], exit_process=False)
@@ -104,6 +140,43 @@ def a_stop_needs_no_minimum_of_steps_and_runs_no_validation(directory: Path) -> 
     )  # fmt: skip
     assert auto.stopped_at == 6
     assert run.validated_at == [4]
+
+
+@check
+def a_trainer_that_was_stopped_is_afterwards_as_it_was_before(directory: Path) -> None:
+    run = Run(directory)
+    auto = stopper(exit_process=False)
+    trainer = run.train(
+        MANY, auto, signal_after(5, auto), run.tier(100),
+        min_steps=500, min_epochs=1, limit_val_batches=1, val_check_interval=4, num_sanity_val_steps=0,
+    )  # fmt: skip
+    assert auto.stopped_at == 6
+    loop = trainer.fit_loop
+    assert (loop.min_steps, loop.min_epochs, trainer.limit_val_batches) == (500, 1, 1)
+    assert not trainer.should_stop
+
+
+@check
+def a_signal_just_before_the_first_step_stops_it_after_its_first_step(directory: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from resiliency.checkpoint.termination import Terminated
+
+    class Early(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(int(SOON_S / 0.01)):
+                if trainer.received_sigterm:
+                    return
+                threading.Event().wait(0.01)
+            raise AssertionError("the signal was not noticed")
+
+    run = Run(directory)
+    with pytest.raises(Terminated) as caught:
+        run.train(MANY, Early(), stopper(), run.tier(100))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert (caught.value.code, caught.value.committed) == (0, True)
+    assert run.names() == [f"step={caught.value.step}"]
 
 
 @check

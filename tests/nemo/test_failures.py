@@ -73,10 +73,11 @@ def test_sigterm_to_the_launcher_saves_one_last_step_and_ends_the_job_well(
     new_job: Callable[[Layout], Job], saves: str
 ) -> None:
     job = new_job(TWO_REPLICAS)
-    command = job.start(saves, "--max-steps", "100000", save_every=100000)
+    long = ("--termination-deadline-s", int(ATTEMPT_S))  # a busy machine needs more than the default
+    command = job.start(saves, *long, "--max-steps", "100000", save_every=100000)
     job.wait_for_step(5)
     command.signal(signal.SIGTERM)
-    assert command.wait(timeout=60) == 0, command.output
+    assert command.wait(timeout=2 * ATTEMPT_S) == 0, command.output
     command.assert_no_orphans(timeout=20)
     assert len(job.events(EventType.JOB_TERMINATED)) == 1
     assert {event.rank for event in job.events(EventType.STOP_REQUESTED)} == {0, 1}

@@ -194,7 +194,7 @@ def test_one_rank_that_wants_another_state_makes_all_refuse_and_nothing_changes(
     first, second = ranks.run(megatron_ranks.refused, TWO_REPLICAS, *place)
     names = {"key": ".other", "shape": "other parts of", "object": "another object"}
     for change, name in names.items():
-        assert first[change].startswith("rank 1: ")
+        assert first[change].startswith("rank 1, while restoring")
         assert "the state to restore wants" in second[change]
         assert name in second[change]
 
