@@ -131,7 +131,7 @@ class CheckpointConnector(_CheckpointConnector):
         captured = (
             [] if process is None else [process.directory / f"step={s}" for s in process.steps_in_memory()]
         )
-        candidates = _agree(self._candidates(captured))
+        candidates = _agree(self._candidates(captured) if is_rank_zero() else [])
         for tried, path in enumerate(candidates[: self._max_attempts]):
             problems = [] if path in captured else _verify_together(path, skim=process is not None)
             if problems:

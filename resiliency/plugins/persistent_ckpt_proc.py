@@ -29,11 +29,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 
 from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.capture import EAGER_BELOW_BYTES
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.restoring import Tier
 from resiliency.checkpoint.saves import SaveHandle, SaveState
@@ -97,6 +99,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._in_memory: list[int] | None = None
         self._last_step = -1
         self._overlaps = False
+        self._looked_at: torch.nn.Module | None = None
+        self._large_buffers: list[str] = []
         self._finished = False
 
     # --- saving ----------------------------------------------------------------------------------
@@ -134,13 +138,23 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         state = self.checkpoint_io.try_reuse(strategy, checkpoint)
         if state is not None:
             self._begin(int(checkpoint["global_step"]), state)
-            return
-        self._overlaps = True
-        try:
-            strategy.save_checkpoint(checkpoint, path)  # which calls `save_checkpoint` above
-        finally:
-            self._overlaps = False
-        self.checkpoint_io.remember(strategy)
+        else:
+            self._overlaps = True
+            try:
+                strategy.save_checkpoint(checkpoint, path)  # which calls `save_checkpoint` above
+            finally:
+                self._overlaps = False
+            self.checkpoint_io.remember(strategy)
+        if self._has_large_buffers(strategy.megatron_parallel):
+            self.fence()
+
+    def _has_large_buffers(self, model: torch.nn.Module) -> bool:
+        """Whether the next forward might write what is still being copied; looked up once per model."""
+        if self._looked_at is not model:
+            self._looked_at, self._large_buffers = model, large_buffers(model)
+            if self._large_buffers:
+                logger.info("saves do not overlap with training: it may write %s", self._large_buffers[0])
+        return bool(self._large_buffers)
 
     def _begin(self, step: int, state: object) -> None:
         self._newest = self.open().save(step, state)
@@ -295,6 +309,19 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         if checkpointer is not None:
             checkpointer.close(finished=finished)
         self.checkpoint_io.teardown()
+
+
+def large_buffers(model: torch.nn.Module) -> list[str]:
+    """Names of buffers that a checkpoint holds and that the engine does not copy before it returns.
+
+    Parameters are written by the optimizer alone; buffers may be written by any forward.
+    """
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.nbytes >= EAGER_BELOW_BYTES and name not in module._non_persistent_buffers_set
+    ]
 
 
 class _StepHook:

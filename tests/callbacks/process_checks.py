@@ -100,3 +100,42 @@ def checkpoints_of_both_kinds_stand_side_by_side_and_the_newest_good_one_is_take
     assert marker is not None
     assert marker.state is MarkerState.CORRUPT
     assert "__0_0.distcp" in marker.reason
+
+
+@check
+def a_forward_that_may_write_a_large_buffer_does_not_begin_before_the_copy_is_done(directory: Path) -> None:
+    import threading
+    from types import SimpleNamespace
+
+    import torch
+
+    from resiliency.checkpoint import CaptureOptions, CheckpointerOptions
+    from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+    from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, large_buffers
+
+    model = torch.nn.Module()
+    model.codes = torch.nn.BatchNorm1d(40_000)
+    model.register_buffer("cache", torch.zeros(40_000), persistent=False)
+    model.register_buffer("small", torch.zeros(10))
+    assert large_buffers(model) == ["codes.running_mean", "codes.running_var"]
+    assert large_buffers(torch.nn.Linear(400, 400)) == []
+
+    copied: list[int] = []
+
+    def slowly(number: int) -> None:
+        threading.Event().wait(0.2)
+        copied.append(number)
+
+    class Prepared(MinCkptOverheadCheckpointIO):
+        def try_reuse(self, strategy: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+            return {"weights": torch.ones(1 << 20)}
+
+    options = CheckpointerOptions(capture=CaptureOptions(threads=1, before_piece=slowly))
+    io = PersistentCheckpointProcessIO(Prepared(), directory, options=options)
+    io.save(SimpleNamespace(megatron_parallel=model), {"global_step": 1}, directory / "step=1")
+    assert copied
+    before = len(copied)
+    io.fence()
+    assert len(copied) == before  # it was fenced already
+    io.finish()
+    io.teardown()
