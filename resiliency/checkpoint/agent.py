@@ -71,6 +71,8 @@ class _Gathering:
         self.run_id = run_id
         self.slots: dict[int, CapturedSlot] = {}
         self.missing: dict[int, str] = {}
+        #: Of the missing, those that said so themselves.
+        self.skipped: set[int] = set()
 
     @property
     def ranks(self) -> set[int]:
@@ -208,7 +210,9 @@ class Agent:
         elif isinstance(message, Save):
             self._gather(member, message)
         elif isinstance(message, Skip):
-            self._gathering_of(member, message.step).missing[member.rank] = message.reason
+            gathering = self._gathering_of(member, message.step)
+            gathering.missing[member.rank] = message.reason
+            gathering.skipped.add(member.rank)
             self._submit(member, message.step)
         elif isinstance(message, Hurry):
             logger.warning("rank %d is told to end: committing what is captured at full speed", member.rank)
@@ -303,6 +307,9 @@ class Agent:
             slot.close()
         else:
             gathering.slots[member.rank] = slot
+            # It may have been skipped before: another try, while others are awaited.
+            gathering.missing.pop(member.rank, None)
+            gathering.skipped.discard(member.rank)
         self._submit(member, save.step)
 
     def _borrow(self, member: Attach, save: Save) -> CapturedSlot | None:
@@ -339,11 +346,13 @@ class Agent:
             slots=gathering.slots,
             settings=attach.settings,
             missing="; ".join(gathering.missing.values()),
+            skipped_by=tuple(sorted(gathering.skipped)),
         )
         if (job.session, step) in self._handled:
             job.close()
             return
-        self._handled[job.session, step] = None
+        if not job.missing:  # else it stays open for another try, which may come before this one has ended
+            self._handled[job.session, step] = None
         self._in_work += 1
         if job.missing and len(job.ranks) == job.world_size:  # no other host waits to be told
             self._job_done(job, _failed(job, job.missing))
@@ -359,7 +368,8 @@ class Agent:
             except queue.Empty:
                 return
             self._in_work -= 1
-            self._handled[job.session, job.step] = done
+            if not job.missing:
+                self._handled[job.session, job.step] = done
             while len(self._handled) > _REMEMBERED:
                 del self._handled[next(iter(self._handled))]
             for channel, member in list(self._members.items()):
@@ -412,4 +422,12 @@ class Agent:
 
 
 def _failed(job: SaveJob, why: str) -> Done:
-    return Done(step=job.step, session=job.session, error=why, size_bytes=0, queued_s=0.0, commit_s=0.0)
+    return Done(
+        step=job.step,
+        session=job.session,
+        error=why,
+        skipped_by=job.skipped_by,
+        size_bytes=0,
+        queued_s=0.0,
+        commit_s=0.0,
+    )

@@ -97,6 +97,8 @@ class AgentLink:
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         #: Steps that the agent was told of and has not reported yet.
         self._passed: set[int] = set()
+        #: Those of them that it was told of again, after a try without a capture.
+        self._tried_again: set[int] = set()
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._attached = threading.Event()
@@ -148,6 +150,9 @@ class AgentLink:
         if self._agent is not None and goodbye:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._agent.wait(max(0.0, deadline - time.monotonic()))
+        if self._agent is not None and self._agent.poll() is None:
+            # It lives on, on purpose; Popen would warn of a forgotten child.
+            self._agent.returncode = 0
         os.close(self._wake_out)
         os.close(self._wake_in)
 
@@ -186,7 +191,7 @@ class AgentLink:
     def _lost(self, why: str) -> None:
         self.losses += 1
         logger.error("%s", why)
-        lost, self._passed = frozenset(self._passed), set()
+        lost, self._passed, self._tried_again = frozenset(self._passed), set(), set()
         self._on_lost(why, lost)
         if len(self._attach.local_ranks) < self._attach.world_size:
             # The next agent gives these saves up, so that other hosts need not wait for this one's part.
@@ -312,7 +317,7 @@ class AgentLink:
                 heard = now
                 if isinstance(message, Done):
                     if message.session == self._attach.session:
-                        self._passed.discard(message.step)
+                        self._forget(message)
                         self._on_done(message)
                 elif message is not None and not isinstance(message, Beat | Attached):
                     raise PeerError(f"{message.kind} is not for a trainer.")
@@ -327,12 +332,23 @@ class AgentLink:
         for message in self._take_requests():
             channel.send(message)
 
+    def _forget(self, done: Done) -> None:
+        if self._attach.rank in done.skipped_by and done.step in self._tried_again:
+            self._tried_again.discard(done.step)  # of the first try
+        else:
+            self._passed.discard(done.step)
+            self._tried_again.discard(done.step)
+
     def _take_requests(self) -> list[_Request]:
         taken: list[_Request] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 taken.append(self._requests.get_nowait())
-        self._passed |= {message.step for message in taken if isinstance(message, Save | Skip)}
+        for message in taken:
+            if isinstance(message, Save | Skip):
+                if message.step in self._passed:
+                    self._tried_again.add(message.step)
+                self._passed.add(message.step)
         return taken
 
     def _kill(self, channel: Channel) -> None:

@@ -142,6 +142,7 @@ class Checkpointer:
         self._log = SaveLog()
         self._times = StepTimes(time.monotonic)
         self._newest: SaveHandle | None = None
+        self._captured_step = self._committed_step = -1
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[SaveHandle, Capture]] = {}
         self._captures: queue.SimpleQueue[tuple[SaveHandle, Capture] | Skip | None] = queue.SimpleQueue()
@@ -329,6 +330,8 @@ class Checkpointer:
     def close(self, *, finished: bool = True) -> None:
         """Wait for saves under way and give everything back.  Idempotent.
 
+        If the newest capture could not be committed it stays in memory, where a restart finds it.
+
         Args:
             finished: False: this rank stops without having come to its end.  It waits for nothing;
                 its captures stay for the agent and for a restart.
@@ -345,11 +348,18 @@ class Checkpointer:
         self._capturer.close()
         self._captures.put(None)
         self._courier.join(self._options.close_timeout.total_seconds())
+        spent = finished and self._captured_step <= self._committed_step
+        if finished and not spent:
+            logger.error(
+                "step %d is nowhere but in the memory of this host: its save failed.  Mend the storage and"
+                " start the job again here, to restore it from there",
+                self._captured_step,
+            )
         # Before the goodbye: the agent leaves when all have said theirs, and removes what is empty.
-        self._arena.close(remove=finished)
+        self._arena.close(remove=spent)
         if self._termination is not None:
             self._termination.close(finished=finished)
-        self._link.close(goodbye=finished)
+        self._link.close(goodbye=spent)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -483,6 +493,7 @@ class Checkpointer:
             handle, capture = item
             capture.wait(timedelta(days=1))  # the capturer settles every capture, by its own deadlines
             if capture.outcome is Outcome.CAPTURED:
+                self._captured_step = capture.step
                 handle._update(replace(handle.record, state=SaveState.CAPTURED))
                 self._link.request(Save(step=capture.step, slot=capture.slot_path.name))
             else:
@@ -492,6 +503,8 @@ class Checkpointer:
 
     def _done(self, done: Done) -> None:
         """In the link's thread: the agent reports the end of a save."""
+        if self.rank in done.skipped_by:
+            return  # settled when it was not captured; a second try may be under way
         state = SaveState.FAILED if done.error else SaveState.COMMITTED
         self._finish(done.step, state, done.error, queued_s=done.queued_s, commit_s=done.commit_s)
 
@@ -516,6 +529,7 @@ class Checkpointer:
         assert record.state in FINAL
         self._log.add(record)
         if record.state is SaveState.COMMITTED:
+            self._committed_step = max(self._committed_step, record.step)
             if self.rank == 0:
                 self._emit(EventType.CHECKPOINT_SAVED, record.step)
         else:

@@ -36,7 +36,11 @@ QUEUE_LIMIT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SaveJob:
-    """This host's part of one save.  `missing`: why a local rank has no capture; then nothing is saved."""
+    """This host's part of one save.
+
+    `missing`: why a local rank has no capture; then nothing is saved.  `skipped_by`: ranks that said so
+    themselves.
+    """
 
     step: int
     session: str
@@ -46,6 +50,7 @@ class SaveJob:
     slots: Mapping[int, CapturedSlot]
     settings: Settings
     missing: str = ""
+    skipped_by: tuple[int, ...] = ()
     queued: float = field(default_factory=time.monotonic)
 
     @property
@@ -138,6 +143,7 @@ class Worker:
             step=job.step,
             session=job.session,
             error=error,
+            skipped_by=job.skipped_by,
             size_bytes=size,
             queued_s=began - job.queued,
             commit_s=time.monotonic() - began,

@@ -93,12 +93,17 @@ class Skip:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """How the save of `step` ended; `error` is empty if it was committed."""
+    """How the save of `step` ended; `error` is empty if it was committed.
+
+    `skipped_by`: ranks of this host that had said `Skip`.  To them it says nothing new, and nothing about
+    another try of theirs that may be on its way.
+    """
 
     kind: ClassVar[str] = "done"
     step: int
     session: str
     error: str
+    skipped_by: tuple[int, ...] = ()
     size_bytes: int
     queued_s: float
     commit_s: float

@@ -144,6 +144,24 @@ def test_a_checkpoint_of_a_torch_save_is_passed_over_and_not_called_bad(place: P
     assert inspect(LocalStorage(place.directory), 2).condition is Condition.COMPLETE
 
 
+def test_a_last_step_that_storage_refused_stays_in_memory_for_the_next_start(place: Place) -> None:
+    place.directory.write_text("in the way")
+    with place.open() as checkpoints:
+        handle = checkpoints.save(3, make_state(3))
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.FAILED
+        agent = psutil.Process(checkpoints.agent_pid)
+    place.directory.unlink()
+    state = make_state(0)
+    with place.open() as checkpoints:
+        assert checkpoints.restore(state).tier is Tier.MEMORY
+        assert checkpoints.save(3, state).wait(SOON)
+        assert checkpoints.agent_pid == agent.pid
+    agent.wait(SOON.total_seconds())
+    assert torch.equal(state["weights"], torch.full((1000,), 3.0))  # type: ignore[arg-type]
+    assert inspect(LocalStorage(place.directory), 3).condition is Condition.COMPLETE
+
+
 def test_another_model_is_refused_with_both_shapes_and_stays_as_it_is(place: Place) -> None:
     with place.open() as checkpoints:
         checkpoints.save(1, make_state(1))

@@ -183,6 +183,17 @@ def test_a_state_too_large_for_shared_memory_is_refused_with_what_to_set_and_sta
     assert types.count(EventType.SAVE_FAILED) == 1
 
 
+def test_another_try_is_not_taken_for_the_one_that_failed_however_soon_it_comes(place: Place) -> None:
+    with place.open() as checkpoints:
+        for step in range(1, 11):
+            # Larger each time: there is always room to be missing.
+            state = make_state(step, size=step << 18)
+            with little_room(), pytest.raises(ConfigError):
+                checkpoints.save(step, state)
+            again = checkpoints.save(step, state)
+            assert saved(again) is SaveState.COMMITTED, again.record.why
+
+
 def save_where_one_has_no_room(rank: int, root: str, job: str) -> list[str]:
     """In a rank: what became of each save.  Rank 1 has no room for the first and leaves out the third."""
     info = RunInfo(job_name=job, host="here", rank=rank, world_size=dist.get_world_size())
