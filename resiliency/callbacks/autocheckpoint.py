@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from resiliency.callbacks.model_checkpoint import ModelCheckpoint
@@ -25,7 +24,7 @@ from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.termination import Termination, TerminationOptions
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType
-from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+from resiliency.plugins.persistent_ckpt_proc import process_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +78,9 @@ class AutoCheckpointCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.stopped_at, self._step = None, trainer.global_step
-        distributed = dist.is_initialized()
-        agreement = Agreement(
-            dist.get_rank() if distributed else 0, dist.get_world_size() if distributed else 1
-        )
         self._step_over_lightning(trainer)
         self._termination = Termination(
-            agreement,
+            Agreement.of_process_group(),
             self._options,
             on_request=lambda cause: self._hurry(trainer, cause),
             on_leave=self._flush,
@@ -155,9 +150,9 @@ class AutoCheckpointCallback(Callback):
         if self._events is not None:
             deadline_s = self._options.deadline.total_seconds()
             self._events.emit(EventType.STOP_REQUESTED, cause=cause, deadline_s=deadline_s)
-        io = trainer.strategy.checkpoint_io
-        if isinstance(io, PersistentCheckpointProcessIO):
-            io.hurry()
+        process = process_of(trainer)
+        if process is not None:
+            process.hurry()
 
     def _flush(self, why: str) -> None:
         if self._events is not None:

@@ -27,7 +27,7 @@ from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
 from resiliency.plugins.dist_ckpt import is_rank_zero
-from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         NeMo deletes unfinished checkpoints here, while the process of the attempt before may still be
         committing one; it deletes them itself, in order with its saves.
         """
-        process = _process(trainer)
+        process = process_of(trainer)
         if process is None:
             super().setup(trainer, *args, **kwargs)
             return
@@ -121,7 +121,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if AppState().log_dir is not None:  # NeMo writes files there, and fails where no NeMoLogger set it
             super().on_train_start(trainer, pl_module)
-        process = _process(trainer)
+        process = process_of(trainer)
         # A job that resumes at its last step must not save that step again over itself; but a step
         # that came from memory may not be durable yet.
         if process is None or not process.restored_from_memory:
@@ -129,12 +129,12 @@ class ModelCheckpoint(NeMoModelCheckpoint):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Hold the step until what it writes has been copied."""
-        process = _process(trainer)
+        process = process_of(trainer)
         if process is not None:
             process.fence()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        process = _process(trainer)
+        process = process_of(trainer)
         if process is not None:
             process.step_done(trainer.global_step)
         if self.is_due(trainer.global_step) and not self._outranked(trainer):
@@ -145,7 +145,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step, unless that is done, and wait until every save is committed."""
-        process = _process(trainer)
+        process = process_of(trainer)
         if process is not None:
             self._finish(trainer, process)
             return
@@ -164,7 +164,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def _save(self, trainer: Any) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
             path = Path(self.dirpath) / f"step={trainer.global_step}"
-            process = _process(trainer)
+            process = process_of(trainer)
             if process is not None:
                 self._capture(trainer, process, path)
             else:
@@ -281,9 +281,3 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             manifest.fsync_directory(directory)
             manifest.marker_of(directory).unlink(missing_ok=True)
             manifest.fsync_directory(directory.parent)
-
-
-def _process(trainer: Any) -> PersistentCheckpointProcessIO | None:
-    """The checkpoint process of this trainer; None if it saves in another way."""
-    io = trainer.strategy.checkpoint_io
-    return io if isinstance(io, PersistentCheckpointProcessIO) else None

@@ -37,6 +37,12 @@ class Agreement:
                 rank=rank,
             )
 
+    @classmethod
+    def of_process_group(cls) -> Agreement:
+        """The ranks of the default process group; without one, a job of one."""
+        joined = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(), dist.get_world_size()) if joined else cls(0, 1)
+
     def gather(self, value: _T) -> list[_T]:
         """The value of each rank, in order of ranks; the same list on all."""
         if self.world_size == 1:

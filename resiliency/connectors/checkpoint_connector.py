@@ -26,7 +26,7 @@ from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import checkpoint_kinds, manifest
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero, set_rng_state
-from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class CheckpointConnector(_CheckpointConnector):
             and io.restored_rng is not None
         ):
             self.trainer.callbacks.append(_RestoreRngState(io.restored_rng))
-        process = self._process()
+        process = process_of(self.trainer)
         from_memory = process is not None and process.restored_from_memory
         step = manifest.step_of(chosen)
         if self.trainer.is_global_zero:
@@ -105,7 +105,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _get_lightning_module_state_dict(self) -> dict[str, Any]:
         """Lightning's hook: what goes into a dump; NeMo's strategy replaces it by its sharded state."""
-        return {} if self._process() is not None else super()._get_lightning_module_state_dict()
+        return {} if process_of(self.trainer) is not None else super()._get_lightning_module_state_dict()
 
     def _restore_newest(self) -> Path | None:
         """Restore the newest candidate that is good; None if there is no candidate."""
@@ -127,13 +127,15 @@ class CheckpointConnector(_CheckpointConnector):
         Raises:
             CheckpointCorrupt: there are candidates, and none of those tried was taken.
         """
-        process = self._process()
+        process = process_of(self.trainer)
         captured = (
             [] if process is None else [process.directory / f"step={s}" for s in process.steps_in_memory()]
         )
         candidates = _agree(self._candidates(captured) if is_rank_zero() else [])
         for tried, path in enumerate(candidates[: self._max_attempts]):
-            problems = [] if path in captured else _verify_together(path, skim=process is not None)
+            problems = (
+                [] if path in captured else checkpoint_kinds.verify_together(path, skim=process is not None)
+            )
             if problems:
                 _condemn(path, problems)
                 continue
@@ -155,10 +157,6 @@ class CheckpointConnector(_CheckpointConnector):
         found += [path for path in captured if path not in known]
         # The sort is stable: of equal steps the nearer tier stays first.
         return sorted(found, key=lambda path: manifest.step_of(path) or 0, reverse=True)
-
-    def _process(self) -> PersistentCheckpointProcessIO | None:
-        io = self.trainer.strategy.checkpoint_io
-        return io if isinstance(io, PersistentCheckpointProcessIO) else None
 
     def _places(self) -> str:
         return " and ".join(str(root) for root in self._tiers)
@@ -193,18 +191,6 @@ def _agree(candidates: Sequence[Path]) -> list[Path]:
     box: list[Any] = [list(candidates)]
     dist.broadcast_object_list(box, src=0)
     return list(box[0])
-
-
-def _verify_together(path: Path, *, skim: bool) -> list[str]:
-    """Each rank verifies a part of the files; every rank gets every problem that any rank found."""
-    if not dist.is_initialized():
-        problem = checkpoint_kinds.verify(path, skim=skim)
-        return [problem] if problem else []
-    verdicts: list[str | None] = [None] * dist.get_world_size()
-    part, parts = dist.get_rank(), dist.get_world_size()
-    problem = checkpoint_kinds.verify(path, part=part, parts=parts, skim=skim)
-    dist.all_gather_object(verdicts, problem)
-    return sorted({verdict for verdict in verdicts if verdict})
 
 
 def _condemn(path: Path, problems: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import Enum
 from pathlib import Path
 
+from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.catalog import quarantine
 from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.reader import CheckpointReader
@@ -52,6 +53,13 @@ def verify(directory: Path, *, part: int = 0, parts: int = 1, skim: bool = False
     except ResiliencyError as error:
         return str(error)
     return None
+
+
+def verify_together(directory: Path, *, skim: bool = False) -> list[str]:
+    """`verify`, each rank a part of the files; every rank gets every problem that any rank found."""
+    ranks = Agreement.of_process_group()
+    problem = verify(directory, part=ranks.rank, parts=ranks.world_size, skim=skim)
+    return sorted({found for found in ranks.gather(problem) if found})
 
 
 def saved_ranks(directory: Path) -> int | None:

@@ -22,7 +22,7 @@ that they name.  They are small: step counts, learning rates, random states.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -124,24 +124,29 @@ class MegatronSaving:
                 part.replica_id = replica_id
 
     def _settle_padding(self, state: Any) -> None:
-        """Between the parameters of a bucket, the ``dp_reshardable`` form of the distributed optimizer
-        puts unwritten memory, new at each call.  Zeros that stay where they are make checkpoints
-        reproducible, and let the captures of one structure share their plan.
+        """Give padding, which is unwritten memory and new at each call, zeros that stay where they are:
+        that makes checkpoints reproducible, and lets the captures of one structure share their plan.
         """
-        if isinstance(state, list):
-            for item in state:
-                self._settle_padding(item)
-        elif isinstance(state, dict):
-            mark = state.get("padding")
-            is_padding = isinstance(mark, LocalNonpersistentObject) and mark.unwrap() is True
-            for item in state.values():
-                if is_padding and isinstance(item, ShardedTensor):
-                    where = (item.key, tuple(item.global_offset))
-                    if where not in self._padding:
-                        self._padding[where] = torch.zeros_like(item.data)
-                    item.data = self._padding[where]
-                else:
-                    self._settle_padding(item)
+        for part in padding_in(state):
+            where = (part.key, tuple(part.global_offset))
+            if where not in self._padding:
+                self._padding[where] = torch.zeros_like(part.data)
+            part.data = self._padding[where]
+
+
+def padding_in(state: Any) -> Iterator[ShardedTensor]:
+    """The zeros that ``dp_reshardable`` puts between the parameters of a bucket."""
+    if isinstance(state, list):
+        for item in state:
+            yield from padding_in(item)
+    elif isinstance(state, dict):
+        mark = state.get("padding")
+        is_padding = isinstance(mark, LocalNonpersistentObject) and mark.unwrap() is True
+        for item in state.values():
+            if is_padding and isinstance(item, ShardedTensor):
+                yield item
+            else:
+                yield from padding_in(item)
 
 
 class MegatronLoading:

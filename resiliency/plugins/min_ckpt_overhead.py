@@ -24,8 +24,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from resiliency.plugins.dist_ckpt import RNG_KEY, VerifiedCheckpointIO, rng_state, sharded_per_rank
 from resiliency.plugins.megatron_leaves import CommonPart, packed, unpacked
-from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronSaving
-from resiliency.plugins.prepared_state import MODEL, OPTIMIZER, NotReusable, PreparedState, padding_of
+from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronSaving, padding_in
+from resiliency.plugins.prepared_state import MODEL, OPTIMIZER, NotReusable, PreparedState
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
         """
         if self._saving is None:
             self._saving = MegatronSaving(parallelization_group=self._group())
-        self._padding = frozenset(padding_of(checkpoint.get(OPTIMIZER)))
+        self._padding = frozenset(map(id, padding_in(checkpoint.get(OPTIMIZER))))
         self._built = self._saving.to_capture(
             {**checkpoint, RNG_KEY: sharded_per_rank(rng_state())},
             content_metadata=(storage_options or {}).get(CONTENT_METADATA),

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 
@@ -46,6 +45,7 @@ from resiliency.plugins.checkpoint_kinds import Kind
 from resiliency.plugins.dist_ckpt import RNG_KEY, sharded_per_rank
 from resiliency.plugins.megatron_state import MegatronLoading, load_common
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+from resiliency.plugins.prepared_state import saved_buffers
 from resiliency.runtime import RunInfo
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         newest = self._newest
         mine = newest is not None and newest.step == step and newest.state is SaveState.COMMITTED
         # A commit is one of all ranks; one that lost its agent just then was not told.
-        return any(_agreement().gather(mine))
+        return any(Agreement.of_process_group().gather(mine))
 
     def finish(self) -> None:
         """Training came to its end: `teardown` says goodbye to the agent instead of "wait for me"."""
@@ -254,7 +254,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
                     self.restored_rng = checkpoint.pop(RNG_KEY, None)
                     return checkpoint
                 # As rank 0 sees it: storage may show the directory to other ranks later.
-                there = _agreement().gather(
+                there = Agreement.of_process_group().gather(
                     checkpoint_kinds.kind_of(directory) if directory.is_dir() else None
                 )
                 if there[0] is not Kind.NEMO:
@@ -268,12 +268,9 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     def _verify_all(self, directory: Path) -> None:
         """Verify every byte before Megatron's own reader, which does not, moves them into the model."""
-        agreement = _agreement()
-        part, parts = agreement.rank, agreement.world_size
-        problems = agreement.gather(checkpoint_kinds.verify(directory, part=part, parts=parts))
-        for problem in problems:
-            if problem is not None:
-                raise CheckpointCorrupt(problem, path=str(directory))
+        problems = checkpoint_kinds.verify_together(directory)
+        if problems:
+            raise CheckpointCorrupt(problems[0], path=str(directory))
 
     def _step_of(self, path: str | Path | None) -> int | None:
         """The step of a checkpoint in this directory; None for any other."""
@@ -288,11 +285,12 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         """Meet the agent, which is started if there is none; collective at the first call."""
         if self._checkpointer is None:
             info = self._events.info if self._events is not None else RunInfo.from_env()
+            ranks = Agreement.of_process_group()
             self._checkpointer = Checkpointer(
                 self.directory,
                 keep=self._keep,
                 optimizers=[self._before_step],
-                info=replace(info, rank=_rank(), world_size=_world_size()),
+                info=replace(info, rank=ranks.rank, world_size=ranks.world_size),
                 events=None if self._events is None else _Ends(self._events),
                 options=self._options,
             )
@@ -319,9 +317,15 @@ def large_buffers(model: torch.nn.Module) -> list[str]:
     return [
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.nbytes >= EAGER_BELOW_BYTES and name not in module._non_persistent_buffers_set
+        for name, buffer in saved_buffers(module)
+        if buffer.nbytes >= EAGER_BELOW_BYTES
     ]
+
+
+def process_of(trainer: Any) -> PersistentCheckpointProcessIO | None:
+    """The checkpoint process of a trainer; None if it saves in another way."""
+    io = trainer.strategy.checkpoint_io
+    return io if isinstance(io, PersistentCheckpointProcessIO) else None
 
 
 class _StepHook:
@@ -356,15 +360,3 @@ class _Ends(EventStream):
             return super().emit(type, **fields)  # it has no sinks
         named: dict[str, JsonValue] = {"tier": "persistent"}
         return self._events.emit(type, **{**named, **fields})
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _agreement() -> Agreement:
-    return Agreement(_rank(), _world_size())

@@ -13,13 +13,13 @@ understood, means that Megatron builds a new tree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from resiliency.checkpoint.leaves import ShardedView, register_sharded_type, sharded_type
@@ -102,8 +102,7 @@ class PreparedState:
     def _tensors(self) -> Iterator[torch.Tensor]:
         for module in self._model.modules():
             yield from (p for p in module._parameters.values() if p is not None)
-            hidden = module._non_persistent_buffers_set
-            yield from (b for name, b in module._buffers.items() if b is not None and name not in hidden)
+            yield from (buffer for _, buffer in saved_buffers(module))
         inner = self._optimizer.optimizer
         for group in inner.param_groups:
             yield from group["params"]
@@ -130,6 +129,12 @@ class PreparedState:
                 raise NotReusable(f"{part.key} is made anew for each save")
 
 
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Own buffers of a module that its state dict holds."""
+    hidden = module._non_persistent_buffers_set
+    return ((n, b) for n, b in module._buffers.items() if b is not None and n not in hidden)
+
+
 @dataclass(frozen=True)
 class _Described:
     """A part that the engine was told about before: what it is need not be worked out again."""
@@ -148,19 +153,6 @@ def _place(part: ShardedTensor | ShardedObject) -> tuple[object, ...]:
     if not isinstance(data, torch.Tensor):
         return ()
     return data.data_ptr(), data.dtype, tuple(data.shape), data.stride()
-
-
-def padding_of(optimizer_tree: Any) -> set[int]:
-    """Ids of the sharded tensors that the distributed optimizer marked as padding."""
-    found: set[int] = set()
-    if isinstance(optimizer_tree, Mapping):
-        mark = optimizer_tree.get("padding")
-        if isinstance(mark, LocalNonpersistentObject) and mark.obj is True:
-            found |= {id(part) for part in optimizer_tree.values() if isinstance(part, ShardedTensor)}
-        items = list(optimizer_tree.values())
-    else:
-        items = list(optimizer_tree) if isinstance(optimizer_tree, list) else []
-    return found.union(*(padding_of(item) for item in items if isinstance(item, dict | list)))
 
 
 def _distributed(optimizer: Any) -> DistributedOptimizer:
