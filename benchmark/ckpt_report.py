@@ -243,8 +243,8 @@ _WHAT_LIMITS = """
 - *Restore from memory* reads shared memory in pages of 4 KiB, in a process that has none of them mapped.
   The limit copies between buffers that are mapped already.  Huge pages for shared memory, which are the
   administrator's to allow, should narrow that gap; they were not measured.
-- *Restore from disk* verifies everything before it changes the first byte of the state, so each byte is
-  copied once more than the limit does.
+- *Restore from disk* goes straight into the state, chunk by chunk: each is read, compared with its checksum
+  and copied to where it belongs, since tensors do not begin where a disk can write past the page cache.
 - *Excess* is the writer's share of the cores, the memory bus and the disk: with as many ranks as cores,
   nothing runs beside training for free.
 """.strip().splitlines()

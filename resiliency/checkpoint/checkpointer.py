@@ -178,12 +178,13 @@ class Checkpointer:
 
         It comes from this host's memory if every rank finds its capture there, else from the newest
         checkpoint in the directory that is complete and verifies.  A bad one is hidden and the one
-        before it taken.  From disk it needs host memory for one more copy while it reads.
+        before it taken.
 
         Returns:
             The step and where it came from; step 0 if there is nothing, and `state` is as it was.
         Raises:
             LayoutMismatch: the names, shapes or number of ranks are not those that were saved, on any rank.
+            CheckpointCorrupt: the last checkpoint there was turned out bad when a part of it was in `state`.
             PeerError: another rank failed to restore.
         """
 

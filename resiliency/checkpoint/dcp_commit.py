@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from resiliency.checkpoint._compat import DCP_VERSION
 from resiliency.checkpoint.catalog import remove_checkpoint
 from resiliency.checkpoint.dcp_files import DCP_STATE_FORMAT
-from resiliency.checkpoint.dcp_format import METADATA
+from resiliency.checkpoint.dcp_format import METADATA, write_whole_file
 from resiliency.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 from resiliency.checkpoint.marker import (
     Marker,
@@ -28,7 +28,6 @@ from resiliency.checkpoint.marker import (
     step_directory,
     try_read_marker,
 )
-from resiliency.checkpoint.shard_file import Piece, write_shard_file
 from resiliency.checkpoint.storage import Storage
 from resiliency.errors import CheckpointWriteFailed, ResiliencyError
 from resiliency.runtime import SystemClock
@@ -144,8 +143,7 @@ def commit_save(save: TorchSave, metadata: Metadata, results: Sequence[Sequence[
     metadata.version = DCP_VERSION
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta(save_id=save.save_id)
-    content = pickle.dumps(metadata)
-    record = write_shard_file(storage, directory, METADATA, [Piece(0, content)], len(content))
+    record = write_whole_file(storage, directory, METADATA, pickle.dumps(metadata))
     manifest = Manifest(
         step=save.step,
         run_id="",

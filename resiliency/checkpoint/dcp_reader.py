@@ -26,19 +26,17 @@ from torch.futures import Future
 
 from resiliency.checkpoint.dcp_format import METADATA
 from resiliency.checkpoint.dcp_reading import ItemReader
-from resiliency.checkpoint.lease import Lease
+from resiliency.checkpoint.lease import try_lease
 from resiliency.checkpoint.manifest import MANIFEST
-from resiliency.checkpoint.marker import split_path
+from resiliency.checkpoint.marker import MARKER_SUFFIX, split_path, step_directory
 from resiliency.checkpoint.progress import Progress
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.shard_file import DEFAULT_THREADS, Pace, Want, read_ranges
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
-    CheckpointWriteFailed,
     ConfigError,
     ResiliencyError,
 )
@@ -134,7 +132,7 @@ class DcpStorageReader(StorageReader):
             raise ConfigError("DcpStorageReader.read_data was called before read_metadata.")
         step = self._ours.manifest.step
         with (
-            _lease(self._storage, step),
+            try_lease(self._storage, step),
             Progress(f"loading step {step}", shown=self._coordinates) as progress,
         ):
             reader = ItemReader(
@@ -193,7 +191,7 @@ class DcpStorageReader(StorageReader):
             )
         content = bytearray(record.size_bytes)
         want = Want(0, memoryview(content), METADATA)
-        read_ranges(storage, record.inside(f"step={reader.manifest.step}"), [want])
+        read_ranges(storage, record.inside(step_directory(reader.manifest.step)), [want])
         metadata = pickle.loads(content)  # noqa: S301  # as torch does; verified above
         if not isinstance(metadata, Metadata):
             raise CheckpointCorrupt(f"{reader.path}/{METADATA} holds a {type(metadata).__name__}.")
@@ -201,7 +199,7 @@ class DcpStorageReader(StorageReader):
 
     def _open_stock(self, place: Path) -> Metadata:
         # A quarantined or half-removed checkpoint of torch has a marker of ours beside it.
-        if self._open_storage(place.parent).exists(f"{place.name}-unfinished"):
+        if self._open_storage(place.parent).exists(place.name + MARKER_SUFFIX):
             raise CheckpointIncomplete(
                 f"{place} is marked as unfinished.", hint="Load another step.", path=str(place)
             )
@@ -228,21 +226,3 @@ def _named_errors(path: str) -> Iterator[None]:
             hint="It is damaged, or does not fit the state; load another step.",
             path=path,
         ) from error
-
-
-@contextmanager
-def _lease(storage: Storage, step: int) -> Iterator[None]:
-    """Keeps retention away while this rank reads, where the storage can be written at all."""
-    lease = None
-    try:
-        lease = Lease(storage, step)
-    except CheckpointWriteFailed as error:  # read-only: nobody deletes there either
-        logger.info("step %d is read without a lease: %s", step, error)
-    try:
-        yield
-    finally:
-        if lease is not None:
-            try:
-                lease.close()
-            except CheckpointError as error:  # it ends by itself
-                logger.info("the lease on step %d was not given back: %s", step, error)

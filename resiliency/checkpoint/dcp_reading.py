@@ -23,6 +23,7 @@ from resiliency.checkpoint._compat import StorageInfo
 from resiliency.checkpoint.dcp_files import rank_of
 from resiliency.checkpoint.dcp_format import stored_dtype
 from resiliency.checkpoint.manifest import RankIndex, TensorRecord
+from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.shard_file import FileRecord, Pace, Want, read_ranges
 from resiliency.checkpoint.storage import Storage
@@ -100,7 +101,7 @@ class ItemReader:
             index = self._reader.index(rank)
             for record in index.files:
                 if record.name == name:
-                    return index, record.inside(f"step={self._reader.manifest.step}")
+                    return index, record.inside(step_directory(self._reader.manifest.step))
         raise CheckpointIncomplete(
             f"{self._reader.path}: no rank lists the file {name!r}.", path=self._reader.path
         )

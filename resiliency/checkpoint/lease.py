@@ -8,16 +8,21 @@ clocks are expected to agree to within a minute.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import socket
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 
 from resiliency.checkpoint.marker import step_directory, try_read_marker
 from resiliency.checkpoint.storage import Storage
-from resiliency.errors import CheckpointIncomplete
+from resiliency.errors import CheckpointError, CheckpointIncomplete
 from resiliency.runtime import Clock, SystemClock
+
+logger = logging.getLogger(__name__)
 
 _LEASE = re.compile(r"step=(\d+)\.lease-(\d+)-.+")
 #: How far the clocks of two hosts may differ.
@@ -63,6 +68,24 @@ class Lease:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def try_lease(storage: Storage, step: int) -> Iterator[None]:
+    """Keep a checkpoint from being deleted, where it can be: it is read all the same."""
+    lease = None
+    try:
+        lease = Lease(storage, step)
+    except CheckpointError as error:  # read-only storage: nobody deletes there either
+        logger.info("step %d is read without a lease: %s", step, error)
+    try:
+        yield
+    finally:
+        if lease is not None:
+            try:
+                lease.close()
+            except CheckpointError as error:  # it ends by itself
+                logger.info("the lease on step %d was not given back: %s", step, error)
 
 
 def leased_steps(storage: Storage, clock: Clock) -> set[int]:

@@ -121,7 +121,11 @@ class Worker:
         while (job := self._queue.get()) is not None:
             try:
                 if isinstance(job, SaveJob):
-                    self._on_done(job, self._save(job))
+                    done = self._save(job)
+                    self._on_done(job, done)
+                    # Nobody waits for this: to delete a large file takes a good part of writing it.
+                    if job.leads and not done.error:
+                        _tidy(job)
                 else:
                     _clean(job)
             finally:
@@ -167,17 +171,20 @@ class Worker:
         if job.leads:
             _try(lambda: free_failed(storage))
         shards = {rank: slot.shard for rank, slot in job.slots.items()}
-        committed = commit(storage, self._format(job.settings), ticket, shards, leads=job.leads)
-        if job.leads:
-            try_prune(storage, job.settings.keep)
-            _try(lambda: forget_failed(storage, below=job.step))
-        return committed.size_bytes
+        return commit(storage, self._format(job.settings), ticket, shards, leads=job.leads).size_bytes
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         pace = Pace(settings.bytes_per_s, self._hurry) if settings.bytes_per_s else None
         if settings.format == MegatronFormat.name:
             return MegatronFormat(pace=pace)
         return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)
+
+
+def _tidy(job: SaveJob) -> None:
+    """What a committed save makes needless."""
+    storage = LocalStorage(job.settings.directory)
+    try_prune(storage, job.settings.keep)
+    _try(lambda: forget_failed(storage, below=job.step))
 
 
 def _try(tidy_up: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from resiliency.checkpoint.shard_file import (
     FileRecord,
     Pace,
     Want,
+    check_size,
     read_ranges,
     verify_file,
 )
@@ -121,6 +122,25 @@ class CheckpointReader:
     def read_layout(self, rank: int) -> StateLayout:
         return StateLayout.from_json(self._read_blobs(rank, LAYOUT_BLOB)[0])
 
+    def open_shard(self, rank: int) -> Shard:
+        """The state of `rank`, whose tensors are read, and verified, when they are asked for.
+
+        They go straight to where they belong, which saves a copy of the state and the memory for it;
+        the price is that bad bytes show when some of the state is overwritten (`Shard.load` raises
+        like `read_shard`).  That the files are there in full length is found out here.
+        """
+        layout, values = self._read_values(rank)
+        places = self._places(rank, layout)
+        for name in {place.file for place in places}:
+            check_size(self._storage, self._opened_files()[name].inside(self._directory))
+        by_offset = {place.offset: place for place in places if place.size_bytes}
+
+        def load(ranges: Sequence[tuple[int, memoryview]]) -> None:
+            self._read([by_offset[offset].want(memory) for offset, memory in ranges if memory.nbytes])
+
+        # Memory that is never touched costs nothing.
+        return self._shard(rank, layout, values, page_memory(layout.size_bytes, large=True), load)
+
     def read_shard(self, rank: int, buffer: memoryview | None = None) -> Shard:
         """The state of `rank` as it was captured.
 
@@ -132,8 +152,7 @@ class CheckpointReader:
             CheckpointIncomplete: a file or a rank is missing.
             LayoutMismatch: `buffer` is too small.
         """
-        layout_text, values = self._read_blobs(rank, LAYOUT_BLOB, VALUES_BLOB)
-        layout = StateLayout.from_json(layout_text)
+        layout, values = self._read_values(rank)
         if buffer is None:
             # Page-aligned, unlike a tensor's memory: the device can fill it directly.
             buffer = page_memory(layout.size_bytes, large=True)
@@ -143,7 +162,22 @@ class CheckpointReader:
                 f"needs {layout.size_bytes}.",
                 rank=rank,
             )
-        self._read(self._shard_wants(rank, layout, buffer))
+        slot = self.index(rank).blob(SLOT_BLOB)
+        if slot is not None:  # in one piece, so that all of it goes there directly
+            places = [_Place(0, slot.size_bytes, slot.file, slot.position, SLOT_BLOB)]
+        else:
+            places = self._places(rank, layout)
+        self._read([place.want(buffer[place.offset :][: place.size_bytes]) for place in places])
+        return self._shard(rank, layout, values, buffer)
+
+    def _shard(
+        self,
+        rank: int,
+        layout: StateLayout,
+        values: bytes,
+        buffer: memoryview,
+        load: Callable[[Sequence[tuple[int, memoryview]]], None] | None = None,
+    ) -> Shard:
         return Shard(
             layout=layout,
             values=values,
@@ -152,6 +186,7 @@ class CheckpointReader:
             world_size=self.manifest.world_size,
             buffer=buffer,
             run_id=self.manifest.run_id,
+            load=load,
         )
 
     def read_tensors(self, targets: Iterable[Target]) -> int:
@@ -183,17 +218,25 @@ class CheckpointReader:
                     parts[record.key].setdefault(record.offsets, record)
         return {key: list(by_offset.values()) for key, by_offset in parts.items()}
 
-    def _shard_wants(self, rank: int, layout: StateLayout, buffer: memoryview) -> dict[str, list[Want]]:
-        index = self.index(rank)
-        slot = index.blob(SLOT_BLOB)
+    def _places(self, rank: int, layout: StateLayout) -> list[_Place]:
+        """Where the bytes of each entry are."""
+        slot = self.index(rank).blob(SLOT_BLOB)
         if slot is not None:
-            return {slot.file: [Want(slot.position, buffer[: slot.size_bytes], "slot")]}
-        wants: dict[str, list[Want]] = defaultdict(list)
-        for entry in layout.entries:
-            record = self._find(rank, entry, layout.disk_names[entry.key])
-            target = buffer[entry.offset_bytes : entry.end_bytes]
-            wants[record.file].append(Want(record.position, target, entry.key))
-        return wants
+            return [
+                _Place(
+                    entry.offset_bytes,
+                    entry.size_bytes,
+                    slot.file,
+                    slot.position + entry.offset_bytes,
+                    entry.key,
+                )
+                for entry in layout.entries
+            ]
+        records = [(entry, self._find(rank, entry, layout.disk_names[entry.key])) for entry in layout.entries]
+        return [
+            _Place(entry.offset_bytes, entry.size_bytes, record.file, record.position, entry.key)
+            for entry, record in records
+        ]
 
     def _find(self, rank: int, entry: TensorEntry, key: str) -> TensorRecord:
         """The part that `rank` wrote itself, else the copy of the rank that owns it."""
@@ -217,9 +260,12 @@ class CheckpointReader:
             self._by_part[rank] = found
         return self._by_part[rank]
 
+    def _read_values(self, rank: int) -> tuple[StateLayout, bytes]:
+        layout, values = self._read_blobs(rank, LAYOUT_BLOB, VALUES_BLOB)
+        return StateLayout.from_json(layout), values
+
     def _read_blobs(self, rank: int, *keys: str) -> list[bytes]:
-        contents = []
-        wants: dict[str, list[Want]] = defaultdict(list)
+        contents, wants = [], []
         for key in keys:
             blob = self.index(rank).blob(key)
             if blob is None:
@@ -227,21 +273,37 @@ class CheckpointReader:
                     f"{self.path} holds no {key} of rank {rank}.", rank=rank, path=self.path, key=key
                 )
             contents.append(bytearray(blob.size_bytes))
-            wants[blob.file].append(Want(blob.position, memoryview(contents[-1]), key))
+            wants.append((blob.file, Want(blob.position, memoryview(contents[-1]), key)))
         self._read(wants)
         return [bytes(content) for content in contents]
 
-    def _read(self, wants: dict[str, list[Want]]) -> None:
+    def _read(self, wants: Iterable[tuple[str, Want]]) -> None:
+        """Fill what is wanted of each file."""
+        by_file: dict[str, list[Want]] = defaultdict(list)
+        for name, want in wants:
+            by_file[name].append(want)
+        records = self._opened_files()
+        for name, ranges in by_file.items():
+            record = records[name].inside(self._directory)
+            read_ranges(self._storage, record, ranges, threads=self._threads, pace=self.pace)
+
+    def _opened_files(self) -> dict[str, FileRecord]:
         # Only what was opened on the way here: one of a thousand ranks does not read all indexes.
-        records = {record.name: record for index in self._indexes.values() for record in index.files}
-        for name, ranges in wants.items():
-            read_ranges(
-                self._storage,
-                records[name].inside(self._directory),
-                ranges,
-                threads=self._threads,
-                pace=self.pace,
-            )
+        return {record.name: record for index in self._indexes.values() for record in index.files}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which bytes of a file belong at an offset of the slot."""
+
+    offset: int
+    size_bytes: int
+    file: str
+    position: int
+    key: str
+
+    def want(self, memory: memoryview) -> tuple[str, Want]:
+        return self.file, Want(self.position, memory, self.key)
 
 
 _MARKED = {
@@ -258,7 +320,7 @@ class _Assembly:
     """Targets, the ranges to read for them, and the copies that remain after reading."""
 
     def __init__(self) -> None:
-        self.wants: dict[str, list[Want]] = defaultdict(list)
+        self.wants: list[tuple[str, Want]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._filled = 0
 
@@ -273,7 +335,7 @@ class _Assembly:
                 continue
             covered += math.prod(b - a for a, b in zip(low, high, strict=True))
             if tuple(tensor.shape) == part.shape and tensor.is_contiguous():
-                self.wants[part.file].append(Want(part.position, memory_of(tensor), part.key))
+                self.wants.append((part.file, Want(part.position, memory_of(tensor), part.key)))
             else:
                 self._add_rows(target, part, low, high)
         if covered < tensor.numel():
@@ -299,7 +361,7 @@ class _Assembly:
         row_bytes = math.prod(row_shape) * dtype.itemsize
         scratch = torch.empty((rows, *row_shape) if low else (), dtype=dtype)
         position = part.position + first * row_bytes
-        self.wants[part.file].append(Want(position, memory_of(scratch), part.key))
+        self.wants.append((part.file, Want(position, memory_of(scratch), part.key)))
         source, destination = scratch, target.tensor.detach()
         for dim, (a, b) in enumerate(zip(low, high, strict=True)):
             start = 0 if dim == 0 else a - part.offsets[dim]

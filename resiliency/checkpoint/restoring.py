@@ -88,6 +88,8 @@ class Restorer:
         self._storage = storage
         self._agreement = agreement
         self._replicated = replicated
+        #: Whether a source turned out bad when some of it had been put into the state already.
+        self._overwritten = False
 
     def restore(self, fill: Fill, *, step: int | None = None) -> Restored:
         """Let `fill` bring back the newest step, or exactly `step`; collective.
@@ -98,6 +100,7 @@ class Restorer:
         """
         sources = self.sources()
         run_id = next((source.run_id for source in sources if source.run_id), "")
+        self._overwritten = False
         for source in sources:
             if step not in (None, source.step):
                 continue
@@ -106,6 +109,12 @@ class Restorer:
                 level = logging.DEBUG if self._agreement.rank else logging.INFO  # all ranks alike
                 logger.log(level, "restored step %d from %s", source.step, source.tier.value)
                 return Restored(step=source.step, tier=source.tier, size_bytes=size, run_id=run_id)
+        if self._overwritten:
+            raise CheckpointCorrupt(
+                "a checkpoint turned out bad when a part of it was in the state already; there is no other.",
+                hint="Start the program again: it then begins anew, or with what was saved by then.",
+                rank=self._agreement.rank,
+            )
         return Restored(step=0, tier=Tier.NONE)
 
     def sources(self) -> list[Source]:
@@ -177,7 +186,8 @@ class Restorer:
             return self._fill(source, find, fill, "restoring from memory")
 
     def _from_disk(self, source: Source, fill: Fill) -> int | None:
-        return self._fill(source, lambda: self._read(source.step), fill, "restoring from disk")
+        with Progress(f"restoring step {source.step}", shown=self._arena.rank == 0) as progress:
+            return self._fill(source, lambda: self._open(source.step, progress), fill, "restoring from disk")
 
     def _fill(self, source: Source, find: Callable[[], Shard], fill: Fill, doing: str) -> int | None:
         error: ResiliencyError | None = None
@@ -194,10 +204,12 @@ class Restorer:
                 act()
         except ResiliencyError as failure:
             error = failure
-        self._check(error, doing)
+        if not self._all_good(source, error, doing):
+            self._overwritten = True
+            return None
         return size
 
-    def _read(self, step: int) -> Shard:
+    def _open(self, step: int, progress: Progress) -> Shard:
         reader = CheckpointReader(self._storage, step)
         rank, saved_ranks = self._arena.rank, reader.manifest.world_size
         if saved_ranks != self._arena.world_size:
@@ -209,10 +221,9 @@ class Restorer:
                     step=step,
                 )
             rank %= saved_ranks
-        with Progress(f"restoring step {step}", shown=self._arena.rank == 0) as progress:
-            progress.expect(reader.index(rank).size_bytes)
-            reader.pace = progress
-            return reader.read_shard(rank)
+        progress.expect(reader.index(rank).size_bytes)
+        reader.pace = progress
+        return reader.open_shard(rank)
 
     def _all_good(self, source: Source, error: ResiliencyError | None, doing: str) -> bool:
         """Whether all ranks succeeded; False to try the next source, on all of them.

@@ -23,6 +23,7 @@ from resiliency.checkpoint.leaves import Leaf, Placement
 from resiliency.checkpoint.nodes import Gathered, Node, StructureChanged, TensorNode
 from resiliency.checkpoint.skeleton import Builder, from_bytes, to_bytes
 from resiliency.checkpoint.skeleton import sharded_objects as skeleton_objects
+from resiliency.checkpoint.storage import address_of
 from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView, item_bytes
 from resiliency.checkpoint.values import (
     Allowed,
@@ -392,24 +393,33 @@ def _fill(targets: Targets, shard: Shard, threads: int, timeout: timedelta) -> N
         torch.cuda.synchronize(device)
     with Copier(threads) as copier, torch.no_grad():
         buffer = _writable(shard.buffer)
+        if shard.load is not None:
+            shard.load([_place(job, buffer) for job in targets.jobs])
         run = copier.start(list(_work(targets.jobs, shard, buffer)), keep=(targets, buffer))
         if not run.wait(timeout):
             run.stop()
             raise CheckpointError(f"restoring from memory did not end within {timeout}.", step=shard.step)
 
 
+def _place(job: RestoreJob, buffer: memoryview) -> tuple[int, memoryview]:
+    """Which bytes a job needs, and where they come first: into the tensor itself where that is possible."""
+    entry, memory = job.entry, job.memory()
+    return entry.offset_bytes, buffer[entry.offset_bytes : entry.end_bytes] if memory is None else memory
+
+
 def _work(jobs: list[RestoreJob], shard: Shard, buffer: memoryview) -> Iterable[Piece]:
     base = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() if buffer.nbytes else 0
     for job in jobs:
-        entry, direct = job.entry, job.direct()
-        if direct is not None and shard.fetch is not None:
-            memory = job.memory()
-            assert memory is not None
+        entry, memory = job.entry, job.memory()
+        data = buffer[entry.offset_bytes : entry.end_bytes]
+        if memory is not None and shard.load is not None:
+            data = memory  # where it was loaded to
+        elif memory is not None and shard.fetch is not None:
             yield from fetches(memory, shard.fetch, entry.offset_bytes)
-        elif direct is not None:
-            yield from memory_pieces(direct.data_ptr(), base + entry.offset_bytes, entry.size_bytes)
-        if direct is None or len(job.targets) > 1:
-            yield from job.pieces(buffer[entry.offset_bytes : entry.end_bytes], filled=direct is not None)
+        elif memory is not None:
+            yield from memory_pieces(address_of(memory), base + entry.offset_bytes, entry.size_bytes)
+        if memory is None or len(job.targets) > 1:
+            yield from job.pieces(data, filled=memory is not None)
 
 
 def _writable(data: memoryview) -> memoryview:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -257,6 +257,8 @@ class Shard:
     #: Brings the bytes at an offset of the buffer into other memory, where that is cheaper than reading
     #: `buffer` (each page of a new mapping costs a fault); None: it is not.
     fetch: Callable[[int, memoryview], None] | None = None
+    #: Brings and verifies many such ranges at once; then `buffer` is empty memory until it was used.
+    load: Callable[[Sequence[tuple[int, memoryview]]], None] | None = None
 
     def __post_init__(self) -> None:
         if self.buffer.nbytes < self.layout.size_bytes:

@@ -63,6 +63,42 @@ def test_the_sources_are_listed_best_first_and_any_step_can_be_asked_for(tmp_pat
     assert seen == [2]
 
 
+#: So many numbers that the first of them and the values at the end of the file are in different chunks.
+SEVERAL_CHUNKS = 6 << 20
+
+
+def damage(directory: Path, step: int) -> None:
+    """Flip a bit near the beginning of the weights, as a disk may do long after the commit."""
+    path = directory / f"step={step}" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.full((64,), float(step)).numpy().tobytes()) + 100] ^= 1
+    path.write_bytes(content)
+
+
+def test_bytes_that_turn_out_bad_on_their_way_into_the_state_are_replaced_by_those_of_the_step_before(
+    tmp_path: Path, job: str
+) -> None:
+    with opened(tmp_path, job) as checkpoints:
+        for step in (1, 2):
+            assert checkpoints.save(step, state(step, SEVERAL_CHUNKS)).wait(SOON)
+    damage(tmp_path, 2)
+    target = state(9, SEVERAL_CHUNKS)
+    with opened(tmp_path, job) as checkpoints:
+        assert checkpoints.restore(target).step == 1
+        assert [source.step for source in checkpoints.sources()] == [1]
+    assert torch.equal(target["weights"], torch.full((SEVERAL_CHUNKS,), 1.0))  # type: ignore[arg-type]
+
+
+def test_a_state_that_was_partly_overwritten_is_never_handed_back_as_good(tmp_path: Path, job: str) -> None:
+    with opened(tmp_path, job) as checkpoints:
+        assert checkpoints.save(1, state(1, SEVERAL_CHUNKS)).wait(SOON)
+    damage(tmp_path, 1)
+    with opened(tmp_path, job) as checkpoints:
+        with pytest.raises(CheckpointCorrupt, match="in the state already; there is no other"):
+            checkpoints.restore(state(9, SEVERAL_CHUNKS))
+        assert checkpoints.sources() == []
+
+
 def one_rank_does_not_fit(rank: int, directory: Path, job: str) -> list[str]:
     """Save alike on both ranks; then rank 1 wants another shape, from memory and from disk."""
     texts = []
