@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what all hosts hold to what each rank takes: the newest save that can be made whole.
+
+A save is whole if every rank can get a shard of it: its own, or one of its group.  A rank reads what
+its host can read; all but the memory of a host is sent to other hosts by one of the ranks there.  A
+rank prefers its own shard to its group's, and of those its host's memory, disk and copies, then the
+copy of another host, and the storage that all hosts share last, for that is the slowest and everybody's.
+
+The plan follows from the values alone, whatever their order, so ranks that gathered the same lists act
+on the same plan.  When a shard turns out bad, plan anew with it in `bad`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from resiliency.checkpoint.recovery.holdings import Holding, Need, Place
+
+_QUICKNESS = {place: number for number, place in enumerate(Place)}
+#: How many saves `explain_loss` tells about.
+_EXPLAINED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """What one rank takes.
+
+    Args:
+        rank: of the job that starts.
+        sender: rank of that job on `holding.host` that reads the shard and sends it; None: the rank reads
+            it by itself, as its own host or all hosts can.
+    """
+
+    rank: int
+    holding: Holding
+    sender: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One save and where each rank takes its shard from.
+
+    Args:
+        run_id: the run that the save belongs to.
+        picks: one for each rank, in their order.
+        moved_bytes: sent from host to host.
+    """
+
+    step: int
+    save_id: str
+    run_id: str
+    picks: tuple[Pick, ...]
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a save is not whole.
+
+    Args:
+        ranks: of the job that starts, that get no shard of it.
+        why: for each of them.
+    """
+
+    step: int
+    save_id: str
+    ranks: tuple[int, ...]
+    why: tuple[str, ...]
+
+
+def plans(
+    needs: Sequence[Need],
+    holdings: Iterable[Holding],
+    *,
+    bad: Collection[Holding] = (),
+    step: int | None = None,
+) -> list[Plan]:
+    """All saves that every rank can go on from, newest step first.
+
+    Of several saves of one step the first is that which reads least from shared storage, then that which
+    moves least between hosts, then that which reads least from disk.
+
+    Args:
+        needs: one for each rank of the job that starts.
+        bad: holdings that turned out to be damaged or gone.
+        step: only this one.
+    """
+    return list(each_plan(needs, holdings, bad=bad, step=step))
+
+
+def each_plan(
+    needs: Sequence[Need],
+    holdings: Iterable[Holding],
+    *,
+    bad: Collection[Holding] = (),
+    step: int | None = None,
+) -> Iterator[Plan]:
+    """`plans`, each made when it is asked for: mostly the first is all that is needed."""
+    ordered = _ordered(needs)
+    ranks_on = _ranks_on(ordered)
+    saves = _by_save(holdings, bad, step)
+    for _, same_step in sorted(saves.items(), reverse=True):
+        found = []
+        for save_id, shards in sorted(same_step.items(), reverse=True):
+            plan = _plan(save_id, ordered, _Shards(shards, ranks_on), ranks_on)
+            if plan is not None:
+                found.append(plan)
+        yield from sorted(found, key=_cost)
+
+
+def losses(
+    needs: Sequence[Need], holdings: Iterable[Holding], *, bad: Collection[Holding] = ()
+) -> list[Loss]:
+    """What is missing of each save that is not whole, newest first."""
+    ordered = _ordered(needs)
+    ranks_on = _ranks_on(ordered)
+    found = []
+    for step, same_step in sorted(_by_save(holdings, bad, None).items(), reverse=True):
+        for save_id, holding in sorted(same_step.items(), reverse=True):
+            shards = _Shards(holding, ranks_on)
+            lost = [(need.rank, shards.why_not(need)) for need in ordered if not shards.has(need)]
+            if lost:
+                ranks, why = zip(*lost, strict=True)
+                found.append(Loss(step, save_id, ranks, why))
+    return found
+
+
+def explain_loss(needs: Sequence[Need], holdings: Iterable[Holding], *, bad: Collection[Holding] = ()) -> str:
+    """For people: the newest saves that are not whole, and exactly which shards are lost, with the reason."""
+    found = losses(needs, holdings, bad=bad)
+    if not found:
+        return "no save that was found lacks a shard."
+    lines = []
+    for loss in found[:_EXPLAINED]:
+        by_reason: dict[str, list[int]] = defaultdict(list)
+        for rank, why in zip(loss.ranks, loss.why, strict=True):
+            by_reason[why].append(rank)
+        reasons = "; ".join(f"{_ranges(ranks)}: {why}" for why, ranks in by_reason.items())
+        lines.append(f"step {loss.step} (save {loss.save_id}) lacks the shards of {reasons}.")
+    if len(found) > _EXPLAINED:
+        lines.append(f"{len(found) - _EXPLAINED} older saves are not whole either.")
+    return "\n".join(lines)
+
+
+def _ordered(needs: Sequence[Need]) -> list[Need]:
+    ordered = sorted(needs, key=lambda need: need.rank)
+    assert len({need.rank for need in ordered}) == len(ordered), "two needs of one rank"
+    return ordered
+
+
+def _ranks_on(needs: Iterable[Need]) -> dict[str, list[int]]:
+    ranks_on: dict[str, list[int]] = defaultdict(list)
+    for need in needs:
+        ranks_on[need.host].append(need.rank)
+    return dict(ranks_on)
+
+
+def _by_save(
+    holdings: Iterable[Holding], bad: Collection[Holding], step: int | None
+) -> dict[int, dict[str, list[Holding]]]:
+    """Step -> save -> holdings."""
+    excluded = frozenset(bad)
+    saves: dict[int, dict[str, list[Holding]]] = defaultdict(lambda: defaultdict(list))
+    for holding in holdings:
+        if step in (None, holding.step) and not (excluded and holding in excluded):
+            saves[holding.step][holding.save_id].append(holding)
+    return saves
+
+
+class _Lot:
+    """Shards of one save, each as good as the others; by the host that can read them."""
+
+    __slots__ = ("far", "near", "queue", "stored")
+
+    def __init__(self, holdings: list[Holding], ranks_on: Collection[str]) -> None:
+        self.near: dict[str, Holding] = {}
+        self.far: dict[str, Holding] = {}
+        self.stored: dict[str, Holding] = {}
+        for holding in sorted(holdings, key=_preference) if len(holdings) > 1 else holdings:
+            host = holding.host
+            if holding.place is Place.PERSISTENT:
+                self.stored.setdefault(host, holding)
+                continue
+            self.near.setdefault(host, holding)
+            if holding.place is not Place.MEMORY and host in ranks_on:
+                self.far.setdefault(host, holding)
+        self.queue: list[tuple[int, str]] = []
+
+    def read_on(self, host: str) -> Holding | None:
+        return self.near.get(host) or self.near.get("")
+
+    def stored_for(self, host: str) -> Holding | None:
+        return self.stored.get("") or self.stored.get(host)
+
+
+class _Shards:
+    """All holdings of one save."""
+
+    def __init__(self, holdings: Iterable[Holding], ranks_on: Collection[str]) -> None:
+        self._ranks_on = ranks_on
+        own: dict[tuple[int, int], list[Holding]] = defaultdict(list)
+        mates: dict[str, list[Holding]] = defaultdict(list)
+        self._worlds: set[int] = set()
+        run_ids = set()
+        for holding in holdings:
+            own[holding.rank, holding.world_size].append(holding)
+            self._worlds.add(holding.world_size)
+            run_ids.add((holding.place is Place.MEMORY, holding.run_id))
+            if holding.group:
+                mates[holding.group].append(holding)
+            self.step = holding.step
+        self._own = own
+        self._mates = mates
+        self._lots: dict[str, _Lot] = {}  # of groups, which many ranks look at
+        # Memory knows a session at most; the run is what is written on disk.
+        self.run_id = min(((memory, run_id) for memory, run_id in run_ids if run_id), default=(False, ""))[1]
+
+    def lots(self, need: Need) -> Iterator[_Lot]:
+        """The shards that a rank can use: its own, then those of its group."""
+        own = self._own.get((need.rank, need.world_size))
+        if own:
+            yield _Lot(own, self._ranks_on)
+        mates = self._mates.get(need.group) if need.group else None
+        if mates:
+            if need.group not in self._lots:
+                self._lots[need.group] = _Lot(mates, self._ranks_on)
+            yield self._lots[need.group]
+
+    def has(self, need: Need) -> bool:
+        lots = self.lots(need)
+        return any(lot.read_on(need.host) or lot.far or lot.stored_for(need.host) for lot in lots)
+
+    def why_not(self, need: Need) -> str:
+        """Why `has` says no."""
+        near = {host: holding for lot in self.lots(need) for host, holding in lot.near.items()}
+        reasons = [
+            f"in the memory of {host}"
+            if host in self._ranks_on
+            else f"on {host}, which runs no rank of this job"
+            for host in sorted(near)
+        ]
+        if reasons:
+            return f"only {' and '.join(reasons)}"
+        if need.world_size not in self._worlds:
+            saved_by = " or ".join(map(str, sorted(self._worlds)))
+            return f"saved by a job of {saved_by} ranks, this one has {need.world_size}"
+        return "held nowhere"
+
+
+class _Loads:
+    """Who sends how much so far: the next send goes to the host with the least, and to the rank there."""
+
+    def __init__(self, ranks_on: dict[str, list[int]]) -> None:
+        self._hosts = dict.fromkeys(ranks_on, 0)
+        self._ranks = {host: [(0, rank) for rank in ranks] for host, ranks in ranks_on.items()}
+
+    def send(self, lot: _Lot, need: Need) -> Pick:
+        """Have one of the hosts of `lot` send."""
+        if not lot.queue:
+            lot.queue = sorted((self._hosts[host], host) for host in lot.far)
+        # Loads only grow, so an entry with an old load may stand too early, never too late.
+        while lot.queue[0][0] != self._hosts[lot.queue[0][1]]:
+            host = lot.queue[0][1]
+            heapq.heapreplace(lot.queue, (self._hosts[host], host))
+        host = lot.queue[0][1]
+        holding = lot.far[host]
+        sent, sender = self._ranks[host][0]
+        weight = max(1, holding.size_bytes)
+        heapq.heapreplace(self._ranks[host], (sent + weight, sender))
+        self._hosts[host] += weight
+        return Pick(need.rank, holding, sender)
+
+
+def _plan(
+    save_id: str, needs: Sequence[Need], shards: _Shards, ranks_on: dict[str, list[int]]
+) -> Plan | None:
+    """None if a rank gets no shard."""
+    picks: dict[int, Pick] = {}
+    sends: list[tuple[Need, _Lot]] = []
+    for need in needs:
+        lots = list(shards.lots(need))
+        for lot in lots:
+            if holding := lot.read_on(need.host):
+                picks[need.rank] = Pick(need.rank, holding)
+                break
+            if lot.far:
+                sends.append((need, lot))
+                break
+        else:
+            stored = next((found for lot in lots if (found := lot.stored_for(need.host))), None)
+            if stored is None:
+                return None
+            picks[need.rank] = Pick(need.rank, stored)
+    loads = _Loads(ranks_on)
+    # Who has no choice first, so that those who have one can go around.
+    for need, lot in sorted(sends, key=lambda send: (len(send[1].far), send[0].rank)):
+        picks[need.rank] = loads.send(lot, need)
+    return Plan(
+        step=shards.step,
+        save_id=save_id,
+        run_id=shards.run_id,
+        picks=tuple(picks[need.rank] for need in needs),
+        moved_bytes=sum(picks[need.rank].holding.size_bytes for need, _ in sends),
+    )
+
+
+def _cost(plan: Plan) -> tuple[int, int, int]:
+    from_storage = from_disk = 0
+    for pick in plan.picks:
+        if pick.holding.place is Place.PERSISTENT:
+            from_storage += pick.holding.size_bytes
+        elif pick.holding.place is not Place.MEMORY:
+            from_disk += pick.holding.size_bytes
+    return from_storage, plan.moved_bytes, from_disk
+
+
+def _preference(holding: Holding) -> tuple[object, ...]:
+    return (
+        _QUICKNESS[holding.place],
+        holding.host,
+        holding.root,
+        holding.rank,
+        holding.digest,
+        holding.size_bytes,
+    )
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Sorted numbers for people: "ranks 0-3, 8"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, part)) for part in parts)
