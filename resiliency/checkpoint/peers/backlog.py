@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which save a host copies next, when saves come faster than copies can be sent.
+
+A save is worth nothing to the completion protocol unless *every* host copies that same one.  Were
+each to take the newest whenever it is free, a fast and a slow host could miss each other for ever,
+and nothing would ever be complete.  So all prefer the same ones, without talking: of those that
+wait, the save whose step has the most factors of two, and among equals the one that a hash draws.
+Of every 2**n saves at regular steps one has more such factors than all its neighbours, and a host
+that is no slower than half as many intervals meets it whenever it looks.
+
+What is older than the save that is taken has been superseded; what is newer goes on waiting.  As
+long as copies are quicker than saves, nothing waits and every save is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from hashlib import blake2b
+
+from resiliency.checkpoint.peers.completion import SaveName
+
+_MOST = 256
+
+
+class Backlog:
+    """Saves that wait for their copies; one thread takes, any may add."""
+
+    def __init__(self) -> None:
+        self._saves: set[SaveName] = set()
+        self._lock = threading.Lock()
+
+    def add(self, save: SaveName) -> None:
+        with self._lock:
+            self._saves.add(save)
+            if len(self._saves) > _MOST:
+                self._saves.discard(min(self._saves))
+
+    def take(self) -> tuple[SaveName | None, list[SaveName]]:
+        """The save to copy now, which stays until `remove`, and those that it supersedes."""
+        with self._lock:
+            if not self._saves:
+                return None, []
+            chosen = max(self._saves, key=_preference)
+            passed = sorted(save for save in self._saves if save.step < chosen.step)
+            self._saves.difference_update(passed)
+            return chosen, passed
+
+    def remove(self, save: SaveName) -> None:
+        with self._lock:
+            self._saves.discard(save)
+
+    def clear(self) -> list[SaveName]:
+        """Forget all; returns what waited."""
+        with self._lock:
+            waited = sorted(self._saves)
+            self._saves.clear()
+            return waited
+
+
+def _preference(save: SaveName) -> tuple[int, int, int]:
+    twos = (save.step & -save.step).bit_length() if save.step else 64
+    drawn = int.from_bytes(blake2b(save.save_id.encode(), digest_size=8).digest(), "big")
+    return twos, drawn, save.step

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's side of all that hosts do for each other: copies, repairs, and completion.
+
+    service = PeerService("host-3", Path("/local/job"), on_event=print)
+    service.update(table)                   # once the trainers have agreed on it
+    service.replicate(100, "session-100")   # step 100 is committed here
+    ...                                     # Replicated(100, ...), then Complete(100, ...)
+    service.close()
+
+No call waits for the network or for a disk; what comes of it is told as events, from threads of the
+service.  A host that is dead, stopped, full or cut off costs its peers nothing but a copy on another
+host.  An older replica is deleted only when a newer save is complete on all hosts, by this service;
+the host's own checkpoints are the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.peers.backlog import Backlog
+from resiliency.checkpoint.peers.completion import SaveName
+from resiliency.checkpoint.peers.counters import Counters
+from resiliency.checkpoint.peers.frames import Links, Patience
+from resiliency.checkpoint.peers.placement import choose_targets, directory_name
+from resiliency.checkpoint.peers.replica_store import REPLICAS, ReplicaStore
+from resiliency.checkpoint.peers.roll_call import RollCall
+from resiliency.checkpoint.peers.sender import Sender, Source, Throttle
+from resiliency.checkpoint.peers.server import Server
+from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.recovery.repairs import Push
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.errors import CheckpointError, ConfigError, PeerError, ResiliencyError
+
+logger = logging.getLogger(__name__)
+
+#: Rounds in which a repair is tried.
+_REPAIR_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """The copies of a save that this host owes are verified and committed on `hosts`."""
+
+    step: int
+    save_id: str
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotReplicated:
+    """A save has fewer copies than were asked for.
+
+    `is_final`: it stays so: it was superseded, or is gone or damaged.  Else every host was asked once
+    in vain, and will be again.
+    """
+
+    step: int
+    save_id: str
+    why: str
+    is_final: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complete:
+    """All hosts have that save committed and copied.
+
+    Of this session's saves those before `retire_below` may be deleted; None: nothing may yet.
+    """
+
+    step: int
+    save_id: str
+    retire_below: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repaired:
+    push: Push
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRepaired:
+    push: Push
+    why: str
+
+
+PeerEvent: TypeAlias = "Replicated | NotReplicated | Complete | Repaired | NotRepaired"
+
+
+class PeerService:
+    """One host's agent among those of the other hosts.
+
+    Args:
+        host: name of this host.
+        local_root: root of its local tier: its own checkpoints, and below `replicas` those of others.
+        listen_address: address of this host at which others reach it; empty: all that it has.
+        listen_port: where an agent before this one listened, if others still expect it there; 0 or a port
+            that is taken: any that is free.
+        on_event: called from threads of this service, and not at once from two; it must not block.
+    Raises:
+        ConfigError: cannot listen at that address.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        local_root: Path,
+        *,
+        listen_address: str = "",
+        listen_port: int = 0,
+        on_event: Callable[[PeerEvent], None],
+        patience: Patience | None = None,
+    ) -> None:
+        patience = patience or Patience()
+        self._host = host
+        self._root = local_root
+        self._on_event = on_event
+        self._patience = patience
+        self._counters = Counters()
+        self._table: PeerTable | None = None
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._event_lock = threading.Lock()
+        self._links = Links()
+        self._throttle = Throttle()
+        self._sender = Sender(host, self._links, self._throttle, self._counters, patience)
+        self._store = ReplicaStore(local_root)
+        self._backlog = Backlog()
+        self._in_vain: SaveName | None = None
+        self._taken_up: set[SaveName] = set()
+        self._pushes: queue.SimpleQueue[Push | None] = queue.SimpleQueue()
+        self._news = threading.Event()
+        self._roll_call = RollCall(host, self._completed, patience)
+        try:
+            self._server = Server(
+                host,
+                listen_address,
+                self._store,
+                port=listen_port,
+                table=lambda: self._table,
+                join=self._roll_call.join,
+                counters=self._counters,
+                patience=patience,
+            )
+        except ConfigError:
+            self._roll_call.close()
+            raise
+        self._tidy = ThreadPoolExecutor(1, thread_name_prefix="resiliency-peer-tidy")
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (
+                ("resiliency-peer-copy", self._copy_saves),
+                ("resiliency-peer-repair", self._carry_out_pushes),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where this host listens."""
+        return self._server.port
+
+    def counters(self) -> dict[str, float]:
+        """What was done so far; names and meanings are in `COUNTERS`."""
+        return self._counters.snapshot()
+
+    def update(self, table: PeerTable) -> None:
+        """Work with the hosts of `table` from now on.
+
+        Saves of its session that are committed here already (this agent was restarted) are taken up
+        again: what was copied stays, and all is sealed again.
+
+        Raises:
+            ConfigError: this host is not in it.
+        """
+        if table.peer(self._host) is None:
+            raise ConfigError(
+                f"host {self._host!r} is not in the table of peers.",
+                hint="NODE_NAME must be the same for trainers and agent.",
+                host=self._host,
+            )
+        with self._lock:
+            is_new = self._table is None or self._table.session != table.session
+            self._table = table
+        self._throttle.bytes_per_s = table.bytes_per_s
+        if is_new:
+            self._throttle.restore()
+            self._try_tidy(lambda: self._take_up(table))
+        self._roll_call.update(table)
+        self._news.set()
+
+    def replicate(self, step: int, save_id: str) -> None:
+        """This host has committed its part of a save: have it copied, then seal it."""
+        self._backlog.add(SaveName(step, save_id))
+        self._news.set()
+
+    def repair(self, pushes: Sequence[Push]) -> None:
+        """Send what this host holds to where it is missing; pushes of other hosts are theirs."""
+        for push in pushes:
+            if push.holder == self._host:
+                self._pushes.put(push)
+
+    def hurry(self) -> None:
+        """Use all bandwidth until the next session: the host is about to go."""
+        self._throttle.lift()
+
+    def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
+        """End all transfers and threads.  What was received in part stays, hidden.  Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._throttle.lift()
+        self._links.cut_all()
+        self._news.set()
+        self._pushes.put(None)
+        self._server.close(timeout)
+        self._roll_call.close(timeout)
+        for thread in self._threads:
+            thread.join(timeout.total_seconds())
+        self._tidy.shutdown(wait=True, cancel_futures=True)
+        self._store.close()
+
+    def __enter__(self) -> PeerService:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- copies of own saves ----------------------------------------------------------------------
+
+    def _copy_saves(self) -> None:
+        pause_s = 0.0
+        while not self._closing.is_set():
+            table = self._table
+            save, passed = self._backlog.take() if table is not None else (None, [])
+            for other in passed:
+                if other not in self._taken_up:  # of those, nobody knows whether it had been before
+                    self._not_replicated(other, f"superseded by step {save.step if save else 0}.")
+            if save is None or table is None:
+                self._news.wait()
+                self._news.clear()
+                continue
+            if self._try_copy(save, table):
+                self._backlog.remove(save)
+                pause_s = 0.0
+                continue
+            longest = self._patience.longest_pause.total_seconds()
+            pause_s = min(max(2 * pause_s, self._patience.pause.total_seconds()), longest)
+            # News may be what helps: other hosts, or a newer save that makes this one obsolete.
+            if self._news.wait(pause_s):
+                self._news.clear()
+
+    def _try_copy(self, save: SaveName, table: PeerTable) -> bool:
+        """Whether `save` is done with, one way or the other."""
+        try:
+            return self._copy(save, table)
+        except CheckpointError as error:
+            self._not_replicated(save, str(error))
+        except Exception as error:  # the border of this thread: the next save may fare better
+            logger.exception("copying step %d failed", save.step)
+            self._not_replicated(save, f"{type(error).__name__}: {error}")
+        return True
+
+    def _copy(self, save: SaveName, table: PeerTable) -> bool:
+        hosts: list[str] = []
+        failures: list[str] = []
+        with Source(self._root, save.step, save.save_id) as source:
+            for host in choose_targets(self._host, table.peers, table.replicas):
+                if len(hosts) == table.copies() or self._closing.is_set():
+                    break
+                try:
+                    target = table.peer(host)
+                    assert target is not None, "targets are peers"
+                    self._sender.send(source, directory_name(self._host), table, target)
+                    hosts.append(host)
+                except PeerError as error:
+                    failures.append(str(error))
+                    if not self._closing.is_set():
+                        logger.warning("no copy of step %d on %s: %s", save.step, host, error)
+        if len(hosts) < table.copies():
+            why = f"{len(hosts)} of {table.copies()} copies: {'; '.join(failures)}"
+            if self._in_vain != save and not self._closing.is_set():
+                self._in_vain = save  # once, not in each round
+                self._emit(NotReplicated(step=save.step, save_id=save.save_id, why=why, is_final=False))
+            return False
+        self._emit(Replicated(step=save.step, save_id=save.save_id, hosts=tuple(hosts)))
+        if table.is_of_session(save.step, save.save_id):
+            self._roll_call.seal(save)
+        return True
+
+    def _not_replicated(self, save: SaveName, why: str) -> None:
+        logger.warning("step %d is not replicated: %s", save.step, why)
+        self._emit(NotReplicated(step=save.step, save_id=save.save_id, why=why, is_final=True))
+
+    def _take_up(self, table: PeerTable) -> None:
+        """What an agent before this one may have left undone."""
+        for found in list_checkpoints(LocalStorage(self._root)):
+            manifest = found.manifest
+            if found.condition is Condition.COMPLETE and manifest is not None:
+                save = SaveName(found.step, manifest.save_id)
+                if table.is_of_session(save.step, save.save_id):
+                    self._taken_up.add(save)
+                    self.replicate(save.step, save.save_id)
+
+    # --- repairs ----------------------------------------------------------------------------------
+
+    def _carry_out_pushes(self) -> None:
+        while (push := self._pushes.get()) is not None:
+            try:
+                self._push(push)
+            except ResiliencyError as error:
+                logger.warning("%s was not sent to %s: %s", push.owner, push.target, error)
+                self._emit(NotRepaired(push=push, why=str(error)))
+            except Exception as error:  # the border of this thread: the next push may fare better
+                logger.exception("a repair failed")
+                self._emit(NotRepaired(push=push, why=f"{type(error).__name__}: {error}"))
+            else:
+                self._emit(Repaired(push=push))
+
+    def _push(self, push: Push) -> None:
+        is_own = push.owner == directory_name(self._host)
+        usual = self._root if is_own else self._root / REPLICAS / push.owner
+        with Source(push.root or usual, push.step, push.save_id) as source:
+            for number in range(1, _REPAIR_ROUNDS + 1):
+                table = self._table
+                target = table.peer(push.target) if table is not None else None
+                if table is None or target is None:
+                    raise PeerError(f"{push.target!r} is no host of the session.", host=push.target)
+                try:
+                    self._sender.send(source, push.owner, table, target)
+                    return
+                except PeerError:
+                    pause_s = min(
+                        self._patience.pause.total_seconds() * 2**number,
+                        self._patience.longest_pause.total_seconds(),
+                    )
+                    if number == _REPAIR_ROUNDS or self._closing.wait(pause_s):
+                        raise
+
+    # --- completion -------------------------------------------------------------------------------
+
+    def _completed(self, save: SaveName, retire_below: int | None) -> None:
+        """In the thread of the roll call."""
+        logger.info("step %d is complete on all hosts", save.step)
+        self._emit(Complete(step=save.step, save_id=save.save_id, retire_below=retire_below))
+        if retire_below is not None:
+            self._try_tidy(lambda: self._retire(retire_below))
+
+    def _retire(self, below: int) -> None:
+        for owner in self._store.owners():
+            gone = self._store.retire(owner, below)
+            self._counters.add("retired", len(gone))
+            if gone:
+                logger.info("deleted replicas of %s: %s", owner, gone)
+
+    def _try_tidy(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            began = time.monotonic()
+            try:
+                work()
+            except ResiliencyError as error:
+                logger.warning("tidying up replicas: %s", error)
+            except Exception:  # the border of this thread
+                logger.exception("tidying up replicas")
+            logger.debug("tidied up in %.2f s", time.monotonic() - began)
+
+        try:
+            self._tidy.submit(run)
+        except RuntimeError:  # closed meanwhile
+            logger.debug("not tidied up: the service is closed")
+
+    def _emit(self, event: PeerEvent) -> None:
+        with self._event_lock:
+            try:
+                self._on_event(event)
+            except Exception:  # the caller's border
+                logger.exception("the receiver of %s failed", event)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts of one machine, with small checkpoints, for the tests of the exchange between agents."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.peers.blueprint import Blueprint
+from resiliency.checkpoint.peers.frames import Patience
+from resiliency.checkpoint.peers.placement import Peer
+from resiliency.checkpoint.peers.service import PeerEvent, PeerService
+from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.storage import LocalStorage, Storage
+from resiliency.checkpoint.table import Shard
+from tests.checkpoint.storage_builders import make_shard, save
+
+SESSION = "session"
+LONG_S = 60.0
+#: Short where a test waits for it to pass, and still far more than a loaded machine needs for a byte.
+QUICK = Patience(
+    silence=timedelta(seconds=3), pause=timedelta(seconds=0.1), longest_pause=timedelta(seconds=0.3)
+)
+_E = TypeVar("_E")
+
+
+@lru_cache(maxsize=16)
+def shard(step: int, rank: int, world_size: int, size_bytes: int = 40_000) -> Shard:
+    """A shard of about `size_bytes`, with content that depends on step and rank."""
+    block = random.Random(1000 * step + rank).randbytes(min(size_bytes, 1_000_003))  # noqa: S311
+    content = bytearray(block * (size_bytes // len(block) + 1))[:size_bytes]
+    weights = torch.frombuffer(content, dtype=torch.uint8)
+    return make_shard(
+        {"weight": weights, "step": torch.tensor(float(step))}, step=step, rank=rank, world_size=world_size
+    )
+
+
+def save_name(step: int, session: str = SESSION) -> str:
+    return f"{session}-{step}"
+
+
+def commit_step(
+    storage: Storage,
+    step: int,
+    *,
+    ranks: Sequence[int] = (0,),
+    world_size: int = 0,
+    session: str = SESSION,
+    size_bytes: int = 40_000,
+) -> list[Shard]:
+    """Commit a host's part of a save; returns its shards."""
+    world = world_size or max(ranks) + 1
+    shards = [shard(step, rank, world, size_bytes) for rank in ranks]
+    save(storage, LocalFormat(threads=1), shards, save_id=save_name(step, session), ranks=ranks)
+    return shards
+
+
+def blueprint_of(storage: Storage, step: int) -> Blueprint:
+    return Blueprint.read(storage, step)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """All files below a directory with their bytes."""
+    files = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+@dataclass
+class Host:
+    """A service in this process, and the events that it told."""
+
+    name: str
+    root: Path
+    patience: Patience = QUICK
+    events: queue.Queue[PeerEvent] = field(default_factory=queue.Queue)
+    seen: list[PeerEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.service = PeerService(
+            self.name, self.root, listen_address="127.0.0.1", on_event=self.events.put, patience=self.patience
+        )
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(host=self.name, address="127.0.0.1", port=self.service.port)
+
+    @property
+    def storage(self) -> LocalStorage:
+        return LocalStorage(self.root)
+
+    def replicas_of(self, owner: str) -> Path:
+        return self.root / "replicas" / owner
+
+    def save(self, step: int, *, session: str = SESSION, **how: int) -> list[Shard]:
+        """Commit a step of this host, and ask for its copies."""
+        shards = commit_step(self.storage, step, session=session, **how)  # type: ignore[arg-type]
+        self.service.replicate(step, save_name(step, session))
+        return shards
+
+    def wait_for(self, kind: type[_E], step: int | None = None, timeout: float = LONG_S) -> _E:
+        """The next event of a kind (and step), in the order in which they came."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for event in self.seen:
+                if isinstance(event, kind) and step in (None, getattr(event, "step", None)):
+                    self.seen.remove(event)
+                    return event
+            try:
+                self.seen.append(self.events.get(timeout=max(deadline - time.monotonic(), 0.01)))
+            except queue.Empty:
+                raise AssertionError(f"{self.name}: no {kind.__name__} of step {step}; {self.seen}") from None
+
+
+def table_of(
+    peers: Sequence[Peer], *, session: str = SESSION, replicas: int = 1, bytes_per_s: int = 0, token: str = ""
+) -> PeerTable:
+    return PeerTable(
+        session=session,
+        run_id="run",
+        token=token or f"secret of {session}",
+        leader=peers[0].host,
+        replicas=replicas,
+        bytes_per_s=bytes_per_s,
+        peers=tuple(peers),
+    )
+
+
+def wait_until(ready: object, what: str, timeout: float = LONG_S) -> None:
+    """For what tells nobody when it happens, such as files."""
+    deadline = time.monotonic() + timeout
+    while not ready():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        threading.Event().wait(0.02)

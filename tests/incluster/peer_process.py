@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One host as a process of its own: a peer service that is told what to do through a pipe."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from resiliency.checkpoint.peers.frames import Patience
+from resiliency.checkpoint.peers.service import PeerService
+from resiliency.checkpoint.peers.table import PeerTable
+
+
+def serve(host: str, root: str, commands: Connection, events: Connection) -> None:
+    """Send the port, then events; obey ("update", file) and ("replicate", step, save id) until the end."""
+    patience = Patience(
+        silence=timedelta(seconds=3), pause=timedelta(seconds=0.1), longest_pause=timedelta(seconds=0.3)
+    )
+    with PeerService(
+        host, Path(root), listen_address="127.0.0.1", on_event=events.send, patience=patience
+    ) as service:
+        events.send(service.port)
+        while True:
+            try:
+                command, *rest = commands.recv()
+            except EOFError:
+                return
+            if command == "update":
+                service.update(PeerTable.read(rest[0]))
+            else:
+                service.replicate(*rest)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a save is complete, what may go then, and which save is copied next: without any I/O."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resiliency.checkpoint.peers.backlog import Backlog
+from resiliency.checkpoint.peers.completion import Ledger, SaveName, Tally
+from resiliency.checkpoint.peers.placement import Peer
+from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.errors import ConfigError
+
+HOSTS = ("a", "b", "c")
+
+
+def name(step: int) -> SaveName:
+    return SaveName(step, f"session-{step}")
+
+
+def test_a_save_is_complete_when_the_last_host_has_sealed_it_and_not_before() -> None:
+    tally = Tally(HOSTS)
+    assert tally.seal("a", name(10)) is None
+    assert tally.seal("a", name(10)) is None
+    assert tally.seal("b", name(10)) is None
+    assert tally.awaited() == {name(10): {"c"}}
+    assert tally.seal("c", name(10)) == name(10)
+    assert tally.newest == name(10)
+
+
+def test_one_host_alone_completes_its_own_saves() -> None:
+    assert Tally(("a",)).seal("a", name(1)) == name(1)
+
+
+def test_hosts_that_ask_late_hear_of_the_newest_complete_save() -> None:
+    tally = Tally(HOSTS)
+    for step in (10, 20):
+        for host in HOSTS:
+            tally.seal(host, name(step))
+    assert tally.seal("b", name(10)) == name(20)
+
+
+def test_a_save_that_some_host_skipped_is_passed_over_by_a_newer_one() -> None:
+    tally = Tally(HOSTS)
+    tally.seal("a", name(10))
+    for host in HOSTS:
+        tally.seal(host, name(20))
+    assert tally.newest == name(20)
+    assert tally.awaited() == {}
+
+
+def test_strangers_do_not_count() -> None:
+    tally = Tally(("a", "b"))
+    tally.seal("a", name(1))
+    assert tally.seal("x", name(1)) is None
+    assert tally.newest is None
+
+
+def test_seals_of_two_saves_at_one_step_are_never_added_up() -> None:
+    tally = Tally(("a", "b"))
+    tally.seal("a", SaveName(1, "old-1"))
+    assert tally.seal("b", SaveName(1, "new-1")) is None
+
+
+@pytest.mark.parametrize(("keep", "allowed"), [(1, [10, 20, 30]), (2, [None, 10, 20])])
+def test_what_may_go_is_older_than_the_complete_generations_that_stay(
+    keep: int, allowed: list[int | None]
+) -> None:
+    ledger = Ledger(keep=keep)
+    assert ledger.retire_below is None
+    for step, below in zip((10, 20, 30), allowed, strict=True):
+        assert ledger.completed(name(step))
+        assert ledger.retire_below == below
+    assert not ledger.completed(name(20))
+
+
+def test_a_host_repeats_its_seals_from_the_newest_complete_save_on() -> None:
+    ledger = Ledger()
+    for step in (10, 20, 30):
+        ledger.seal(name(step))
+    ledger.completed(name(20))
+    assert ledger.to_say() == [name(20), name(30)]
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.booleans()), max_size=60),
+)
+def test_nothing_is_retired_that_was_not_superseded_on_all_hosts(
+    count: int, story: list[tuple[int, int, bool]]
+) -> None:
+    """Whatever is sealed in whatever order, and however often the leader forgets all."""
+    hosts = [f"h{number}" for number in range(count)]
+    ledgers = {host: Ledger() for host in hosts}
+    sealed: dict[str, set[int]] = {host: set() for host in hosts}
+    tally = Tally(hosts)
+    for number, step, restarts in story:
+        host = hosts[number % count]
+        if restarts:
+            tally = Tally(hosts)
+            for other in hosts:
+                for save in ledgers[other].to_say():
+                    tally.seal(other, save)
+        sealed[host].add(step)
+        ledgers[host].seal(name(step))
+        if tally.seal(host, name(step)) is not None and tally.newest is not None:
+            for ledger in ledgers.values():
+                ledger.completed(tally.newest)
+        for ledger in ledgers.values():
+            below = ledger.retire_below
+            assert below is None or all(below in steps for steps in sealed.values())
+
+
+@given(
+    st.lists(st.floats(0.3, 7.9), min_size=2, max_size=5),
+    st.integers(1, 1000),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_hosts_of_any_speed_meet_at_a_common_save_again_and_again(
+    speeds: list[float], first: int, regular: bool, seed: int
+) -> None:
+    """A save per unit of time; each host needs its own time for a copy, longer than a unit or not."""
+    drawn = random.Random(seed)  # noqa: S311
+    steps = [first + (10 * n if regular else 0) for n in range(600)]
+    if not regular:
+        steps = sorted(drawn.sample(range(1, 10**6), 600))
+    copied = []
+    for speed in speeds:
+        backlog, done, now, seen = Backlog(), set(), drawn.random(), 0
+        while seen < len(steps) or backlog.take()[0] is not None:
+            while seen < len(steps) and seen <= now:
+                backlog.add(name(steps[seen]))
+                seen += 1
+            save, _ = backlog.take()
+            if save is None:
+                now = float(seen)
+                continue
+            backlog.remove(save)
+            done.add(save.step)
+            now += speed
+        copied.append(done)
+    common = sorted(steps.index(step) for step in set.intersection(*copied))
+    gaps = [b - a for a, b in zip([0, *common], [*common, len(steps)], strict=True)]
+    assert max(gaps) <= (64 if regular else 300), gaps
+
+
+def test_a_backlog_names_what_it_passes_over_and_keeps_what_is_newer() -> None:
+    backlog = Backlog()
+    for step in (10, 20, 30):
+        backlog.add(name(step))
+    assert backlog.take() == (name(20), [name(10)])
+    assert backlog.take() == (name(20), [])
+    backlog.remove(name(20))
+    assert backlog.take() == (name(30), [])
+    backlog.remove(name(30))
+    assert backlog.take() == (None, [])
+
+
+# --- the table of peers ---------------------------------------------------------------------------
+
+
+def make_table(**change: object) -> PeerTable:
+    peer = Peer(
+        host="a", address="10.0.0.1", port=7, ranks=(0, 1), domains=(("rack", "r1"),), groups=("tp0",)
+    )
+    fields = {
+        "session": "s", "run_id": "r", "token": "t", "leader": "a", "replicas": 1, "bytes_per_s": 5,
+        "peers": (peer, Peer(host="b", address="::1", port=8, ranks=(2,))),
+    }  # fmt: skip
+    return PeerTable(**{**fields, **change})  # type: ignore[arg-type]
+
+
+def test_a_table_comes_back_from_its_file_which_only_this_user_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    make_table().write(path)
+    assert PeerTable.read(path) == make_table()
+    assert path.stat().st_mode & 0o077 == 0
+    assert [p.name for p in path.parent.iterdir()] == ["peers.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"token": ""}, "session and a token"),
+        ({"leader": "x"}, "'x'"),
+        ({"replicas": -1}, "-1"),
+        ({"keep": 0}, "found 1, 5 and 0"),
+    ],
+)
+def test_a_table_that_cannot_work_is_refused(change: dict[str, object], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        make_table(**change)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"peers": [{"host": 1}]}', "[" * 5000])
+def test_what_is_no_table_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a table of peers"):
+        PeerTable.from_json(text)

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas on disk: a kill after every operation, full disks, bad bytes, bad names, broken receptions."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from resiliency.checkpoint.catalog import Condition, inspect, quarantine, verify
+from resiliency.checkpoint.lease import Lease
+from resiliency.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    RankIndex,
+    index_name,
+    read_index,
+    read_manifest,
+    write_index,
+    write_manifest,
+)
+from resiliency.checkpoint.marker import try_read_marker
+from resiliency.checkpoint.peers.blueprint import Blueprint
+from resiliency.checkpoint.peers.replica_store import Receipt, ReplicaKept, ReplicaStore, is_owner
+from resiliency.checkpoint.shard_file import FileRecord
+from resiliency.checkpoint.storage import LocalStorage, Storage, page_memory, read_file
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointWriteFailed,
+    ConfigError,
+    PeerError,
+)
+from resiliency.testing.storage import (
+    FaultKind,
+    FaultyStorage,
+    MemoryStorage,
+    StorageFault,
+    StorageKilled,
+    Survival,
+)
+from tests.checkpoint.storage_builders import assert_holds
+from tests.incluster.peer_builders import commit_step, shard, tree
+
+OWNER = "host-a"
+LARGE = 9 << 20  # three chunks
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> LocalStorage:
+    """The owner's own checkpoints: steps 1 and 2 of two ranks, and step 3 with files of several chunks."""
+    storage = LocalStorage(tmp_path_factory.mktemp("owner"))
+    for step in (1, 2):
+        commit_step(storage, step, ranks=(2, 3))
+    commit_step(storage, 3, ranks=(2, 3), size_bytes=LARGE)
+    return storage
+
+
+def chunks_of(storage: Storage, blueprint: Blueprint) -> Iterator[tuple[int, int, memoryview]]:
+    for file, record in enumerate(blueprint.files):
+        content = read_file(storage, f"step={blueprint.step}/{record.name}")
+        for number in range(len(record.digests)):
+            start, length = blueprint.extent(file, number)
+            data = page_memory(length)
+            data[:length] = content[start : start + length]
+            yield file, number, data[:length]
+
+
+def receive(store: ReplicaStore, storage: Storage, step: int, owner: str = OWNER) -> Receipt:
+    """All of a copy, as far as it is not there."""
+    blueprint = Blueprint.read(storage, step)
+    receipt = store.begin(owner, blueprint)
+    if not receipt.is_held:
+        wanted = {(f, n) for f, first, end in receipt.missing(1000) for n in range(first, end)}
+        for file, number, data in chunks_of(storage, blueprint):
+            if (file, number) in wanted:
+                receipt.write_chunk(file, number, data)
+        receipt.finish()
+    return receipt
+
+
+def assert_replica(storage: Storage, step: int, *ranks: int, size_bytes: int = 40_000) -> None:
+    assert inspect(storage, step).condition is Condition.COMPLETE
+    for rank in ranks or (2, 3):
+        assert_holds(storage, shard(step, rank, 4, size_bytes))
+
+
+def memory_store(storage: Storage) -> ReplicaStore:
+    return ReplicaStore(Path("/nowhere"), open_storage=lambda owner: storage)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_replica_is_the_original_byte_for_byte_and_reads_like_it(
+    tmp_path: Path, original: LocalStorage, step: int
+) -> None:
+    store = ReplicaStore(tmp_path)
+    receive(store, original, step)
+    found = LocalStorage(tmp_path / "replicas" / OWNER)
+    assert tree(found.root / f"step={step}") == tree(original.root / f"step={step}")
+    assert found.list("") == [f"step={step}"]
+    assert_replica(found, step, size_bytes=LARGE if step == 3 else 40_000)
+    assert verify(found, step) > 0
+    assert store.owners() == [OWNER]
+    assert receive(store, original, step).is_held
+    assert receive(ReplicaStore(tmp_path), original, step).is_held
+
+
+def test_a_chunk_that_differs_from_its_digest_is_not_written(original: LocalStorage) -> None:
+    operations = FaultyStorage(MemoryStorage())
+    store = memory_store(operations)
+    blueprint = Blueprint.read(original, 1)
+    receipt = store.begin(OWNER, blueprint)
+    file, number, data = next(chunks_of(original, blueprint))
+    data[100] ^= 1
+    before = len(operations.operations)
+    with pytest.raises(CheckpointCorrupt, match=r"chunk 0 of rank=2/slot\.bin"):
+        receipt.write_chunk(file, number, data)
+    assert len(operations.operations) == before
+    with pytest.raises(CheckpointIncomplete, match="have not come"):
+        receipt.finish()
+    data[100] ^= 1
+    for file, number, data in chunks_of(original, blueprint):
+        receipt.write_chunk(file, number, data)
+        receipt.write_chunk(file, number, data)  # twice does no harm
+    receipt.finish()
+    assert_replica(operations.inner, 1)
+
+
+# --- kills, and what a power cut leaves -----------------------------------------------------------
+
+
+def operations_of_a_copy(original: LocalStorage, step: int) -> int:
+    faulty = FaultyStorage(MemoryStorage())
+    receive(memory_store(faulty), original, step)
+    return len(faulty.operations)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.TORN_KILL])
+@pytest.mark.parametrize("survival", list(Survival))
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_kill_at_any_operation_leaves_the_older_replica_and_the_new_one_hidden_or_whole(
+    original: LocalStorage, kind: FaultKind, survival: Survival, twice: bool
+) -> None:
+    outcomes = set()
+    for operation in range(operations_of_a_copy(original, 2)):
+        disk = MemoryStorage()
+        receive(memory_store(disk), original, 1)
+        for _ in range(1 + twice):  # the agent that goes on is killed as well
+            fault = StorageFault(operation=operation, kind=kind)
+            try:
+                receive(memory_store(FaultyStorage(disk, fault)), original, 2)
+            except StorageKilled:
+                disk = disk.crash(survival, seed=operation)
+        assert_replica(disk, 1)
+        found = inspect(disk, 2).condition
+        outcomes.add(found)
+        if found is Condition.COMPLETE:
+            assert_replica(disk, 2)
+        else:
+            assert found is Condition.UNFINISHED or not disk.exists("step=2")
+        receive(memory_store(disk), original, 2)  # whatever it was, the next try makes it whole
+        assert_replica(disk, 2)
+        assert_replica(disk.crash(Survival.NOTHING), 2)
+        assert disk.list("") == ["step=1", "step=2"]
+        assert sorted(disk.list("step=2")) == original.list("step=2")
+    assert Condition.UNFINISHED in outcomes
+
+
+def test_an_agent_that_was_killed_receives_only_the_ranks_that_had_not_come_whole(
+    original: LocalStorage,
+) -> None:
+    disk = MemoryStorage()
+    blueprint = Blueprint.read(original, 3)
+    receipt = memory_store(disk).begin(OWNER, blueprint)
+    for file, number, data in chunks_of(original, blueprint):
+        if (file, number) == (1, 2):
+            break
+        receipt.write_chunk(file, number, data)
+    after = disk.crash(Survival.EVERYTHING)
+    resumed = memory_store(after).begin(OWNER, blueprint)
+    assert [run[0] for run in resumed.missing(100)] == [1]
+    receive(memory_store(after), original, 3)
+    assert_replica(after.crash(Survival.NOTHING), 3, size_bytes=LARGE)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("kind", [FaultKind.ERROR, FaultKind.ERROR_FROM])
+def test_a_storage_that_refuses_any_operation_leaves_the_older_replica(
+    original: LocalStorage, number: int, kind: FaultKind
+) -> None:
+    count = operations_of_a_copy(original, 2)
+    for operation in range(count):
+        disk = MemoryStorage()
+        receive(memory_store(disk), original, 1)
+        store = memory_store(FaultyStorage(disk, StorageFault(operation=operation, kind=kind, errno=number)))
+        blueprint = Blueprint.read(original, 2)
+        with pytest.raises(CheckpointWriteFailed, match=errno.errorcode[number]):
+            receive_or_abort(store, original, blueprint)
+        assert_replica(disk, 1)
+        if inspect(disk, 2).condition is Condition.COMPLETE:
+            assert operation == count - 1  # the sync of the marker's end
+            assert_replica(disk, 2)
+        receive(memory_store(disk), original, 2)
+        assert_replica(disk, 2)
+
+
+def receive_or_abort(store: ReplicaStore, storage: Storage, blueprint: Blueprint) -> None:
+    receipt = store.begin(OWNER, blueprint)
+    try:
+        for file, number, data in chunks_of(storage, blueprint):
+            receipt.write_chunk(file, number, data)
+        receipt.finish()
+    except CheckpointWriteFailed:
+        receipt.abort()
+        raise
+
+
+def test_an_abort_frees_the_space(original: LocalStorage) -> None:
+    disk = MemoryStorage()
+    receipt = memory_store(disk).begin(OWNER, Blueprint.read(original, 2))
+    receipt.abort()
+    receipt.abort()
+    assert disk.list("") == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_real_full_disk_refuses_before_the_first_chunk_and_is_as_free_as_before(
+    small_disk: Path, original: LocalStorage
+) -> None:
+    store = ReplicaStore(small_disk)
+    receive(store, original, 1)
+    (small_disk / "ballast").write_bytes(bytes(12 << 20))
+    free = os.statvfs(small_disk).f_bavail
+    with pytest.raises(CheckpointWriteFailed, match="ENOSPC"):
+        store.begin(OWNER, Blueprint.read(original, 3))
+    assert os.statvfs(small_disk).f_bavail == free
+    assert_replica(LocalStorage(small_disk / "replicas" / OWNER), 1)
+    (small_disk / "ballast").unlink()
+    receive(store, original, 3)
+    assert_replica(LocalStorage(small_disk / "replicas" / OWNER), 3, size_bytes=LARGE)
+
+
+# --- several receptions ---------------------------------------------------------------------------
+
+
+def test_another_connection_takes_over_what_has_come_and_the_first_can_do_no_more(
+    original: LocalStorage,
+) -> None:
+    disk = MemoryStorage()
+    store = memory_store(disk)
+    blueprint = Blueprint.read(original, 3)
+    first = store.begin(OWNER, blueprint)
+    chunks = list(chunks_of(original, blueprint))
+    first.write_chunk(*chunks[0])
+    second = store.begin(OWNER, blueprint)
+    assert second.missing(100) == ((0, 1, 3), (1, 0, 3))
+    for act in (lambda: first.write_chunk(*chunks[1]), first.finish):
+        with pytest.raises(PeerError, match="taken over"):
+            act()
+    first.suspend()
+    first.abort()
+    for chunk in chunks[1:]:
+        second.write_chunk(*chunk)
+    second.finish()
+    assert_replica(disk, 3, size_bytes=LARGE)
+
+
+def test_a_newer_copy_removes_an_unfinished_older_one_but_none_that_is_being_received(
+    tmp_path: Path, original: LocalStorage
+) -> None:
+    store = ReplicaStore(tmp_path)
+    root = LocalStorage(tmp_path / "replicas" / OWNER)
+    active = store.begin(OWNER, Blueprint.read(original, 1))
+    receive(store, original, 2)
+    assert root.list("") == ["step=1", "step=1-unfinished", "step=2"]
+    active.suspend()
+    receive(store, original, 3)
+    assert root.list("") == ["step=2", "step=3"]
+    with pytest.raises(PeerError, match="taken over"):
+        active.finish()
+    store.close()
+
+
+def test_owners_do_not_get_in_each_others_way(tmp_path: Path, original: LocalStorage) -> None:
+    store = ReplicaStore(tmp_path)
+    one = store.begin("a", Blueprint.read(original, 1))
+    receive(store, original, 2, owner="b")
+    assert store.owners() == ["a", "b"]
+    one.abort()
+    assert store.retire("b", 3) == [2]
+    assert LocalStorage(tmp_path / "replicas").list("b") == []
+
+
+def test_a_damaged_replica_is_received_anew(tmp_path: Path, original: LocalStorage) -> None:
+    store = ReplicaStore(tmp_path)
+    receive(store, original, 1)
+    root = LocalStorage(tmp_path / "replicas" / OWNER)
+    quarantine(root, 1, "found bad")
+    assert not receive(store, original, 1).is_held
+    assert_replica(root, 1)
+    os.truncate(tmp_path / "replicas" / OWNER / "step=1/rank=2/slot.bin", 100)
+    assert not receive(store, original, 1).is_held
+    assert_replica(root, 1)
+
+
+def test_another_save_replaces_an_older_one_of_its_step_but_not_one_of_this_session(tmp_path: Path) -> None:
+    old, new = LocalStorage(tmp_path / "old"), LocalStorage(tmp_path / "new")
+    commit_step(old, 5, session="first")
+    commit_step(new, 5, session="second")
+    store = ReplicaStore(tmp_path / "here")
+    receive(store, old, 5)
+    assert not receive(store, new, 5).is_held
+    root = LocalStorage(tmp_path / "here" / "replicas" / OWNER)
+    assert read_manifest(root, "step=5").save_id == "second-5"
+    with pytest.raises(ReplicaKept, match="first-5"):
+        store.begin(OWNER, Blueprint.read(old, 5), session="second")
+    assert inspect(root, 5).condition is Condition.COMPLETE
+
+
+def test_retiring_spares_what_is_newer_read_or_received(tmp_path: Path, original: LocalStorage) -> None:
+    store = ReplicaStore(tmp_path)
+    for step in (1, 2):
+        receive(store, original, step)
+    root = LocalStorage(tmp_path / "replicas" / OWNER)
+    receipt = store.begin(OWNER, Blueprint.read(original, 3))
+    with Lease(root, 1):
+        assert store.retire(OWNER, 4) == [2]
+    assert try_read_marker(root, 3) is not None
+    assert store.retire(OWNER, 3) == [1]
+    receipt.suspend()
+    assert store.retire(OWNER, 4) == [3]
+    assert root.list("") == []
+    assert store.retire("nobody", 4) == []
+
+
+# --- what strangers might send --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "/a", "a\0", "x" * 300, "%2e"])
+def test_no_owner_leads_out_of_the_directory(name: str, tmp_path: Path, original: LocalStorage) -> None:
+    assert not is_owner(name)
+    with pytest.raises(PeerError, match="not the directory name"):
+        ReplicaStore(tmp_path).begin(name, Blueprint.read(original, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def forged(change: Callable[[FileRecord], FileRecord]) -> Blueprint:
+    """A checkpoint with perfect digests, and files that are not what they should be."""
+    storage = MemoryStorage()
+    commit_step(storage, 1)
+    manifest = read_manifest(storage, "step=1")
+    index, _ = read_index(storage, "step=1", 0)
+    changed: RankIndex = replace(index, files=tuple(change(record) for record in index.files))
+    digest = write_index(storage, "step=1", changed)
+    forgery: Manifest = replace(manifest, ranks={0: digest})
+    write_manifest(storage, "step=1", forgery)
+    return Blueprint.read(storage, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../slot.bin", "/etc/passwd", "a/../../b", "", "manifest.json", "rank=0.json", "rank=7.json/x",
+     "a//b", "a/.", "a/b/c/d/e", "a\0b", "a\nb", "step=1 -unfinished", "x" * 300, 7, None],
+)  # fmt: skip
+def test_no_file_leads_out_of_its_checkpoint(name: object) -> None:
+    with pytest.raises(CheckpointCorrupt, match=r"called|no name for data"):
+        forged(lambda record: replace(record, name=name))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size_bytes": -1}, {"size_bytes": 1 << 50}, {"size_bytes": "7"}, {"chunk_bytes": 0},
+        {"chunk_bytes": 1 << 40}, {"digests": ()}, {"digests": ("a", "b")}, {"algorithm": "rot13"},
+    ],
+)  # fmt: skip
+def test_sizes_and_digests_that_make_no_sense_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises((CheckpointCorrupt, ConfigError)):
+        forged(lambda record: replace(record, **change))  # type: ignore[arg-type]
+
+
+def test_manifest_and_indexes_must_fit_each_other(original: LocalStorage) -> None:
+    good = Blueprint.read(original, 1)
+    other = Blueprint.read(original, 2)
+    flipped = bytearray(good.manifest_bytes)
+    flipped[len(flipped) // 2] ^= 1
+    with pytest.raises(CheckpointCorrupt, match="changed or cut"):
+        Blueprint.of(bytes(flipped), good.index_bytes, step=1)
+    with pytest.raises(CheckpointCorrupt, match="not the index that was committed"):
+        Blueprint.of(good.manifest_bytes, other.index_bytes, step=1)
+    with pytest.raises(CheckpointCorrupt, match="not those of the manifest"):
+        Blueprint.of(good.manifest_bytes, {2: good.index_bytes[2]}, step=1)
+    with pytest.raises(CheckpointCorrupt, match="of step 1, expected 2"):
+        Blueprint.of(good.manifest_bytes, good.index_bytes, step=2)
+    with pytest.raises(CheckpointCorrupt):
+        Blueprint.of(b"[" * 100_000, good.index_bytes, step=1)
+
+
+def test_an_unfinished_or_missing_step_has_no_blueprint(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    commit_step(storage, 1)
+    with pytest.raises(CheckpointIncomplete):
+        Blueprint.read(storage, 2)
+    (tmp_path / "step=1" / MANIFEST).rename(tmp_path / "kept")
+    with pytest.raises(CheckpointIncomplete):
+        Blueprint.read(storage, 1)
+    (tmp_path / "kept").rename(tmp_path / "step=1" / MANIFEST)
+    storage.remove(index_name("step=1", 0))
+    with pytest.raises(CheckpointIncomplete):
+        Blueprint.read(storage, 1)

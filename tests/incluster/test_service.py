@@ -1,0 +1,570 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several hosts together: copies and completion while hosts die, stop, fill up, leave and come back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from resiliency.checkpoint.catalog import Condition, inspect, steps_in
+from resiliency.checkpoint.peers.frames import Patience
+from resiliency.checkpoint.peers.placement import Peer, choose_targets
+from resiliency.checkpoint.peers.service import (
+    Complete,
+    NotRepaired,
+    NotReplicated,
+    PeerService,
+    Repaired,
+    Replicated,
+)
+from resiliency.checkpoint.recovery.repairs import Push
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.errors import ConfigError
+from resiliency.testing.leaks import open_descriptors
+from tests.incluster import peer_process
+from tests.incluster.peer_builders import (
+    LONG_S,
+    QUICK,
+    Host,
+    commit_step,
+    save_name,
+    table_of,
+    tree,
+    wait_until,
+)
+
+Start = Callable[..., list[Host]]
+_E = TypeVar("_E")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Hosts of one session in this process; the first leads."""
+    with ExitStack() as stack:
+
+        def hosts(*names: str, patience: Patience = QUICK, **table: object) -> list[Host]:
+            made = []
+            for name in names:
+                made.append(Host(name, tmp_path / name, patience=patience))
+                stack.callback(made[-1].service.close)
+            everybody = table_of([host.peer for host in made], **table)  # type: ignore[arg-type]
+            for host in made:
+                host.service.update(everybody)
+            return made
+
+        yield hosts
+
+
+def replica_steps(hosts: list[Host], owner: str) -> dict[str, list[int]]:
+    """Where copies of an owner's steps are whole."""
+    found = {}
+    for host in hosts:
+        storage = LocalStorage(host.replicas_of(owner))
+        steps = [s for s in steps_in(storage) if inspect(storage, s).condition is Condition.COMPLETE]
+        if steps:
+            found[host.name] = steps
+    return found
+
+
+# --- hosts that are well --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "replicas"), [(2, 1), (3, 1), (5, 2)])
+def test_every_host_has_its_copies_elsewhere_before_a_save_is_complete(
+    start: Start, count: int, replicas: int
+) -> None:
+    hosts = start(*(f"h{number}" for number in range(count)), replicas=replicas)
+    for number, host in enumerate(hosts):
+        host.save(10, ranks=(2 * number, 2 * number + 1), world_size=2 * count)
+    for host in hosts:
+        copies = host.wait_for(Replicated, 10).hosts
+        assert len(copies) == replicas
+        for name in copies:
+            assert tree(hosts[int(name[1:])].replicas_of(host.name)) == {
+                name: content for name, content in tree(host.root).items() if not name.startswith("replicas")
+            }
+    for host in hosts:
+        assert host.wait_for(Complete, 10) == Complete(step=10, save_id="session-10", retire_below=10)
+
+
+def test_older_replicas_go_when_the_newer_save_is_complete_on_all_hosts_and_not_before(start: Start) -> None:
+    hosts = start("a", "b", "c")
+    for host in hosts:
+        host.save(10)
+    for host in hosts:
+        host.wait_for(Complete, 10)
+    for host in hosts[:2]:
+        host.save(20)
+        host.wait_for(Replicated, 20)
+    held = [steps for host in hosts for steps in replica_steps(hosts, host.name).values()]
+    assert sorted(held) == [[10], [10, 20], [10, 20]]
+    hosts[2].save(20)
+    for host in hosts:
+        host.wait_for(Complete, 20)
+    for host in hosts:
+        wait_until(
+            lambda host=host: list(replica_steps(hosts, host.name).values()) == [[20]], "older replicas stay"
+        )
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
+def test_without_copies_a_save_is_complete_when_all_hosts_have_committed_it(
+    start: Start, names: tuple[str, ...]
+) -> None:
+    hosts = start(*names, replicas=0)
+    for host in hosts:
+        host.save(10)
+    for host in hosts:
+        assert host.wait_for(Replicated, 10).hosts == ()
+        host.wait_for(Complete, 10)
+        assert not host.root.joinpath("replicas").exists()
+
+
+def test_one_host_alone_goes_without_copies(start: Start) -> None:
+    (host,) = start("a", replicas=2)
+    host.save(10)
+    assert host.wait_for(Complete, 10).retire_below == 10
+
+
+def test_two_generations_stay_if_the_table_says_so(start: Start) -> None:
+    hosts = start("a", "b")
+    table = replace(table_of([host.peer for host in hosts], session="next"), keep=2)
+    for host in hosts:
+        host.service.update(table)
+    for step, below in ((10, None), (20, 10), (30, 20)):
+        for host in hosts:
+            host.save(step, session="next")
+        for host in hosts:
+            assert host.wait_for(Complete, step).retire_below == below
+    for host in hosts:
+        wait_until(
+            lambda host=host: list(replica_steps(hosts, host.name).values()) == [[20, 30]], "too many stay"
+        )
+
+
+def test_saves_before_there_is_a_table_are_copied_once_there_is_one(tmp_path: Path, start: Start) -> None:
+    hosts = [Host(name, tmp_path / name) for name in ("x", "y")]
+    try:
+        for host in hosts:
+            host.save(10)
+        for host in hosts:
+            host.service.update(table_of([other.peer for other in hosts]))
+        for host in hosts:
+            host.wait_for(Complete, 10)
+    finally:
+        for host in hosts:
+            host.service.close()
+
+
+def test_a_host_that_is_not_in_the_table_is_a_mistake(start: Start) -> None:
+    (host,) = start("a")
+    with pytest.raises(ConfigError, match="'a' is not in the table"):
+        host.service.update(table_of([Peer(host="b", address="127.0.0.1", port=1)]))
+
+
+def test_a_save_that_is_not_there_or_not_the_one_is_given_up(start: Start) -> None:
+    hosts = start("a", "b")
+    hosts[0].service.replicate(7, save_name(7))
+    assert hosts[0].wait_for(NotReplicated, 7).is_final
+    commit_step(hosts[0].storage, 8)
+    hosts[0].service.replicate(8, "another-8")
+    failed = hosts[0].wait_for(NotReplicated, 8)
+    assert failed.is_final
+    assert "another-8" in failed.why
+    for host in hosts:  # and the next one goes its way
+        host.save(9)
+    for host in hosts:
+        host.wait_for(Complete, 9)
+
+
+def test_a_save_of_an_earlier_session_is_copied_and_never_counted(start: Start) -> None:
+    hosts = start("a", "b")
+    for host in hosts:
+        host.save(10, session="before")
+        host.wait_for(Replicated, 10)
+    for host in hosts:
+        host.save(20)
+    for host in hosts:
+        host.wait_for(Complete, 20)
+    assert not any(isinstance(event, Complete) for host in hosts for event in host.seen)
+
+
+def test_repairs_push_what_a_host_holds_to_where_it_is_missing(start: Start) -> None:
+    hosts = start("a", "b", "c")
+    a, b, c = hosts
+    a.save(10)
+    (holder,) = a.wait_for(Replicated, 10).hosts
+    holding, other = (b, c) if holder == "b" else (c, b)
+    push = Push(holder=holder, owner="a", step=10, save_id=save_name(10), target=other.name)
+    own = replace(push, holder="a", root=str(a.root))
+    missing = Push(holder=holder, owner="a", step=11, save_id=save_name(11), target=other.name)
+    for host in hosts:
+        host.service.repair([push, own, missing])
+    assert holding.wait_for(Repaired).push == push
+    assert holding.wait_for(NotRepaired).push == missing
+    assert a.wait_for(Repaired).push == own
+    assert replica_steps(hosts, "a") == {holding.name: [10], other.name: [10]}
+
+
+# --- hosts that are not ---------------------------------------------------------------------------
+
+
+class HostProcess:
+    """A host as a process of its own, forked from a server that has imported the engine."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.name = name
+        self.root = root
+        self.begin()
+
+    def begin(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        commands, self._commands = context.Pipe(duplex=False)
+        self._events, events = context.Pipe(duplex=False)
+        self._seen: list[object] = []
+        self._process = context.Process(
+            target=peer_process.serve, args=(self.name, str(self.root), commands, events), daemon=True
+        )
+        self._process.start()
+        for end in (commands, events):
+            end.close()
+
+    def listening(self) -> Peer:
+        return Peer(host=self.name, address="127.0.0.1", port=self.wait_for(int))
+
+    def tell(self, *command: object) -> None:
+        if not self._commands.closed:
+            self._commands.send(command)
+
+    def save(self, step: int) -> None:
+        commit_step(LocalStorage(self.root), step)
+        self.tell("replicate", step, save_name(step))
+
+    def wait_for(self, kind: type[_E], step: int | None = None) -> _E:
+        deadline = time.monotonic() + LONG_S
+        while True:
+            for event in self._seen:
+                if isinstance(event, kind) and step in (None, getattr(event, "step", None)):
+                    self._seen.remove(event)
+                    return event
+            left_s = deadline - time.monotonic()
+            came = self._events.poll(max(left_s, 0))
+            assert came, f"{self.name}: no {kind.__name__} of step {step}; {self._seen}"
+            self._seen.append(self._events.recv())
+
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Dead when this returns.  Idempotent."""
+        if self._commands.closed:
+            return
+        self._process.kill()
+        self._process.join(LONG_S)
+        self._process.close()
+        self._commands.close()
+        self._events.close()
+
+
+class Job:
+    """Hosts a, b, c as processes."""
+
+    def __init__(self, directory: Path, names: str = "abc") -> None:
+        self._directory = directory
+        self.hosts = {name: HostProcess(name, directory / name) for name in names}
+        self.peers = {name: host.listening() for name, host in self.hosts.items()}
+        self.update()
+
+    def update(self, *, bytes_per_s: int = 0) -> None:
+        """As trainers do: the addresses of all, to all."""
+        path = self._directory / f"peers-{bytes_per_s}.json"
+        table = table_of(list(self.peers.values()), bytes_per_s=bytes_per_s)
+        table.write(path)
+        for host in self.hosts.values():
+            host.tell("update", str(path))  # one that is stopped or dead reads it later or never
+
+    def restart(self, name: str) -> None:
+        self.hosts[name].begin()
+        self.peers[name] = self.hosts[name].listening()
+        self.update()
+
+    def target_of(self, owner: str) -> str:
+        return choose_targets(owner, list(self.peers.values()), 1)[0]
+
+    def others(self, name: str) -> list[HostProcess]:
+        return [host for other, host in self.hosts.items() if other != name]
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.kill()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stopped_target_is_passed_over(job: Job, how: signal.Signals) -> None:
+    target = job.target_of("b")
+    job.hosts[target].signal(how)
+    job.hosts["b"].save(10)
+    hosts = job.hosts["b"].wait_for(Replicated, 10).hosts
+    assert hosts == tuple(name for name in "abc" if name not in ("b", target))
+    storage = LocalStorage(job.hosts[hosts[0]].root / "replicas" / "b")
+    assert inspect(storage, 10).condition is Condition.COMPLETE
+
+
+def test_a_target_that_is_stopped_in_the_middle_is_passed_over_and_finds_its_way_back(job: Job) -> None:
+    target = job.hosts[job.target_of("b")]
+    job.update(bytes_per_s=1 << 18)  # it takes a minute
+    commit_step(LocalStorage(job.hosts["b"].root), 10, size_bytes=16 << 20)
+    job.hosts["b"].tell("replicate", 10, save_name(10))
+    wait_until((target.root / "replicas/b/step=10-unfinished").exists, "the copy never began")
+    target.signal(signal.SIGSTOP)
+    job.update()
+    hosts = job.hosts["b"].wait_for(Replicated, 10).hosts
+    assert hosts == tuple(name for name in "abc" if name not in ("b", target.name))
+    target.signal(signal.SIGCONT)
+    for host in job.hosts.values():
+        host.save(20)
+    for host in job.hosts.values():
+        host.wait_for(Complete, 20)
+    wait_until(
+        lambda: sorted(os.listdir(target.root / "replicas/b")) == ["step=20"],
+        "what was received in part stays",
+    )
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_a_stopped_host_delays_completion_and_nothing_is_deleted_meanwhile(job: Job, name: str) -> None:
+    """a leads."""
+    for host in job.hosts.values():
+        host.save(10)
+    for host in job.hosts.values():
+        host.wait_for(Complete, 10)
+    job.hosts[name].signal(signal.SIGSTOP)
+    for host in job.others(name):
+        host.save(20)
+        host.wait_for(Replicated, 20)
+    # Two have sealed, and nobody has deleted anything.
+    for owner in "abc":
+        holders = [n for n, host in job.hosts.items() if (host.root / f"replicas/{owner}/step=10").exists()]
+        assert holders == [job.target_of(owner)]
+    job.hosts[name].signal(signal.SIGCONT)
+    job.hosts[name].save(20)
+    for host in job.hosts.values():
+        host.wait_for(Complete, 20)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_agent_that_was_killed_and_restarted_goes_on_where_it_was(job: Job, name: str) -> None:
+    """a leads: all that it knew comes back from the others."""
+    for host in job.hosts.values():
+        host.save(10)
+    for host in job.hosts.values():
+        host.wait_for(Complete, 10)
+    for host in job.others(name):
+        host.save(20)
+    for host in job.others(name):
+        host.wait_for(Replicated, 20)
+    job.hosts[name].kill()
+    commit_step(LocalStorage(job.hosts[name].root), 20)  # it was killed between commit and copy
+    job.restart(name)
+    for host in job.hosts.values():
+        host.wait_for(Complete, 20)
+
+
+def test_an_agent_killed_while_it_receives_leaves_the_older_replica_and_the_newer_one_comes_later(
+    job: Job,
+) -> None:
+    target = job.hosts[job.target_of("b")]
+    job.hosts["b"].save(10)
+    job.hosts["b"].wait_for(Replicated, 10)
+    job.update(bytes_per_s=1 << 18)
+    commit_step(LocalStorage(job.hosts["b"].root), 20, size_bytes=16 << 20)
+    job.hosts["b"].tell("replicate", 20, save_name(20))
+    wait_until((target.root / "replicas/b/step=20-unfinished").exists, "the copy never began")
+    target.kill()
+    job.update()
+    replicas = LocalStorage(target.root / "replicas" / "b")
+    assert inspect(replicas, 10).condition is Condition.COMPLETE
+    assert inspect(replicas, 20).condition is Condition.UNFINISHED
+    job.hosts["b"].wait_for(Replicated, 20)
+    job.restart(target.name)
+    for host in job.hosts.values():
+        host.save(30)
+    for host in job.hosts.values():
+        host.wait_for(Complete, 30)
+    wait_until(lambda: replicas.list("") == ["step=30"], "older or unfinished replicas stay")
+
+
+def test_a_sender_that_was_stopped_for_long_goes_on_where_it_was(tmp_path: Path) -> None:
+    receiver, sender = Host("a", tmp_path / "a"), HostProcess("b", tmp_path / "b")
+    try:
+        table = table_of([receiver.peer, sender.listening()], bytes_per_s=1 << 18)
+        table.write(tmp_path / "slow")
+        replace(table, bytes_per_s=0).write(tmp_path / "fast")
+        receiver.service.update(table)
+        sender.tell("update", str(tmp_path / "slow"))
+        commit_step(LocalStorage(sender.root), 10, size_bytes=16 << 20)
+        sender.tell("replicate", 10, save_name(10))
+        received = "resiliency_peer_received_bytes_total"
+        wait_until(lambda: receiver.service.counters()[received] > 0, "the copy never began")
+        sender.signal(signal.SIGSTOP)
+        # Its link for seals ends as well, so no thread serves anybody any more.
+        wait_until(
+            lambda: all(thread.name != "resiliency-peer-serve" for thread in threading.enumerate()),
+            "the stopped sender holds a thread",
+        )
+        sender.tell("update", str(tmp_path / "fast"))
+        sender.signal(signal.SIGCONT)
+        assert sender.wait_for(Replicated, 10).hosts == ("a",)
+        replica = LocalStorage(receiver.replicas_of("b"))
+        assert inspect(replica, 10).condition is Condition.COMPLETE
+        assert receiver.service.counters()[received] == inspect(replica, 10).size_bytes
+    finally:
+        sender.kill()
+        receiver.service.close()
+
+
+def test_after_a_partition_the_newest_step_is_replicated(start: Start) -> None:
+    hosts = start("a", "b", "c")
+    nowhere = [replace(host.peer, port=1) for host in hosts]
+    for host in hosts:
+        cut = [host.peer if peer.host == host.name else peer for peer in nowhere]
+        host.service.update(table_of(cut))
+    for step in (10, 20, 30):
+        for host in hosts:
+            host.save(step)
+    for host in hosts:
+        failed = host.wait_for(NotReplicated)
+        assert not failed.is_final
+        assert "0 of 1 copies" in failed.why
+    for host in hosts:
+        host.service.update(table_of([other.peer for other in hosts]))
+    for host in hosts:
+        host.wait_for(Replicated, 30)
+        host.wait_for(Complete, 30)
+
+
+def test_a_full_target_refuses_and_the_next_one_takes_the_copy(tmp_path: Path, start: Start) -> None:
+    names = ("a", "b", "c")
+    target = choose_targets("a", [Peer(host=name, address="", port=0) for name in names], 1)[0]
+    disk = tmp_path / target
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        hosts = {host.name: host for host in start(*names)}
+        hosts["a"].save(10, size_bytes=3 << 20)
+        (other,) = hosts["a"].wait_for(Replicated, 10).hosts
+        assert other not in ("a", target)
+        assert hosts[target].service.counters()["resiliency_peer_refused_total"] == 1
+        assert hosts["a"].service.counters()["resiliency_peer_refusals_total"] == 1
+        for host in hosts.values():
+            host.service.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_calls_return_at_once_while_all_others_hang(start: Start) -> None:
+    """Others accept, and never say a word."""
+    (host,) = start("a", patience=Patience(silence=timedelta(seconds=60)))
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        mute = [
+            Peer(host=f"m{n}", address="127.0.0.1", port=listener.getsockname()[1])
+            for n, listener in enumerate(listeners)
+        ]
+        host.service.update(replace(table_of([mute[0], host.peer, mute[1]], session="mute")))
+        commit_step(host.storage, 10, session="mute")
+        began = time.monotonic()
+        for step in range(10, 200):
+            host.service.replicate(step, f"mute-{step}")
+        push = Push(holder="a", owner="a", step=10, save_id="mute-10", target="m0")
+        host.service.repair([push])
+        host.service.hurry()
+        host.service.update(table_of([host.peer, *mute], session="mute again"))
+        host.service.close()
+        assert time.monotonic() - began < 30  # half of what anything that waits would take
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_service_that_waits_uses_no_processor(start: Start, replicas: int) -> None:
+    """Before it has a table; as leader and as another host; with a step that nobody takes."""
+    patience = Patience(pause=timedelta(seconds=30), longest_pause=timedelta(seconds=30))
+    hosts = start("a", "b", patience=patience, replicas=replicas)
+    hosts[0].service.update(table_of([hosts[0].peer, replace(hosts[1].peer, port=1)], replicas=replicas))
+    hosts[0].save(10)
+    hosts[0].wait_for(Replicated if replicas == 0 else NotReplicated, 10)
+    with PeerService(
+        "c", hosts[0].root / "c", listen_address="127.0.0.1", on_event=lambda event: None, patience=patience
+    ):
+        began = time.process_time()
+        threading.Event().wait(1.0)  # the span that is measured; nothing is awaited
+        assert time.process_time() - began < 0.3
+
+
+def test_hundreds_of_copies_leave_no_thread_and_no_descriptor_behind(start: Start) -> None:
+    hosts = start("a", "b")
+    before: tuple[set[str], int] | None = None
+    for step in range(1, 101):
+        for host in hosts:
+            host.save(step, size_bytes=2000)
+        for host in hosts:
+            host.wait_for(Complete, step)
+            storage = host.storage
+            for old in range(max(step - 3, 1), step):
+                storage.remove_tree(f"step={old}")
+        if step == 10:
+            before = {thread.name for thread in threading.enumerate()}, len(open_descriptors())
+    assert before is not None
+    wait_until(
+        lambda: (
+            {thread.name for thread in threading.enumerate()} <= before[0]
+            and len(open_descriptors()) <= before[1] + 4
+        ),
+        "threads or descriptors grew",
+    )
+    for host in hosts:
+        wait_until(
+            lambda host=host: list(replica_steps(hosts, host.name).values()) == [[100]], "old replicas stay"
+        )
+        assert host.service.counters()["resiliency_peer_copies_sent_total"] == 100
+
+
+def test_the_next_agent_listens_where_the_one_before_did_unless_somebody_else_does(tmp_path: Path) -> None:
+    def begin(port: int) -> PeerService:
+        return PeerService(
+            "a", tmp_path, listen_address="127.0.0.1", listen_port=port, on_event=lambda event: None
+        )
+
+    with begin(0) as first:
+        port = first.port
+        with begin(port) as other:
+            assert other.port not in (0, port)
+    with begin(port) as second:
+        assert second.port == port
+
+
+def test_a_service_that_cannot_listen_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        PeerService("a", tmp_path, listen_address="192.0.2.1", on_event=lambda event: None)
