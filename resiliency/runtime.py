@@ -24,6 +24,10 @@ JOB_ENV = "JOB_IDENTIFIER"
 RUN_DIR_ENV = "RESILIENCY_RUN_DIR"
 #: Where ranks ask their launcher for a checkpoint agent: an abstract socket's name, without its first NUL.
 AGENT_HOST_ENV = "RESILIENCY_AGENT_HOST"
+#: What this host shares with others that fail together with it: ``rack=r7,block=b1``.
+FAILURE_DOMAINS_ENV = "RESILIENCY_FAILURE_DOMAINS"
+#: Name or address at which the other hosts of the job reach this one; default: found out.
+PEER_ADDRESS_ENV = "RESILIENCY_PEER_ADDRESS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,8 @@ class RunInfo:
     """Identity of one process of a job.
 
     `rank`, `local_rank` and `attempt` are None in processes that are not workers (the launcher, a
-    command-line tool).  `attempt` counts the starts of the worker group, from 0.
+    command-line tool).  `attempt` counts the starts of the worker group, from 0.  `domains` are pairs of
+    label and value: hosts with an equal pair may fail together.  An empty `peer_address` is to be found out.
     """
 
     job_name: str = "local"
@@ -43,13 +48,15 @@ class RunInfo:
     local_world_size: int = 1
     attempt: int | None = None
     run_dir: str = "."
+    domains: tuple[tuple[str, str], ...] = ()
+    peer_address: str = ""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RunInfo:
         """Read the identity from `env` (default: this process's environment).
 
         Raises:
-            ConfigError: a variable that must be a whole number is not one.
+            ConfigError: a variable that must be a whole number is not one, or failure domains cannot be read.
         """
         env = os.environ if env is None else env
         return cls(
@@ -62,6 +69,8 @@ class RunInfo:
             local_world_size=_whole(env, "LOCAL_WORLD_SIZE", 1),
             attempt=_whole(env, "TORCHELASTIC_RESTART_COUNT", 0 if "RANK" in env else None),
             run_dir=env.get(RUN_DIR_ENV) or ".",
+            domains=_domains(env.get(FAILURE_DOMAINS_ENV) or ""),
+            peer_address=env.get(PEER_ADDRESS_ENV) or "",
         )
 
     @property
@@ -86,6 +95,19 @@ def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int
             hint="torchrun and launcher.py set it; unset it when you start the program by hand.",
             variable=name,
         ) from None
+
+
+def _domains(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    domains = tuple((label.strip(), value.strip()) for label, _, value in pairs)
+    labels = [label for label, _ in domains]
+    if not all(label and value for label, value in domains) or len(set(labels)) != len(labels):
+        raise ConfigError(
+            f"environment variable {FAILURE_DOMAINS_ENV} must look like rack=r7,block=b1, with each label"
+            f" once, found {text!r}.",
+            variable=FAILURE_DOMAINS_ENV,
+        )
+    return domains
 
 
 class Clock(Protocol):

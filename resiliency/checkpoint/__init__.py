@@ -19,14 +19,16 @@ from resiliency.checkpoint.arena import (
     open_captured,
 )
 from resiliency.checkpoint.capture import Capture, CaptureOptions, Capturer, CaptureStats, Outcome, WhenFull
-from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.dcp_storage import DcpStorageReader, DcpStorageWriter
 from resiliency.checkpoint.leaves import Placement, ShardedView, register_sharded_type
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.restoring import Restored, Source, Tier
 from resiliency.checkpoint.saves import SaveHandle, SaveRecord, SaveState
 from resiliency.checkpoint.state import Restore, StateWalker, materialize, plan_restore, restore_into
 from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView
 from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
+from resiliency.checkpoint.tiers import Interval, TierName
 from resiliency.checkpoint.values import ANY_CLASS
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "CheckpointerOptions",
     "DcpStorageReader",
     "DcpStorageWriter",
+    "Interval",
+    "LocalTier",
     "Outcome",
     "Placement",
     "RankArena",
@@ -59,6 +63,7 @@ __all__ = [
     "Termination",
     "TerminationOptions",
     "Tier",
+    "TierName",
     "WhenFull",
     "clean_up",
     "job_directory",

@@ -29,10 +29,13 @@ from resiliency.checkpoint.wire import (
     Beat,
     Bye,
     Channel,
+    Copies,
     Done,
     Hurry,
     Message,
+    Peers,
     Refused,
+    Repair,
     Save,
     Skip,
     Start,
@@ -49,7 +52,9 @@ BEAT_S = 0.5
 _LOOK_S = 0.05
 _BACKOFF_S = (0.0, 0.2, 1.0, 5.0)
 _AT_ONCE = timedelta(0)
-_Request: TypeAlias = "Attach | Save | Skip | Hurry | Bye"
+_Request: TypeAlias = "Attach | Peers | Repair | Save | Skip | Hurry | Bye"
+#: A save of one step in one tier.
+Part: TypeAlias = "tuple[int, str]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +77,10 @@ class AgentLink:
 
     Args:
         starts: this rank starts the agent where there is none; one per host.
-        on_done: called in the link's thread with the outcome of each save.
+        on_done: called in the link's thread with the outcome of each save in each tier.
         on_lost: called in the link's thread when an agent is gone or cannot be had, with the reason and
-            the steps whose requests are lost with it.
+            the steps and tiers whose requests are lost with it; returns those that are given up.
+        on_copies: called in the link's thread with what became of steps after their commit.
     """
 
     def __init__(
@@ -84,7 +90,8 @@ class AgentLink:
         *,
         starts: bool,
         on_done: Callable[[Done], None],
-        on_lost: Callable[[str, frozenset[int]], None],
+        on_lost: Callable[[str, frozenset[Part]], frozenset[Part]],
+        on_copies: Callable[[Copies], None],
         options: LinkOptions | None = None,
     ) -> None:
         self._directory = directory
@@ -92,13 +99,14 @@ class AgentLink:
         self._starts = starts
         self._on_done = on_done
         self._on_lost = on_lost
+        self._on_copies = on_copies
         self._options = options or LinkOptions()
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        #: Steps that the agent was told of and has not reported yet.
-        self._passed: set[int] = set()
-        #: Those of them that it was told of again, after a try without a capture.
-        self._tried_again: set[int] = set()
+        #: What the agent was told of and has not reported yet.
+        self._passed: set[Part] = set()
+        #: Those of it that it was told of again, after a try without a capture.
+        self._tried_again: set[Part] = set()
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._attached = threading.Event()
@@ -107,6 +115,8 @@ class AgentLink:
         self._host = os.environ.get(AGENT_HOST_ENV, "")
         #: Process id of the agent, once attached; 0 while there is none.
         self.agent_pid = 0
+        #: Where agents of other hosts reach it; 0 if they do not.
+        self.peer_port = 0
         self.losses = 0
         self._thread = threading.Thread(target=self._run, name="resiliency-agent-link", daemon=True)
         self._thread.start()
@@ -115,7 +125,7 @@ class AgentLink:
         """Wait until this rank is attached; False if that takes longer than an agent may take to start."""
         return self._attached.wait(self._options.start.total_seconds())
 
-    def request(self, message: Save | Skip | Hurry) -> None:
+    def request(self, message: Peers | Repair | Save | Skip | Hurry) -> None:
         """Pass a message to the agent, this one or the next; never blocks."""
         self._requests.put(message)
         self._wake()
@@ -192,11 +202,12 @@ class AgentLink:
         self.losses += 1
         logger.error("%s", why)
         lost, self._passed, self._tried_again = frozenset(self._passed), set(), set()
-        self._on_lost(why, lost)
+        given_up = self._on_lost(why, lost)
         if len(self._attach.local_ranks) < self._attach.world_size:
             # The next agent gives these saves up, so that other hosts need not wait for this one's part.
-            for step in sorted(lost):
-                self._requests.put(Skip(step=step, reason=f"rank {self._attach.rank}: {why}"))
+            for step in sorted({step for step, _ in given_up}):
+                tiers = tuple(sorted(tier for other, tier in given_up if other == step))
+                self._requests.put(Skip(step=step, tiers=tiers, reason=f"rank {self._attach.rank}: {why}"))
 
     def _connect(self) -> Channel | None:
         """Attached to an agent, started if need be; None when closing.
@@ -240,7 +251,7 @@ class AgentLink:
             channel.close()
             return False
         if isinstance(answer, Attached):
-            self.agent_pid = channel.pid
+            self.agent_pid, self.peer_port = channel.pid, answer.peer_port
             self._attached.set()
             return True
         if isinstance(answer, Refused):
@@ -319,6 +330,9 @@ class AgentLink:
                     if message.session == self._attach.session:
                         self._forget(message)
                         self._on_done(message)
+                elif isinstance(message, Copies):
+                    if message.session == self._attach.session:
+                        self._on_copies(message)
                 elif message is not None and not isinstance(message, Beat | Attached):
                     raise PeerError(f"{message.kind} is not for a trainer.")
             if now - heard > self._options.silence.total_seconds():
@@ -333,11 +347,10 @@ class AgentLink:
             channel.send(message)
 
     def _forget(self, done: Done) -> None:
-        if self._attach.rank in done.skipped_by and done.step in self._tried_again:
-            self._tried_again.discard(done.step)  # of the first try
-        else:
-            self._passed.discard(done.step)
-            self._tried_again.discard(done.step)
+        part = done.step, done.tier
+        if self._attach.rank not in done.skipped_by or part not in self._tried_again:
+            self._passed.discard(part)
+        self._tried_again.discard(part)  # with the first report it was of the first try
 
     def _take_requests(self) -> list[_Request]:
         taken: list[_Request] = []
@@ -346,9 +359,9 @@ class AgentLink:
                 taken.append(self._requests.get_nowait())
         for message in taken:
             if isinstance(message, Save | Skip):
-                if message.step in self._passed:
-                    self._tried_again.add(message.step)
-                self._passed.add(message.step)
+                parts = {(message.step, tier) for tier in message.tiers}
+                self._tried_again |= parts & self._passed
+                self._passed |= parts
         return taken
 
     def _kill(self, channel: Channel) -> None:

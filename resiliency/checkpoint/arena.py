@@ -39,6 +39,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.preflight import check_room, is_leaving, process_start_ticks
 from resiliency.checkpoint.slots import (
+    GROUP_BYTES,
     PAGE_BYTES,
     FileLock,
     SlotFile,
@@ -107,19 +108,32 @@ class RankArena:
     Args:
         directory: of the job, see `job_directory`.
         slots: two suffice; a third lets captures go on while one is slowly written.
+        group: names the ranks whose captures are interchangeable, see `Shard.group`.
     Raises:
         ConfigError: another living process owns the rank.
     """
 
     def __init__(
-        self, directory: Path, *, rank: int, world_size: int = 1, slots: int = 2, run_id: str = ""
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        world_size: int = 1,
+        slots: int = 2,
+        run_id: str = "",
+        group: str = "",
     ) -> None:
         if slots < 2:
             raise ConfigError(f"a rank needs at least 2 slots, found {slots}: one is always kept whole.")
+        if len(group.encode()) > GROUP_BYTES:
+            raise ConfigError(
+                f"the name of a group has at most {GROUP_BYTES} bytes, found {group!r}.", rank=rank
+            )
         self.directory = directory
         self.rank = rank
         self.world_size = world_size
         self.run_id = run_id.encode()[:128].decode(errors="ignore")
+        self.group = group
         self._job = hold_job(directory)
         self._where = rank_directory(directory, rank)
         self._where.mkdir(mode=0o700, exist_ok=True)
@@ -186,7 +200,7 @@ class RankArena:
                 state=SlotState.CAPTURING, step=step, sequence=self._sequence, rank=self.rank,
                 world_size=self.world_size, owner_pid=os.getpid(), owner_start=self._start,
                 tensor_bytes=layout.size_bytes, values_bytes=len(values),
-                fingerprint=layout.fingerprint, run_id=self.run_id,
+                fingerprint=layout.fingerprint, run_id=self.run_id, group=self.group,
             )
         )  # fmt: skip
         self._write_layout(layout)
@@ -278,6 +292,7 @@ class RankArena:
             world_size=header.world_size,
             buffer=slot.memory,
             run_id=header.run_id,
+            group=header.group,
         )
 
     def prewarm(self, layout: StateLayout, values_bytes: int = 1 << 16) -> None:
@@ -336,6 +351,7 @@ class CapturedSlot:
             world_size=header.world_size,
             buffer=memoryview(self._map)[PAGE_BYTES : PAGE_BYTES + size],
             run_id=header.run_id,
+            group=header.group,
             # Not a method of this object: the cycle would keep the mapping until a collection.
             fetch=functools.partial(_fetch, lock),
         )

@@ -8,20 +8,22 @@
             checkpoints.step(step, state)
 
 A save copies the state into memory that outlives this process and returns; the checkpoint agent of
-this host writes it from there, in a format that stock `torch.distributed.checkpoint` reads.  When
-storage is slower than the interval, saves are skipped, counted and logged; training is never held up.
+this host writes it from there, to one tier or two:
+
+* persistent: a directory that all hosts see, in a format that stock `torch.distributed.checkpoint` reads;
+* local: each host's own disk or memory, with copies on other hosts.
+
+When storage is slower than the interval, saves are skipped, counted and logged; training is never held
+up.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -29,55 +31,36 @@ from typing import Any
 
 import torch
 
-from resiliency.checkpoint.agent_link import AgentLink, LinkOptions
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.arena import DEFAULT_ROOT, RankArena, clean_up, job_directory
-from resiliency.checkpoint.capture import Capture, CaptureOptions, Capturer, Outcome
+from resiliency.checkpoint.arena import RankArena, clean_up, job_directory
+from resiliency.checkpoint.capture import Capturer, WhenFull
+from resiliency.checkpoint.delivery import Delivery
+from resiliency.checkpoint.intervals import Advice
+from resiliency.checkpoint.meeting import Meeting, introduce_agents, meet
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTier, intervals_of, settings_of
+from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.recovery.repairs import repairs
+from resiliency.checkpoint.replication import table_path
 from resiliency.checkpoint.restoring import Fill, Restored, Restorer, Source
-from resiliency.checkpoint.saves import FINAL, SaveHandle, SaveLog, SaveRecord, SaveState
+from resiliency.checkpoint.saves import FINAL, SaveHandle, SaveState, await_tiers
+from resiliency.checkpoint.schedule import Schedule
 from resiliency.checkpoint.state import plan_restore
 from resiliency.checkpoint.step_times import Excess, StepTimes
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
-from resiliency.checkpoint.wire import Attach, Done, Hurry, Save, Settings, Skip, check_settings
+from resiliency.checkpoint.tiers import Interval, TierName
+from resiliency.checkpoint.wire import Attach, Hurry, Peers, Repair
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 
+__all__ = ["Checkpointer", "CheckpointerOptions", "LocalTier"]
+
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointerOptions:
-    """What most jobs leave as it is.
-
-    Attributes:
-        overlap: copy while the next forward and backward run, and hold training only where an optimizer
-            is about to write.  Needs the optimizers: those in the state are found, others are passed to
-            `Checkpointer`.  Without any, or with False, a save returns when the copy is done.
-        slots: captures that fit into memory, at least 2.
-        capture: see `CaptureOptions`.
-        bytes_per_s: bandwidth cap of this host's writes; 0 means none.
-        save_timeout: longest wait of a save for the agents of other hosts.
-        close_timeout: longest wait for saves under way at the end.
-        link: deadlines between trainer and agent.
-        arena_root: where the captures live; must be memory.
-        allow: classes that a checkpoint may name when it is restored, see `resiliency.checkpoint.values`.
-        format: who reads the checkpoints without this library: "dcp" (stock torch) or "megatron" (stock
-            Megatron-core, for states that `resiliency.plugins.megatron_state` prepared).
-    """
-
-    overlap: bool = True
-    slots: int = 2
-    capture: CaptureOptions = field(default_factory=CaptureOptions)
-    bytes_per_s: int = 0
-    save_timeout: timedelta = timedelta(minutes=10)
-    close_timeout: timedelta = timedelta(minutes=10)
-    link: LinkOptions = field(default_factory=LinkOptions)
-    arena_root: Path = DEFAULT_ROOT
-    allow: tuple[type | str, ...] = ()
-    format: str = "dcp"
+#: How long the end of a job waits for the copies of its last step.
+_LAST_COPIES = timedelta(seconds=60)
 
 
 class Checkpointer:
@@ -89,11 +72,16 @@ class Checkpointer:
     is captured, and a restart finds it in memory.
 
     Args:
-        directory: where ``step=N`` go; all ranks see the same.
-        every_steps: interval of `step`; 0: only `save` saves.
-        keep: newest complete checkpoints that stay.
+        directory: of the persistent tier, where ``step=N`` go; all ranks see the same.  None: there is none.
+        every_steps: interval of `step` for the persistent tier; 0: only `save` saves.
+        every: the same in seconds, or by the rate of failures: `Interval(mtbf_s=...)` saves as often as
+            costs least, from what saves turn out to cost; instead of `every_steps`.
+        keep: newest complete checkpoints that stay there.
+        local: the local tier; None: there is none.  At least one tier is needed.
         replicated: all tensors are the same on all ranks (plain data parallelism), so each is written
             by one of them.  What differs between ranks must then be no tensor: numbers, bytes, lists.
+        group: ranks that name the same group say that each may go on from the state of any of them;
+            empty: this rank's state is its own.
         optimizers: that write the state without being part of it.
         info: identity of this rank; default: from the environment, as torchrun sets it.
         events: where to report saves, for goodput.
@@ -105,64 +93,63 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | None,
         *,
         every_steps: int = 0,
+        every: Interval | None = None,
         keep: int = 3,
+        local: LocalTier | None = None,
         replicated: bool = False,
+        group: str = "",
         optimizers: Iterable[Any] = (),
         info: RunInfo | None = None,
         events: EventStream | None = None,
         options: CheckpointerOptions | None = None,
         termination: TerminationOptions | None = None,
     ) -> None:
-        if every_steps < 0:
-            raise ConfigError(f"every_steps must not be negative, found {every_steps}.")
         self._options = options = options or CheckpointerOptions()
-        self._every_steps = every_steps
         self._replicated = replicated
+        self._group = group
         self._events = events
-        self._directory = Path(directory).absolute()
-        settings = Settings(
-            directory=str(self._directory),
-            keep=keep,
-            replicated=replicated,
-            bytes_per_s=options.bytes_per_s,
-            save_timeout_s=options.save_timeout.total_seconds(),
-            format=options.format,
-        )
-        check_settings(settings)
+        settings = settings_of(directory, keep=keep, local=local, replicated=replicated, options=options)
+        intervals = intervals_of(every_steps, every, settings, local)
         info = info or RunInfo.from_env()
         self._agreement = Agreement(info.rank or 0, info.world_size)
-        self._attach = self._meet(info, settings)
-        self._arena = self._open_arena(info)
+        self._schedule = Schedule(intervals, self._agreement)
+        meeting = meet(self._agreement, info, tiers=settings.tiers, group=group)
+        # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
+        suffix = f"{zlib.crc32((settings.directory or settings.local_directory).encode()):08x}"
+        self._arena_directory = job_directory(f"{info.job_name}-{suffix}", options.arena_root)
+        self._attach = Attach(
+            rank=self._agreement.rank,
+            world_size=self._agreement.world_size,
+            local_ranks=meeting.hosts[info.host],
+            run_id=info.job_name,
+            session=meeting.session,
+            host=info.host,
+            peer_address=info.peer_address,
+            settings=settings,
+        )
+        self._arena = self._open_arena()
         self._capturer = Capturer(self._arena, options.capture)
         self._optimizers = list(optimizers)
         self._hooks: dict[int, Any] = {}
-        self._log = SaveLog()
         self._times = StepTimes(time.monotonic)
         self._newest: SaveHandle | None = None
-        self._captured_step = self._committed_step = -1
-        self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[SaveHandle, Capture]] = {}
-        self._captures: queue.SimpleQueue[tuple[SaveHandle, Capture] | Skip | None] = queue.SimpleQueue()
-        self._courier = threading.Thread(target=self._deliver, name="resiliency-courier", daemon=True)
-        self._courier.start()
-        self._link = AgentLink(
-            self._arena.directory,
-            self._attach,
-            starts=self.rank == min(self._attach.local_ranks),
-            on_done=self._done,
-            on_lost=self._lost,
-            options=options.link,
-        )
+        #: Of the newest step: who saves it to which tier.
+        self._saved_in: dict[str, SaveHandle] = {}
+        self._delivery = Delivery(self._arena_directory, self._attach, emit=self._emit, options=options.link)
+        #: Of the hosts, if they keep copies for each other.
+        self._table: PeerTable | None = None
         self._closed = False
         self._termination: Termination | None = None
         if termination is not None:
             self._watch_for_signals(termination)
         # Else the first saves would fill all slots while the agent still imports torch.
-        if not self._link.wait_for_agent():
+        if not self._delivery.link.wait_for_agent():
             logger.error("there is no checkpoint agent yet: saves fail until there is")
+        if settings.local_directory and len(meeting.hosts) > 1:
+            self._introduce_agents(meeting, info)
 
     @property
     def rank(self) -> int:
@@ -171,13 +158,13 @@ class Checkpointer:
     @property
     def agent_pid(self) -> int:
         """Process id of this host's agent; 0 while this rank is not attached to one."""
-        return self._link.agent_pid
+        return self._delivery.link.agent_pid
 
     def restore(self, state: object) -> Restored:
         """Bring the newest state back, in place; collective over all ranks.
 
-        It comes from this host's memory if every rank finds its capture there, else from the newest
-        checkpoint in the directory that is complete and verifies.  A bad one is hidden and the one
+        It comes from this host's memory if every rank finds its capture there, else from the newest step
+        that can be made whole from the tiers and verifies.  A bad checkpoint is hidden and the one
         before it taken.
 
         Returns:
@@ -209,9 +196,10 @@ class Checkpointer:
         restored = self._restorer().restore(fill, step=step)
         if restored.run_id and restored.run_id != self._attach.run_id:
             self._attach = replace(self._attach, run_id=restored.run_id)
-            self._link.introduce_again(self._attach)
+            self._delivery.link.introduce_again(self._attach)
         if restored.step:
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
+            self._repair(restored)
         return restored
 
     def prewarm(self, state: object) -> None:
@@ -237,9 +225,8 @@ class Checkpointer:
         self._note_excess(self._times.tick(self._capturer.stats.held_s))
         if self._termination is not None:
             self._end_if_told_to(self._termination, step, state)
-        if self._every_steps and step % self._every_steps == 0:
-            return self.save(step, state)
-        return None
+        due = self._schedule.due(step)
+        return self.save(step, state, tiers=due) if due else None
 
     @property
     def stopping(self) -> bool:
@@ -261,57 +248,59 @@ class Checkpointer:
             )
         self._termination.request()
 
-    def save(self, step: int, state: object, *, wait: timedelta | None = None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        tiers: Collection[TierName] | None = None,
+        wait: timedelta | None = None,
+    ) -> SaveHandle:
         """Save `state` as of `step`; returns while it is still being copied or written.
 
-        All ranks must save the same steps, in growing order; a step that is saved already, or being
-        saved, is not saved again.  A skipped or failed one may be tried again.
+        All ranks must save the same steps to the same tiers, in growing order; where a step is saved
+        already, or being saved, it is not saved again.  A skipped or failed one may be tried again.
 
         The state may be changed by the optimizers that this object knows, and by nothing else before
         they step (see `CheckpointerOptions.overlap` and `fence`).
 
         Args:
+            tiers: None means all that there are.
             wait: for storage to catch up, at most so long, before the save is skipped; for the last one of
-                a job.  None: as `CaptureOptions.when_full` says, by default not at all.
+                a job.  None: as `CaptureOptions.when_full` says, by default not at all.  A tier that still
+                writes an earlier save is then left out of this one, if there is another tier.
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
         """
-        newest = self._newest
-        if newest is not None and step <= newest.step:
-            if step == newest.step and newest.state not in (SaveState.FAILED, SaveState.SKIPPED):
-                return newest
-            if step < newest.step:
-                raise ConfigError(
-                    f"step {step} comes after step {newest.step}: steps are saved in growing order.",
-                    step=step,
-                )
+        wanted = self._wanted(step, tiers)
+        self._schedule.saved(step, [TierName(tier) for tier in tiers or self._attach.settings.tiers])
+        if not wanted:
+            assert self._newest is not None
+            return self._newest
         self._note_excess(self._times.saved(step))
-        handle = self._newest = SaveHandle(step)
+        handle = self._register(step, wanted)
         self._emit(EventType.SAVE_STARTED, step)
         try:
             capture = self._capturer.begin(state, step, keep=True, wait=wait)
         except ResiliencyError as error:  # the caller may go on without this save, and so must the others
             self._emit(EventType.SAVE_RELEASED, step)
-            self._not_captured(handle, SaveState.FAILED, str(error))
+            self._delivery.not_captured(handle, SaveState.FAILED, str(error), self._held_s)
             raise
         if capture is not None and not self._fences(state):
             self._capturer.fence()
-        held_s = self._capturer.stats.last_held_s
         self._emit(EventType.SAVE_RELEASED, step)
         if capture is None:
             why = "storage is slower than the interval: all slots still wait to be written"
-            self._not_captured(handle, SaveState.SKIPPED, why)
+            self._delivery.not_captured(handle, SaveState.SKIPPED, why, self._held_s)
             return handle
-        size = capture.layout.size_bytes
-        handle._update(SaveRecord(step=step, state=SaveState.QUEUED, size_bytes=size, held_s=held_s))
-        with self._lock:
-            self._under_way[step] = (handle, capture)
-        self._captures.put((handle, capture))
+        handle.update(size_bytes=capture.layout.size_bytes, held_s=self._held_s)
+        patient = wait is not None or self._options.capture.when_full is WhenFull.WAIT
+        self._delivery.send(handle, capture, patient=patient)
         return handle
 
     def hurry(self) -> None:
         """This host is about to go: what is captured is written without the bandwidth cap."""
-        self._link.request(Hurry())
+        self._delivery.link.request(Hurry())
 
     def fence(self) -> None:
         """Hold the caller until the state may be changed; for code that changes it without an optimizer."""
@@ -319,14 +308,22 @@ class Checkpointer:
 
     def wait(self, timeout: timedelta) -> bool:
         """Wait until no save is under way; False at the timeout."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        with self._lock:
-            handles = [handle for handle, _ in self._under_way.values()]
-        return all(h.wait(timedelta(seconds=max(0.0, deadline - time.monotonic()))) for h in handles)
+        return self._delivery.wait(timeout)
+
+    def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
+        """How often to save into `tier`, from what saves of this job have cost training so far.
+
+        Args:
+            mtbf_s: mean time between the failures of the job that this tier is for: a process or a host
+                for the local tier, the loss of several hosts at once for the persistent one.
+        Raises:
+            ConfigError: nothing is known yet; a cost is known ten steps after a save.
+        """
+        return self._schedule.advice(tier, step_s=self._times.undisturbed_s, mtbf_s=mtbf_s)
 
     def metrics_text(self) -> str:
         """Counters of this rank's saves in Prometheus' text format."""
-        return self._log.metrics_text(rank=self.rank, agent_losses=self._link.losses)
+        return self._delivery.metrics_text()
 
     def close(self, *, finished: bool = True) -> None:
         """Wait for saves under way and give everything back.  Idempotent.
@@ -346,21 +343,23 @@ class Checkpointer:
             hook.remove()
         if finished and not self.wait(self._options.close_timeout):
             logger.error("saves are still under way; the agent goes on with them")
+        if finished:
+            left = self._termination.time_left() if self._termination and self.stopping else _LAST_COPIES
+            self._delivery.await_last_copies(min(left, _LAST_COPIES))
         self._capturer.close()
-        self._captures.put(None)
-        self._courier.join(self._options.close_timeout.total_seconds())
-        spent = finished and self._captured_step <= self._committed_step
+        self._delivery.end_captures(self._options.close_timeout)
+        spent = finished and self._delivery.is_spent
         if finished and not spent:
             logger.error(
                 "step %d is nowhere but in the memory of this host: its save failed.  Mend the storage and"
                 " start the job again here, to restore it from there",
-                self._captured_step,
+                self._delivery.captured_step,
             )
         # Before the goodbye: the agent leaves when all have said theirs, and removes what is empty.
         self._arena.close(remove=spent)
         if self._termination is not None:
             self._termination.close(finished=finished)
-        self._link.close(goodbye=spent)
+        self._delivery.link.close(goodbye=spent)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -371,38 +370,65 @@ class Checkpointer:
         self.close(finished=kind is None)
 
     def _restorer(self) -> Restorer:
-        storage = LocalStorage(self._directory)
-        return Restorer(self._arena, storage, self._agreement, replicated=self._replicated)
+        settings = self._attach.settings
+        return Restorer(
+            self._arena,
+            LocalStorage(settings.directory) if settings.directory else None,
+            self._agreement,
+            replicated=self._replicated,
+            local=Path(settings.local_directory) if settings.local_directory else None,
+            host=self._attach.host,
+            group=self._group,
+        )
 
     # --- the start -------------------------------------------------------------------------------
 
-    def _meet(self, info: RunInfo, settings: Settings) -> Attach:
-        """Learn who shares this host, and agree on a name for this start of the job."""
-        everyone = self._agreement.gather((info.host, uuid.uuid4().hex))
-        # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
-        suffix = f"{zlib.crc32(settings.directory.encode()):08x}"
-        self._arena_directory = job_directory(f"{info.job_name}-{suffix}", self._options.arena_root)
-        return Attach(
-            rank=self._agreement.rank,
-            world_size=self._agreement.world_size,
-            local_ranks=tuple(rank for rank, (host, _) in enumerate(everyone) if host == info.host),
-            run_id=info.job_name,
-            session=everyone[0][1],
-            settings=settings,
-        )
+    def _introduce_agents(self, meeting: Meeting, info: RunInfo) -> None:
+        path = table_path(self._arena_directory, self._attach.local_ranks[0])
+        port = self._delivery.link.peer_port
+        try:
+            self._table = introduce_agents(
+                self._agreement, meeting, self._attach, port=port, path=path, info=info
+            )
+        except ResiliencyError:
+            self.close(finished=False)
+            raise
+        if self._is_first_of_host:
+            self._delivery.link.request(Peers(path=str(path)))
 
-    def _open_arena(self, info: RunInfo) -> RankArena:
+    @property
+    def _is_first_of_host(self) -> bool:
+        return self.rank == self._attach.local_ranks[0]
+
+    def _repair(self, restored: Restored) -> None:
+        """Have the hosts that are here make up for the copies that were lost with others."""
+        if self._table is None or not self._is_first_of_host:
+            return
+        for push in repairs(restored.save_id, restored.holdings, self._table.peers, self._table.copies()):
+            if push.holder == self._attach.host:
+                self._delivery.link.request(
+                    Repair(
+                        step=push.step,
+                        save_id=push.save_id,
+                        owner=push.owner,
+                        root=push.root,
+                        target=push.target,
+                    )
+                )
+
+    def _open_arena(self) -> RankArena:
         error: ResiliencyError | None = None
         arena = None
         try:
-            if self.rank == min(self._attach.local_ranks):
+            if self._is_first_of_host:
                 clean_up(self._options.arena_root, keep=self._arena_directory)
             arena = RankArena(
                 self._arena_directory,
                 rank=self.rank,
                 world_size=self._attach.world_size,
-                slots=self._options.slots,
+                slots=self._options.slots or (3 if len(self._attach.settings.tiers) > 1 else 2),
                 run_id=self._attach.session,
+                group=self._group,
             )
         except ResiliencyError as failure:
             error = failure
@@ -449,20 +475,55 @@ class Checkpointer:
         except Terminated:
             self.close(finished=False)
             raise
-        handle = self.save(step, state, wait=termination.time_left())
-        handle.wait(termination.time_left())
-        committed = handle.state is SaveState.COMMITTED
-        terminated = termination.terminated(step, committed=committed)
-        if committed:
-            logger.warning("step %d is committed; %s ends this rank", step, terminated.cause)
+        self.save(step, state, wait=termination.time_left())
+        handles = list(dict.fromkeys(self._saved_in.values()))
+        tiers = await_tiers(handles, termination.time_left)
+        terminated = termination.terminated(step, committed=bool(tiers))
+        if tiers:
+            logger.warning(
+                "step %d is committed (%s); %s ends this rank", step, " and ".join(tiers), terminated.cause
+            )
             self._emit(EventType.RANK_FINISHED, step, cause=terminated.cause)
         else:
-            why = handle.record.why or "the deadline is over"
-            logger.error("step %d is not committed (%s); it is left to the agent", step, why)
-        self.close(finished=committed)
+            why = "; ".join(handle.record.why for handle in handles if handle.record.why)
+            logger.error(
+                "step %d is not committed (%s); it is left to the agent", step, why or "the deadline is over"
+            )
+        self.close(finished=bool(tiers) and all(handle.state in FINAL for handle in handles))
         raise terminated
 
     # --- saves -----------------------------------------------------------------------------------
+
+    def _wanted(self, step: int, tiers: Collection[TierName] | None) -> tuple[str, ...]:
+        """The tiers that do not have the step and are not about to."""
+        known = self._attach.settings.tiers
+        asked = known if tiers is None else tuple(TierName(tier).value for tier in tiers)
+        if not asked or not set(asked) <= set(known):
+            raise ConfigError(
+                f"a save is for some of this job's tiers ({', '.join(known)}), found {', '.join(asked)}.",
+                step=step,
+            )
+        newest = self._newest
+        if newest is None or step > newest.step:
+            return asked
+        if step < newest.step:
+            raise ConfigError(
+                f"step {step} comes after step {newest.step}: steps are saved in growing order.", step=step
+            )
+        return tuple(tier for tier in asked if self._may_try(tier))
+
+    def _may_try(self, tier: str) -> bool:
+        """Whether the newest step is not in that tier, nor on its way there."""
+        handle = self._saved_in.get(tier)
+        return handle is None or (handle.state in FINAL and tier not in handle.record.committed_in)
+
+    def _register(self, step: int, tiers: tuple[str, ...]) -> SaveHandle:
+        handle = SaveHandle(step, tiers)
+        if self._newest is None or step > self._newest.step:
+            self._saved_in.clear()
+        self._newest = handle
+        self._saved_in.update(dict.fromkeys(tiers, handle))
+        return handle
 
     def _fences(self, state: object) -> bool:
         """Whether something will call the fence before the state changes."""
@@ -475,68 +536,15 @@ class Checkpointer:
 
     def _note_excess(self, excess: Excess | None) -> None:
         if excess is not None and self._newest is not None and self._newest.step == excess.step:
-            self._newest._learn_excess(excess.excess_s)
-            self._log.add_excess(excess.excess_s)
+            self._newest.update(excess_s=excess.excess_s)
+            record = self._newest.record
+            self._schedule.add_cost(tuple(map(TierName, record.tiers)), record.held_s + excess.excess_s)
+            self._delivery.log.add_excess(excess.excess_s)
             logger.debug("excess of the save of step %d: %+.3f s", excess.step, excess.excess_s)
 
-    def _not_captured(self, handle: SaveHandle, state: SaveState, why: str) -> None:
-        # After the captures before it: the agent takes a rank's steps to come in order.
-        self._captures.put(Skip(step=handle.step, reason=f"rank {self.rank}: {why}"))
-        held_s = self._capturer.stats.last_held_s
-        self._settle(handle, SaveRecord(step=handle.step, state=state, why=why, held_s=held_s))
-
-    def _deliver(self) -> None:
-        """In the courier's thread: tell the agent of each capture once it is whole."""
-        while (item := self._captures.get()) is not None:
-            if isinstance(item, Skip):
-                self._link.request(item)
-                continue
-            handle, capture = item
-            capture.wait(timedelta(days=1))  # the capturer settles every capture, by its own deadlines
-            if capture.outcome is Outcome.CAPTURED:
-                self._captured_step = capture.step
-                handle._update(replace(handle.record, state=SaveState.CAPTURED))
-                self._link.request(Save(step=capture.step, slot=capture.slot_path.name))
-            else:
-                why = f"rank {self.rank}: its capture was dropped: {capture.error}"
-                self._link.request(Skip(step=capture.step, reason=why))
-                self._finish(capture.step, SaveState.FAILED, why=why)
-
-    def _done(self, done: Done) -> None:
-        """In the link's thread: the agent reports the end of a save."""
-        if self.rank in done.skipped_by:
-            return  # settled when it was not captured; a second try may be under way
-        state = SaveState.FAILED if done.error else SaveState.COMMITTED
-        self._finish(done.step, state, done.error, queued_s=done.queued_s, commit_s=done.commit_s)
-
-    def _lost(self, why: str, steps: frozenset[int]) -> None:
-        """In the link's thread: an agent is gone, and with it the saves that it held."""
-        for step in sorted(steps):
-            self._finish(step, SaveState.FAILED, why)
-
-    def _finish(
-        self, step: int, state: SaveState, why: str = "", *, queued_s: float = 0.0, commit_s: float = 0.0
-    ) -> None:
-        with self._lock:
-            found = self._under_way.pop(step, None)
-        if found is None:  # reported before
-            return
-        handle, capture = found
-        capture.release()
-        record = replace(handle.record, state=state, why=why, queued_s=queued_s, commit_s=commit_s)
-        self._settle(handle, record)
-
-    def _settle(self, handle: SaveHandle, record: SaveRecord) -> None:
-        assert record.state in FINAL
-        self._log.add(record)
-        if record.state is SaveState.COMMITTED:
-            self._committed_step = max(self._committed_step, record.step)
-            if self.rank == 0:
-                self._emit(EventType.CHECKPOINT_SAVED, record.step)
-        else:
-            logger.warning("save of step %d %s: %s", record.step, record.state.value, record.why)
-            self._emit(EventType.SAVE_FAILED, record.step, cause=record.why, outcome=record.state.value)
-        handle._update(record)
+    @property
+    def _held_s(self) -> float:
+        return self._capturer.stats.last_held_s
 
     def _emit(self, type: EventType, step: int | None = None, **fields: Any) -> None:
         if self._events is not None:

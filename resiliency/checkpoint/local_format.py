@@ -74,6 +74,7 @@ class LocalFormat:
                 for entry in shard.layout.entries
             ),
             blobs=(slot, *blobs),
+            group=shard.group,
         )
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:

@@ -68,7 +68,8 @@ class BlobRecord:
 class RankIndex:
     """All that one rank wrote.  The file with this is the rank's vote that it is complete.
 
-    Names of files are relative to the directory of the checkpoint, which may be moved.
+    Names of files are relative to the directory of the checkpoint, which may be moved.  Ranks of one
+    `group` have interchangeable shards (see `Shard.group`).
     """
 
     rank: int
@@ -79,6 +80,7 @@ class RankIndex:
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     blobs: tuple[BlobRecord, ...] = ()
+    group: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -140,17 +142,26 @@ def read_index(
     name = index_name(directory, rank)
     path = storage.describe(name)
     try:
-        record, found = _unsealed(read_file(storage, name), path)
+        content = read_file(storage, name)
     except CheckpointMissing as error:
         raise CheckpointIncomplete(
             f"rank {rank} has no index {path}.", rank=rank, path=path, missing_ranks=[rank]
         ) from error
+    return parse_index(content, path, digest)
+
+
+def parse_index(content: bytes, path: str, digest: str | None = None) -> tuple[RankIndex, str]:
+    """An index from the bytes of its file, and its digest; `path` is for messages.
+
+    Raises:
+        CheckpointCorrupt: it does not match its own digest, or not `digest`.
+    """
+    record, found = _unsealed(content, path)
     if digest is not None and digest != found:
         raise CheckpointCorrupt(
             f"{path} is not the index that was committed: digest {found}, expected {digest}.",
             hint="It belongs to another save; restore another checkpoint.",
             path=path,
-            rank=rank,
             expected=digest,
             found=found,
         )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's worker: one thread that turns captured slots into committed checkpoints, in order.
+"""The agent's workers: one thread per tier, which turns captured slots into committed checkpoints, in order.
 
-What it is given stays lent to it until it is done, so a trainer cannot overwrite it and may die.
-It reports every save exactly once; a save that fails touches nothing older.
+What a worker is given stays lent to it until it is done, so a trainer cannot overwrite it and may die.
+It reports every save exactly once; a save that fails touches nothing older.  Tiers share nothing but
+the slots that they read: one that is slow or full neither delays nor fails the other.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
-from resiliency.checkpoint.arena import CapturedSlot
 from resiliency.checkpoint.catalog import clean_unfinished, forget_failed, free_failed, try_prune
 from resiliency.checkpoint.commit import CheckpointFormat, SaveTicket, commit
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.dcp_leaves import PlainLeaves
+from resiliency.checkpoint.generations import make_way, retire
+from resiliency.checkpoint.jobs import CleanJob, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
 from resiliency.checkpoint.megatron_format import MegatronFormat
 from resiliency.checkpoint.shard_file import FileRecord
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
+from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.wire import Done, Settings
 from resiliency.errors import CheckpointWriteFailed, ResiliencyError
 
@@ -33,43 +37,7 @@ logger = logging.getLogger(__name__)
 #: Beyond that many, saves are refused; slots end long before.
 QUEUE_LIMIT = 16
 
-
-@dataclass(frozen=True, kw_only=True)
-class SaveJob:
-    """This host's part of one save.
-
-    `missing`: why a local rank has no capture; then nothing is saved.  `skipped_by`: ranks that said so
-    themselves.
-    """
-
-    step: int
-    session: str
-    run_id: str
-    world_size: int
-    ranks: tuple[int, ...]
-    slots: Mapping[int, CapturedSlot]
-    settings: Settings
-    missing: str = ""
-    skipped_by: tuple[int, ...] = ()
-    queued: float = field(default_factory=time.monotonic)
-
-    @property
-    def leads(self) -> bool:
-        return 0 in self.ranks
-
-    def close(self) -> None:
-        for slot in self.slots.values():
-            slot.close()
-
-
-@dataclass(frozen=True)
-class CleanJob:
-    """Delete what unfinished saves of dead attempts left in the directory."""
-
-    settings: Settings
-
-    def close(self) -> None:
-        """It holds nothing."""
+Job: TypeAlias = "SaveJob | RefuseJob | CleanJob | RetireJob"
 
 
 class Pace:
@@ -91,24 +59,37 @@ class Pace:
 
 
 class Worker:
-    """Runs jobs one after the other.  `on_done` is called from its thread.
+    """Runs the jobs of one tier one after the other.  `on_done` is called from its thread.
 
     Args:
         hurry: once set, the bandwidth cap is off: the host is about to go.
     """
 
-    def __init__(self, on_done: Callable[[SaveJob, Done], None], hurry: threading.Event) -> None:
+    def __init__(
+        self, tier: TierName, on_done: Callable[[SaveJob, Done], None], hurry: threading.Event
+    ) -> None:
+        self._tier = tier
         self._on_done = on_done
         self._hurry = hurry
-        self._queue: queue.Queue[SaveJob | CleanJob | None] = queue.Queue(QUEUE_LIMIT)
-        self._thread = threading.Thread(target=self._run, name="resiliency-persist", daemon=True)
+        self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
+        self._saves = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
         self._thread.start()
 
-    def try_put(self, job: SaveJob | CleanJob) -> bool:
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is being written or waits to be."""
+        with self._lock:
+            return self._saves > 0
+
+    def try_put(self, job: Job) -> bool:
         """Queue a job; False if too many wait."""
+        self._count(job, 1)
         try:
             self._queue.put_nowait(job)
         except queue.Full:
+            self._count(job, -1)
             return False
         return True
 
@@ -117,35 +98,54 @@ class Worker:
         self._queue.put(None, timeout=timeout.total_seconds())
         self._thread.join(timeout.total_seconds())
 
+    def _count(self, job: Job, change: int) -> None:
+        if isinstance(job, SaveJob):
+            with self._lock:
+                self._saves += change
+
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            try:
-                if isinstance(job, SaveJob):
-                    done = self._save(job)
-                    self._on_done(job, done)
-                    # Nobody waits for this: to delete a large file takes a good part of writing it.
-                    if job.leads and not done.error:
-                        _tidy(job)
-                else:
-                    _clean(job)
-            finally:
-                job.close()
+            self._do(job, LocalStorage(_directory(self._tier, _settings(job))))
 
-    def _save(self, job: SaveJob) -> Done:
+    def _do(self, job: Job, storage: Storage) -> None:
+        if isinstance(job, SaveJob):
+            self._run_save(storage, job)
+        elif isinstance(job, RefuseJob):
+            _refuse(storage, job)
+        elif isinstance(job, CleanJob):
+            _try(lambda: _log_gone("unfinished", clean_unfinished(storage)))
+        else:
+            _try(lambda: _retire(storage, job))
+
+    def _run_save(self, storage: Storage, job: SaveJob) -> None:
+        done = self._save(storage, job)
+        # The slots first: who hears that the save is done may want them.
+        job.loan.give_back()
+        self._count(job, -1)
+        self._on_done(job, done)
+        # Nobody waits for this: to delete a large file takes a good part of writing it.
+        if job.leads and not done.error:
+            _tidy(storage, job)
+
+    def _save(self, storage: Storage, job: SaveJob) -> Done:
         began = time.monotonic()
         error, size = "", 0
         try:
-            size = self._commit(job)
-            logger.info("step %d committed: %d bytes in %.2f s", job.step, size, time.monotonic() - began)
+            size = self._commit(storage, job)
+            logger.info(
+                "step %d committed in the %s tier: %d bytes in %.2f s",
+                *(job.step, self._tier.value, size, time.monotonic() - began),
+            )
         except ResiliencyError as failure:
             error = str(failure)
-            logger.error("save of step %d failed: %s", job.step, error)
+            logger.error("save of step %d in the %s tier failed: %s", job.step, self._tier.value, error)
         except Exception as failure:  # the border of this thread: a save failed, the next may not
             error = f"{type(failure).__name__}: {failure}"
-            logger.exception("save of step %d failed", job.step)
+            logger.exception("save of step %d in the %s tier failed", job.step, self._tier.value)
         return Done(
             step=job.step,
             session=job.session,
+            tier=self._tier.value,
             error=error,
             skipped_by=job.skipped_by,
             size_bytes=size,
@@ -153,45 +153,73 @@ class Worker:
             commit_s=time.monotonic() - began,
         )
 
-    def _commit(self, job: SaveJob) -> int:
-        storage = LocalStorage(job.settings.directory)
-        ticket = SaveTicket(
-            step=job.step,
-            run_id=job.run_id,
-            save_id=f"{job.session}-{job.step}",
-            world_size=job.world_size,
-            ranks=range(job.world_size),
-            timeout=timedelta(seconds=job.settings.save_timeout_s),
-        )
-        if job.missing:
-            # As a commit that fails where it would write: this way the other hosts learn of it.
-            unwritten = dict.fromkeys(job.ranks)
-            commit(storage, _Unwritable(job.missing), ticket, unwritten, leads=job.leads)
-            return 0
+    def _commit(self, storage: Storage, job: SaveJob) -> int:
         if job.leads:
             _try(lambda: free_failed(storage))
-        shards = {rank: slot.shard for rank, slot in job.slots.items()}
-        return commit(storage, self._format(job.settings), ticket, shards, leads=job.leads).size_bytes
+        if self._tier is TierName.LOCAL:
+            make_way(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
+        shards = {rank: slot.shard for rank, slot in job.loan.slots.items()}
+        return commit(storage, self._format(job.settings), _ticket(job), shards, leads=job.leads).size_bytes
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
+        if self._tier is TierName.LOCAL:
+            return LocalFormat()
         pace = Pace(settings.bytes_per_s, self._hurry) if settings.bytes_per_s else None
         if settings.format == MegatronFormat.name:
             return MegatronFormat(pace=pace)
         return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)
 
 
-def _tidy(job: SaveJob) -> None:
-    """What a committed save makes needless."""
-    storage = LocalStorage(job.settings.directory)
-    try_prune(storage, job.settings.keep)
+def _directory(tier: TierName, settings: Settings) -> str:
+    return settings.local_directory if tier is TierName.LOCAL else settings.directory
+
+
+def _settings(job: Job) -> Settings:
+    return job.save.settings if isinstance(job, RefuseJob) else job.settings
+
+
+def _ticket(job: SaveJob) -> SaveTicket:
+    return SaveTicket(
+        step=job.step,
+        run_id=job.run_id,
+        save_id=job.save_id,
+        world_size=job.world_size,
+        ranks=job.voters,
+        timeout=timedelta(seconds=job.settings.save_timeout_s),
+    )
+
+
+def _tidy(storage: Storage, job: SaveJob) -> None:
+    """What a committed save makes needless.  In the local tier it makes no other save so: see `_retire`."""
+    if job.tier is TierName.PERSISTENT:
+        try_prune(storage, job.settings.keep)
     _try(lambda: forget_failed(storage, below=job.step))
+
+
+def _retire(storage: Storage, job: RetireJob) -> None:
+    gone = retire(storage, run_id=job.run_id, complete=job.complete, keep=job.settings.local_keep)
+    _log_gone("old", gone)
+
+
+def _log_gone(what: str, steps: list[int]) -> None:
+    if steps:
+        logger.info("deleted %s checkpoints: %s", what, steps)
 
 
 def _try(tidy_up: Callable[[], None]) -> None:
     try:
         tidy_up()
     except ResiliencyError as error:  # no reason to fail the save that this is for; the next one tries again
-        logger.warning("traces of failed saves were not deleted: %s", error)
+        logger.warning("needless files were not deleted: %s", error)
+
+
+def _refuse(storage: Storage, job: RefuseJob) -> None:
+    """As a commit that fails where it would write: this way the other hosts learn of it."""
+    unwritten = dict.fromkeys(job.save.ranks)
+    try:
+        commit(storage, _Unwritable(job.why), _ticket(job.save), unwritten, leads=job.save.leads)
+    except ResiliencyError as error:
+        logger.info("step %d is not saved: %s", job.save.step, error)
 
 
 class _Unwritable:
@@ -209,14 +237,3 @@ class _Unwritable:
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
         return ()
-
-
-def _clean(job: CleanJob) -> None:
-    storage = LocalStorage(job.settings.directory)
-    try:
-        gone = clean_unfinished(storage)
-    except ResiliencyError as error:
-        logger.warning("%s was not cleaned up: %s", storage.describe(), error)
-    else:
-        if gone:
-            logger.info("deleted unfinished checkpoints: %s", gone)

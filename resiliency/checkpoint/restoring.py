@@ -1,43 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring a state back: from this host's memory, else from the newest checkpoint that verifies.
+"""Bring a state back: from memory, this host's disk, other hosts, or storage that all see.
 
-All ranks agree on one step before a byte of the state changes.  A source that turns out bad on any
-rank is passed over on all of them, and the next one is tried; steps are never mixed.
+The ranks agree once on what is left and where (`resiliency.checkpoint.recovery.inventory`), and plan
+alike from that: the newest save of which every rank gets a shard, each from the place that costs
+least.  Shards of one save may come from any mix of places; saves are never mixed.  No byte of the state
+changes before every rank has found that its shard fits.  A source that turns out bad for any rank is
+passed over on all of them and the rest is planned anew: another copy, else an older save.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, IntEnum
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.arena import RankArena, peek
-from resiliency.checkpoint.catalog import Condition, list_checkpoints, quarantine
-from resiliency.checkpoint.dcp_format import DcpFormat
-from resiliency.checkpoint.lease import Lease
-from resiliency.checkpoint.local_format import LocalFormat
-from resiliency.checkpoint.megatron_format import MegatronFormat
+from resiliency.checkpoint.arena import RankArena, open_captured
+from resiliency.checkpoint.catalog import quarantine
+from resiliency.checkpoint.lease import try_lease
+from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.progress import Progress
 from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.storage import Storage
+from resiliency.checkpoint.recovery.exchange import exchange
+from resiliency.checkpoint.recovery.holdings import Holding, Place
+from resiliency.checkpoint.recovery.inventory import (
+    Inventory,
+    Save,
+    list_local,
+    list_memory,
+    open_holding,
+    save_id_of,
+    take_inventory,
+    try_set_aside,
+)
+from resiliency.checkpoint.recovery.planner import Pick, Plan, each_plan, explain_loss, plans
+from resiliency.checkpoint.recovery.verdicts import agree
+from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
     LayoutMismatch,
-    PeerError,
     ResiliencyError,
 )
 
 logger = logging.getLogger(__name__)
-
-_BAD = (CheckpointCorrupt, CheckpointIncomplete)
-#: Formats that hold each rank's state as it was captured; a checkpoint of another one is not bad.
-_RESTORABLE = frozenset({DcpFormat.name, LocalFormat.name, MegatronFormat.name})
 
 #: Finds out whether a state fits what its rank had captured (else LayoutMismatch), changing nothing, and
 #: returns what fills it, which runs once all ranks fit; None: nothing is to be filled.
@@ -45,22 +57,34 @@ Fill = Callable[[Shard], Callable[[], object] | None]
 
 
 class Tier(str, Enum):
-    """Where a state came from."""
+    """Where a state came from; of several, the last of these."""
 
     NONE = "none"
     MEMORY = "memory"
-    DISK = "disk"
+    LOCAL = "local"  # this host's own disk
+    PEERS = "peers"  # the disks of other hosts
+    DISK = "disk"  # storage that all hosts see
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What `restore` did.  Step 0 and tier NONE: there was nothing, the state is as it was."""
+    """What `restore` did.  Step 0 and tier NONE: there was nothing, the state is as it was.
+
+    Attributes:
+        size_bytes: of this rank's tensors.
+        run_id: the run whose checkpoints the directory holds; who goes on with them takes over its name.
+        bytes_by_tier: how much of the state of all ranks came from where.
+        holdings: the copies of this save on the disks of hosts, those that turned out bad left out: what
+            to make new copies from.
+    """
 
     step: int
     tier: Tier
     size_bytes: int = 0
-    #: The run whose checkpoints the directory holds; who goes on with them takes over its name.
     run_id: str = ""
+    save_id: str = ""
+    bytes_by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    holdings: tuple[Holding, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,25 +93,41 @@ class Source:
 
     step: int
     tier: Tier
-    session: str = ""  # of captures: two attempts may have captured one step differently
+    save_id: str = ""  # two attempts may have come to one step differently
     run_id: str = ""
 
 
 class Restorer:
-    """Restores one rank's state, together with all others."""
+    """Restores one rank's state, together with all others.
+
+    Args:
+        arena: of this rank.
+        storage: that all hosts see, if there is one.
+        replicated: all ranks train the same tensors, so each may go on from the shard of any, and their
+            number may change.
+        local: directory of this host's local tier.
+        host: name of this host; empty: each rank looks at its own captures only.
+        group: names the ranks whose shards are interchangeable with this one's.
+    """
 
     def __init__(
         self,
         arena: RankArena,
-        storage: Storage,
+        storage: Storage | None,
         agreement: Agreement,
         *,
         replicated: bool,
+        local: Path | None = None,
+        host: str = "",
+        group: str = "",
     ) -> None:
         self._arena = arena
         self._storage = storage
         self._agreement = agreement
         self._replicated = replicated
+        self._local = local
+        self._host = host
+        self._group = group
         #: Whether a source turned out bad when some of it had been put into the state already.
         self._overwritten = False
 
@@ -96,19 +136,22 @@ class Restorer:
 
         Raises:
             LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank.
-            PeerError: another rank could not restore.
+            CheckpointCorrupt: what was left turned out bad when a part of it was in the state already.
+            PeerError: another rank could not restore, or died.
         """
-        sources = self.sources()
-        run_id = next((source.run_id for source in sources if source.run_id), "")
+        inventory = self._take_inventory()
+        bad: set[Holding] = set()
         self._overwritten = False
-        for source in sources:
-            if step not in (None, source.step):
-                continue
-            size = self._try(source, fill)
-            if size is not None:
-                level = logging.DEBUG if self._agreement.rank else logging.INFO  # all ranks alike
-                logger.log(level, "restored step %d from %s", source.step, source.tier.value)
-                return Restored(step=source.step, tier=source.tier, size_bytes=size, run_id=run_id)
+        plan = self._choose(inventory, bad, step)
+        self._tell_losses(inventory, plan, step)
+        while plan is not None:
+            size, found_bad = self._try(plan, fill)
+            if not found_bad:
+                return _restored(inventory, plan, size, bad, self._agreement.rank)
+            bad |= self._pass_over(plan, inventory, found_bad)
+            # Whoever reads a bad shard again takes its time: not at the cost of an exchange's deadlines.
+            self._agreement.gather(None)
+            plan = self._choose(inventory, bad, step)
         if self._overwritten:
             raise CheckpointCorrupt(
                 "a checkpoint turned out bad when a part of it was in the state already; there is no other.",
@@ -118,164 +161,221 @@ class Restorer:
         return Restored(step=0, tier=Tier.NONE)
 
     def sources(self) -> list[Source]:
-        """Best first: newest, and of one step the one in memory; the same list on all ranks."""
-        captured = {
-            Source(step=header.step, tier=Tier.MEMORY, session=header.run_id)
-            for _, header in peek(self._arena.directory, self._arena.rank)
-            if header.world_size == self._arena.world_size
+        """Best first: newest, and of one step the quickest; the same list on all ranks; collective."""
+        inventory = self._take_inventory()
+        found = {
+            Source(step=save.step, tier=Tier.DISK, save_id=save.save_id, run_id=save.run_id): None
+            for save in inventory.saves
         }
-        error: ResiliencyError | None = None
-        stored: list[Source] = []
-        if self._agreement.rank == 0:
-            try:
-                stored = self._stored()
-            except CheckpointError as failure:
-                error = failure
-        self._agreement.check(error, "listing checkpoints")
-        everyone = self._agreement.gather((captured, stored))
-        shared = set.intersection(*(captured for captured, _ in everyone))
-        sources = [*shared, *everyone[0][1]]
-        return sorted(sources, key=lambda s: (-s.step, s.tier is Tier.DISK, s.session))
+        used: set[tuple[str, Place]] = set()
+        while True:
+            left = [h for h in inventory.holdings if (h.save_id, h.place) not in used]
+            made = plans(inventory.needs, left)
+            if not made:
+                return sorted(found, key=lambda s: (-s.step, _COST.index(s.tier), s.save_id))
+            for plan in made:
+                source = Source(step=plan.step, tier=_tier_of(plan), save_id=plan.save_id, run_id=plan.run_id)
+                found[source] = None
+                used.update((plan.save_id, pick.holding.place) for pick in plan.picks)
 
-    def _stored(self) -> list[Source]:
-        found = list_checkpoints(self._storage)
-        for checkpoint in found:
-            if checkpoint.condition is Condition.BAD:
-                logger.warning("passing over %s: %s", checkpoint.path, checkpoint.why)
-            elif checkpoint.condition is Condition.STOCK:  # good, but for other readers
-                logger.info("passing over %s: %s", checkpoint.path, checkpoint.why)
-            elif checkpoint.manifest is not None and checkpoint.manifest.format not in _RESTORABLE:
-                logger.warning(
-                    "passing over %s: it has format %r; load it with torch.distributed.checkpoint.load",
-                    checkpoint.path,
-                    checkpoint.manifest.format,
-                )
-        return [
-            Source(step=c.step, tier=Tier.DISK, run_id=c.manifest.run_id)
-            for c in found
-            if c.condition is Condition.COMPLETE
-            and c.manifest is not None
-            and c.manifest.format in _RESTORABLE
+    # --- choosing --------------------------------------------------------------------------------
+
+    def _take_inventory(self) -> Inventory:
+        # Without a name of the host, each rank is one by itself.
+        host = self._host or f"rank-{self._agreement.rank}"
+
+        def list_here(is_first: bool) -> list[Holding]:
+            if not is_first:
+                return []
+            ranks = None if self._host else [self._agreement.rank]
+            found = list_memory(self._arena.directory, host, ranks)
+            return found if self._local is None else found + list_local(self._local, host)
+
+        return take_inventory(
+            self._agreement,
+            host=host,
+            group=self._group,
+            interchangeable=self._replicated,
+            list_here=list_here,
+            storage=self._storage,
+        )
+
+    def _choose(self, inventory: Inventory, bad: Collection[Holding], step: int | None) -> Plan | None:
+        plan = next(each_plan(inventory.needs, inventory.holdings, bad=bad, step=step), None)
+        for save in sorted(inventory.saves, key=lambda save: -save.step):
+            if step not in (None, save.step) or (plan is not None and save.step <= plan.step):
+                continue
+            if save.world_size != self._agreement.world_size and not self._replicated:
+                raise self._of_others(save)
+        return plan
+
+    def _of_others(self, save: Save) -> LayoutMismatch:
+        assert self._storage is not None  # it was listed
+        path = self._storage.describe(step_directory(save.step))
+        return LayoutMismatch(
+            f"{path} was saved by {save.world_size} ranks, this job has {self._agreement.world_size}.",
+            hint="Load it with torch.distributed.checkpoint.load, which cuts it anew.",
+            path=path,
+            step=save.step,
+        )
+
+    def _tell_losses(self, inventory: Inventory, plan: Plan | None, step: int | None) -> None:
+        """Why it is not the newest save that is restored."""
+        newer = [
+            holding
+            for holding in inventory.holdings
+            if step in (None, holding.step) and (plan is None or holding.step > plan.step)
         ]
+        if newer and self._agreement.rank == 0:
+            logger.warning("not restored: %s", explain_loss(inventory.needs, newer))
 
-    def _try(self, source: Source, fill: Fill) -> int | None:
-        """Bytes restored; None if the source is bad on any rank."""
-        if source.tier is Tier.MEMORY:
-            return self._from_memory(source, fill)
-        lease = None
-        try:
-            if self._agreement.rank == 0:
-                try:
-                    lease = Lease(self._storage, source.step)
-                except CheckpointError as error:  # read-only storage: nobody deletes there either
-                    logger.info("step %d is read without a lease: %s", source.step, error)
-            return self._from_disk(source, fill)
-        finally:
-            if lease is not None:
-                lease.close()
+    # --- trying ----------------------------------------------------------------------------------
 
-    def _from_memory(self, source: Source, fill: Fill) -> int | None:
-        with contextlib.ExitStack() as lent:
+    def _try(self, plan: Plan, fill: Fill) -> tuple[int, dict[int, str]]:
+        """Bytes of this rank, and the ranks whose source is bad; if there are any, nothing is restored."""
+        rank, doing = self._agreement.rank, f"restoring from {_tier_of(plan).value}"
+        with ExitStack() as held:
+            if rank == 0 and self._storage is not None and _uses(plan, Place.PERSISTENT):
+                held.enter_context(try_lease(self._storage, plan.step))
+            progress = held.enter_context(Progress(f"restoring step {plan.step}", shown=rank == 0))
+            error: ResiliencyError | None = None
+            size, act = 0, None
+            try:
+                received = exchange(plan, rank)
+            except CheckpointError as failure:  # a PeerError leaves nobody to agree with
+                received, error = None, failure
+            try:
+                if error is None:
+                    shard = self._find(plan.picks[rank], held, progress) if received is None else received
+                    size, act = shard.layout.size_bytes, fill(shard)
+            except (ResiliencyError, MemoryError) as failure:
+                error = _named(failure)
+            bad = agree(self._agreement, error, doing)
+            if bad:
+                return 0, bad
+            try:
+                if act is not None:
+                    act()
+            except (ResiliencyError, MemoryError) as failure:
+                error = _named(failure)
+            bad = agree(self._agreement, error, doing)
+            self._overwritten |= bool(bad)
+            return size, bad
 
-            def find() -> Shard:
-                shard = lent.enter_context(self._arena.captured(source.step))
-                if shard.run_id != source.session:
-                    raise CheckpointIncomplete(f"the capture of step {source.step} was replaced.")
-                return shard
-
-            return self._fill(source, find, fill, "restoring from memory")
-
-    def _from_disk(self, source: Source, fill: Fill) -> int | None:
-        with Progress(f"restoring step {source.step}", shown=self._arena.rank == 0) as progress:
-            return self._fill(source, lambda: self._open(source.step, progress), fill, "restoring from disk")
-
-    def _fill(self, source: Source, find: Callable[[], Shard], fill: Fill, doing: str) -> int | None:
-        error: ResiliencyError | None = None
-        size, act = 0, None
-        try:
-            shard = find()
-            size, act = shard.layout.size_bytes, fill(shard)
-        except ResiliencyError as failure:
-            error = failure
-        if not self._all_good(source, error, doing):
-            return None
-        try:
-            if act is not None:
-                act()
-        except ResiliencyError as failure:
-            error = failure
-        if not self._all_good(source, error, doing):
-            self._overwritten = True
-            return None
-        return size
-
-    def _open(self, step: int, progress: Progress) -> Shard:
-        reader = CheckpointReader(self._storage, step)
-        rank, saved_ranks = self._arena.rank, reader.manifest.world_size
-        if saved_ranks != self._arena.world_size:
-            if not self._replicated:
-                raise LayoutMismatch(
-                    f"{reader.path} was saved by {saved_ranks} ranks, this job has {self._arena.world_size}.",
-                    hint="Load it with torch.distributed.checkpoint.load, which cuts it anew.",
-                    path=reader.path,
-                    step=step,
-                )
-            rank %= saved_ranks
+    def _find(self, pick: Pick, held: ExitStack, progress: Progress) -> Shard:
+        """What this rank reads by itself; its tensors may be read when they are asked for."""
+        holding, rank = pick.holding, pick.holding.rank
+        if holding.place is Place.MEMORY:
+            return self._borrow(holding, held)
+        if holding.place is Place.PERSISTENT:
+            assert self._storage is not None
+            reader = CheckpointReader(self._storage, holding.step)
+            if reader.manifest.save_id != holding.save_id:
+                raise CheckpointIncomplete(f"{reader.path} was replaced.", path=reader.path)
+            if self._replicated:  # any will do: the one of the same number, as far as there is one
+                rank = self._agreement.rank % reader.manifest.world_size
+        else:
+            held.enter_context(try_lease(LocalStorage(holding.root), holding.step))
+            reader = open_holding(holding)
         progress.expect(reader.index(rank).size_bytes)
         reader.pace = progress
         return reader.open_shard(rank)
 
-    def _all_good(self, source: Source, error: ResiliencyError | None, doing: str) -> bool:
-        """Whether all ranks succeeded; False to try the next source, on all of them.
+    def _borrow(self, holding: Holding, held: ExitStack) -> Shard:
+        if holding.rank == self._arena.rank:
+            shard = held.enter_context(self._arena.captured(holding.step))
+        else:
+            slot = open_captured(self._arena.directory, holding.rank, step=holding.step)
+            shard = held.enter_context(slot).shard
+        if save_id_of(shard.run_id, shard.step) != holding.save_id:
+            raise CheckpointIncomplete(f"the capture of step {holding.step} was replaced.")
+        return shard
 
-        A source that is bad for one rank is passed over, also where it does not fit another.
-        """
-        verdicts = self._agreement.gather(None if error is None else (_kind(error), str(error)))
-        failures = [verdict for verdict in verdicts if verdict is not None]
-        if not failures:
-            return True
-        worst, why = min(failures)
-        if worst is not _Kind.BAD:
-            self._check(error, doing)
-        logger.error("step %d from %s passed over: %s", source.step, source.tier.value, why)
-        if source.tier is Tier.DISK and self._agreement.rank == 0:
+    # --- what turned out bad ---------------------------------------------------------------------
+
+    def _pass_over(self, plan: Plan, inventory: Inventory, why: Mapping[int, str]) -> set[Holding]:
+        """What not to try again, now or in another start."""
+        first = why[min(why)]
+        logger.error("step %d from %s passed over: %s", plan.step, _tier_of(plan).value, first)
+        bad = {plan.picks[rank].holding: text for rank, text in why.items()}
+        for holding, text in bad.items():
+            on_host = holding.place in _ON_HOSTS
+            if on_host and self._agreement.rank == inventory.first_on(holding.host):
+                try_set_aside(holding, text)
+        if all(holding.place is not Place.PERSISTENT for holding in bad):
+            return set(bad)
+        # There a checkpoint is one whole: all ranks may need the same file.
+        if self._agreement.rank == 0 and self._storage is not None:
             try:
-                quarantine(self._storage, source.step, why)
+                quarantine(self._storage, plan.step, first)
             except CheckpointError as failure:
                 logger.warning("%s", failure)
-        return False
-
-    def _check(self, error: ResiliencyError | None, doing: str) -> None:
-        """Raise on all ranks if any has an error, and an error of the same kind on all.
-
-        What the caller does next depends on the kind, and must be the same everywhere.
-        """
-        found = self._agreement.gather(None if error is None else (_kind(error), str(error)))
-        failures = [(*verdict, rank) for rank, verdict in enumerate(found) if verdict is not None]
-        if not failures:
-            return
-        kind, text, rank = min(failures)
-        if error is not None and _kind(error) == kind:
-            raise error
-        raise _RAISED[kind](f"rank {rank}, while {doing}: {text}", rank=rank)
+        same = {h for h in inventory.holdings if h.save_id == plan.save_id and h.place is Place.PERSISTENT}
+        return same | set(bad)
 
 
-class _Kind(IntEnum):
-    """Of failures on several ranks the first of these decides what is raised on all."""
+def _named(failure: ResiliencyError | MemoryError) -> ResiliencyError:
+    """What can be agreed on with the other ranks, which wait for this one's verdict."""
+    if isinstance(failure, ResiliencyError):
+        return failure
+    return CheckpointError(
+        f"there is no memory to restore the shard of this rank: {failure}",
+        hint="Give the host or its container more memory: a state on a device is restored through the host.",
+    )
 
-    OTHER = 0
-    BAD = 1
-    UNFIT = 2
 
-
-_RAISED: dict[_Kind, type[ResiliencyError]] = {
-    _Kind.OTHER: PeerError,
-    _Kind.BAD: CheckpointCorrupt,
-    _Kind.UNFIT: LayoutMismatch,
+#: What one would rather read from first.
+_COST = tuple(Tier)
+_TIERS = {
+    Place.MEMORY: Tier.MEMORY,
+    Place.LOCAL: Tier.LOCAL,
+    Place.REPLICA: Tier.LOCAL,
+    Place.PERSISTENT: Tier.DISK,
 }
+_ON_HOSTS = (Place.LOCAL, Place.REPLICA)
 
 
-def _kind(error: ResiliencyError) -> _Kind:
-    if isinstance(error, _BAD):
-        return _Kind.BAD
-    return _Kind.UNFIT if isinstance(error, LayoutMismatch) else _Kind.OTHER
+def _tier(pick: Pick) -> Tier:
+    return _TIERS[pick.holding.place] if pick.sender is None else Tier.PEERS
+
+
+def _tier_of(plan: Plan) -> Tier:
+    return max(map(_tier, plan.picks), key=_COST.index)
+
+
+def _uses(plan: Plan, place: Place) -> bool:
+    return any(pick.holding.place is place for pick in plan.picks)
+
+
+def _restored(
+    inventory: Inventory, plan: Plan, size_bytes: int, bad: Collection[Holding], rank: int
+) -> Restored:
+    moved: Counter[Tier] = Counter()
+    for pick in plan.picks:
+        moved[_tier(pick)] += pick.holding.size_bytes
+    tier = _tier_of(plan)
+    level = logging.DEBUG if rank else logging.INFO  # all ranks alike
+    amounts = ", ".join(f"{size} bytes from {tier.value}" for tier, size in moved.items())
+    logger.log(level, "restored step %d from %s (%s)", plan.step, tier.value, amounts)
+    return Restored(
+        step=plan.step,
+        tier=tier,
+        size_bytes=size_bytes,
+        run_id=_run_of(inventory),
+        save_id=plan.save_id,
+        bytes_by_tier=dict(moved),
+        holdings=tuple(
+            holding
+            for holding in inventory.holdings
+            if holding.save_id == plan.save_id and holding.place in _ON_HOSTS and holding not in bad
+        ),
+    )
+
+
+def _run_of(inventory: Inventory) -> str:
+    """The run that the newest checkpoint belongs to: on storage that all see, else on the hosts."""
+    everything = (inventory.saves, inventory.holdings)
+    named = [
+        max(((item.step, item.run_id) for item in items if item.run_id), default=None) for items in everything
+    ]
+    return next((newest[1] for newest in named if newest is not None), "")

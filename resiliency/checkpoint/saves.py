@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from typing import Any
 
 
 class SaveState(str, Enum):
     QUEUED = "queued"  # being captured
     CAPTURED = "captured"  # whole in this host's memory; the agent writes it
-    COMMITTED = "committed"  # durable on storage, on all ranks
+    COMMITTED = "committed"  # all tiers have reported, and it is committed in at least one
     FAILED = "failed"
-    SKIPPED = "skipped"  # no slot was free: storage is slower than the interval
+    SKIPPED = "skipped"  # no slot was free, or no tier: storage is slower than the interval
 
 
 FINAL = frozenset({SaveState.COMMITTED, SaveState.FAILED, SaveState.SKIPPED})
@@ -26,31 +28,40 @@ class SaveRecord:
     """One save of one rank.  Durations in seconds; those of phases it did not reach are 0.
 
     Attributes:
-        why: of a failed or skipped save.
+        tiers: that it is for.
+        committed_in: those of them that have it, while others may still write.  In the persistent tier a
+            commit is one of all ranks, in the local tier one of this host's; see `complete`.
+        why: of a failed or skipped save, or of the tiers that failed.
         size_bytes: captured by this rank.
         held_s: how long training stood still when the save began; a fence may add to it later.
-        queued_s: until the agent began to write.
+        queued_s: until the agent began to write; of the tier that took longest, as is `commit_s`.
         commit_s: from then until it was durable on all ranks.
         excess_s: how much longer the ten steps after it took than undisturbed ones; None until that is
             known, see `resiliency.checkpoint.step_times`.
+        copies_on: other hosts that have verified copies of what this host has in its local tier.
+        complete: every host has committed its part to its local tier, and has its copies.
     """
 
     step: int
     state: SaveState
+    tiers: tuple[str, ...] = ()
+    committed_in: tuple[str, ...] = ()
     why: str = ""
     size_bytes: int = 0
     held_s: float = 0.0
     queued_s: float = 0.0
     commit_s: float = 0.0
     excess_s: float | None = None
+    copies_on: tuple[str, ...] = ()
+    complete: bool = False
 
 
 class SaveHandle:
     """A save under way or done.  Any thread may ask."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, tiers: tuple[str, ...] = ()) -> None:
         self.step = step
-        self._record = SaveRecord(step=step, state=SaveState.QUEUED)
+        self._record = SaveRecord(step=step, state=SaveState.QUEUED, tiers=tiers)
         self._changed = threading.Condition()
 
     @property
@@ -70,14 +81,91 @@ class SaveHandle:
         with self._changed:
             return self._changed.wait_for(lambda: self.state in wanted, timeout.total_seconds())
 
-    def _update(self, record: SaveRecord) -> None:
+    def wait_complete(self, timeout: timedelta) -> bool:
+        """Wait until the save is complete in the local tier of all hosts; False if it is not by then.
+
+        It does not wait for what can not come any more: a save that ended outside the local tier.
+        """
+
+        def settled() -> bool:
+            return self._record.complete or (self.state in FINAL and "local" not in self._record.committed_in)
+
         with self._changed:
-            self._record = replace(record, excess_s=self._record.excess_s)
+            self._changed.wait_for(settled, timeout.total_seconds())
+            return self._record.complete
+
+    def update(self, **changes: Any) -> None:
+        """Change the record; for the checkpointer alone."""
+        with self._changed:
+            self._record = replace(self._record, **changes)
             self._changed.notify_all()
 
-    def _learn_excess(self, excess_s: float) -> None:
-        with self._changed:
-            self._record = replace(self._record, excess_s=excess_s)
+
+def await_tiers(handles: Sequence[SaveHandle], time_left: Callable[[], timedelta]) -> list[str]:
+    """Wait for the end of all saves of one step; returns the tiers from which all ranks could restore it.
+
+    When no time is left any tier will do; the agent goes on with the others.
+    """
+    for handle in handles:
+        handle.wait(time_left())
+    tiers = ["persistent"] if any("persistent" in h.record.committed_in for h in handles) else []
+    for handle in handles:
+        # Without the other hosts' parts this host's is worth nothing.
+        if handle.record.complete or (not tiers and handle.wait_complete(time_left())):
+            tiers.append("local")
+    return tiers
+
+
+class TierOutcomes:
+    """The tiers of one save report one by one; this says what that makes of the save."""
+
+    def __init__(self, tiers: Collection[str]) -> None:
+        self._several = len(tiers) > 1
+        self._waiting = set(tiers)
+        self._errors: dict[str, str] = {}
+        self._left_out: set[str] = set()
+        self._committed: list[str] = []
+        self._longest = (0.0, 0.0)
+
+    def report(
+        self,
+        tier: str,
+        error: str,
+        *,
+        left_out: bool = False,
+        queued_s: float = 0.0,
+        commit_s: float = 0.0,
+    ) -> bool:
+        """Take a tier's report; False if it is not its first."""
+        if tier not in self._waiting:
+            return False
+        self._waiting.discard(tier)
+        if error:
+            self._errors[tier] = error
+            if left_out:
+                self._left_out.add(tier)
+        else:
+            self._committed.append(tier)
+        self._longest = max(self._longest, (queued_s, commit_s), key=sum)
+        return True
+
+    @property
+    def are_final(self) -> bool:
+        return not self._waiting
+
+    def changes(self) -> dict[str, Any]:
+        """What is known now, for `SaveHandle`; with a final state once all have reported."""
+        why = [f"{tier}: {error}" if self._several else error for tier, error in self._errors.items()]
+        changes: dict[str, Any] = {
+            "committed_in": tuple(self._committed),
+            "why": "; ".join(why),
+            "queued_s": self._longest[0],
+            "commit_s": self._longest[1],
+        }
+        if self.are_final:
+            failed = SaveState.SKIPPED if self._left_out == self._errors.keys() else SaveState.FAILED
+            changes["state"] = SaveState.COMMITTED if self._committed else failed
+        return changes
 
 
 class SaveLog:
@@ -86,13 +174,21 @@ class SaveLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[SaveState] = Counter()
+        self._tiers: Counter[tuple[str, str]] = Counter()
         self._held_s = self._commit_s = self._excess_s = 0.0
         self._bytes = 0
         self._last_step = 0
+        self._copies = self._missing_copies = self._complete_step = 0
 
     def add(self, record: SaveRecord) -> None:
+        """A save has ended."""
         with self._lock:
             self._counts[record.state] += 1
+            for tier in record.tiers:
+                outcome = record.state
+                if outcome is SaveState.COMMITTED and tier not in record.committed_in:
+                    outcome = SaveState.FAILED
+                self._tiers[tier, outcome.value] += 1
             self._held_s += record.held_s
             self._commit_s += record.commit_s
             if record.state is SaveState.COMMITTED:
@@ -103,10 +199,18 @@ class SaveLog:
         with self._lock:
             self._excess_s += excess_s
 
+    def add_copies(self, *, verified: int, missing: bool, complete_step: int = 0) -> None:
+        """What the agent says of the copies of a step."""
+        with self._lock:
+            self._copies += verified
+            self._missing_copies += missing
+            self._complete_step = max(self._complete_step, complete_step)
+
     def metrics_text(self, *, rank: int, agent_losses: int) -> str:
         """Prometheus' text format."""
         with self._lock:
             counts = {state: self._counts[state] for state in SaveState if state in FINAL}
+            tiers = dict(sorted(self._tiers.items()))
             values = {
                 "held_seconds_total": ("counter", round(self._held_s, 6)),
                 # A gauge: steps may also have become faster.
@@ -115,11 +219,19 @@ class SaveLog:
                 "committed_bytes_total": ("counter", self._bytes),
                 "last_committed_step": ("gauge", self._last_step),
                 "agent_losses_total": ("counter", agent_losses),
+                "copies_verified_total": ("counter", self._copies),
+                "copies_missing_total": ("counter", self._missing_copies),
+                "last_complete_step": ("gauge", self._complete_step),
             }
         lines = ["# TYPE resiliency_checkpoint_saves_total counter"]
         for state, count in counts.items():
             labels = f'rank="{rank}",outcome="{state.value}"'
             lines.append(f"resiliency_checkpoint_saves_total{{{labels}}} {count}")
+        if tiers:
+            lines.append("# TYPE resiliency_checkpoint_tier_saves_total counter")
+        for (tier, outcome), count in tiers.items():
+            labels = f'rank="{rank}",tier="{tier}",outcome="{outcome}"'
+            lines.append(f"resiliency_checkpoint_tier_saves_total{{{labels}}} {count}")
         for name, (kind, value) in values.items():
             lines.append(f"# TYPE resiliency_checkpoint_{name} {kind}")
             lines.append(f'resiliency_checkpoint_{name}{{rank="{rank}"}} {value}')

@@ -25,10 +25,12 @@ from resiliency.errors import ConfigError
 PAGE_BYTES = mmap.PAGESIZE
 
 _MAGIC = b"RSLYSLOT"
-_VERSION = 1
+_VERSION = 2
+#: Longest name of a group, in bytes.
+GROUP_BYTES = 128
 # magic, version, state, step, sequence, rank, world size, owner pid, owner start, tensor bytes,
-# values bytes, fingerprint, run id; the checksum of all of it follows.
-_HEADER = struct.Struct("<8sIIqQIIQQQQ32s128s")
+# values bytes, fingerprint, run id, group; the checksum of all of it follows.
+_HEADER = struct.Struct(f"<8sIIqQIIQQQQ32s128s{GROUP_BYTES}s")
 _CHECKSUM = struct.Struct("<I")
 
 
@@ -54,12 +56,14 @@ class SlotHeader:
     values_bytes: int
     fingerprint: str
     run_id: str
+    #: See `resiliency.checkpoint.table.Shard.group`.
+    group: str = ""
 
     def pack(self) -> bytes:
         body = _HEADER.pack(
             _MAGIC, _VERSION, self.state, self.step, self.sequence, self.rank, self.world_size,
             self.owner_pid, self.owner_start, self.tensor_bytes, self.values_bytes,
-            self.fingerprint.encode(), self.run_id.encode(),
+            self.fingerprint.encode(), self.run_id.encode(), self.group.encode(),
         )  # fmt: skip
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
@@ -69,7 +73,7 @@ class SlotHeader:
         body, rest = page[: _HEADER.size], page[_HEADER.size :]
         if len(rest) < _CHECKSUM.size or _CHECKSUM.unpack_from(rest) != (zlib.crc32(body),):
             return None
-        magic, version, state, *numbers, fingerprint, run_id = _HEADER.unpack(body)
+        magic, version, state, *numbers, fingerprint, run_id, group = _HEADER.unpack(body)
         if magic != _MAGIC or version != _VERSION:
             return None
         step, sequence, rank, world_size, pid, start, tensor_bytes, values_bytes = numbers
@@ -77,6 +81,7 @@ class SlotHeader:
             state=SlotState(state), step=step, sequence=sequence, rank=rank, world_size=world_size,
             owner_pid=pid, owner_start=start, tensor_bytes=tensor_bytes, values_bytes=values_bytes,
             fingerprint=fingerprint.rstrip(b"\0").decode(), run_id=run_id.rstrip(b"\0").decode(),
+            group=group.rstrip(b"\0").decode(),
         )  # fmt: skip
 
 

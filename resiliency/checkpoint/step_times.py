@@ -49,6 +49,11 @@ class StepTimes:
         self._saved: int | None = None
         self._after: list[float] = []
 
+    @property
+    def undisturbed_s(self) -> float:
+        """Median time of a step that no save disturbed; 0 before there was one."""
+        return statistics.median(self._undisturbed) if self._undisturbed else 0.0
+
     def tick(self, held_total_s: float) -> Excess | None:
         """A step is done; the excess of the last save once its window is full.
 

@@ -254,6 +254,8 @@ class Shard:
     buffer: memoryview
     #: Tells runs of one job apart; empty when unknown.
     run_id: str = ""
+    #: Names the ranks whose shards are interchangeable: each may go on from the shard of any other.
+    group: str = ""
     #: Brings the bytes at an offset of the buffer into other memory, where that is cheaper than reading
     #: `buffer` (each page of a new mapping costs a fault); None: it is not.
     fetch: Callable[[int, memoryview], None] | None = None

@@ -34,15 +34,31 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the agent stores what it is given; durations in seconds, 0 means no limit."""
+    """How the agent stores what it is given; durations in seconds, a bandwidth of 0 means no limit.
+
+    Attributes:
+        directory: of the persistent tier; empty: there is none.
+        format: who shall be able to read what is in it without this library, one of `FORMATS`.
+        local_directory: of the local tier, on this host; empty: there is none.
+        replicas: hosts that get a copy of what this host has in its local tier.
+        replication_bytes_per_s: bandwidth of these copies.
+    """
 
     directory: str
     keep: int
     replicated: bool
     bytes_per_s: int
     save_timeout_s: float
-    #: Who shall be able to read the checkpoints without this library, one of `FORMATS`.
     format: str = "dcp"
+    local_directory: str = ""
+    local_keep: int = 2
+    replicas: int = 0
+    replication_bytes_per_s: int = 0
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that there are, by the names in `resiliency.checkpoint.tiers`."""
+        return (("local",) if self.local_directory else ()) + (("persistent",) if self.directory else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +66,8 @@ class Attach:
     """A rank introduces itself, or what it said before changed.
 
     `session` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
-    with a checkpoint of another takes over its run.  Both are the same on all ranks.
+    with a checkpoint of another takes over its run.  Both are the same on all ranks.  `host` is this host's
+    name among the others, `peer_address` where they reach it (empty: anywhere).
     """
 
     kind: ClassVar[str] = "attach"
@@ -59,12 +76,25 @@ class Attach:
     local_ranks: tuple[int, ...]
     run_id: str
     session: str
+    host: str
+    peer_address: str = ""
     settings: Settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attached:
+    """The answer.  `peer_port`: where the agents of other hosts reach this one; 0 if they do not."""
+
     kind: ClassVar[str] = "attached"
+    peer_port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """All agents of this session are known: the file at `path` holds their `PeerTable`."""
+
+    kind: ClassVar[str] = "peers"
+    path: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +104,51 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repair:
+    """Send what this host has of a committed step to another host, which lacks it after a restore.
+
+    `owner` saved it, and its files are under `root` here.
+    """
+
+    kind: ClassVar[str] = "repair"
+    step: int
+    save_id: str
+    owner: str
+    root: str
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Save:
-    """The capture of `step` in the slot file `slot` of this rank is whole and lent: persist it."""
+    """The capture of `step` in the slot file `slot` of this rank is whole and lent: persist it in `tiers`.
+
+    `patient`: the slot may stay lent while a tier still writes an earlier save; else such a tier is left
+    out, for the sake of the others.  `again`: an agent that is gone was told before, and may have done it.
+    """
 
     kind: ClassVar[str] = "save"
     step: int
     slot: str
+    tiers: tuple[str, ...]
+    patient: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """This rank has no capture of `step`, so nobody's can become a checkpoint."""
+    """This rank has no capture of `step`, so nobody's can become a checkpoint in `tiers`."""
 
     kind: ClassVar[str] = "skip"
     step: int
     reason: str
+    tiers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """How the save of `step` ended; `error` is empty if it was committed.
+    """How the save of `step` ended in `tier`; `error` is empty if it was committed.
+
+    `left_out`: the tier was still writing an earlier save and did not even begin.
 
     `skipped_by`: ranks of this host that had said `Skip`.  To them it says nothing new, and nothing about
     another try of theirs that may be on its way.
@@ -102,11 +157,30 @@ class Done:
     kind: ClassVar[str] = "done"
     step: int
     session: str
+    tier: str
     error: str
+    left_out: bool = False
     skipped_by: tuple[int, ...] = ()
     size_bytes: int
     queued_s: float
     commit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What became of a step after its commit in the local tier.
+
+    `hosts` have verified copies of this host's shards.  `complete`: every host has committed its own
+    and has as many copies of it as were asked for, so the step outlives the loss of as many hosts.
+    `error`: copies are missing, and why.
+    """
+
+    kind: ClassVar[str] = "copies"
+    step: int
+    session: str
+    hosts: tuple[str, ...] = ()
+    complete: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +218,16 @@ class Started:
     pid: int
 
 
-Message: TypeAlias = "Attach | Attached | Refused | Save | Skip | Done | Beat | Bye | Hurry | Start | Started"
+Message: TypeAlias = (
+    "Attach | Attached | Refused | Peers | Repair | Save | Skip | Done | Copies"
+    " | Beat | Bye | Hurry | Start | Started"
+)
 _KINDS: Mapping[str, type[Message]] = {
-    cls.kind: cls for cls in (Attach, Attached, Refused, Save, Skip, Done, Beat, Bye, Hurry, Start, Started)
+    cls.kind: cls
+    for cls in (
+        *(Attach, Attached, Refused, Peers, Repair, Save, Skip, Done, Copies),
+        *(Beat, Bye, Hurry, Start, Started),
+    )
 }
 
 
@@ -171,6 +252,7 @@ def decode(packet: bytes) -> Message:
 
 
 _Record = TypeVar("_Record")
+_TUPLES: Mapping[str, type] = {"tuple[int, ...]": int, "tuple[str, ...]": str}
 
 
 def _read(cls: type[_Record], body: object) -> _Record:
@@ -187,8 +269,8 @@ def _read(cls: type[_Record], body: object) -> _Record:
 def _value(where: str, wanted: str, value: object) -> object:
     if wanted == "Settings":
         return _read(Settings, value)
-    if wanted == "tuple[int, ...]":
-        if isinstance(value, list) and all(type(item) is int for item in value):
+    if wanted in _TUPLES:
+        if isinstance(value, list) and all(type(item) is _TUPLES[wanted] for item in value):
             return tuple(value)
     elif wanted == "float":
         if type(value) in (int, float):
@@ -309,12 +391,19 @@ def check_settings(settings: Settings) -> None:
     """Refuse what cannot work before anything is started.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or there is no tier.
     """
+    if not settings.tiers:
+        raise ConfigError("there is nowhere to save to.", hint="Give a directory, a local tier, or both.")
     if settings.keep < 1 or settings.bytes_per_s < 0 or settings.save_timeout_s <= 0:
         raise ConfigError(
             f"keep must be at least 1, bandwidth not negative and the time for a save positive,"
             f" found {settings.keep}, {settings.bytes_per_s} and {settings.save_timeout_s}."
+        )
+    if settings.local_keep < 1 or settings.replicas < 0 or settings.replication_bytes_per_s < 0:
+        raise ConfigError(
+            f"the local tier must keep at least 1, and its replicas and bandwidth are not negative,"
+            f" found {settings.local_keep}, {settings.replicas} and {settings.replication_bytes_per_s}."
         )
     if settings.format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, found {settings.format!r}.")

@@ -6,23 +6,31 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 
-from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.arena import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import (
     Attach,
+    Attached,
+    Beat,
     Bye,
     Channel,
+    Copies,
     Done,
+    Message,
     Save,
     Settings,
     connect,
@@ -152,6 +160,40 @@ def test_the_agent_is_one_per_arena_sees_no_gpu_and_yields_to_training(tmp_path:
         assert ended(agent.pid, 30)
 
 
+def test_an_agent_without_descriptors_lives_on_and_takes_ranks_when_it_has_some(job: str) -> None:
+    arena = job_directory(job)
+    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
+    with Command(argv) as agent:
+        first = attached(wait_until(lambda: connect(arena)))
+        limits = resource.prlimit(agent.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        second = connect(arena)
+        assert second is not None  # the kernel took it, the agent cannot
+        agent.wait_for_line("a rank could not be attached", timeout=60)
+        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, limits)
+        attached(second).send(Bye())
+        assert agent.wait(timeout=60) == 0
+        first.close()
+        second.close()
+
+
+def wait_until(found: Callable[[], Channel | None]) -> Channel:
+    """Nobody can be told of another process's socket: look."""
+    deadline = time.monotonic() + 60
+    while (channel := found()) is None:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
+    return channel
+
+
+def attached(channel: Channel) -> Channel:
+    """As the only rank of a job."""
+    channel.send(replace(ATTACH, rank=0, world_size=1, local_ranks=(0,)))
+    while not isinstance(answer := channel.receive(timedelta(seconds=60)), Attached):
+        assert isinstance(answer, Beat)
+    return channel
+
+
 def test_a_second_trainer_of_a_living_job_is_refused_by_name(tmp_path: Path, job: str) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "grace=1") as first:
         agent = int(said(first.wait_for_line("agent", timeout=60))[1])
@@ -240,12 +282,16 @@ def rank_pid(command: Command, rank: int) -> int:
 # --- the wire ------------------------------------------------------------------------------------
 
 SETTINGS = Settings(directory="/ckpt", keep=3, replicated=False, bytes_per_s=0, save_timeout_s=600.0)
-ATTACH = Attach(rank=1, world_size=2, local_ranks=(0, 1), run_id="r", session="s", settings=SETTINGS)
-DONE = Done(step=3, session="s", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
+ATTACH = Attach(
+    rank=1, world_size=2, local_ranks=(0, 1), run_id="r", session="s", host="h", settings=SETTINGS
+)
+DONE = Done(step=3, session="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
+SAVE = Save(step=3, slot="slot-0", tiers=("local", "persistent"), patient=True)
+COPIES = Copies(step=3, session="s", hosts=("a", "b"), complete=True)
 
 
-@pytest.mark.parametrize("message", [ATTACH, DONE, Save(step=3, slot="slot-0"), Bye()])
-def test_a_message_comes_back_as_it_was_sent(message: Attach | Done | Save | Bye) -> None:
+@pytest.mark.parametrize("message", [ATTACH, DONE, SAVE, COPIES, Attached(peer_port=7), Bye()])
+def test_a_message_comes_back_as_it_was_sent(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -264,6 +310,7 @@ def changed(**fields: object) -> bytes:
         (changed(rank="0"), "Attach.rank must be int"),
         (changed(rank=True), "Attach.rank must be int"),
         (changed(local_ranks=[0, "1"]), r"Attach.local_ranks must be tuple"),
+        (encode(SAVE).replace(b'"local"', b"1"), r"Save.tiers must be tuple\[str"),
         (changed(settings=None), "Settings must have the fields"),
     ],
 )

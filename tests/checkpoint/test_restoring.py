@@ -126,7 +126,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_refused_and_unchanged_on_all(
         assert "weights: the checkpoint holds shape (1000,), the state to restore has (2000,)" in own
 
 
-def failing(error: ResiliencyError) -> Callable[[Shard], None]:
+def failing(error: Exception) -> Callable[[Shard], None]:
     def fill(_shard: Shard) -> None:
         raise error
 
@@ -137,8 +137,8 @@ def errors_are_mixed(rank: int, directory: Path, job: str) -> list[str]:
     """What each rank is told when the ranks fail in different ways."""
     told = []
     cable, bit = PeerError("a cable was pulled."), CheckpointCorrupt("a bit flipped.")
-    fit = LayoutMismatch("no fit.")
-    for errors in ((cable, fit), (cable, bit), (bit, fit)):
+    fit, room = LayoutMismatch("no fit."), MemoryError("too large.")
+    for errors in ((cable, fit), (cable, bit), (bit, fit), (room, fit)):
         with opened(directory, job, rank, 2) as checkpoints:
             checkpoints.save(1, state(3)).wait(SOON)
             try:
@@ -158,3 +158,5 @@ def test_when_ranks_fail_in_different_ways_all_are_told_of_one_kind(
         assert own == "PeerError: a cable was pulled."
         assert told.startswith("PeerError: rank 0, while restoring from")
     assert first[2] == second[2] == "none"  # bad for one rank: passed over on both
+    assert "no memory to restore the shard of this rank: too large." in first[3]
+    assert second[3].startswith("PeerError: rank 0, while restoring from")

@@ -113,6 +113,7 @@ def test_saves_fail_by_name_while_storage_is_full_and_the_next_one_after_it_comm
             assert len(list(place.directory.glob("step=*/__*"))) <= 2
         assert saved(checkpoints.save(8, state)) is SaveState.COMMITTED
         assert complete(place) == [1, 8]
+        checkpoints.close()  # the agent tidies up after its report
         assert sorted(path.name for path in place.directory.iterdir()) == ["step=1", "step=8"]
         text = checkpoints.metrics_text()
         failed = [event for event in sink.events if event.type is EventType.SAVE_FAILED]

@@ -2,7 +2,9 @@
 """A small training program for tests of the agent: one rank, a state that depends on every step.
 
     python -m tests.checkpoint.training_until_killed DIRECTORY STEPS EVERY [park=STEP] [rate=BYTES/S]
-        [grace=SECONDS] [size=FLOATS] [fail=STEP]
+        [grace=SECONDS] [size=FLOATS] [fail=STEP] [local=DIRECTORY] [memory=DIRECTORY]
+
+DIRECTORY is that of the persistent tier; with "-" there is none.
 
 It says where it starts, what became of each save, and a digest of its weights at the end.  At the
 step to park at it saves, waits until that is captured, says so and stops for ever.
@@ -14,11 +16,13 @@ import hashlib
 import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, SaveState
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, SaveState
 from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.arena import DEFAULT_ROOT
 
 SOON = timedelta(seconds=60)
 
@@ -30,7 +34,9 @@ def say(*words: object) -> None:
 def main() -> None:
     directory, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     extra = dict(part.split("=") for part in sys.argv[4:])
+    local = LocalTier(directory=extra["local"], every_steps=every) if "local" in extra else None
     options = CheckpointerOptions(
+        arena_root=Path(extra.get("memory", DEFAULT_ROOT)),
         bytes_per_s=int(extra.get("rate", 0)),
         link=LinkOptions(grace=timedelta(seconds=float(extra.get("grace", 60)))),
     )
@@ -39,7 +45,9 @@ def main() -> None:
     weights = torch.nn.Parameter(torch.zeros(int(extra.get("size", 1000))))
     optimizer = torch.optim.AdamW([weights], lr=0.1)
     state = {"weights": weights, "optimizer": optimizer}
-    with Checkpointer(directory, every_steps=every, keep=3, options=options) as checkpoints:
+    persistent = None if directory == "-" else directory
+    interval = every if persistent else 0
+    with Checkpointer(persistent, every_steps=interval, keep=3, local=local, options=options) as checkpoints:
         say("agent", checkpoints.agent_pid)
         restored = checkpoints.restore(state)
         say("restored", restored.step, restored.tier.value)

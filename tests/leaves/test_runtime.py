@@ -48,6 +48,20 @@ def test_a_process_that_is_no_worker_has_no_rank_and_no_attempt() -> None:
     assert info.is_first_rank
 
 
+def test_a_host_says_where_it_is_reached_and_what_it_fails_together_with() -> None:
+    env = {"RESILIENCY_FAILURE_DOMAINS": " rack=r7 ,block = b1,", "RESILIENCY_PEER_ADDRESS": "10.0.0.3"}
+    info = RunInfo.from_env(env)
+    assert info.domains == (("rack", "r7"), ("block", "b1"))
+    assert info.peer_address == "10.0.0.3"
+    assert (RunInfo.from_env({}).domains, RunInfo.from_env({}).peer_address) == ((), "")
+
+
+@pytest.mark.parametrize("text", ["rack", "rack=", "=r7", "rack=a,rack=b"])
+def test_failure_domains_that_cannot_be_read_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"must look like rack=r7,block=b1"):
+        RunInfo.from_env({"RESILIENCY_FAILURE_DOMAINS": text})
+
+
 @pytest.mark.parametrize(
     ("env", "name"),
     [

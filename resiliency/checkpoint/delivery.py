@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of captures: handed to the agent once they are whole, and followed until all tiers reported.
+
+A thread waits for captures, another for the agent; training waits for neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+from resiliency.checkpoint.agent_link import AgentLink, LinkOptions, Part
+from resiliency.checkpoint.capture import Capture, Outcome
+from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveState, TierOutcomes
+from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.wire import Attach, Copies, Done, Save, Skip
+from resiliency.events import EventType
+
+logger = logging.getLogger(__name__)
+
+#: Saves whose copies are still told of; more than can be under way.
+_REMEMBERED = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Saving:
+    """One capture on its way into its tiers."""
+
+    handle: SaveHandle
+    capture: Capture
+    patient: bool
+    outcomes: TierOutcomes
+
+
+class Delivery:
+    """One rank's saves between their capture and their end.
+
+    Args:
+        arena: of the job.
+        emit: reports events, from any thread.
+        options: of the link to the agent.
+    """
+
+    def __init__(
+        self, arena: Path, attach: Attach, *, emit: Callable[..., None], options: LinkOptions
+    ) -> None:
+        self._attach = attach
+        self._emit = emit
+        self.log = SaveLog()
+        #: Newest step that is whole in memory; -1: none.
+        self.captured_step = -1
+        self._committed_step = -1
+        #: The last saves to the local tier, which hear more after their end.
+        self._local_saves: dict[int, SaveHandle] = {}
+        self._lock = threading.Lock()
+        self._under_way: dict[Part, _Saving] = {}
+        #: Of them, those that a second agent was asked for.
+        self._asked_again: set[Part] = set()
+        self._captures: queue.SimpleQueue[_Saving | Skip | None] = queue.SimpleQueue()
+        self._courier = threading.Thread(target=self._deliver, name="resiliency-courier", daemon=True)
+        self._courier.start()
+        self.link = AgentLink(
+            arena,
+            attach,
+            starts=attach.rank == min(attach.local_ranks),
+            on_done=self._done,
+            on_lost=self._lost,
+            on_copies=self._copied,
+            options=options,
+        )
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the newest capture is committed in some tier."""
+        return self.captured_step <= self._committed_step
+
+    def send(self, handle: SaveHandle, capture: Capture, *, patient: bool) -> None:
+        """Follow a save from here on.
+
+        Args:
+            patient: see `Save`.
+        """
+        step, tiers = handle.step, handle.record.tiers
+        saving = _Saving(handle=handle, capture=capture, patient=patient, outcomes=TierOutcomes(tiers))
+        with self._lock:
+            self._under_way.update({(step, tier): saving for tier in tiers})
+            if TierName.LOCAL.value in tiers:
+                self._local_saves[step] = handle
+            if len(self._local_saves) > _REMEMBERED:
+                del self._local_saves[min(self._local_saves)]
+        self._captures.put(saving)
+
+    def not_captured(self, handle: SaveHandle, state: SaveState, why: str, held_s: float) -> None:
+        """A save ended before it began; the agent tells the other ranks."""
+        # After the captures before it: the agent takes a rank's steps to come in order.
+        reason = f"rank {self._attach.rank}: {why}"
+        self._captures.put(Skip(step=handle.step, tiers=handle.record.tiers, reason=reason))
+        logger.warning("save of step %d %s: %s", handle.step, state.value, why)
+        self._emit(EventType.SAVE_FAILED, handle.step, cause=why, outcome=state.value)
+        self.log.add(replace(handle.record, state=state, why=why, held_s=held_s))
+        handle.update(state=state, why=why, held_s=held_s)
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait until no save is under way; False at the timeout."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._lock:
+            handles = [saving.handle for saving in self._under_way.values()]
+        return all(h.wait(timedelta(seconds=max(0.0, deadline - time.monotonic()))) for h in handles)
+
+    def await_last_copies(self, timeout: timedelta) -> None:
+        """Let the last step become complete before the hosts go apart."""
+        attach = self._attach
+        if not attach.settings.replicas or len(attach.local_ranks) == attach.world_size:
+            return
+        last = self._local_saves[max(self._local_saves)] if self._local_saves else None
+        if last is not None and "local" in last.record.committed_in and not last.wait_complete(timeout):
+            logger.error("step %d still lacks copies on other hosts", last.step)
+
+    def end_captures(self, timeout: timedelta) -> None:
+        """No capture comes any more: see those off that have come."""
+        self._captures.put(None)
+        self._courier.join(timeout.total_seconds())
+
+    def metrics_text(self) -> str:
+        """Counters of this rank's saves in Prometheus' text format."""
+        return self.log.metrics_text(rank=self._attach.rank, agent_losses=self.link.losses)
+
+    # --- the threads -----------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        """In the courier's thread: tell the agent of each capture once it is whole."""
+        while (item := self._captures.get()) is not None:
+            if isinstance(item, Skip):
+                self.link.request(item)
+                continue
+            capture, tiers = item.capture, item.handle.record.tiers
+            capture.wait(timedelta(days=1))  # the capturer settles every capture, by its own deadlines
+            if capture.outcome is Outcome.CAPTURED:
+                self.captured_step = capture.step
+                item.handle.update(state=SaveState.CAPTURED)
+                slot = capture.slot_path.name
+                self.link.request(Save(step=capture.step, slot=slot, tiers=tiers, patient=item.patient))
+            else:
+                why = f"rank {self._attach.rank}: its capture was dropped: {capture.error}"
+                self.link.request(Skip(step=capture.step, tiers=tiers, reason=why))
+                for tier in tiers:
+                    self._finish(capture.step, tier, why)
+
+    def _done(self, done: Done) -> None:
+        """In the link's thread: the agent reports the end of a save in one tier."""
+        # Else it was settled when it was not captured, and a second try may be under way.
+        if self._attach.rank not in done.skipped_by:
+            self._finish(
+                done.step,
+                done.tier,
+                done.error,
+                left_out=done.left_out,
+                queued_s=done.queued_s,
+                commit_s=done.commit_s,
+            )
+
+    def _lost(self, why: str, parts: frozenset[Part]) -> frozenset[Part]:
+        """In the link's thread: an agent is gone, with the saves that it held; returns those given up.
+
+        To the local tier this host saves alone, so its next agent can still do it.  For the persistent one
+        other hosts wait.
+        """
+        again = set()
+        for step, tier in sorted(parts):
+            if tier == TierName.LOCAL.value and self._try_again(step):
+                again.add((step, tier))
+            else:
+                self._finish(step, tier, why)
+        return parts - again
+
+    def _try_again(self, step: int) -> bool:
+        """Ask the next agent for the local part of a save, once."""
+        part = step, TierName.LOCAL.value
+        with self._lock:
+            saving = self._under_way.get(part)
+            if saving is None or saving.capture.outcome is not Outcome.CAPTURED or part in self._asked_again:
+                return False
+            self._asked_again = {other for other in self._asked_again if other in self._under_way} | {part}
+        logger.info("the next agent is asked to save step %d to the local tier", step)
+        slot = saving.capture.slot_path.name
+        self.link.request(Save(step=step, slot=slot, tiers=(TierName.LOCAL.value,), patient=True, again=True))
+        return True
+
+    def _copied(self, copies: Copies) -> None:
+        """In the link's thread: what became of a step in the local tier after its commit."""
+        self.log.add_copies(
+            verified=len(copies.hosts),
+            missing=bool(copies.error),
+            complete_step=copies.step if copies.complete else 0,
+        )
+        if copies.error:
+            logger.warning("step %d lacks copies on other hosts: %s", copies.step, copies.error)
+        if copies.complete and self._attach.rank == 0:
+            self._emit(EventType.CHECKPOINT_SAVED, copies.step, tier=TierName.LOCAL.value)
+        handle = self._local_saves.get(copies.step)
+        if handle is not None:
+            hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
+            handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)
+
+    def _finish(
+        self,
+        step: int,
+        tier: str,
+        error: str = "",
+        *,
+        left_out: bool = False,
+        queued_s: float = 0.0,
+        commit_s: float = 0.0,
+    ) -> None:
+        """One tier has ended its part of a save."""
+        with self._lock:
+            saving = self._under_way.pop((step, tier), None)
+            if saving is None:  # reported before
+                return
+            saving.outcomes.report(tier, error, left_out=left_out, queued_s=queued_s, commit_s=commit_s)
+            changes, is_final = saving.outcomes.changes(), saving.outcomes.are_final
+        if error:
+            outcome = (SaveState.SKIPPED if left_out else SaveState.FAILED).value
+            logger.warning("save of step %d %s in the %s tier: %s", step, outcome, tier, error)
+            self._emit(EventType.SAVE_FAILED, step, cause=error, outcome=outcome, tier=tier)
+        else:
+            self._committed_step = max(self._committed_step, step)
+            # A local tier has the step when all hosts have it.
+            if self._attach.rank == 0 and tier == TierName.PERSISTENT.value:
+                self._emit(EventType.CHECKPOINT_SAVED, step, tier=tier)
+        if is_final:
+            saving.capture.release()
+            self.log.add(replace(saving.handle.record, **changes))
+        saving.handle.update(**changes)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generations in one host's local tier: which may go, and which must make way.
+
+A generation here is one host's part of a save.  It is worth something only together with those of the
+other hosts, so nothing goes because something newer is here: it goes when something newer is known to
+be complete everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from resiliency.checkpoint.catalog import Condition, inspect, remove_checkpoint, steps_in
+from resiliency.checkpoint.manifest import Manifest, read_manifest
+from resiliency.checkpoint.marker import step_directory, try_read_marker
+from resiliency.checkpoint.storage import Storage
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def retire(storage: Storage, *, run_id: str, complete: Mapping[int, str], keep: int) -> list[int]:
+    """Delete generations of a run below its newest complete one; returns the steps that went.
+
+    That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
+    which may have been complete in an earlier session.
+
+    Args:
+        complete: step to save id of generations that are complete on all hosts.
+    """
+    newest = max(complete)
+    if committed_save(storage, newest) != complete[newest]:
+        return []  # replaced or gone meanwhile: it vouches for nothing any more
+    older = []
+    for step in steps_in(storage):
+        found = inspect(storage, step) if step < newest else None
+        if found is not None and found.condition is Condition.COMPLETE:
+            assert found.manifest is not None
+            if found.manifest.run_id == run_id:
+                older.append((complete.get(step) == found.manifest.save_id, step))
+    needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :]]
+    return [step for step in sorted(needless) if remove_checkpoint(storage, step)]
+
+
+def make_way(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:
+    """Delete this run's generation at `step` if an earlier session made it.
+
+    Other hosts may not have theirs, and a mixture of the two is no checkpoint; what comes now is of one
+    piece.  The last good generation of a host makes no way: until the new one is there, there would be none.
+
+    Raises:
+        CheckpointWriteFailed: it is the last one, or somebody reads it.
+    """
+    manifest = _committed(storage, step)
+    if manifest is None or manifest.run_id != run_id or manifest.save_id == save_id:
+        return
+    path = storage.describe(step_directory(step))
+    others = (other for other in steps_in(storage) if other != step)
+    if not _is_damaged(storage, step) and not any(_committed(storage, other) for other in others):
+        raise CheckpointWriteFailed(
+            f"{path} was saved before this start of the job, and is the only one here: it stays.",
+            step=step,
+            path=path,
+        )
+    logger.info("%s was saved before this start of the job, and makes way", path)
+    if not remove_checkpoint(storage, step):
+        raise CheckpointWriteFailed(
+            f"{path} was saved before this start of the job, and is being read.", step=step, path=path
+        )
+
+
+def committed_save(storage: Storage, step: int) -> str | None:
+    """The save id of what is committed at `step`; None if nothing is."""
+    manifest = _committed(storage, step)
+    return None if manifest is None else manifest.save_id
+
+
+def _is_damaged(storage: Storage, step: int) -> bool:
+    """Whether a restore found a shard of it bad (`recovery.inventory.try_set_aside`)."""
+    return any(name.endswith(".corrupt") for name in storage.list(step_directory(step)))
+
+
+def _committed(storage: Storage, step: int) -> Manifest | None:
+    if try_read_marker(storage, step) is not None:
+        return None
+    try:
+        return read_manifest(storage, step_directory(step))
+    except (CheckpointIncomplete, CheckpointCorrupt, ConfigError):
+        return None

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the ranks of a host say of their steps to jobs for the workers, one per tier.
+
+A step is handed over once every rank of the host has spoken.  One capture serves all its tiers.  Each
+tier reports each save once; what it said is remembered for a while, for ranks that ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+from resiliency.checkpoint.arena import (
+    CapturedSlot,
+    open_captured,
+    peek,
+    rank_directory,
+    ranks_in,
+    try_open_slot,
+)
+from resiliency.checkpoint.generations import committed_save
+from resiliency.checkpoint.jobs import CleanJob, Loan, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.persist import Worker
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.wire import Attach, Done, Save, Skip
+from resiliency.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+#: More saves than can be queued or in slots, times tiers.
+_REMEMBERED = 128
+
+
+class _Gathering:
+    """The ranks of this host that have said what they have of one step."""
+
+    def __init__(self, session: str, run_id: str) -> None:
+        self.session = session
+        self.run_id = run_id
+        self.tiers: set[TierName] = set()
+        self.patient = False
+        self.slots: dict[int, CapturedSlot] = {}
+        self.missing: dict[int, str] = {}
+        #: Of the missing, those that said so themselves.
+        self.skipped: set[int] = set()
+
+    @property
+    def ranks(self) -> set[int]:
+        return self.slots.keys() | self.missing.keys()
+
+    def close(self) -> None:
+        for slot in self.slots.values():
+            slot.close()
+
+
+class Intake:
+    """Gathers steps and hands them over; used by the agent's main thread.
+
+    Args:
+        arena: of the job.
+        on_done: called with each report, in this thread or a worker's; the agent then calls `finish`.
+        hurry: see `Worker`.
+    """
+
+    def __init__(self, arena: Path, on_done: Callable[[SaveJob, Done], None], hurry: Event) -> None:
+        self._arena = arena
+        self._on_done = on_done
+        self._workers = {tier: Worker(tier, on_done, hurry) for tier in TierName}
+        self._gathering: dict[int, _Gathering] = {}
+        #: Reports that are still to come.
+        self.in_work = 0
+        #: The last saves that were handed to a worker, and how they ended if they have.
+        self._handled: dict[tuple[str, int, TierName], Done | None] = {}
+
+    def begin_session(self, attach: Attach) -> None:
+        """Another start of the job: what was gathered for the one before is over."""
+        for gathering in self._gathering.values():
+            gathering.close()
+        self._gathering.clear()
+        # What earlier sessions had in work is reported to nobody.
+        self._handled = {key: done for key, done in self._handled.items() if done is None}
+        if attach.settings.local_directory:
+            self._workers[TierName.LOCAL].try_put(CleanJob(settings=attach.settings))
+        if attach.settings.directory and 0 in attach.local_ranks:
+            self._workers[TierName.PERSISTENT].try_put(CleanJob(settings=attach.settings))
+
+    def save(self, member: Attach, save: Save) -> list[Done]:
+        """A rank has a step; returns what it may have missed, as a rescue was faster."""
+        missed, wanted = [], []
+        for tier in map(TierName, save.tiers):
+            key = (member.session, save.step, tier)
+            if save.again and tier is TierName.LOCAL and key not in self._handled:
+                self._recall(member, save.step)
+            done = self._handled.get(key)
+            if done is not None and done.error:
+                del self._handled[key]  # another try
+            elif done is not None:
+                missed.append(done)
+            if key not in self._handled:
+                wanted.append(tier)
+        if wanted:
+            gathering = self._gathering_of(member, save.step)
+            gathering.tiers.update(wanted)
+            gathering.patient |= save.patient
+            self._add(gathering, member, save)
+            self._submit(member, save.step)
+        return missed
+
+    def _recall(self, member: Attach, step: int) -> None:
+        """An agent before this one may have committed the step, and died before all ranks heard of it."""
+        storage = LocalStorage(member.settings.local_directory)
+        try:
+            found = committed_save(storage, step)
+        except CheckpointError as error:
+            logger.warning("the local tier cannot be looked at: %s", error)
+            return
+        if found == f"{member.session}-{step}":
+            self._handled[member.session, step, TierName.LOCAL] = Done(
+                step=step,
+                session=member.session,
+                tier=TierName.LOCAL.value,
+                error="",
+                size_bytes=0,
+                queued_s=0.0,
+                commit_s=0.0,
+            )
+
+    def skip(self, member: Attach, skip: Skip) -> None:
+        """A rank has no capture of a step."""
+        gathering = self._gathering_of(member, skip.step)
+        gathering.tiers.update(map(TierName, skip.tiers))
+        gathering.missing[member.rank] = skip.reason
+        gathering.skipped.add(member.rank)
+        self._submit(member, skip.step)
+
+    def rescue(self, last: Attach) -> None:
+        """Commit the newest step that every rank of this host has whole in memory, where it is quickest."""
+        tier = TierName(last.settings.tiers[0])
+        steps = [
+            {h.step for _, h in peek(self._arena, rank) if h.run_id == last.session}
+            for rank in last.local_ranks
+        ]
+        for step in sorted(set.intersection(*steps), reverse=True)[:1]:
+            if (last.session, step, tier) in self._handled or self._is_committed(last.session, step):
+                return
+            gathering = self._gathering_of(last, step)
+            for rank in last.local_ranks:
+                if rank not in gathering.slots:
+                    try:
+                        gathering.slots[rank] = open_captured(self._arena, rank, step=step)
+                    except CheckpointError as error:  # its trainer lives and captures again
+                        logger.info("step %d is not whole any more: %s", step, error)
+                        return
+            logger.warning("committing step %d, which its ranks left in memory", step)
+            gathering.tiers.add(tier)
+            gathering.patient = True
+            self._submit(last, step)
+
+    def finish(self, job: SaveJob, done: Done) -> None:
+        """Take note of a report."""
+        self.in_work -= 1
+        if not job.missing:
+            self._handled[job.key] = done
+        while len(self._handled) > _REMEMBERED:
+            del self._handled[next(iter(self._handled))]
+
+    def retire(self, job: RetireJob) -> None:
+        """Delete what is needless in the local tier, after what is being written there."""
+        if not self._workers[TierName.LOCAL].try_put(job):
+            logger.info("old checkpoints stay until the next step is complete")
+
+    def captures_are_spent(self) -> bool:
+        """Whether every newest capture here is committed in some tier."""
+        newest = [peek(self._arena, rank)[:1] for rank in ranks_in(self._arena)]
+        return all(self._is_committed(header.run_id, header.step) for found in newest for _, header in found)
+
+    def close(self, timeout: timedelta) -> None:
+        for worker in self._workers.values():
+            worker.close(timeout)
+        for gathering in self._gathering.values():
+            gathering.close()
+
+    def _is_committed(self, session: str, step: int) -> bool:
+        reports = (self._handled.get((session, step, tier)) for tier in TierName)
+        return any(done is not None and not done.error for done in reports)
+
+    def _gathering_of(self, member: Attach, step: int) -> _Gathering:
+        return self._gathering.setdefault(step, _Gathering(member.session, member.run_id))
+
+    def _add(self, gathering: _Gathering, member: Attach, save: Save) -> None:
+        slot = self._borrow(member, save)
+        if slot is None:
+            gathering.missing[member.rank] = f"rank {member.rank}: {save.slot} does not hold that step"
+        elif member.rank in gathering.slots:
+            slot.close()
+        else:
+            gathering.slots[member.rank] = slot
+            # It may have been skipped before: another try, while others are awaited.
+            gathering.missing.pop(member.rank, None)
+            gathering.skipped.discard(member.rank)
+
+    def _borrow(self, member: Attach, save: Save) -> CapturedSlot | None:
+        if not save.slot or "/" in save.slot:
+            return None
+        try:
+            slot = try_open_slot(rank_directory(self._arena, member.rank) / save.slot)
+        except CheckpointError as error:
+            logger.warning("rank %d, step %d: %s", member.rank, save.step, error)
+            return None
+        if slot is None or (slot.header.step, slot.header.run_id) == (save.step, member.session):
+            return slot
+        slot.close()
+        return None
+
+    def _submit(self, attach: Attach, step: int) -> None:
+        """Hand a step over once all ranks of this host have spoken."""
+        gathering = self._gathering[step]
+        if gathering.ranks != set(attach.local_ranks):
+            return
+        del self._gathering[step]
+        # Ranks pass steps in order, so an older one that is still incomplete never will be whole.
+        for old in sorted(old for old in self._gathering if old < step):
+            incomplete = self._gathering[old]
+            for rank in set(attach.local_ranks) - incomplete.ranks:
+                incomplete.missing[rank] = f"rank {rank} went on without it"
+            self._submit(attach, old)  # those that wait for it are told
+        missing = "; ".join(gathering.missing.values())
+        tiers = [
+            tier
+            for tier in TierName
+            if tier in gathering.tiers and (gathering.session, step, tier) not in self._handled
+        ]
+        if missing or not tiers:
+            gathering.close()
+        loan = Loan({} if missing else gathering.slots, readers=len(tiers))
+        for tier in tiers:
+            job = SaveJob(
+                tier=tier,
+                step=step,
+                session=gathering.session,
+                run_id=gathering.run_id,
+                world_size=attach.world_size,
+                ranks=tuple(sorted(attach.local_ranks)),
+                loan=loan,
+                settings=attach.settings,
+                missing=missing,
+                skipped_by=tuple(sorted(gathering.skipped)),
+            )
+            self._hand_over(job, patient=gathering.patient)
+
+    def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
+        self.in_work += 1
+        worker = self._workers[job.tier]
+        why, left_out = job.missing, False
+        if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving:
+            # Its slot would be lent for as long, and there is one for each tier.
+            why, left_out = (
+                "an earlier save is still being written: storage is slower than the interval",
+                True,
+            )
+        if not why:
+            self._handled[job.key] = None
+            if worker.try_put(job):
+                return
+            del self._handled[job.key]
+            why = "too many saves wait for storage"
+        # Nothing is remembered of it: another try may come before all know.
+        job.loan.give_back()
+        refused = replace(job, loan=Loan({}), missing=why)
+        if job.concerns_others:
+            worker.try_put(RefuseJob(save=refused, why=why))
+        self._on_done(refused, refused.failed(why, left_out=left_out))

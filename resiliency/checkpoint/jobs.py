@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent gives its workers to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from resiliency.checkpoint.arena import CapturedSlot
+from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.wire import Done, Settings
+
+
+class Loan:
+    """The slots of one save, read by the workers of several tiers; given back when the last is done."""
+
+    def __init__(self, slots: Mapping[int, CapturedSlot], readers: int = 1) -> None:
+        self.slots = slots
+        self._readers = readers
+        self._lock = threading.Lock()
+
+    def give_back(self) -> None:
+        """One reader is done."""
+        with self._lock:
+            self._readers -= 1
+            last = self._readers == 0
+        if last:
+            for slot in self.slots.values():
+                slot.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveJob:
+    """This host's part of one save in one tier.
+
+    `missing`: why there is nothing to write; then nobody's part can become a checkpoint in this tier.
+    `skipped_by`: ranks that said so themselves.
+    """
+
+    tier: TierName
+    step: int
+    session: str
+    run_id: str
+    world_size: int
+    ranks: tuple[int, ...]
+    loan: Loan
+    settings: Settings
+    missing: str = ""
+    skipped_by: tuple[int, ...] = ()
+    queued: float = field(default_factory=time.monotonic)
+
+    @property
+    def save_id(self) -> str:
+        """The name of the save, the same on all hosts and in all tiers."""
+        return f"{self.session}-{self.step}"
+
+    @property
+    def key(self) -> tuple[str, int, TierName]:
+        return self.session, self.step, self.tier
+
+    @property
+    def leads(self) -> bool:
+        """Whether this host's agent leads the commit: on its own disk each does."""
+        return self.tier is TierName.LOCAL or 0 in self.ranks
+
+    @property
+    def voters(self) -> tuple[int, ...] | range:
+        """The ranks whose parts make the checkpoint whole."""
+        return self.ranks if self.tier is TierName.LOCAL else range(self.world_size)
+
+    @property
+    def concerns_others(self) -> bool:
+        """Whether agents of other hosts wait for this host's part."""
+        return len(self.voters) > len(self.ranks)
+
+    def failed(self, why: str, *, left_out: bool = False) -> Done:
+        """The report that it came to nothing."""
+        return Done(
+            step=self.step,
+            session=self.session,
+            tier=self.tier.value,
+            error=why,
+            left_out=left_out,
+            skipped_by=self.skipped_by,
+            size_bytes=0,
+            queued_s=0.0,
+            commit_s=0.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefuseJob:
+    """Tell the agents of other hosts that this host has no part of a save to give."""
+
+    save: SaveJob
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanJob:
+    """Delete what unfinished saves of dead attempts left in a tier."""
+
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetireJob:
+    """A step is complete on all hosts: delete what that makes needless of `run_id` in the local tier.
+
+    `complete`: step to save id of those that are known to be complete; the highest is the news.
+    """
+
+    settings: Settings
+    run_id: str
+    complete: Mapping[int, str]

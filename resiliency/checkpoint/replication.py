@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's side of the peer plane: what this host has committed, and what that means to the job.
+
+A step that is committed here goes to other hosts; when all hosts have theirs committed and copied, it
+is complete, and older generations may go.  As long as that is not known nothing goes: should the disk
+fill up, saves fail and say so.  A host that is alone in its job talks to nobody and opens no port.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from resiliency.checkpoint.arena import rank_directory
+from resiliency.checkpoint.jobs import RetireJob
+from resiliency.checkpoint.peers.service import (
+    Complete,
+    NotReplicated,
+    PeerEvent,
+    PeerService,
+    Replicated,
+)
+from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.recovery.repairs import Push
+from resiliency.checkpoint.wire import Attach, Copies, Repair
+from resiliency.errors import ConfigError, ResiliencyError
+
+logger = logging.getLogger(__name__)
+
+#: Complete generations that are remembered; more than any tier keeps.
+_REMEMBERED = 64
+
+
+def table_path(arena: Path, first_rank: int) -> Path:
+    """Where the first rank of a host leaves the table of peers for its agent, and for that one's successor.
+
+    It goes with the rank's slots when the job has ended well.
+    """
+    return rank_directory(arena, first_rank) / "peers.json"
+
+
+class Replication:
+    """Copies and completeness of one host's local tier; used by the agent's main thread.
+
+    Args:
+        arena: of the job.
+        wake: called from other threads when `take_events` has something new.
+    """
+
+    def __init__(self, arena: Path, wake: Callable[[], None]) -> None:
+        self._arena = arena
+        self._wake = wake
+        self._events: queue.SimpleQueue[Copies] = queue.SimpleQueue()
+        self._service: PeerService | None = None
+        self._serves = ("", "")
+        self._attach: Attach | None = None
+        #: Of this session: the newest step that is committed here, and whether its fate is known.
+        self._newest = -1
+        self._is_open = False
+        self._complete: dict[int, str] = {}
+
+    @property
+    def port(self) -> int:
+        """Where the agents of other hosts reach this one; 0 if they do not."""
+        return 0 if self._service is None else self._service.port
+
+    def begin_session(self, attach: Attach) -> None:
+        """Another start of the job, or another agent of the same one, which then goes on."""
+        self._attach, self._newest, self._is_open = attach, -1, False
+        self._complete = {}
+        if not attach.settings.local_directory or len(attach.local_ranks) == attach.world_size:
+            self._stop()
+            return
+        table = self._table_of(attach)
+        if self._service is None or self._serves != (attach.host, attach.settings.local_directory):
+            self._stop()
+            self._start(attach, table)
+        if table is not None:
+            self._take(table)
+
+    def introduced(self, attach: Attach) -> None:
+        """A rank of the session said who it is, perhaps anew."""
+        self._attach = attach
+
+    def learn(self, path: Path) -> None:
+        """The ranks have made a table of the agents of all hosts."""
+        try:
+            table = PeerTable.read(path)
+        except ConfigError as error:
+            logger.error("nothing is copied to other hosts: %s", error)
+            return
+        if self._attach is not None and table.session == self._attach.session:
+            self._take(table)
+
+    def committed(self, step: int) -> None:
+        """This session has committed `step` here."""
+        if self._attach is None or step < self._newest:
+            return
+        self._newest = step
+        if len(self._attach.local_ranks) == self._attach.world_size:
+            self._put(Copies(step=step, session=self._attach.session, complete=True))
+        elif self._service is not None:
+            self._is_open = True
+            self._service.replicate(step, f"{self._attach.session}-{step}")
+
+    def repair(self, repair: Repair) -> None:
+        """Another host lacks a copy that this one has."""
+        if self._service is not None and self._attach is not None:
+            push = Push(
+                holder=self._attach.host,
+                owner=repair.owner,
+                step=repair.step,
+                save_id=repair.save_id,
+                target=repair.target,
+                root=repair.root,
+            )
+            self._service.repair([push])
+
+    def take_events(self) -> list[Copies | RetireJob]:
+        """What happened since: for the ranks to know, and for the worker to delete."""
+        found: list[Copies | RetireJob] = []
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return found
+            if self._attach is not None and event.session == self._attach.session:
+                found += self._act_on(event, self._attach)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the newest step has got what it will get."""
+        return not self._is_open
+
+    def hurry(self) -> None:
+        """This host is about to go: without the bandwidth cap from here on."""
+        if self._service is not None:
+            self._service.hurry()
+
+    def close(self) -> None:
+        self._stop()
+
+    def _act_on(self, event: Copies, attach: Attach) -> list[Copies | RetireJob]:
+        if event.complete and event.step >= self._newest:
+            self._is_open = False
+        if not event.complete:
+            return [event]
+        self._complete[event.step] = f"{attach.session}-{event.step}"
+        while len(self._complete) > _REMEMBERED:
+            del self._complete[min(self._complete)]
+        complete = dict(self._complete)
+        return [event, RetireJob(settings=attach.settings, run_id=attach.run_id, complete=complete)]
+
+    def _put(self, event: Copies) -> None:
+        """In any thread."""
+        self._events.put(event)
+        self._wake()
+
+    def _hear(self, event: PeerEvent) -> None:
+        """In a thread of the service."""
+        if not isinstance(event, Complete | NotReplicated | Replicated):
+            return
+        news = Copies(step=event.step, session=event.save_id.removesuffix(f"-{event.step}"))
+        if isinstance(event, Replicated):
+            news = replace(news, hosts=event.hosts)
+        elif isinstance(event, NotReplicated):
+            news = replace(news, error=event.why)
+        else:
+            news = replace(news, complete=True)
+        self._put(news)
+
+    def _table_of(self, attach: Attach) -> PeerTable | None:
+        """The table that this session's ranks left for an agent before this one."""
+        path = table_path(self._arena, min(attach.local_ranks))
+        if not path.exists():
+            return None
+        try:
+            table = PeerTable.read(path)
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return None
+        return table if table.session == attach.session else None
+
+    def _start(self, attach: Attach, table: PeerTable | None) -> None:
+        mine = None if table is None else table.peer(attach.host)
+        try:
+            # The others know the port of the agent before this one.
+            self._service = PeerService(
+                attach.host,
+                Path(attach.settings.local_directory),
+                listen_address=attach.peer_address,
+                listen_port=0 if mine is None else mine.port,
+                on_event=self._hear,
+            )
+        except ResiliencyError as error:
+            logger.error("no copies from or to other hosts: %s", error)
+            return
+        self._serves = (attach.host, attach.settings.local_directory)
+
+    def _take(self, table: PeerTable) -> None:
+        if self._service is None:
+            return
+        try:
+            self._service.update(table)
+        except ConfigError as error:
+            logger.error("nothing is copied to other hosts: %s", error)
+
+    def _stop(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.close()

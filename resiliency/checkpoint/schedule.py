@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a job saves into which tier: the policy, and what saves of this job have cost so far.
+
+Intervals in steps need no word between ranks.  Those in seconds, or by the rate of failures, are
+turned into steps by rank 0 at a few steps that all ranks know beforehand (`resiliency.checkpoint.tiers`).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping
+
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.intervals import Advice, advise
+from resiliency.checkpoint.tiers import Interval, TierName, TierPolicy
+from resiliency.runtime import Clock
+
+logger = logging.getLogger(__name__)
+
+#: The first save of a tier makes room for all: it would count too much among fewer.
+_REMEMBERED = 32
+
+
+class Schedule:
+    """One per rank, used by the training thread."""
+
+    def __init__(
+        self, intervals: Mapping[TierName, Interval], agreement: Agreement, clock: Clock | None = None
+    ) -> None:
+        self._policy = TierPolicy(intervals, clock)
+        self._agreement = agreement
+        self._costs: dict[TierName, deque[float]] = {}
+        self._agreed: Mapping[str, int] = {}
+
+    def due(self, step: int) -> tuple[TierName, ...]:
+        """Tiers to save `step` into, the most important first; the same on all ranks.
+
+        Collective at the few steps where ranks agree on intervals that are not in steps.
+        """
+        if self._policy.agrees_at(step):
+            self._agree(step)
+        return self._policy.due(step)
+
+    def saved(self, step: int, tiers: Collection[TierName]) -> None:
+        """A save was asked for; on all ranks alike, whatever becomes of it."""
+        self._policy.saved(step, tiers)
+
+    def add_cost(self, tiers: Collection[TierName], cost_s: float) -> None:
+        """What one save cost training: held and excess time."""
+        for tier in tiers:
+            self._costs.setdefault(tier, deque(maxlen=_REMEMBERED)).append(max(0.0, cost_s))
+
+    def advice(self, tier: TierName, *, step_s: float, mtbf_s: float) -> Advice:
+        """The interval of `tier` that loses least; see `resiliency.checkpoint.intervals.advise`."""
+        return advise(self._costs.get(tier, ()), step_s=step_s, mtbf_s=mtbf_s, tier=tier.value)
+
+    def _agree(self, step: int) -> None:
+        medians = {tier: statistics.median(costs) for tier, costs in self._costs.items()}
+        proposal = self._policy.propose(step, medians) if self._agreement.rank == 0 else {}
+        agreed = self._agreement.gather(proposal)[0]
+        self._policy.adopt(step, agreed)
+        if agreed != self._agreed and self._agreement.rank == 0:
+            text = ", ".join(f"{tier} tier every {steps}" for tier, steps in agreed.items())
+            logger.info("intervals in steps from step %d on: %s", step, text)
+        self._agreed = agreed

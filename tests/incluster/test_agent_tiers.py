@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents of two hosts: each keeps a copy of what the other has, and both know when a step is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, SaveHandle
+from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.reader import CheckpointReader
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.errors import ResiliencyError
+from resiliency.runtime import RunInfo
+from resiliency.testing.rank_pool import RankPool
+
+SOON = timedelta(seconds=60)
+
+
+def open_at(root: Path, rank: int, *, keep: int = 2, directory: Path | None = None) -> Checkpointer:
+    home = root / f"host-{rank}"
+    (home / "memory").mkdir(parents=True, exist_ok=True)
+    return Checkpointer(
+        directory,
+        local=LocalTier(directory=home / "disk", keep=keep, replicas=1),
+        info=RunInfo(
+            job_name="two", host=f"host-{rank}", rank=rank, world_size=2, peer_address=f"127.0.0.{2 + rank}"
+        ),
+        options=CheckpointerOptions(arena_root=home / "memory", link=LinkOptions(grace=timedelta(seconds=2))),
+    )
+
+
+def state_of(rank: int, step: int) -> dict[str, object]:
+    return {"weights": torch.full((1 << 16,), 10.0 * rank + step), "rank": rank}
+
+
+def copied(handle: SaveHandle) -> tuple[str, ...]:
+    assert handle.wait(SOON), handle.record
+    assert handle.wait_complete(SOON), handle.record
+    return handle.record.copies_on
+
+
+def roots(root: Path) -> list[Path]:
+    """Where each host keeps its own checkpoints and the other's."""
+    return [
+        root / f"host-{rank}" / "disk" / part for rank in (0, 1) for part in ("", f"replicas/host-{1 - rank}")
+    ]
+
+
+def complete(directory: Path) -> list[int]:
+    found = list_checkpoints(LocalStorage(directory))
+    return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
+
+
+def save_steps(rank: int, root: str, steps: int) -> list[tuple[str, ...]]:
+    with open_at(Path(root), rank, keep=1) as checkpoints:
+        hosts = [copied(checkpoints.save(step, state_of(rank, step))) for step in range(1, steps + 1)]
+        text = checkpoints.metrics_text()
+        assert f'copies_verified_total{{rank="{rank}"}} {steps}' in text
+        assert f'last_complete_step{{rank="{rank}"}} {steps}' in text
+        # What is retired goes a moment later.
+        pause = threading.Event()
+        while any(complete(path) != [steps] for path in roots(Path(root))[2 * rank : 2 * rank + 2]):
+            pause.wait(0.02)
+        dist.barrier()
+    return hosts
+
+
+def test_each_host_has_a_verified_copy_of_the_others_checkpoint_and_old_ones_go_everywhere(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    values = rank_pool.run(save_steps, 2, str(tmp_path), 3, timeout=200, operation_timeout=90).values
+    assert values == [[("host-1",)] * 3, [("host-0",)] * 3]
+    for path in roots(tmp_path):
+        assert complete(path) == [3]
+        assert CheckpointReader(LocalStorage(path), 3).verify() > 1 << 18
+    for rank in (0, 1):
+        copy = CheckpointReader(LocalStorage(roots(tmp_path)[2 * (1 - rank) + 1]), 3).read_shard(rank)
+        assert copy.rank == rank
+        assert list((tmp_path / f"host-{rank}" / "memory").iterdir()) == []
+
+
+def save_alone_then_together(rank: int, root: str, steps: int) -> tuple[list[int], bool]:
+    own = Path(root) / f"host-{rank}" / "disk"
+    with open_at(Path(root), rank, keep=1) as checkpoints:
+        for step in range(1, steps):
+            if rank == 0:
+                handle = checkpoints.save(step, state_of(rank, step))
+                assert handle.wait(SOON)
+        before = complete(own)
+        dist.barrier()
+        assert copied(checkpoints.save(steps, state_of(rank, steps)))
+        pause = threading.Event()
+        while complete(own) != [steps]:
+            pause.wait(0.02)
+        dist.barrier()
+    return before, handle.record.complete if rank == 0 else False
+
+
+def test_nothing_goes_before_a_newer_step_is_complete_on_all_hosts(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    values = rank_pool.run(
+        save_alone_then_together, 2, str(tmp_path), 5, timeout=200, operation_timeout=90
+    ).values
+    assert values == [([1, 2, 3, 4], False), ([], False)]
+
+
+def lose_an_agent(rank: int, root: str, victim: int) -> list[tuple[str, ...]]:
+    with open_at(Path(root), rank) as checkpoints:
+        hosts = [copied(checkpoints.save(1, state_of(rank, 1)))]
+        dist.barrier()
+        if rank == victim:
+            pid = checkpoints.agent_pid
+            os.kill(pid, signal.SIGKILL)
+            pause = threading.Event()
+            while checkpoints.agent_pid in (0, pid):
+                pause.wait(0.02)
+        dist.barrier()
+        hosts.append(copied(checkpoints.save(2, state_of(rank, 2))))
+        dist.barrier()
+    return hosts
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["leader", "follower"])
+def test_an_agent_that_is_replaced_is_found_by_the_others_and_goes_on_with_the_session(
+    tmp_path: Path, rank_pool: RankPool, victim: int
+) -> None:
+    values = rank_pool.run(lose_an_agent, 2, str(tmp_path), victim, timeout=200, operation_timeout=90).values
+    assert values == [[("host-1",)] * 2, [("host-0",)] * 2]
+    for path in roots(tmp_path):
+        assert complete(path) == [1, 2]
+
+
+def restore_and_await_copies(rank: int, root: str, step: int) -> tuple[str, float, int]:
+    state = state_of(rank, 0)
+    with open_at(Path(root), rank) as checkpoints:
+        restored = checkpoints.restore(state)
+        pause = threading.Event()
+        while len(copies_of(Path(root), step)) < 4:
+            pause.wait(0.02)
+        dist.barrier()
+    weights = state["weights"]
+    assert isinstance(weights, torch.Tensor)
+    return restored.tier.value, float(weights[0]), restored.step
+
+
+def copies_of(root: Path, step: int) -> list[Path]:
+    """Committed copies of a step on all disks, of whichever owner."""
+    found = root.glob(f"host-*/disk/**/step={step}/manifest.json")
+    return [path for path in found if not Path(f"{path.parent}-unfinished").exists()]
+
+
+def test_a_host_that_lost_its_disk_gets_its_state_and_all_copies_back_from_the_other(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    rank_pool.run(save_steps, 2, str(tmp_path), 2, timeout=200, operation_timeout=90).values  # noqa: B018
+    shutil.rmtree(tmp_path / "host-1" / "disk")
+    values = rank_pool.run(
+        restore_and_await_copies, 2, str(tmp_path), 2, timeout=200, operation_timeout=90
+    ).values
+    assert values == [("peers", 2.0, 2), ("peers", 12.0, 2)]
+    for path in copies_of(tmp_path, 2):
+        assert CheckpointReader(LocalStorage(path.parent.parent), 2).verify() > 1 << 18
+
+
+def disagree(rank: int, root: str) -> str:
+    info = RunInfo(job_name="odd", host=f"host-{rank}", rank=rank, world_size=2)
+    local = LocalTier(directory=Path(root) / "disk") if rank else None
+    try:
+        Checkpointer(Path(root) / "ckpt", local=local, info=info).close()
+    except ResiliencyError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_tiers_are_refused_on_all_of_them(tmp_path: Path, rank_pool: RankPool) -> None:
+    for error in rank_pool.run(disagree, 2, str(tmp_path), timeout=90).values:
+        assert "rank 1 saves to the tiers local, persistent, rank 0 to persistent" in error

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what ranks say of a step to jobs for the tiers, with a real arena and real disks."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+
+from resiliency.checkpoint.arena import RankArena
+from resiliency.checkpoint.capture import Capturer
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.intake import Intake
+from resiliency.checkpoint.jobs import SaveJob
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
+
+SOON = timedelta(seconds=60)
+BOTH = ("local", "persistent")
+
+
+class Desk:
+    """An intake for ranks 0 and 1 of one host, and what it reported."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.done: queue.SimpleQueue[tuple[SaveJob, Done]] = queue.SimpleQueue()
+        self.hurry = Event()
+        self.arenas = [
+            RankArena(root / "arena", rank=rank, world_size=2, slots=3, run_id="s") for rank in (0, 1)
+        ]
+        self.capturers = [Capturer(arena) for arena in self.arenas]
+        self.intake = Intake(root / "arena", lambda job, done: self.done.put((job, done)), self.hurry)
+        settings = Settings(
+            directory=str(root / "persistent"),
+            keep=3,
+            replicated=False,
+            bytes_per_s=0,
+            save_timeout_s=60.0,
+            local_directory=str(root / "local"),
+        )
+        first = Attach(
+            rank=0, world_size=2, local_ranks=(0, 1), run_id="run", session="s", host="h", settings=settings
+        )
+        self.ranks = [first, replace(first, rank=1)]
+
+    def capture(self, rank: int, step: int, tiers: tuple[str, ...] = BOTH) -> Save:
+        state = {"weights": torch.full((1000,), float(step))}
+        capture = self.capturers[rank].begin(state, step, wait=SOON)
+        assert capture is not None
+        self.capturers[rank].fence()
+        assert capture.wait(SOON)
+        return Save(step=step, slot=capture.slot_path.name, tiers=tiers)
+
+    def reports(self, count: int) -> dict[tuple[int, str], str]:
+        """The next ones, by step and tier."""
+        found = {}
+        for _ in range(count):
+            job, done = self.done.get(timeout=60)
+            self.intake.finish(job, done)
+            found[done.step, done.tier] = done.error
+        assert self.done.empty()
+        return found
+
+    def complete(self, tier: str) -> list[int]:
+        found = list_checkpoints(LocalStorage(self.root / tier))
+        return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
+
+    def close(self) -> None:
+        self.intake.close(SOON)
+        for capturer, arena in zip(self.capturers, self.arenas, strict=True):
+            capturer.close()
+            arena.close(remove=True)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path)
+    yield desk
+    desk.close()
+
+
+def test_a_step_goes_to_its_tiers_once_all_ranks_have_it_and_its_slots_are_given_back(desk: Desk) -> None:
+    for step in range(1, 6):  # more steps than slots
+        for rank in (0, 1):
+            assert desk.done.empty()
+            assert desk.intake.save(desk.ranks[rank], desk.capture(rank, step)) == []
+        assert desk.reports(2) == {(step, "local"): "", (step, "persistent"): ""}
+    assert desk.complete("local") == [1, 2, 3, 4, 5]  # nobody said that one is complete on all hosts
+    assert desk.complete("persistent")[-1] == 5
+    assert desk.intake.captures_are_spent()
+
+
+def test_what_ranks_left_in_memory_is_rescued_where_it_is_quickest(desk: Desk) -> None:
+    desk.intake.save(desk.ranks[0], desk.capture(0, 1, ("local",)))
+    desk.intake.save(desk.ranks[1], desk.capture(1, 1, ("local",)))
+    assert desk.reports(1) == {(1, "local"): ""}
+    for rank in (0, 1):
+        desk.capture(rank, 2)  # nobody tells the agent
+    desk.intake.rescue(desk.ranks[0])
+    assert desk.reports(1) == {(2, "local"): ""}
+    desk.intake.rescue(desk.ranks[0])  # once
+    assert (desk.complete("local"), desk.complete("persistent")) == ([1, 2], [])
+    assert desk.done.empty()
+
+
+def test_a_rescue_of_a_step_that_was_to_go_elsewhere_too_takes_it_there(desk: Desk) -> None:
+    desk.intake.save(desk.ranks[0], desk.capture(0, 1, ("persistent",)))
+    desk.capture(1, 1)  # this rank dies before it can tell
+    desk.intake.rescue(desk.ranks[0])
+    assert desk.reports(2) == {(1, "local"): "", (1, "persistent"): ""}
+
+
+def test_a_rank_that_asks_late_hears_what_became_of_the_step(desk: Desk) -> None:
+    saves = [desk.capture(rank, 1, ("local",)) for rank in (0, 1)]
+    desk.intake.rescue(desk.ranks[0])
+    assert desk.reports(1) == {(1, "local"): ""}
+    (missed,) = desk.intake.save(desk.ranks[1], saves[1])
+    assert (missed.step, missed.tier, missed.error) == (1, "local", "")
+    assert desk.done.empty()
+
+
+def test_a_rank_that_lost_its_agent_hears_from_the_next_what_the_first_had_committed(
+    desk: Desk,
+) -> None:
+    saves = [desk.capture(rank, 1, ("local",)) for rank in (0, 1)]
+    for rank in (0, 1):
+        desk.intake.save(desk.ranks[rank], saves[rank])
+    assert desk.reports(1) == {(1, "local"): ""}
+    successor = Intake(desk.root / "arena", lambda job, done: desk.done.put((job, done)), desk.hurry)
+    (missed,) = successor.save(desk.ranks[1], replace(saves[1], again=True))
+    assert (missed.step, missed.tier, missed.error) == (1, "local", "")
+    assert successor.save(desk.ranks[0], replace(desk.capture(0, 2, ("local",)), again=True)) == []
+    successor.close(SOON)
+
+
+def test_a_rank_without_a_capture_fails_the_step_in_all_its_tiers_and_another_try_commits(desk: Desk) -> None:
+    desk.intake.skip(desk.ranks[1], Skip(step=1, tiers=BOTH, reason="no room"))
+    desk.intake.save(desk.ranks[0], desk.capture(0, 1))
+    assert desk.reports(2) == {(1, "local"): "no room", (1, "persistent"): "no room"}
+    for rank in (0, 1):
+        desk.intake.save(desk.ranks[rank], desk.capture(rank, 1))
+    assert desk.reports(2) == {(1, "local"): "", (1, "persistent"): ""}
+
+
+def test_a_tier_that_is_busy_is_left_out_unless_the_save_is_patient(desk: Desk) -> None:
+    ranks = [replace(rank, settings=replace(rank.settings, bytes_per_s=100)) for rank in desk.ranks]
+    for rank in (0, 1):
+        desk.intake.save(ranks[rank], desk.capture(rank, 1))
+    assert desk.reports(1) == {(1, "local"): ""}
+    for rank in (0, 1):
+        desk.intake.save(ranks[rank], desk.capture(rank, 2, ("persistent",)))
+    ((_, why),) = desk.reports(1).items()
+    assert why.startswith("an earlier save is still being written")
+    for rank in (0, 1):
+        desk.intake.save(ranks[rank], replace(desk.capture(rank, 3, ("persistent",)), patient=True))
+    assert desk.done.empty()
+    desk.hurry.set()
+    assert desk.reports(2) == {(1, "persistent"): "", (3, "persistent"): ""}

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is listed as left of a job's saves, and that all ranks come to the same list."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.arena import RankArena
+from resiliency.checkpoint.catalog import quarantine
+from resiliency.checkpoint.dcp_format import DcpFormat
+from resiliency.checkpoint.recovery.holdings import Holding, Need, Place
+from resiliency.checkpoint.recovery.inventory import (
+    Inventory,
+    list_local,
+    list_memory,
+    list_saves,
+    open_holding,
+    take_inventory,
+    try_set_aside,
+)
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, ConfigError
+from resiliency.testing.rank_pool import Outcome, RankPool
+from tests.checkpoint.storage_builders import save, small_shard
+from tests.incluster.held import (
+    arena_of,
+    commit_for_all,
+    commit_locally,
+    content,
+    flip,
+    keep_in_memory,
+    local_of,
+    make,
+    replicate,
+)
+
+
+def seen(holdings: list[Holding]) -> set[tuple[int, int, str, str]]:
+    return {(h.step, h.rank, h.place.value, h.owner) for h in holdings}
+
+
+def test_a_host_lists_its_own_checkpoints_and_its_copies_of_those_of_others(tmp_path: Path) -> None:
+    for step in (1, 2):
+        commit_locally(tmp_path, "a", [make(step, 0, 3), make(step, 1, 3)])
+        commit_locally(tmp_path, "b/x", [replace(make(step, 2, 3), group="odd")])
+    replicate(tmp_path, "b/x", 2, to="a")
+    found = list_local(local_of(tmp_path, "a"), "a")
+    assert seen(found) == {
+        *((step, rank, "local", "a") for step in (1, 2) for rank in (0, 1)),
+        (2, 2, "replica", "b%2Fx"),
+    }
+    assert {h.save_id for h in found} == {"session-1", "session-2"}
+    assert {(h.host, h.world_size, h.run_id) for h in found} == {("a", 3, "run")}
+    assert [h.group for h in found if h.rank == 2] == ["odd"]
+    for holding in found:
+        shard = open_holding(holding).read_shard(holding.rank)
+        assert content(shard) == content(make(holding.step, holding.rank, 3))
+        assert holding.size_bytes >= shard.layout.size_bytes
+    assert list_local(local_of(tmp_path, "nobody"), "nobody") == []
+
+
+def spoil(step: Path, how: str) -> None:
+    if how == "marked":
+        quarantine(LocalStorage(step.parent), 1, "it was bad")
+    elif how == "never committed":
+        (step / "manifest.json").unlink()
+    elif how == "manifest torn":
+        os.truncate(step / "manifest.json", 50)
+    elif how == "renamed":
+        step.rename(step.with_name("step=3"))
+    elif how == "of another format":
+        shutil.rmtree(step)
+        shards = [small_shard(1, rank=rank, world_size=2) for rank in (0, 1)]
+        save(LocalStorage(step.parent), DcpFormat(), shards)
+    elif how == "file gone":
+        (step / "rank=1" / "slot.bin").unlink()
+    elif how == "file cut":
+        os.truncate(step / "rank=1" / "slot.bin", 10)
+    elif how == "index gone":
+        (step / "rank=1.json").unlink()
+    elif how == "index torn":
+        os.truncate(step / "rank=1.json", 100)
+
+
+@pytest.mark.parametrize(
+    "how", ["marked", "never committed", "manifest torn", "renamed", "of another format"]
+)
+def test_a_checkpoint_that_is_not_whole_is_not_listed(tmp_path: Path, how: str) -> None:
+    for step in (1, 2):
+        commit_locally(tmp_path, "a", [make(step, 0, 2), make(step, 1, 2)])
+    spoil(local_of(tmp_path, "a") / "step=1", how)
+    assert seen(list_local(local_of(tmp_path, "a"), "a")) == {(2, 0, "local", "a"), (2, 1, "local", "a")}
+
+
+@pytest.mark.parametrize("how", ["file gone", "file cut", "index gone", "index torn"])
+def test_damage_to_one_shard_leaves_the_others_listed(tmp_path: Path, how: str) -> None:
+    commit_locally(tmp_path, "a", [make(1, 0, 2), make(1, 1, 2)])
+    spoil(local_of(tmp_path, "a") / "step=1", how)
+    assert seen(list_local(local_of(tmp_path, "a"), "a")) == {(1, 0, "local", "a")}
+
+
+def test_a_holding_whose_checkpoint_was_replaced_is_not_opened(tmp_path: Path) -> None:
+    commit_locally(tmp_path, "a", [make(1, 0, 1)])
+    [holding] = list_local(local_of(tmp_path, "a"), "a")
+    shutil.rmtree(local_of(tmp_path, "a"))
+    commit_locally(tmp_path, "a", [make(1, 0, 1)], session="later")
+    with pytest.raises(CheckpointIncomplete, match="is not the save session-1 any more"):
+        open_holding(holding)
+
+
+def test_a_shard_is_set_aside_only_if_it_is_bad_on_the_host_that_holds_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit_locally(tmp_path, "a", [make(1, 0, 2), make(1, 1, 2)])
+    both = list_local(local_of(tmp_path, "a"), "a")
+    for holding in both:
+        try_set_aside(holding, "said the new host")
+    assert list_local(local_of(tmp_path, "a"), "a") == both
+    assert "is its memory?  It says: said the new host" in caplog.text
+    flip(local_of(tmp_path, "a") / "step=1" / "rank=0" / "slot.bin")
+    for holding in both:
+        try_set_aside(holding, "said the new host")
+    assert seen(list_local(local_of(tmp_path, "a"), "a")) == {(1, 1, "local", "a")}
+
+
+def test_captures_of_all_ranks_are_listed_with_session_and_group(tmp_path: Path) -> None:
+    for step in (1, 2):
+        keep_in_memory(tmp_path, "a", replace(make(step, 0, 4), group="left"))
+    keep_in_memory(tmp_path, "a", make(2, 3, 4), session="other")
+    with RankArena(arena_of(tmp_path, "a"), rank=3, world_size=4) as arena:
+        slot = arena.try_take()
+        assert slot is not None
+        arena.begin(slot, make(3, 3, 4).layout, b"", 3)  # and never ended
+        found = list_memory(arena_of(tmp_path, "a"), "a")
+        arena.abandon(slot)
+    assert {(h.save_id, h.rank, h.group, h.place) for h in found} == {
+        ("session-1", 0, "left", Place.MEMORY),
+        ("session-2", 0, "left", Place.MEMORY),
+        ("other-2", 3, "", Place.MEMORY),
+    }
+    assert list_memory(arena_of(tmp_path, "a"), "a", [3]) == [h for h in found if h.rank == 3]
+
+
+def test_the_name_of_a_group_must_fit_into_a_slot(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 128 bytes"):
+        RankArena(tmp_path / "arena", rank=0, group="g" * 129)
+
+
+def test_a_checkpoint_for_all_holds_the_shards_of_all_its_ranks(tmp_path: Path) -> None:
+    storage = commit_for_all(tmp_path, [make(5, rank, 3) for rank in range(3)])
+    commit_for_all(tmp_path, [make(6, rank, 3) for rank in range(3)])
+    quarantine(storage, 6, "it was bad")
+    [found] = list_saves(storage)
+    assert (found.step, found.save_id, found.world_size, found.run_id) == (5, "session-5", 3, "run")
+    assert {(h.rank, h.host, h.place) for h in found.holdings()} == {
+        (r, "", Place.PERSISTENT) for r in range(3)
+    }
+
+
+def inventory_of(rank: int, root: Path, hosts: list[str], groups: list[str], together: bool) -> Inventory:
+    def list_here(is_first: bool) -> list[Holding]:
+        assert is_first == (hosts.index(hosts[rank]) == rank)
+        return list_local(local_of(root, hosts[rank]), hosts[rank]) if is_first else []
+
+    storage = LocalStorage(root / "persistent") if rank == 0 else LocalStorage(root / "not here")
+    return take_inventory(
+        Agreement.of_process_group(),
+        host=hosts[rank],
+        group=groups[rank],
+        interchangeable=together,
+        list_here=list_here,
+        storage=storage,
+    )
+
+
+def test_all_ranks_come_to_the_same_inventory(tmp_path: Path, rank_pool: RankPool) -> None:
+    commit_for_all(tmp_path, [make(1, rank, 4) for rank in range(4)])
+    commit_locally(tmp_path, "a", [make(2, 0, 4), make(2, 2, 4)])
+    commit_locally(tmp_path, "b", [make(2, 1, 4)])
+    arguments = (tmp_path, ["a", "b", "a"], ["even", "", "even"])
+    first, *others = rank_pool.run(inventory_of, 3, *arguments, False, timeout=120.0).values
+    assert others == [first, first]
+    assert first.needs == tuple(
+        Need(rank=rank, host=host, world_size=3, group=group)
+        for rank, (host, group) in enumerate(zip(*arguments[1:], strict=True))
+    )
+    assert [(save.step, save.world_size) for save in first.saves] == [(1, 4)]
+    places = [(h.step, h.rank, h.host, h.world_size) for h in first.holdings]
+    assert sorted(places) == [
+        *((1, rank, "", 4) for rank in range(4)),
+        (2, 0, "a", 4),
+        (2, 1, "b", 4),
+        (2, 2, "a", 4),
+    ]
+    assert (first.first_on("a"), first.first_on("b")) == (0, 1)
+    [same, *_] = rank_pool.run(inventory_of, 3, *arguments, True, timeout=120.0).values
+    assert {(thing.group, thing.world_size) for thing in (*same.needs, *same.holdings)} == {("replicated", 3)}
+
+
+def test_storage_that_cannot_be_listed_fails_all_ranks(tmp_path: Path, rank_pool: RankPool) -> None:
+    (tmp_path / "persistent").symlink_to("persistent")  # a loop
+    report = rank_pool.run(inventory_of, 2, tmp_path, ["a", "b"], ["", ""], False, timeout=120.0)
+    assert report.outcomes == [Outcome.ERROR, Outcome.ERROR]
+    assert CheckpointCorrupt.__name__ in report[0].error
+    assert "1 of 2 ranks failed while listing checkpoints; rank 0: cannot read" in report[1].error
+
+
+def test_a_local_disk_that_cannot_be_listed_only_takes_its_own_shards_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit_locally(tmp_path, "a", [make(1, 0, 2)])
+    replicas = local_of(tmp_path, "a") / "replicas"
+    replicas.mkdir()
+    (replicas / "b").symlink_to("b")
+    assert seen(list_local(local_of(tmp_path, "a"), "a")) == {(1, 0, "local", "a")}
+    assert "passing over" in caplog.text

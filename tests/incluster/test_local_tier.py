@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local tier of one host, alone and beside a persistent one, with a real agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from resiliency.checkpoint import (
+    Checkpointer,
+    CheckpointerOptions,
+    LocalTier,
+    SaveState,
+    Terminated,
+    TerminationOptions,
+    Tier,
+)
+from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.generations import make_way, retire
+from resiliency.checkpoint.manifest import Manifest, write_manifest
+from resiliency.checkpoint.saves import SaveLog, SaveRecord, TierOutcomes
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.tiers import TierName
+from resiliency.errors import CheckpointWriteFailed, ConfigError
+from resiliency.events import EventStream, EventType
+from resiliency.runtime import RunInfo
+from resiliency.testing import MemorySink
+from resiliency.testing.processes import Command
+
+SOON = timedelta(seconds=60)
+BOTH = ("local", "persistent")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def make_state(value: float, size: int = 1000) -> dict[str, object]:
+    return {"weights": torch.full((size,), float(value)), "lr": value}
+
+
+def complete(directory: Path) -> list[int]:
+    found = list_checkpoints(LocalStorage(directory))
+    return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Nothing tells of what another process deletes, so look."""
+    pause = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return True
+        pause.wait(0.02)
+    return False
+
+
+@dataclass
+class Place:
+    """Where one job of a test lives."""
+
+    root: Path
+    job: str
+
+    @property
+    def persistent(self) -> Path:
+        return self.root / "persistent"
+
+    @property
+    def local(self) -> Path:
+        return self.root / "local"
+
+    def open(
+        self,
+        *,
+        alone: bool = False,
+        keep: int = 2,
+        events: EventStream | None = None,
+        termination: TerminationOptions | None = None,
+        **options: object,
+    ) -> Checkpointer:
+        link = LinkOptions(silence=timedelta(seconds=30), grace=timedelta(seconds=5))
+        return Checkpointer(
+            None if alone else self.persistent,
+            every_steps=0 if alone else 4,
+            local=LocalTier(directory=self.local, every_steps=2, keep=keep),
+            info=RunInfo(job_name=self.job, host="here", rank=0),
+            events=events,
+            termination=termination,
+            options=CheckpointerOptions(link=link, **options),  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path, f"local-{os.getpid()}-{tmp_path.name}")
+    yield place
+    assert [path for path in DEFAULT_ROOT.glob("resiliency-*") if tmp_path.name in path.name] == []
+
+
+# --- what is saved -------------------------------------------------------------------------------
+
+
+def test_a_job_with_a_local_tier_alone_saves_there_and_comes_back_from_there(place: Place) -> None:
+    with place.open(alone=True) as checkpoints:
+        handle = checkpoints.save(3, make_state(3))
+        assert handle.wait_complete(SOON)
+        assert handle.record.committed_in == ("local",)
+    state = make_state(0)
+    with place.open(alone=True) as checkpoints:
+        restored = checkpoints.restore(state)
+    assert (restored.step, restored.tier) == (3, Tier.LOCAL)
+    assert torch.equal(state["weights"], torch.full((1000,), 3.0))  # type: ignore[arg-type]
+    assert not place.persistent.exists()
+
+
+def test_a_killed_job_whose_memory_is_lost_too_goes_on_from_the_local_tier(place: Place) -> None:
+    memory = place.root / "memory"
+    memory.mkdir()
+    argv = [sys.executable, "-m", "tests.checkpoint.training_until_killed", "-", "20", "5"]
+    argv += [f"local={place.local}", f"memory={memory}", "grace=1"]
+    env = {"JOB_IDENTIFIER": place.job, "OMP_NUM_THREADS": "1"}
+    with Command([*argv, "park=10"], env=env) as first:
+        agent = int(first.wait_for_line(r"agent (\d+)", timeout=60)[1])
+        first.wait_for_line("saved 5 committed", timeout=60)
+        first.wait_for_line("parked 10", timeout=60)
+        assert eventually(lambda: complete(place.local) == [5, 10])
+        first.signal(signal.SIGKILL)
+        os.kill(agent, signal.SIGKILL)
+        first.wait(timeout=60)
+    for path in sorted(memory.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with Command(argv, env=env) as second:
+        assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "10", "local"]
+        assert second.wait(timeout=60) == 0
+    assert complete(place.local) == [15, 20]
+
+
+def test_one_capture_serves_both_tiers_that_are_due_and_the_others_get_what_is_theirs(place: Place) -> None:
+    sink = MemorySink()
+    with place.open(events=EventStream(RunInfo(job_name="j", rank=0), [sink])) as checkpoints:
+        handles = {}
+        for step in range(1, 5):
+            handle = checkpoints.step(step, make_state(step))
+            if handle is not None:
+                handles[step] = handle
+                assert handle.wait(SOON)
+                assert handle.wait_complete(SOON)
+        assert {step: handle.record.committed_in for step, handle in handles.items()}.keys() == {2, 4}
+        assert handles[2].record.committed_in == ("local",)
+        assert sorted(handles[4].record.committed_in) == sorted(BOTH)
+        assert (complete(place.local), complete(place.persistent)) == ([2, 4], [4])
+        text = checkpoints.metrics_text()
+    assert 'tier_saves_total{rank="0",tier="local",outcome="committed"} 2' in text
+    assert 'tier_saves_total{rank="0",tier="persistent",outcome="committed"} 1' in text
+    assert 'last_complete_step{rank="0"} 4' in text
+    assert [event.type for event in sink.events].count(EventType.SAVE_STARTED) == 2
+    saved = [(e.step, e.fields["tier"]) for e in sink.events if e.type is EventType.CHECKPOINT_SAVED]
+    assert sorted(saved) == [(2, "local"), (4, "local"), (4, "persistent")]
+
+
+def test_a_step_that_one_tier_has_is_saved_again_for_the_other_only(place: Place) -> None:
+    with place.open() as checkpoints:
+        first = checkpoints.save(1, make_state(1), tiers=[TierName.LOCAL])
+        assert first.wait(SOON)
+        assert checkpoints.save(1, make_state(1), tiers=[TierName.LOCAL]) is first
+        second = checkpoints.save(1, make_state(1))
+        assert second is not first
+        assert second.wait(SOON)
+        assert (first.record.committed_in, second.record.committed_in) == (("local",), ("persistent",))
+        assert checkpoints.save(1, make_state(1)) is second
+    assert complete(place.local) == complete(place.persistent) == [1]
+
+
+def test_a_tier_that_a_job_does_not_have_is_refused_by_name(place: Place) -> None:
+    with place.open(alone=True) as checkpoints, pytest.raises(ConfigError, match=r"\(local\), found persist"):
+        checkpoints.save(1, make_state(1), tiers=[TierName.PERSISTENT])
+    with pytest.raises(ConfigError, match="nowhere to save to"):
+        Checkpointer(None)
+    with pytest.raises(ConfigError, match="is of the persistent tier, found without a directory"):
+        Checkpointer(None, every_steps=5, local=LocalTier(directory=place.local))
+
+
+# --- one tier in trouble -------------------------------------------------------------------------
+
+
+def test_a_slow_persistent_tier_delays_no_local_save(place: Place) -> None:
+    # 4 MiB at 16 KiB/s: the persistent tier writes its first save for as long as this test lasts.
+    with place.open(bytes_per_s=16 << 10) as checkpoints:
+        first = checkpoints.save(1, make_state(1, size=1 << 20))
+        assert first.wait_complete(SOON)
+        for step in range(2, 8):
+            handle = checkpoints.save(step, make_state(step, size=1 << 20))
+            assert handle.wait(SOON), handle.record
+            assert handle.record.committed_in == ("local",)
+            assert "persistent: an earlier save is still being written" in handle.record.why
+            assert handle.wait_complete(SOON)
+        skipped = checkpoints.save(8, make_state(8, size=1 << 20), tiers=[TierName.PERSISTENT])
+        assert skipped.wait(SOON)
+        assert skipped.state is SaveState.SKIPPED
+        assert first.record.committed_in == ("local",)
+        assert complete(place.persistent) == []
+        checkpoints.hurry()
+        # The last one waits for its turn.
+        last = checkpoints.save(9, make_state(9, size=1 << 20), wait=SOON)
+        assert last.wait(SOON)
+        assert first.state is SaveState.COMMITTED
+        assert sorted(last.record.committed_in) == sorted(BOTH)
+    assert complete(place.persistent) == [1, 9]
+    assert complete(place.local) == [7, 9]
+
+
+def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails_with_it(
+    place: Place,
+) -> None:
+    with place.open() as checkpoints:
+        agent = psutil.Process(checkpoints.agent_pid)
+        agent.suspend()
+        handle = checkpoints.save(1, make_state(1))
+        assert handle.wait(SOON, until=SaveState.CAPTURED)
+        agent.kill()
+        assert handle.wait(timedelta(seconds=150)), handle.record
+        assert handle.record.committed_in == ("local",)
+        assert f"persistent: the checkpoint agent (process {agent.pid}) was lost" in handle.record.why
+        assert checkpoints.agent_pid not in (0, agent.pid)
+        assert checkpoints.save(2, make_state(2)).wait(SOON)
+    assert (complete(place.local), complete(place.persistent)) == ([1, 2], [2])
+
+
+@pytest.mark.parametrize("broken", BOTH)
+def test_a_tier_that_takes_nothing_fails_by_name_and_the_other_commits(place: Place, broken: str) -> None:
+    (place.root / broken).write_text("in the way")
+    works = BOTH[1 - BOTH.index(broken)]
+    sink = MemorySink()
+    with place.open(events=EventStream(RunInfo(job_name="j", rank=0), [sink])) as checkpoints:
+        for step in (1, 2):
+            handle = checkpoints.save(step, make_state(step))
+            assert handle.wait(SOON)
+            assert handle.state is SaveState.COMMITTED
+            assert handle.record.committed_in == (works,)
+            assert handle.record.why.startswith(f"{broken}: ")
+        text = checkpoints.metrics_text()
+    assert f'tier="{broken}",outcome="failed"}} 2' in text
+    assert f'tier="{works}",outcome="committed"}} 2' in text
+    failed = [event.fields["tier"] for event in sink.events if event.type is EventType.SAVE_FAILED]
+    assert failed == [broken, broken]
+    assert complete(place.root / works) == [1, 2]
+
+
+def test_a_job_that_is_told_to_end_is_content_with_what_is_complete_in_the_local_tier(place: Place) -> None:
+    place.persistent.write_text("in the way")
+    told = TerminationOptions(deadline=SOON, signals=())
+
+    def train() -> None:
+        with place.open(termination=told) as checkpoints:
+            checkpoints.request_stop()
+            for step in range(1, 1000):
+                checkpoints.save(step, make_state(step), tiers=[TierName.LOCAL], wait=SOON)
+                checkpoints.step(step, make_state(step))
+
+    with pytest.raises(Terminated) as ended:
+        train()
+    assert (ended.value.code, ended.value.committed) == (0, True)
+    assert ended.value.step in complete(place.local)
+
+
+def test_a_save_is_final_when_all_tiers_have_reported_and_good_if_one_of_them_has_it() -> None:
+    outcomes = TierOutcomes(BOTH)
+    assert outcomes.report("local", "", queued_s=1.0, commit_s=2.0)
+    assert not outcomes.report("local", "again")
+    assert "state" not in outcomes.changes()
+    assert outcomes.changes()["committed_in"] == ("local",)
+    assert outcomes.report("persistent", "full", commit_s=1.0)
+    assert outcomes.changes() == {
+        "committed_in": ("local",), "why": "persistent: full", "queued_s": 1.0, "commit_s": 2.0,
+        "state": SaveState.COMMITTED,
+    }  # fmt: skip
+
+
+def test_a_save_that_no_tier_has_is_failed_with_all_reasons() -> None:
+    outcomes = TierOutcomes(BOTH)
+    outcomes.report("local", "gone")
+    outcomes.report("persistent", "full")
+    changes = outcomes.changes()
+    assert (changes["state"], changes["why"]) == (SaveState.FAILED, "local: gone; persistent: full")
+    log = SaveLog()
+    log.add(SaveRecord(step=1, tiers=BOTH, **changes))
+    assert 'tier="local",outcome="failed"} 1' in log.metrics_text(rank=0, agent_losses=0)
+
+
+# --- generations ---------------------------------------------------------------------------------
+
+
+def test_old_generations_go_when_a_newer_one_is_complete_and_so_many_stay_as_were_asked_for(
+    place: Place,
+) -> None:
+    with place.open(alone=True, keep=1) as checkpoints:
+        for step in range(1, 4):
+            assert checkpoints.save(step, make_state(step)).wait_complete(SOON)
+        assert eventually(lambda: complete(place.local) == [3])
+
+
+def generations(root: Path, **saves: str) -> LocalStorage:
+    """Checkpoints without any data: ``s1="a"`` is step 1 of save id a-1."""
+    storage = LocalStorage(root)
+    for name, session in saves.items():
+        step = int(name[1:])
+        storage.make_dir(f"step={step}")
+        manifest = Manifest(
+            step=step, run_id="run", save_id=f"{session}-{step}", world_size=1, format="local", ranks={}
+        )
+        write_manifest(storage, f"step={step}", manifest)
+    return storage
+
+
+def test_of_older_generations_those_that_were_complete_stay_first(tmp_path: Path) -> None:
+    storage = generations(tmp_path, s1="a", s2="b", s3="b", s4="b", s5="b")
+    gone = retire(storage, run_id="run", complete={2: "b-2", 4: "b-4"}, keep=2)
+    assert gone == [1, 3]
+    assert complete(tmp_path) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("news", [{4: "c-4"}, {9: "b-9"}], ids=["replaced", "not-here"])
+def test_nothing_goes_for_a_complete_step_that_this_host_does_not_have(
+    tmp_path: Path, news: dict[int, str]
+) -> None:
+    storage = generations(tmp_path, s1="a", s4="b")
+    assert retire(storage, run_id="run", complete=news, keep=1) == []
+    assert complete(tmp_path) == [1, 4]
+
+
+def test_another_runs_checkpoints_are_not_retired(tmp_path: Path) -> None:
+    storage = generations(tmp_path, s1="a", s4="b")
+    assert retire(storage, run_id="other", complete={4: "b-4"}, keep=1) == []
+
+
+def test_what_an_earlier_start_saved_makes_way_for_the_same_step_but_the_last_one_stays(
+    tmp_path: Path,
+) -> None:
+    storage = generations(tmp_path, s1="a", s2="a")
+    make_way(storage, step=2, run_id="run", save_id="a-2")  # the same save
+    make_way(storage, step=2, run_id="other", save_id="b-2")
+    assert complete(tmp_path) == [1, 2]
+    make_way(storage, step=2, run_id="run", save_id="b-2")
+    assert complete(tmp_path) == [1]
+    with pytest.raises(CheckpointWriteFailed, match="is the only one here: it stays"):
+        make_way(storage, step=1, run_id="run", save_id="b-1")
+    assert complete(tmp_path) == [1]
