@@ -21,6 +21,8 @@ COMMANDS = {
     "checkpoint": ("python3 -m resiliency.checkpoint", ["-m", "resiliency.checkpoint"]),
     "ckpt_compare": ("python3 benchmark/ckpt_compare.py", ["benchmark/ckpt_compare.py"]),
     "ckpt_cuda": ("python3 benchmark/ckpt_cuda.py", ["benchmark/ckpt_cuda.py"]),
+    "ckpt_cleaner": ("python3 benchmark/ckpt_cleaner.py", ["benchmark/ckpt_cleaner.py"]),
+    "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),
     "restart_time": ("python3 benchmark/restart_time.py", ["benchmark/restart_time.py"]),
     "goodput_calculator": (
         "python3 -m resiliency.goodput_measure.calculator",
