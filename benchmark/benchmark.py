@@ -36,6 +36,10 @@ def main() -> int:
         workload = flags.parse(cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0)
         if workload.checkpoint_dir is not None:
             flags.check_checkpoint_dir(workload.checkpoint_dir, workload.size.checkpoint_bytes())
+        if workload.local_checkpoint_dir is not None:
+            flags.check_checkpoint_dir(
+                workload.local_checkpoint_dir, workload.local_bytes, "--local-ckpt-dir"
+            )
         if not workload.log_to_remote_storage:  # a remote directory that fails costs a warning only
             flags.check_writable("--log-dir", workload.log_dir / workload.job_name)
     except ConfigError as error:

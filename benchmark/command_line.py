@@ -113,7 +113,8 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="copies of the distributed optimizer over the data-parallel ranks (default: %(default)s)",
+        help="copies of the distributed optimizer over the data-parallel ranks: N ranks hold each part of "
+        "it, which takes N times the memory (default: %(default)s)",
     )
     group.add_argument(
         "--enable-comm-overlap",
@@ -139,15 +140,28 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         "--local-ckpt-dir",
         type=Path,
         metavar="DIR",
-        help="memory or disk of each host; needs --local-ckpt-interval",
+        help="memory or disk of each host; checkpoints go to DIR/<job-name>/checkpoint/step=N, and the "
+        "newest two stay.  Together with --persistent-ckpt-dir: two tiers, each with its own interval",
     )
-    group.add_argument("--local-ckpt-interval", type=int, metavar="N", help="save there every N steps")
+    group.add_argument(
+        "--local-ckpt-interval",
+        type=int,
+        metavar="N",
+        help="save there every N steps; set together with --local-ckpt-dir or not at all",
+    )
+    group.add_argument(
+        "--local-ckpt-replicas",
+        type=int,
+        metavar="N",
+        help="copies of each local checkpoint on other hosts, so that it outlives its own host; "
+        "default: 1 with several hosts, else 0",
+    )
     group.add_argument(
         "--topk-ckpt",
         type=int,
         default=-1,
         metavar="K",
-        help="keep the newest K checkpoints; -1 keeps all (default)",
+        help="keep the newest K persistent checkpoints; -1 keeps all (default)",
     )
     group.add_argument(
         "--ckpt-threads-per-rank",
@@ -171,17 +185,21 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         "--enable-optimized-async-ckpt",
         action="store_true",
         help="copy into memory and go on: a checkpoint process that lives as long as the job writes "
-        "(the memory of a host holds two copies of its state)",
+        "(the memory of a host holds two copies of its state, three with two tiers).  Local checkpoints are "
+        "always written so; "
+        "with this flag one copy serves both tiers",
     )
     group.add_argument(
         "--enable-ckpt-load-replication",
         action="store_true",
-        help="fetch missing shards from peers; needs the local tier and --num-optimizer-replicas >= 2",
+        help="a rank whose shard is lost gets the state of a rank that holds the same; needs "
+        "--local-ckpt-dir and --num-optimizer-replicas >= 2",
     )
     group.add_argument(
         "--enable-high-scale-ckpt",
         action="store_true",
-        help="hand local checkpoints over to GKE's multi-tier replicator; needs --local-ckpt-dir",
+        help="hand local checkpoints over to GKE's multi-tier replicator, which copies them to other hosts "
+        "and to a bucket; --local-ckpt-dir is then the volume that it shares with the job",
     )
     group.add_argument(
         "--termination-deadline-s",

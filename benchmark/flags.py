@@ -22,16 +22,12 @@ from resiliency.errors import ConfigError
 from resiliency.model import MODELS, ModelSize, ParallelLayout, check_layout
 from resiliency.testing.faults import Fault
 
-#: Flags whose engine is not part of this release.  They are refused, never ignored.
-_NOT_YET = {
-    "local_ckpt_dir": "the local checkpoint tier",
-    "enable_ckpt_load_replication": "recovery of checkpoints from peers",
-    "enable_high_scale_ckpt": "the hand-over to GKE's multi-tier replicator",
-}
-
 
 class SaveMode(Enum):
-    """Who writes a checkpoint, while training waits or goes on."""
+    """Who writes a persistent checkpoint, while training waits or goes on.
+
+    Local ones are always written by the checkpoint process of the host.
+    """
 
     SYNC = "training itself"
     ASYNC = "NeMo's background processes"
@@ -61,6 +57,12 @@ class Workload:
     tokenizer_path: Path | None
     persistent_ckpt_dir: Path | None
     persistent_ckpt_interval: int | None
+    local_ckpt_dir: Path | None
+    local_ckpt_interval: int | None
+    local_ckpt_replicas: int
+    optimizer_replicas: int
+    load_replication: bool
+    high_scale: bool
     profile_ckpt_interval: int | None
     trace_name: str
     topk_ckpt: int
@@ -80,7 +82,24 @@ class Workload:
     @property
     def checkpoint_dir(self) -> Path | None:
         """``<persistent-ckpt-dir>/<job-name>/checkpoint``, as the checkpoint cleaner expects it."""
-        root = self.persistent_ckpt_dir
+        return self._below(self.persistent_ckpt_dir)
+
+    @property
+    def local_checkpoint_dir(self) -> Path | None:
+        """``<local-ckpt-dir>/<job-name>/checkpoint``, on this host; with the hand-over its volume itself."""
+        return self.local_ckpt_dir if self.high_scale else self._below(self.local_ckpt_dir)
+
+    @property
+    def saves(self) -> bool:
+        return self.persistent_ckpt_dir is not None or self.local_ckpt_dir is not None
+
+    @property
+    def local_bytes(self) -> int:
+        """Upper estimate of one local checkpoint of this host, with the copies that it keeps for others."""
+        one = self.size.checkpoint_bytes() * self.optimizer_replicas // self.num_nodes
+        return one * (1 + self.local_ckpt_replicas)
+
+    def _below(self, root: Path | None) -> Path | None:
         return None if root is None else root / self.job_name / "checkpoint"
 
 
@@ -95,8 +114,8 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
     """
     args = build_parser().parse_args(argv)
     _check_numbers(args)
-    _refuse_later_parts(args)
     _check_checkpoint_flags(args)
+    _check_local_flags(args)
     device = _device(args.device, cuda_devices)
     num_nodes, ranks_per_node = _started_ranks(args, os.environ)
     size = MODELS[args.model]
@@ -132,6 +151,12 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         tokenizer_path=_existing_file("--tokenizer-path", args.tokenizer_path),
         persistent_ckpt_dir=args.persistent_ckpt_dir,
         persistent_ckpt_interval=args.persistent_ckpt_interval,
+        local_ckpt_dir=args.local_ckpt_dir,
+        local_ckpt_interval=args.local_ckpt_interval,
+        local_ckpt_replicas=_local_replicas(args, num_nodes),
+        optimizer_replicas=args.num_optimizer_replicas,
+        load_replication=args.enable_ckpt_load_replication,
+        high_scale=args.enable_high_scale_ckpt,
         profile_ckpt_interval=args.profile_ckpt_interval,
         trace_name=args.trace_name,
         topk_ckpt=args.topk_ckpt,
@@ -146,29 +171,52 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
     )
 
 
-def _refuse_later_parts(args: argparse.Namespace) -> None:
+def _check_local_flags(args: argparse.Namespace) -> None:
     _both_or_neither(args, "local_ckpt_dir", "local_ckpt_interval")
-    if args.enable_ckpt_load_replication and (args.local_ckpt_dir is None or args.num_optimizer_replicas < 2):
-        raise ConfigError(
-            "--enable-ckpt-load-replication needs --local-ckpt-dir and --num-optimizer-replicas >= 2."
-        )
-    if args.enable_high_scale_ckpt and args.local_ckpt_dir is None:
-        raise ConfigError("--enable-high-scale-ckpt needs --local-ckpt-dir and --local-ckpt-interval.")
-    for name, what in _NOT_YET.items():
-        if getattr(args, name):
-            flag = "--" + name.replace("_", "-")
+    for flag in ("enable_ckpt_load_replication", "enable_high_scale_ckpt", "local_ckpt_replicas"):
+        if getattr(args, flag) and args.local_ckpt_dir is None:
             raise ConfigError(
-                f"{flag}: {what} is not part of this release.",
-                hint="Use --persistent-ckpt-dir with --persistent-ckpt-interval.",
-                flag=flag,
+                f"--{flag.replace('_', '-')} needs --local-ckpt-dir and --local-ckpt-interval.",
+                hint="Name a directory in the memory or on the disk of each host.",
+                flag="--local-ckpt-dir",
             )
-    if args.num_optimizer_replicas > 1:
+    if args.enable_ckpt_load_replication and args.num_optimizer_replicas < 2:
         raise ConfigError(
-            f"--num-optimizer-replicas {args.num_optimizer_replicas}: training with replicated optimizers is "
-            "not part of this release.",
-            hint="Leave it at 1.",
+            "--enable-ckpt-load-replication needs --num-optimizer-replicas >= 2: with one copy of the"
+            " optimizer no rank can stand in for another.",
+            hint="Replicate the optimizer, or leave the flag out: shards come back from other hosts anyway"
+            " where --local-ckpt-replicas put them.",
             flag="--num-optimizer-replicas",
         )
+    same = args.local_ckpt_dir is not None and args.local_ckpt_dir == args.persistent_ckpt_dir
+    if same:
+        raise ConfigError(
+            f"--local-ckpt-dir and --persistent-ckpt-dir are both {args.local_ckpt_dir}.",
+            hint="The first is each host's own, the second is seen by all hosts.",
+            flag="--local-ckpt-dir",
+        )
+
+
+def _local_replicas(args: argparse.Namespace, hosts: int) -> int:
+    """Copies of each local checkpoint on other hosts."""
+    wanted: int | None = args.local_ckpt_replicas
+    if args.local_ckpt_dir is None:
+        return 0
+    if args.enable_high_scale_ckpt and wanted:
+        raise ConfigError(
+            "--local-ckpt-replicas and --enable-high-scale-ckpt would both copy checkpoints to other hosts.",
+            hint="With the second GKE's replicator does it: leave --local-ckpt-replicas out.",
+            flag="--local-ckpt-replicas",
+        )
+    if wanted is None:
+        return int(hosts > 1 and not args.enable_high_scale_ckpt)
+    if wanted >= hosts:
+        raise ConfigError(
+            f"--local-ckpt-replicas {wanted} needs {wanted + 1} hosts, the launcher started {hosts}.",
+            hint="Copies go to other hosts: choose fewer than there are hosts, or 0 for none.",
+            flag="--local-ckpt-replicas",
+        )
+    return wanted
 
 
 def _check_checkpoint_flags(args: argparse.Namespace) -> None:
@@ -176,7 +224,8 @@ def _check_checkpoint_flags(args: argparse.Namespace) -> None:
     for flag in ("enable_async_ckpt", "enable_optimized_async_ckpt", "enable_dist_ckpt"):
         if getattr(args, flag) and args.persistent_ckpt_dir is None:
             raise ConfigError(
-                f"--{flag.replace('_', '-')} needs --persistent-ckpt-dir: nothing would be saved."
+                f"--{flag.replace('_', '-')} needs --persistent-ckpt-dir: nothing would be saved there.",
+                hint="Local checkpoints are always written by the checkpoint process.",
             )
     if args.topk_ckpt == 0 or args.topk_ckpt < -1:
         raise ConfigError(
@@ -273,8 +322,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
-    for name in ("max_runtime", "limit_val_batches"):
-        if getattr(args, name) < 0:
+    for name in ("max_runtime", "limit_val_batches", "local_ckpt_replicas"):
+        if (getattr(args, name) or 0) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative.")
     if not args.termination_deadline_s > 0:
         raise ConfigError(
@@ -333,19 +382,19 @@ def _fault_tolerance(wanted: bool, env: os._Environ[str]) -> bool:
     return wanted
 
 
-def check_checkpoint_dir(directory: Path, need_bytes: int) -> None:
+def check_checkpoint_dir(directory: Path, need_bytes: int, flag: str = "--persistent-ckpt-dir") -> None:
     """Create `directory`, prove that it can be written, and that a checkpoint fits.
 
     Raises:
         ConfigError: names the directory and what is wrong with it.
     """
-    free_bytes = check_writable("--persistent-ckpt-dir", directory)
+    free_bytes = check_writable(flag, directory)
     if free_bytes < need_bytes:
         raise ConfigError(
-            f"--persistent-ckpt-dir: directory {directory} has {free_bytes:,} bytes free; one checkpoint of "
+            f"{flag}: directory {directory} has {free_bytes:,} bytes free; one checkpoint of "
             f"this model needs about {need_bytes:,}.",
             hint="Free space or name another directory.",
-            flag="--persistent-ckpt-dir",
+            flag=flag,
             path=str(directory),
         )
 

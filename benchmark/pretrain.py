@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -158,8 +160,15 @@ def _strategy(workload: Workload) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
     from nemo import lightning as nl
 
-    layout = workload.layout
-    return nl.MegatronStrategy(
+    from resiliency.plugins.replication_utils import ReplicatedOptimizerMegatronStrategy
+
+    layout, copies = workload.layout, workload.optimizer_replicas
+    make: Any = nl.MegatronStrategy
+    if copies > 1:
+        make = functools.partial(
+            ReplicatedOptimizerMegatronStrategy, num_distributed_optimizer_instances=copies
+        )
+    return make(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
@@ -176,9 +185,9 @@ def _checkpoint_io(workload: Workload, events: EventStream) -> Any:
 
     from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO
 
-    if workload.save_mode is SaveMode.PROCESS:
+    if workload.save_mode is SaveMode.PROCESS or workload.checkpoint_dir is None:
         return _checkpoint_process(workload, events)
-    io = VerifiedCheckpointIO(
+    io: Any = VerifiedCheckpointIO(
         save_ckpt_format="torch_dist",
         async_save=workload.save_mode is SaveMode.ASYNC,
         torch_dist_multiproc=workload.ckpt_threads_per_rank,
@@ -186,22 +195,60 @@ def _checkpoint_io(workload: Workload, events: EventStream) -> Any:
         parallel_save=workload.dist_ckpt,
         parallel_load=workload.dist_ckpt,
     )
+    if workload.local_checkpoint_dir is not None:
+        from resiliency.plugins.in_cluster_local_ckpt import CombinedCheckpointIO
+
+        io = CombinedCheckpointIO(io, _checkpoint_process(workload, events))
     return AsyncFinalizableCheckpointIO(io) if workload.save_mode is SaveMode.ASYNC else io
 
 
 def _checkpoint_process(workload: Workload, events: EventStream) -> Any:
-    from resiliency.checkpoint import CaptureOptions, CheckpointerOptions
+    from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
 
-    assert workload.checkpoint_dir is not None
+    what = MinCkptOverheadCheckpointIO(parallel_save=workload.dist_ckpt, parallel_load=workload.dist_ckpt)
+    options = _engine_options(workload)
+    by_process = workload.save_mode is SaveMode.PROCESS
+    local = _local_tier(workload)
+    if local is not None:
+        return InClusterLocalCheckpointIO(
+            what,
+            local,
+            persistent_directory=workload.checkpoint_dir if by_process else None,
+            keep=workload.topk_ckpt,
+            stand_ins=workload.load_replication,
+            handing_over=_handing_over(workload, events.info),
+            events=events,
+            options=options,
+        )
     return PersistentCheckpointProcessIO(
-        MinCkptOverheadCheckpointIO(parallel_save=workload.dist_ckpt, parallel_load=workload.dist_ckpt),
-        workload.checkpoint_dir,
-        keep=workload.topk_ckpt,
-        events=events,
-        options=CheckpointerOptions(capture=CaptureOptions(threads=workload.ckpt_threads_per_rank)),
+        what, workload.checkpoint_dir, keep=workload.topk_ckpt, events=events, options=options
     )
+
+
+def _handing_over(workload: Workload, info: RunInfo) -> Any:
+    if not workload.high_scale or workload.local_checkpoint_dir is None:
+        return None
+    from resiliency.checkpoint.replicated_job import ReplicatedJob
+    from resiliency.plugins.handing_over import HandingOver
+
+    job = ReplicatedJob.from_run(replace(info, job_name=workload.job_name), workload.local_checkpoint_dir)
+    return HandingOver(job, is_first=info.local_rank in (None, 0))
+
+
+def _engine_options(workload: Workload) -> Any:
+    from resiliency.checkpoint import CaptureOptions, CheckpointerOptions
+
+    return CheckpointerOptions(capture=CaptureOptions(threads=workload.ckpt_threads_per_rank))
+
+
+def _local_tier(workload: Workload) -> Any:
+    if workload.local_checkpoint_dir is None:
+        return None
+    from resiliency.checkpoint.options import LocalTier
+
+    return LocalTier(directory=workload.local_checkpoint_dir, replicas=workload.local_ckpt_replicas)
 
 
 def _callbacks(workload: Workload, events: EventStream, log_dir: Path) -> list[Any]:
@@ -241,23 +288,35 @@ def _callbacks(workload: Workload, events: EventStream, log_dir: Path) -> list[A
                 trace_name=workload.trace_name,
             )
         )
-    if workload.checkpoint_dir is not None and workload.persistent_ckpt_interval is not None:
-        from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback
-        from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+    return callbacks + _saving_callbacks(workload, events)
 
-        callbacks.append(
-            AutoCheckpointCallback(deadline=timedelta(seconds=workload.termination_deadline_s), events=events)
-        )
-        callbacks.append(
+
+def _saving_callbacks(workload: Workload, events: EventStream) -> list[Any]:
+    from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback
+    from resiliency.callbacks.model_checkpoint import ModelCheckpoint, Tier
+
+    tiers: list[Any] = []
+    if workload.checkpoint_dir is not None and workload.persistent_ckpt_interval is not None:
+        tiers.append(
             ModelCheckpoint(
                 workload.checkpoint_dir,
                 workload.persistent_ckpt_interval,
                 # The checkpoint process deletes by itself: it knows what is durable.
                 keep=-1 if workload.save_mode is SaveMode.PROCESS else workload.topk_ckpt,
+                priority=1,
                 events=events,
             )
         )
-    return callbacks
+    if workload.local_checkpoint_dir is not None and workload.local_ckpt_interval is not None:
+        tiers.append(
+            ModelCheckpoint(
+                workload.local_checkpoint_dir, workload.local_ckpt_interval, tier=Tier.LOCAL, events=events
+            )
+        )
+    if not tiers:
+        return []
+    deadline = timedelta(seconds=workload.termination_deadline_s)
+    return [AutoCheckpointCallback(deadline=deadline, events=events), *tiers]
 
 
 def _trainer(workload: Workload, info: RunInfo, events: EventStream, log_dir: Path) -> Any:
@@ -265,7 +324,7 @@ def _trainer(workload: Workload, info: RunInfo, events: EventStream, log_dir: Pa
 
     on_cpu = workload.device == "cpu"
     plugins: list[Any] = [] if on_cpu else [nl.MegatronMixedPrecision(precision="bf16-mixed")]
-    if workload.checkpoint_dir is not None:
+    if workload.saves:
         plugins.append(_checkpoint_io(workload, events))
     trainer = nl.Trainer(
         accelerator="cpu" if on_cpu else "gpu",
@@ -280,13 +339,13 @@ def _trainer(workload: Workload, info: RunInfo, events: EventStream, log_dir: Pa
         strategy=_strategy(workload),
         plugins=plugins,
         callbacks=_callbacks(workload, events, log_dir),
-        enable_checkpointing=workload.checkpoint_dir is not None,
+        enable_checkpointing=workload.saves,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
         logger=_tensorboard(log_dir) if workload.tensorboard else False,
     )
-    if workload.checkpoint_dir is not None:
+    if workload.saves:
         from resiliency.connectors.checkpoint_connector import CheckpointConnector
 
         trainer._checkpoint_connector = CheckpointConnector(

@@ -4,9 +4,10 @@
     trainer = nl.Trainer(callbacks=[ModelCheckpoint(directory, 1000), AutoCheckpointCallback()], ...)
 
 On SIGTERM at any rank all ranks agree on one step, train to it and stop; `ModelCheckpoint` saves that
-step and waits until it is committed; then the process ends with exit code 0, so that whoever starts
-the job again goes on from there.  How ranks agree, and what happens when they cannot, is told in
-`resiliency.checkpoint.termination`.
+step, into all tiers that a checkpoint process writes, and waits until it is committed; then the process
+ends with exit code 0, so that whoever starts the job again goes on from there.  With two tiers, one of
+them is enough if the time ends before the other is written.  How ranks agree, and what happens when
+they cannot, is told in `resiliency.checkpoint.termination`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from resiliency.events import EventStream, EventType
 from resiliency.plugins.persistent_ckpt_proc import process_of
 
 logger = logging.getLogger(__name__)
+
+#: Of the deadline, left for the ranks to agree in which tiers the last step is.
+_TIME_TO_AGREE = timedelta(seconds=1)
 
 
 class AutoCheckpointCallback(Callback):
@@ -98,7 +102,7 @@ class AutoCheckpointCallback(Callback):
         self._step = trainer.global_step
         if self._termination.boundary(self._step):
             self.stopped_at = self._step
-            self._restore = _stop(trainer)
+            self._restore = _stop(trainer, self._termination)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """From here on only the deadline may end the process: saving takes what it takes."""
@@ -159,18 +163,25 @@ class AutoCheckpointCallback(Callback):
             self._events.flush(timedelta(seconds=1))
 
 
-def _stop(trainer: Any) -> Callable[[], None]:
+def _stop(trainer: Any, termination: Termination) -> Callable[[], None]:
     """End the fit after this batch: no more steps, however few there were, and no validation.
 
     Returns:
         What puts the trainer's settings back, for another fit.
     """
-    settings = [
+
+    def until_the_deadline() -> timedelta:
+        return max(timedelta(), termination.time_left() - _TIME_TO_AGREE)
+
+    settings: list[tuple[Any, str, object]] = [
         (trainer, "should_stop", True),
         (trainer, "limit_val_batches", 0),
         (trainer.fit_loop, "min_epochs", None),
         (trainer.fit_loop.epoch_loop, "min_steps", None),
     ]
+    process = process_of(trainer)
+    if process is not None:
+        settings += [(process, "patience", until_the_deadline), (process, "is_stopping", True)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
     _set(settings)
     return lambda: _set(before)

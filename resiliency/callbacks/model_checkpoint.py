@@ -6,6 +6,9 @@ steps are finished) is the directory ``step=N``; ``step=N-unfinished`` stands be
 being written.  A new checkpoint is committed before an old one is deleted, whatever kills the job
 in between, and what is on disk is the only memory: nothing about retention is kept in the
 checkpoint itself.
+
+Several tiers may be due at one step, and training is held once: only the callback with the highest
+priority saves.  Where one checkpoint process writes several of these tiers, its copy is for all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpo
 from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
+from resiliency.checkpoint.tiers import PRIORITY
+from resiliency.checkpoint.tiers import TierName as Tier
 from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
@@ -32,28 +36,35 @@ from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessI
 logger = logging.getLogger(__name__)
 
 
-class Tier(str, Enum):
-    """Where a checkpoint lives: `LOCAL` is seen by one host only, `PERSISTENT` by all hosts."""
+__all__ = ["ModelCheckpoint", "Tier"]
 
-    LOCAL = "local"
-    PERSISTENT = "persistent"
+
+#: A step that was restored from there is in this tier; of nothing that was restored, nothing is to save.
+_HELD_BY = {
+    Tier.PERSISTENT: ("none", "disk"),
+    Tier.LOCAL: ("none", "local", "peers"),
+}
 
 
 class ModelCheckpoint(NeMoModelCheckpoint):
     """Saves every `interval_steps` steps, and once more when training ends.
 
     Args:
-        dirpath: directory of this tier's checkpoints; the same path on every rank.
+        dirpath: directory of this tier's checkpoints; the same path on every rank.  That of a local tier
+            is written by a checkpoint process (`resiliency.plugins.in_cluster_local_ckpt`).
         interval_steps: save when the number of finished steps is a multiple of this.
         tier: where `dirpath` is.
         keep: number of newest complete checkpoints to keep; -1 keeps all.
         priority: when several of these callbacks are due at one step, only the one with the highest
-            priority saves.  It also saves the last step, even if another tier has just done so: what
-            outlives the job should be in the tier that outlives the hosts.
+            priority saves; at equal priorities a persistent tier does.  It also saves the last step, even
+            if another tier has just done so: what outlives the job should be in the tier that outlives the
+            hosts.
         events: where saves are recorded; None records nothing.
     Raises:
         ConfigError: an interval below 1, or a `keep` that would delete every checkpoint.
     """
+
+    dirpath: Any
 
     def __init__(
         self,
@@ -105,26 +116,36 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         return step % self.interval_steps == 0
 
     def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """NeMo's, unless a checkpoint process saves.
+        """NeMo's, unless a checkpoint process saves this tier.
 
         NeMo deletes unfinished checkpoints here, while the process of the attempt before may still be
         committing one; it deletes them itself, in order with its saves.
         """
-        process = process_of(trainer)
+        process = self._process(trainer)
         if process is None:
+            if self.tier is Tier.LOCAL and trainer.num_nodes > 1:
+                raise ConfigError(
+                    f"ModelCheckpoint saves to {self.dirpath}, the local tier of {trainer.num_nodes} hosts,"
+                    " and no checkpoint process writes there.",
+                    hint="Add resiliency.plugins.in_cluster_local_ckpt.InClusterLocalCheckpointIO to the"
+                    " trainer's plugins.",
+                )
             super().setup(trainer, *args, **kwargs)
             return
         self._check_process(process, trainer)
         self.async_save = False
         super(NeMoModelCheckpoint, self).setup(trainer, *args, **kwargs)
+        # Lightning gives all ranks the directory of rank 0, and the disk of a host may be called otherwise.
+        self.dirpath = str(process.directories[self.tier])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if AppState().log_dir is not None:  # NeMo writes files there, and fails where no NeMoLogger set it
+        # NeMo moves and writes files there: it fails where no NeMoLogger set it, and at a second time.
+        if AppState().log_dir is not None and _tiers_of(trainer)[0] is self:
             super().on_train_start(trainer, pl_module)
         process = process_of(trainer)
         # A job that resumes at its last step must not save that step again over itself; but a step
-        # that came from memory may not be durable yet.
-        if process is None or not process.restored_from_memory:
+        # that came from elsewhere may not be in this tier yet.
+        if process is None or process.restored_from.value in _HELD_BY[self.tier]:
             self._last_global_step_saved = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -145,7 +166,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step, unless that is done, and wait until every save is committed."""
-        process = process_of(trainer)
+        process = self._process(trainer)
         if process is not None:
             self._finish(trainer, process)
             return
@@ -164,48 +185,81 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def _save(self, trainer: Any) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
             path = Path(self.dirpath) / f"step={trainer.global_step}"
-            process = process_of(trainer)
+            process = self._process(trainer)
             if process is not None:
                 self._capture(trainer, process, path)
             else:
                 self._save_checkpoint(trainer, f"{path}{self.FILE_EXTENSION}")
 
-    def _capture(self, trainer: Any, process: PersistentCheckpointProcessIO, path: Path) -> None:
+    def _capture(
+        self, trainer: Any, process: PersistentCheckpointProcessIO, path: Path, *, last: bool = False
+    ) -> None:
         """What Lightning does to save, without its barrier: the process needs none."""
         step = trainer.global_step
+        sharing = [
+            c for c in _tiers_of(trainer) if c._process(trainer) is process and (last or c.is_due(step))
+        ]
+        tiers = tuple({self.tier: None} | {c.tier: None for c in sharing})
         self._emit(EventType.SAVE_STARTED, step)
-        self._last_global_step_saved = step
-        process.save(trainer.strategy, trainer._checkpoint_connector.dump_checkpoint(False), path)
+        for callback in (self, *sharing):
+            callback._last_global_step_saved = step
+        dump = trainer._checkpoint_connector.dump_checkpoint(False)
+        process.save(trainer.strategy, dump, path, tiers=tiers, last=last)
         self._emit(EventType.SAVE_RELEASED, step)
 
     def _finish(self, trainer: Any, process: PersistentCheckpointProcessIO) -> None:
         """The last step must be durable, and not only captured; other saves may have failed.
 
+        Where the job is told to end, it is enough that the hosts have it when its time is over.
+
         Raises:
             CheckpointWriteFailed: it could not be saved, on all ranks.
         """
-        process.wait()  # a free slot: the last save is not skipped
-        if not self._outranked(trainer, at_end=True):
-            self._save(trainer)
-            process.wait()
-            step = trainer.global_step
-            if process.newest_step == step and not process.is_committed(step):
-                logger.error("the last step, %d, was not saved; trying once more", step)
-                self._capture(trainer, process, Path(self.dirpath) / f"step={step}")
+        if self._outranked(trainer, at_end=True):
+            if not any(c._process(trainer) is process for c in self._above(trainer)):
                 process.wait()
-                if not process.is_committed(step):
-                    raise CheckpointWriteFailed(
-                        f"the last step, {step}, could not be saved to {self.dirpath}.",
-                        hint="The log says why.  Started again on these hosts, the job finds it in memory.",
-                        step=step,
-                        path=str(self.dirpath),
-                    )
+                process.finish()
+                if isinstance(trainer.strategy.checkpoint_io, AsyncFinalizableCheckpointIO):
+                    process.teardown()  # which the wrapper would not pass on
+            return
+        step, path = trainer.global_step, Path(self.dirpath) / f"step={trainer.global_step}"
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._capture(trainer, process, path, last=True)
+        process.wait()
+        if process.newest_step == step:
+            held = process.committed_in(step)
+            if not self._is_enough(held, process):
+                logger.error("the last step, %d, was not saved; trying once more", step)
+                self._capture(trainer, process, path, last=True)
+                process.wait()
+                held = process.committed_in(step)
+            if not self._is_enough(held, process):
+                raise CheckpointWriteFailed(
+                    f"the last step, {step}, could not be saved to {self.dirpath}.",
+                    hint="The log says why.  Started again on these hosts, the job finds it in memory.",
+                    step=step,
+                    path=str(self.dirpath),
+                )
+            if self.tier not in held:
+                logger.warning(
+                    "the last step, %d, is in the local tier, and not yet in %s", step, self.dirpath
+                )
+                return  # the agent goes on with it, if it is left the time
         process.finish()
 
+    def _is_enough(self, held: frozenset[Tier], process: PersistentCheckpointProcessIO) -> bool:
+        return self.tier in held or (process.is_stopping and bool(held))
+
+    def _process(self, trainer: Any) -> PersistentCheckpointProcessIO | None:
+        """The checkpoint process, if it is the one that saves this tier."""
+        process = process_of(trainer)
+        return process if process is not None and self.tier in process.directories else None
+
     def _check_process(self, process: PersistentCheckpointProcessIO, trainer: Any) -> None:
-        if Path(self.dirpath).absolute() != process.directory:
+        written = process.directories[self.tier]
+        if Path(self.dirpath).absolute() != written:
             raise ConfigError(
-                f"ModelCheckpoint saves to {self.dirpath}, the checkpoint process to {process.directory}.",
+                f"ModelCheckpoint saves to {self.dirpath}, the checkpoint process to {written}.",
                 hint="Give both the same directory.",
             )
         if self.keep != -1:
@@ -213,15 +267,20 @@ class ModelCheckpoint(NeMoModelCheckpoint):
                 f"ModelCheckpoint is to keep {self.keep} checkpoints, but the checkpoint process deletes.",
                 hint="Give `keep` to PersistentCheckpointProcessIO alone.",
             )
-        if getattr(trainer.strategy, "async_save", False):
+        if trainer.strategy.checkpoint_io is process and getattr(trainer.strategy, "async_save", False):
             raise ConfigError(
                 "the strategy has ckpt_async_save=True, NeMo's own asynchronous saves.",
                 hint="Set ckpt_async_save=False: PersistentCheckpointProcessIO is asynchronous by itself.",
             )
 
     def _outranked(self, trainer: Any, *, at_end: bool = False) -> bool:
-        others = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c is not self]
-        return any(o.priority > self.priority and (at_end or o.is_due(trainer.global_step)) for o in others)
+        return any(at_end or other.is_due(trainer.global_step) for other in self._above(trainer))
+
+    def _above(self, trainer: Any) -> list[ModelCheckpoint]:
+        return [other for other in _tiers_of(trainer) if other._precedence() > self._precedence()]
+
+    def _precedence(self) -> tuple[int, int]:
+        return self.priority, -PRIORITY.index(self.tier)
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         step = trainer.global_step
@@ -281,3 +340,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             manifest.fsync_directory(directory)
             manifest.marker_of(directory).unlink(missing_ok=True)
             manifest.fsync_directory(directory.parent)
+
+
+def _tiers_of(trainer: Any) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

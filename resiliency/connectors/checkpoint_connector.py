@@ -7,31 +7,64 @@ move into the model.  A candidate that fails is marked ``-unfinished`` and the n
 tried.  When checkpoints exist but none is usable, the job ends with an error: silently starting
 from random weights would lose everything that was trained.
 
-With a checkpoint process, what all ranks find captured in the memory of their hosts is a candidate
-too, and what the process wrote is proven while it is read.
+With a checkpoint process, every step that the hosts hold between them is a candidate too: in their
+memory, in their local tiers, and in the copies that they keep for each other.  Which rank takes what
+from where is the process's business, and what it wrote is proven while it is read.  Such a step that
+turns out to be cut for another parallel layout is passed over, and an older one of the persistent tier is
+cut anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, ConfigError
+from resiliency.checkpoint.restoring import Tier
+from resiliency.checkpoint.tiers import TierName
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointMissing,
+    ConfigError,
+    LayoutMismatch,
+)
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import checkpoint_kinds, manifest
-from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero, set_rng_state
+from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero
+from resiliency.plugins.in_cluster_local_ckpt import CombinedCheckpointIO
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
+from resiliency.plugins.random_states import set_rng_state
 
 logger = logging.getLogger(__name__)
 
 #: What a load raises, on all ranks alike, when its checkpoint is bad and another may not be.
 _UNUSABLE = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing)
+
+_WITH_RANDOM_STATE = (VerifiedCheckpointIO, PersistentCheckpointProcessIO, CombinedCheckpointIO)
+
+#: Where a step came from that was in no one directory.
+_IN_WORDS = {
+    "memory": "memory",
+    "local": "the local tiers of the hosts",
+    "peers": "the local tiers of the hosts, with shards from other hosts",
+}
+
+
+@dataclass
+class _Attempts:
+    """How a choice has gone so far."""
+
+    longest: int
+    failed: int = 0
+    #: What only the hosts hold, of another parallel layout.
+    unfit: list[Path] = field(default_factory=list)
 
 
 class CheckpointConnector(_CheckpointConnector):
@@ -43,8 +76,9 @@ class CheckpointConnector(_CheckpointConnector):
         trainer: the trainer to restore.
         persistent_ckpt_dir: directory of the persistent tier; the same path on every rank.
         local_ckpt_dir: directory of the local tier; it is searched too, and at the same step it is
-            preferred because it is nearer.
-        max_attempts: how many checkpoints are tried before the job gives up.
+            preferred because it is nearer.  Where a checkpoint process writes the local tier, it is the
+            process that is asked, and this may be left out.
+        max_attempts: how many checkpoints may turn out bad before the job gives up.
         events: where the restore is recorded.
     Raises:
         ConfigError: no directory was given, or `max_attempts` is below 1.
@@ -63,7 +97,7 @@ class CheckpointConnector(_CheckpointConnector):
         # Nearer first: of two checkpoints of one step, the one in the first tier is taken.
         tiers = {"local": local_ckpt_dir, "persistent": persistent_ckpt_dir}
         self._tiers = {Path(root): name for name, root in tiers.items() if root is not None}
-        if not self._tiers:
+        if not self._tiers and process_of(trainer) is None:
             raise ConfigError("CheckpointConnector needs persistent_ckpt_dir, local_ckpt_dir or both.")
         if max_attempts < 1:
             raise ConfigError(f"max_attempts is at least 1, found {max_attempts}.")
@@ -90,18 +124,19 @@ class CheckpointConnector(_CheckpointConnector):
             self._emit(EventType.CHECKPOINT_LOADED, step=0)
             return
         io = self.trainer.strategy.unwrapped_checkpoint_io
-        if (
-            isinstance(io, VerifiedCheckpointIO | PersistentCheckpointProcessIO)
-            and io.restored_rng is not None
-        ):
+        if isinstance(io, _WITH_RANDOM_STATE) and io.restored_rng is not None:
             self.trainer.callbacks.append(_RestoreRngState(io.restored_rng))
-        process = process_of(self.trainer)
-        from_memory = process is not None and process.restored_from_memory
-        step = manifest.step_of(chosen)
+        step, tier = manifest.step_of(chosen), self._tier_of(chosen)
         if self.trainer.is_global_zero:
-            logger.info("restored step %s from %s", step, "memory" if from_memory else chosen)
-        tier = "memory" if from_memory else self._tiers.get(chosen.parent)
+            logger.info("restored step %s from %s", step, _IN_WORDS.get(tier or "", chosen))
         self._emit(EventType.CHECKPOINT_LOADED, step=step, path=str(chosen), tier=tier)
+
+    def _tier_of(self, chosen: Path) -> str | None:
+        process = process_of(self.trainer)
+        if process is None or process.restored_from is Tier.NONE:
+            return self._tiers.get(chosen.parent)
+        where = process.restored_from
+        return TierName.PERSISTENT.value if where is Tier.DISK else str(where.value)
 
     def _get_lightning_module_state_dict(self) -> dict[str, Any]:
         """Lightning's hook: what goes into a dump; NeMo's strategy replaces it by its sharded state."""
@@ -109,57 +144,133 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _restore_newest(self) -> Path | None:
         """Restore the newest candidate that is good; None if there is no candidate."""
-        for path in self._usable():
+        attempts = _Attempts(self._max_attempts)
+        for path in self._usable(attempts):
             try:
                 super()._restore_modules_and_callbacks(path)
             except _UNUSABLE as error:
-                _condemn(path, [str(error)])
+                attempts.failed += 1
+                self._condemn(path, [str(error)])
+            except LayoutMismatch as mismatch:
+                attempts.unfit.append(path)
+                if is_rank_zero():
+                    logger.warning(
+                        "the hosts hold step %s for another parallel layout, and only persistent checkpoints"
+                        " can be cut anew: %s",
+                        manifest.step_of(path),
+                        mismatch,
+                    )
             else:
                 return path
         return None
 
     def _newest_usable(self) -> Path | None:
-        return next(self._usable(), None)
+        return next(self._usable(_Attempts(self._max_attempts)), None)
 
-    def _usable(self) -> Iterator[Path]:
+    def _usable(self, attempts: _Attempts) -> Iterator[Path]:
         """Candidates that are good as far as can be told without loading them, newest first.
 
         Raises:
             CheckpointCorrupt: there are candidates, and none of those tried was taken.
+            LayoutMismatch: none was bad, and none fits.
         """
         process = process_of(self.trainer)
-        captured = (
-            [] if process is None else [process.directory / f"step={s}" for s in process.steps_in_memory()]
-        )
-        candidates = _agree(self._candidates(captured) if is_rank_zero() else [])
-        for tried, path in enumerate(candidates[: self._max_attempts]):
+        # Not by their paths: a directory may be called otherwise on each host.
+        held = {} if process is None else {step: process.path_of(step) for step in process.captured()}
+        agreed = _agree(self._candidates(held) if is_rank_zero() else [])
+        candidates = [held[found] if isinstance(found, int) else found for found in agreed]
+        if process is not None:
+            self._tell_what_is_lost(process, candidates)
+        for number, path in enumerate(candidates):
+            if attempts.failed == attempts.longest:
+                break
             problems = (
-                [] if path in captured else checkpoint_kinds.verify_together(path, skim=process is not None)
+                []
+                if path in held.values()
+                else checkpoint_kinds.verify_together(path, skim=process is not None)
             )
             if problems:
-                _condemn(path, problems)
+                attempts.failed += 1
+                self._condemn(path, problems)
                 continue
-            if tried:
+            if number:
                 logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
             yield path
         if candidates:
-            tried = min(len(candidates), self._max_attempts)
-            raise CheckpointCorrupt(
-                f"{len(candidates)} checkpoints in {self._places()}; none of the newest {tried} is usable.",
-                hint="The log names what is wrong with each.  To train from scratch on purpose, name an "
-                "empty directory; to try older ones, raise max_attempts.",
-                paths=[str(path) for path in candidates],
-            )
+            self._give_up(candidates, attempts)
 
-    def _candidates(self, captured: Sequence[Path]) -> list[Path]:
-        found = [path for root in self._tiers for path in manifest.complete_checkpoints(root)]
-        known = {path.absolute() for path in found}
-        found += [path for path in captured if path not in known]
-        # The sort is stable: of equal steps the nearer tier stays first.
-        return sorted(found, key=lambda path: manifest.step_of(path) or 0, reverse=True)
+    def _tell_what_is_lost(self, process: PersistentCheckpointProcessIO, candidates: Sequence[Path]) -> None:
+        """Hosts may hold newer checkpoints, or parts of some, that this job cannot go on from.
+
+        Where nothing else is left, a checkpoint that is not whole is no reason to end: it may be of a
+        first save that had not ended.
+
+        Raises:
+            LayoutMismatch: nothing else is left, and another number of ranks could go on from it.
+        """
+        newest = max((manifest.step_of(path) or 0 for path in candidates), default=-1)
+        found = process.unusable(above=newest)
+        if found.ranks and not candidates:
+            raise LayoutMismatch(
+                f"the hosts hold a whole checkpoint of {found.ranks} ranks, and this job has"
+                f" {self.trainer.world_size}: {found.why}",
+                hint=f"Start {found.ranks} ranks, or give a persistent tier, which can be cut anew; to train"
+                " from scratch, name an empty directory.",
+                world_size=found.ranks,
+            )
+        if found.why and is_rank_zero():
+            logger.error("the hosts hold newer checkpoints that cannot be used: %s", found.why)
+
+    def _give_up(self, candidates: Sequence[Path], attempts: _Attempts) -> NoReturn:
+        if not attempts.failed:
+            steps = ", ".join(str(manifest.step_of(path)) for path in attempts.unfit)
+            raise LayoutMismatch(
+                f"the hosts hold steps {steps} for another parallel layout, and there is no persistent"
+                " checkpoint that could be cut anew.",
+                hint="Start with the layout that saved them; to train from scratch, name empty directories.",
+                paths=[str(path) for path in attempts.unfit],
+            )
+        raise CheckpointCorrupt(
+            f"{len(candidates)} checkpoints in {self._places()};"
+            f" none of the newest {attempts.failed} is usable.",
+            hint="The log names what is wrong with each.  To train from scratch on purpose, name an "
+            "empty directory; to try older ones, raise max_attempts.",
+            paths=[str(path) for path in candidates],
+        )
+
+    def _condemn(self, path: Path, problems: Sequence[str]) -> None:
+        for problem in problems:
+            logger.error("checkpoint %s is not used: %s", path, problem)
+        # A marker of its own: it was never a candidate on disk, or its reader has hidden it already.
+        if not is_rank_zero() or manifest.marker_of(path).exists():
+            return
+        roots = [root.absolute() for root in self._listed()]  # local ones are the business of the process
+        if path.is_dir() and path.parent.absolute() in roots:
+            checkpoint_kinds.hide(path, problems[0])
+
+    def _candidates(self, held: Mapping[int, Path]) -> list[Path | int]:
+        """Newest first; a number is a step that the hosts hold."""
+        found = [path for root in self._listed() for path in manifest.complete_checkpoints(root)]
+        steps: list[tuple[int, Path | int]] = [(step, step) for step in held]
+        steps += [(manifest.step_of(p) or 0, p) for p in found if p.absolute() not in held.values()]
+        # The sort is stable: of equal steps what is nearer stays first.
+        return [candidate for _, candidate in sorted(steps, key=lambda item: item[0], reverse=True)]
+
+    def _listed(self) -> list[Path]:
+        """Directories in which this rank sees all there is; the process knows what the hosts have."""
+        process = process_of(self.trainer)
+        written = {} if process is None else process.directories
+        roots = {root.absolute(): root for root in self._tiers}
+        if TierName.PERSISTENT in written:
+            roots.setdefault(written[TierName.PERSISTENT], written[TierName.PERSISTENT])
+        return [root for absolute, root in roots.items() if absolute != written.get(TierName.LOCAL)]
 
     def _places(self) -> str:
-        return " and ".join(str(root) for root in self._tiers)
+        process = process_of(self.trainer)
+        roots = {root.absolute(): None for root in self._tiers}
+        if process is not None:
+            roots |= dict.fromkeys(process.directories.values())
+        return " and ".join(map(str, roots))
 
     def _emit(
         self, event: EventType, step: int | None = None, path: str | None = None, tier: str | None = None
@@ -184,18 +295,10 @@ class _RestoreRngState(Callback):
             self._state = None
 
 
-def _agree(candidates: Sequence[Path]) -> list[Path]:
+def _agree(candidates: Sequence[Path | int]) -> list[Path | int]:
     """Rank 0's list on every rank: what a rank sees on shared storage may lag behind."""
     if not dist.is_initialized():
         return list(candidates)
     box: list[Any] = [list(candidates)]
     dist.broadcast_object_list(box, src=0)
     return list(box[0])
-
-
-def _condemn(path: Path, problems: Sequence[str]) -> None:
-    for problem in problems:
-        logger.error("checkpoint %s is not used: %s", path, problem)
-    # A marker of its own: it was never a candidate on disk, or its reader has hidden it already.
-    if is_rank_zero() and path.is_dir() and not manifest.marker_of(path).exists():
-        checkpoint_kinds.hide(path, problems[0])

@@ -16,25 +16,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.tensor_parallel import random as megatron_random
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from resiliency.errors import CheckpointWriteFailed
 from resiliency.plugins import checkpoint_kinds, manifest
+from resiliency.plugins.random_states import rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -87,33 +84,14 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
         return checkpoint
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Set every generator of this process from a state that `VerifiedCheckpointIO` restored."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    megatron_random.get_cuda_rng_tracker().set_states(state["megatron"])
+def sharded_per_rank(state: dict[str, Any] | None, place: tuple[int, int] | None = None) -> ShardedObject:
+    """The random state of a rank; None asks for it.
 
-
-def rng_state() -> dict[str, Any]:
-    """Every generator of this process, for `set_rng_state`."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        # Each state is cloned: the tracker hands out its live tensors.
-        "megatron": {
-            name: state.clone() for name, state in megatron_random.get_cuda_rng_tracker().get_states().items()
-        },
-    }
-
-
-def sharded_per_rank(state: dict[str, Any] | None) -> ShardedObject:
-    """The random state of this rank; None asks for it."""
-    return ShardedObject(RNG_KEY, state, (dist.get_world_size(),), (dist.get_rank(),))
+    Args:
+        place: that rank and the number of ranks; None: this one.
+    """
+    rank, world_size = place or (dist.get_rank(), dist.get_world_size())
+    return ShardedObject(RNG_KEY, state, (world_size,), (rank,))
 
 
 def _checkpoint_dir(path: Path) -> Path:

@@ -19,13 +19,14 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from resiliency.plugins.dist_ckpt import RNG_KEY, VerifiedCheckpointIO, rng_state, sharded_per_rank
+from resiliency.plugins.dist_ckpt import RNG_KEY, VerifiedCheckpointIO, sharded_per_rank
 from resiliency.plugins.megatron_leaves import CommonPart, packed, unpacked
 from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronSaving, padding_in
 from resiliency.plugins.prepared_state import MODEL, OPTIMIZER, NotReusable, PreparedState
+from resiliency.plugins.random_states import RandomStates
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
     """
 
     _saving: MegatronSaving | None = None
+    _random: RandomStates | None = None
     #: What the last save captured, until it is known whether its tree may be used again.
     _built: dict[str, Any] | None = None
     _padding: frozenset[int] = frozenset()
@@ -57,9 +59,10 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
         """
         if self._saving is None:
             self._saving = MegatronSaving(parallelization_group=self._group())
+            self._random = RandomStates()
         self._padding = frozenset(map(id, padding_in(checkpoint.get(OPTIMIZER))))
         self._built = self._saving.to_capture(
-            {**checkpoint, RNG_KEY: sharded_per_rank(rng_state())},
+            {**checkpoint, RNG_KEY: self._random_state()},
             content_metadata=(storage_options or {}).get(CONTENT_METADATA),
         )
         return self._built
@@ -107,13 +110,17 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
         _finish_param_gather(strategy)
         common = {**own, "state_dict": OrderedDict(), "optimizer_states": {}, **(self._fixed or {})}
         return {
-            "sharded": {**prepared.tree, RNG_KEY: sharded_per_rank(rng_state())},
+            "sharded": {**prepared.tree, RNG_KEY: self._random_state()},
             "common": CommonPart(packed(common), dist.get_rank()),
         }
 
+    def _random_state(self) -> ShardedObject:
+        assert self._random is not None
+        return sharded_per_rank(self._random.take())
+
     def teardown(self) -> None:
         """Keep nothing of a training that is over: another one has other tensors, and other groups."""
-        self._saving = self._built = self._seen = self._prepared = self._fixed = None
+        self._saving = self._random = self._built = self._seen = self._prepared = self._fixed = None
         super().teardown()
 
     def _group(self) -> Any:

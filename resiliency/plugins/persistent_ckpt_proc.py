@@ -17,13 +17,16 @@ commits ``step=N`` from there (`resiliency.checkpoint`).  What is captured is to
 The copy goes on while the next forward and backward run, which read the state, and is done before
 the optimizer writes it: `ModelCheckpoint` calls `fence` just before each step.  A save that fails or
 is skipped is reported and training goes on; only the last one of a training must succeed.
+
+With a local tier (`resiliency.plugins.in_cluster_local_ckpt`) the same copy serves both tiers.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,21 +34,31 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.capture import EAGER_BELOW_BYTES
-from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.restoring import Tier
-from resiliency.checkpoint.saves import SaveHandle, SaveState
-from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, LayoutMismatch
+from resiliency.checkpoint.saves import SaveHandle
+from resiliency.checkpoint.tiers import PRIORITY, TierName
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointMissing,
+    ConfigError,
+    LayoutMismatch,
+)
 from resiliency.events import EventStream, EventType, JsonValue, RunEvent
 from resiliency.plugins import checkpoint_kinds, manifest
 from resiliency.plugins.checkpoint_kinds import Kind
-from resiliency.plugins.dist_ckpt import RNG_KEY, sharded_per_rank
-from resiliency.plugins.megatron_state import MegatronLoading, load_common
+from resiliency.plugins.handing_over import HandingOver
+from resiliency.plugins.host_shards import Filling, Unusable, content_metadata, find_unusable
+from resiliency.plugins.megatron_state import load_common
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
 from resiliency.plugins.prepared_state import saved_buffers
+from resiliency.plugins.replica_groups import replica_group
 from resiliency.runtime import RunInfo
 
 logger = logging.getLogger(__name__)
@@ -64,23 +77,35 @@ class PersistentCheckpointProcessIO(CheckpointIO):
     Args:
         checkpoint_io: what to capture, and how to load what the engine cannot: another number of ranks, or
             NeMo's own checkpoints.
-        directory: where ``step=N`` go; all ranks see the same.
-        keep: newest complete checkpoints that stay, -1: all.  The agent deletes, for it knows what is
-            durable; leave `ModelCheckpoint.keep` at -1.
+        directory: of the persistent tier, where ``step=N`` go; all ranks see the same.  None: there is only a
+            local tier.
+        local: the local tier; None: there is only a persistent one.
+        keep: newest complete persistent checkpoints that stay, -1: all.  The agent deletes, for it knows
+            what is durable; leave `ModelCheckpoint.keep` at -1.
+        stand_ins: a rank whose shard is lost everywhere goes on from the shard of another rank of its
+            replica group, see `resiliency.plugins.replica_groups`.
+        handing_over: of local checkpoints to GKE's replicator, which then keeps the copies.
         events: where the ends of saves are recorded; the callback records their beginnings.
     """
 
     #: Random state to set just before the first step; None when nothing was loaded that has one.
     restored_rng: dict[str, Any] | None = None
-    #: Whether the last load was from memory: then nothing says that its step is durable.
-    restored_from_memory = False
+    #: Where the last load came from.
+    restored_from: Tier = Tier.NONE
+    #: How long a save is waited for in all its tiers; whoever ends the job shortens it.
+    patience: Callable[[], timedelta] = staticmethod(lambda: LAST_SAVE_TIMEOUT)
+    #: Whether the job was told to end: one tier is enough then.  On all ranks alike.
+    is_stopping = False
 
     def __init__(
         self,
         checkpoint_io: MinCkptOverheadCheckpointIO,
-        directory: str | Path,
+        directory: str | Path | None,
         *,
+        local: LocalTier | None = None,
         keep: int = -1,
+        stand_ins: bool = False,
+        handing_over: HandingOver | None = None,
         events: EventStream | None = None,
         options: CheckpointerOptions | None = None,
     ) -> None:
@@ -89,19 +114,34 @@ class PersistentCheckpointProcessIO(CheckpointIO):
                 f"keep at least 1 checkpoint (or -1 for all), found {keep}.", flag="--topk-ckpt"
             )
         self.checkpoint_io = checkpoint_io
-        self.directory = Path(directory).absolute()
+        places = {
+            TierName.PERSISTENT: directory,
+            TierName.LOCAL: None if local is None else local.directory,
+        }
+        #: The directories of the tiers that this process writes, the one to fall back to first.
+        self.directories = {
+            tier: Path(place).absolute() for tier in PRIORITY if (place := places[tier]) is not None
+        }
+        if not self.directories:
+            raise ConfigError("a checkpoint process needs a directory, a local tier, or both.")
+        self._local = local
+        self._stand_ins = stand_ins
+        self._handing_over = handing_over
         self._keep = sys.maxsize if keep == -1 else keep
         self._events = events
         self._options = replace(options or CheckpointerOptions(), format="megatron")
         self._before_step = _StepHook()
         self._checkpointer: Checkpointer | None = None
         self._newest: SaveHandle | None = None
-        self._in_memory: list[int] | None = None
+        #: The newest step: who saves it to which tier.
+        self._saved: dict[TierName, SaveHandle] = {}
+        self._captured: dict[int, Tier] | None = None
         self._last_step = -1
         self._overlaps = False
+        self._tiers: tuple[TierName, ...] = ()
         self._looked_at: torch.nn.Module | None = None
         self._large_buffers: list[str] = []
-        self._finished = False
+        self._last = self._finished = False
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -113,20 +153,25 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         Collective at the first save of a job only.
 
         Raises:
-            ConfigError: `path` is not ``step=N`` of this step in the directory, or memory has no room.
+            ConfigError: `path` is not ``step=N`` of this step in a directory of it, or memory has no room.
         """
         step = int(checkpoint["global_step"])
-        expected = self.directory / f"step={step}"
-        if Path(ckpt_to_dir(path)).absolute() != expected:
-            raise ConfigError(
-                f"step {step} was to be saved as {path}; this process writes to {expected}.",
-                hint="Use resiliency.callbacks.model_checkpoint.ModelCheckpoint with the same directory.",
-            )
+        tier = self._tier_of(path, step)
+        if not self._tiers:
+            self._tiers = (tier,)
         self._begin(step, self.checkpoint_io.to_capture(checkpoint, storage_options))
         if not self._overlaps:
             self.fence()
 
-    def save(self, strategy: Any, checkpoint: dict[str, Any], path: str | Path) -> None:
+    def save(
+        self,
+        strategy: Any,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        *,
+        tiers: Collection[TierName] = (),
+        last: bool = False,
+    ) -> None:
         """Like `strategy.save_checkpoint`, with as little of its work as earlier saves have left to do.
 
         This returns while the state is still being copied: the caller must see to it that `fence` is
@@ -134,19 +179,36 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
         Args:
             checkpoint: as Lightning dumped it.
+            tiers: all that the copy is for; default: the one that `path` lies in.
+            last: of this training: wait for storage to catch up, rather than skip this save.
         """
+        self._last = last
+        own = self._tier_of(path, int(checkpoint["global_step"]))
+        self._tiers = tuple(tier for tier in PRIORITY if tier in (*tiers, own))
         state = self.checkpoint_io.try_reuse(strategy, checkpoint)
         if state is not None:
             self._begin(int(checkpoint["global_step"]), state)
         else:
             self._overlaps = True
             try:
-                strategy.save_checkpoint(checkpoint, path)  # which calls `save_checkpoint` above
+                with _in_charge(self, strategy):
+                    strategy.save_checkpoint(checkpoint, path)  # which calls `save_checkpoint` above
             finally:
                 self._overlaps = False
             self.checkpoint_io.remember(strategy)
         if self._has_large_buffers(strategy.megatron_parallel):
             self.fence()
+
+    def _tier_of(self, path: str | Path, step: int) -> TierName:
+        directory = Path(ckpt_to_dir(path)).absolute()
+        expected = {root / f"step={step}": tier for tier, root in self.directories.items()}
+        if directory not in expected:
+            raise ConfigError(
+                f"step {step} was to be saved as {path}; this process writes to"
+                f" {' and '.join(map(str, expected))}.",
+                hint="Use resiliency.callbacks.model_checkpoint.ModelCheckpoint with the same directory.",
+            )
+        return expected[directory]
 
     def _has_large_buffers(self, model: torch.nn.Module) -> bool:
         """Whether the next forward might write what is still being copied; looked up once per model."""
@@ -157,7 +219,13 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         return bool(self._large_buffers)
 
     def _begin(self, step: int, state: object) -> None:
-        self._newest = self.open().save(step, state)
+        tiers, self._tiers = self._tiers, ()
+        wait = self.patience() if self._last else None
+        self._newest = handle = self.open().save(step, state, tiers=tiers, wait=wait)
+        kept = {tier: saved for tier, saved in self._saved.items() if saved.step == step}
+        self._saved = kept | {TierName(tier): handle for tier in handle.record.tiers}
+        if self._handing_over is not None and TierName.LOCAL in tiers:
+            self._handing_over.saved(handle)
 
     def fence(self) -> None:
         """Hold the caller until the state may be written; for whoever is about to."""
@@ -169,8 +237,14 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         return None if self._newest is None else self._newest.step
 
     def wait(self) -> None:
-        """Wait until no save is under way, so that the next one finds a free slot."""
-        if self._checkpointer is not None and not self._checkpointer.wait(LAST_SAVE_TIMEOUT):
+        """Wait until no save is under way; once `patience` is over, until one tier has the newest step."""
+        checkpointer, newest = self._checkpointer, self._newest
+        if checkpointer is None or checkpointer.wait(self.patience()):
+            return
+        two_tiers = len(self.directories) > 1
+        if two_tiers and newest is not None and newest.record.committed_in:
+            return
+        if not checkpointer.wait(LAST_SAVE_TIMEOUT):
             logger.error("saves are still under way after %s", LAST_SAVE_TIMEOUT)
 
     def step_done(self, step: int) -> None:
@@ -178,6 +252,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         if self._checkpointer is not None and step != self._last_step:
             self._last_step = step
             self._checkpointer.step(step, None)
+            if self._handing_over is not None:
+                self._handing_over.hand_over_complete()
 
     def metrics_text(self) -> str:
         """Counters of this rank's saves in Prometheus' text format; empty before the start."""
@@ -189,12 +265,17 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         if checkpointer is not None:
             checkpointer.hurry()
 
-    def is_committed(self, step: int) -> bool:
-        """Whether this run saved `step` and it is durable; collective."""
-        newest = self._newest
-        mine = newest is not None and newest.step == step and newest.state is SaveState.COMMITTED
-        # A commit is one of all ranks; one that lost its agent just then was not told.
-        return any(Agreement.of_process_group().gather(mine))
+    def committed_in(self, step: int) -> frozenset[TierName]:
+        """The tiers in which this run has committed `step`; collective."""
+        mine = {
+            tier
+            for tier, saved in self._saved.items()
+            if saved.step == step and tier.value in saved.record.committed_in
+        }
+        everyone = Agreement.of_process_group().gather(mine)
+        # A persistent commit is one of all ranks; one that lost its agent just then was not told.
+        somewhere, everywhere = set.union(*everyone), set.intersection(*everyone)
+        return frozenset(somewhere & {TierName.PERSISTENT} | everywhere & {TierName.LOCAL})
 
     def finish(self) -> None:
         """Training came to its end: `teardown` says goodbye to the agent instead of "wait for me"."""
@@ -202,66 +283,98 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     # --- loading ---------------------------------------------------------------------------------
 
-    def steps_in_memory(self) -> list[int]:
-        """Steps that every rank finds captured on its host, newest first.
+    def captured(self) -> dict[int, Tier]:
+        """Steps that the hosts of this job hold between them, newest first, and the nearest place of each.
 
         Collective at the first call; later ones tell what was there at the start.
         """
-        if self._in_memory is None:
-            sources = self.open().sources()
-            self._in_memory = [source.step for source in sources if source.tier is Tier.MEMORY]
-        return self._in_memory
+        if self._captured is None:
+            self._captured = {}
+            for source in self.open().sources():
+                if source.tier is not Tier.DISK:
+                    self._captured.setdefault(source.step, source.tier)
+        return self._captured
+
+    def unusable(self, *, above: int) -> Unusable:
+        """What local tiers hold above the newest step that can be restored; collective."""
+        if self._local is None:
+            return Unusable()
+        root = self.directories[TierName.LOCAL]
+        return find_unusable(root, self._info().host, self._group(), above=above)
+
+    def path_of(self, step: int) -> Path:
+        """How a step that the hosts hold is named to a trainer."""
+        return next(iter(self.directories.values())) / f"step={step}"
 
     def load_content_metadata(
         self, path: str | Path | None = None, preloaded_state_dict: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """What NeMo's strategy asks before it builds the template to load into; collective."""
         step = self._step_of(path)
-        if step is not None and step in self.steps_in_memory():
-            common: dict[str, Any] = {}
-            self.open().restore_with(lambda shard: common.update(load_common(shard)), step=step)
-            if not common:
-                raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
-            path, preloaded_state_dict = None, common
+        if step is not None and step in self.captured():
+            path, preloaded_state_dict = None, self._common_part(step)
         metadata: dict[str, Any] = self.checkpoint_io.load_content_metadata(path, preloaded_state_dict)
         return metadata
+
+    def _common_part(self, step: int) -> dict[str, Any]:
+        """What ranks saved alike; collective."""
+        common: dict[str, Any] = {}
+        if self.captured()[step] is Tier.PEERS:
+            # Not through the engine, which would move whole shards between hosts for it.
+            mine = content_metadata(self.directories[TierName.LOCAL], step)
+            everyone = Agreement.of_process_group().gather(mine)
+            common = next((found for found in everyone if found), common)
+        if not common:
+            self.open().restore_with(lambda shard: common.update(load_common(shard)), step=step)
+        if not common:
+            raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
+        return common
 
     def load_checkpoint(
         self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load from memory, else from disk, verified; collective.
+        """Load from the nearest place that has the step, verified; collective.
 
         What the engine cannot load goes to the inner CheckpointIO: NeMo's own checkpoints, and other
         numbers of ranks or parallel layouts.
 
         Raises:
             CheckpointMissing, CheckpointCorrupt: on all ranks; no source of this step could be used.
+            LayoutMismatch: on all ranks; the step is of another parallel layout, and the hosts alone have
+                it.  Only the persistent tier is cut anew.
         """
         directory = Path(ckpt_to_dir(path))
         step = self._step_of(path)
-        self.restored_rng, self.restored_from_memory = None, False
+        self.restored_rng, self.restored_from = None, Tier.NONE
         if step is not None:
-            loading = MegatronLoading({**sharded_state_dict, RNG_KEY: sharded_per_rank(None)})
+            filling = Filling(sharded_state_dict)
             try:
-                restored = self.open().restore_with(loading.fill, step=step)
+                restored = self.open().restore_with(filling.fill, step=step)
             except LayoutMismatch as mismatch:
+                if self._kind_on_disk(directory) is None:
+                    raise
                 self._verify_all(directory)
                 logger.warning("%s is of another parallel layout and is resharded: %s", path, mismatch)
             else:
                 if restored.tier is not Tier.NONE:
-                    self.restored_from_memory = restored.tier is Tier.MEMORY
-                    checkpoint = loading.state_dict
-                    self.restored_rng = checkpoint.pop(RNG_KEY, None)
+                    self.restored_from = restored.tier
+                    checkpoint, self.restored_rng = filling.loaded()
                     return checkpoint
-                # As rank 0 sees it: storage may show the directory to other ranks later.
-                there = Agreement.of_process_group().gather(
-                    checkpoint_kinds.kind_of(directory) if directory.is_dir() else None
-                )
-                if there[0] is not Kind.NEMO:
+                if self._kind_on_disk(directory) is not Kind.NEMO:
                     raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
         loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, sharded_state_dict, *args, **kwargs)
+        self.restored_from = Tier.DISK
         self.restored_rng = self.checkpoint_io.restored_rng
         return loaded
+
+    def _kind_on_disk(self, directory: Path) -> Kind | None:
+        """Who wrote a persistent checkpoint; None if there is none."""
+        there = (
+            directory.parent.absolute() == self.directories.get(TierName.PERSISTENT) and directory.is_dir()
+        )
+        # As rank 0 sees it: storage may show the directory to other ranks later.
+        kinds = Agreement.of_process_group().gather(checkpoint_kinds.kind_of(directory) if there else None)
+        return kinds[0]
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.checkpoint_io.remove_checkpoint(path)
@@ -272,39 +385,59 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         if problems:
             raise CheckpointCorrupt(problems[0], path=str(directory))
 
+    def is_of(self, path: str | Path) -> bool:
+        """Whether `path` names a checkpoint in one of its directories."""
+        return self._step_of(path) is not None
+
     def _step_of(self, path: str | Path | None) -> int | None:
-        """The step of a checkpoint in this directory; None for any other."""
+        """The step of a checkpoint in one of its directories; None for any other."""
         if path is None:
             return None
         directory = Path(ckpt_to_dir(path)).absolute()
-        return manifest.step_of(directory) if directory.parent == self.directory else None
+        return manifest.step_of(directory) if directory.parent in self.directories.values() else None
 
     # --- the process -----------------------------------------------------------------------------
 
     def open(self) -> Checkpointer:
         """Meet the agent, which is started if there is none; collective at the first call."""
         if self._checkpointer is None:
-            info = self._events.info if self._events is not None else RunInfo.from_env()
+            info = self._info()
             ranks = Agreement.of_process_group()
+            if self._handing_over is not None:
+                self._handing_over.meet()
             self._checkpointer = Checkpointer(
-                self.directory,
+                self.directories.get(TierName.PERSISTENT),
                 keep=self._keep,
                 optimizers=[self._before_step],
                 info=replace(info, rank=ranks.rank, world_size=ranks.world_size),
                 events=None if self._events is None else _Ends(self._events),
+                local=self._local,
+                group=self._group(),
                 options=self._options,
             )
             if self._checkpointer.rank == 0:
                 pid = self._checkpointer.agent_pid
-                logger.info("checkpoint process %d writes to %s", pid, self.directory)
+                logger.info("checkpoint process %d writes to %s", pid, self.places())
         return self._checkpointer
+
+    def _group(self) -> str:
+        return replica_group() if self._stand_ins else ""
+
+    def _info(self) -> RunInfo:
+        return self._events.info if self._events is not None else RunInfo.from_env()
+
+    def places(self) -> str:
+        """Its directories, for people."""
+        return " and ".join(map(str, self.directories.values()))
 
     def teardown(self) -> None:
         """Lightning's end of a training, good or bad.  Captures of a bad one stay for the agent."""
         checkpointer, self._checkpointer = self._checkpointer, None
         finished, self._finished = self._finished, False  # a trainer may fit again
-        self._in_memory = None
+        self._captured = None
         if checkpointer is not None:
+            if finished and self._handing_over is not None:
+                self._handing_over.finish()
             checkpointer.close(finished=finished)
         self.checkpoint_io.teardown()
 
@@ -323,9 +456,23 @@ def large_buffers(model: torch.nn.Module) -> list[str]:
 
 
 def process_of(trainer: Any) -> PersistentCheckpointProcessIO | None:
-    """The checkpoint process of a trainer; None if it saves in another way."""
+    """The checkpoint process of a trainer, for whichever tiers; None if it saves in another way."""
     io = trainer.strategy.checkpoint_io
+    while isinstance(io, _WrappingCheckpointIO):
+        io = io.checkpoint_io
+    io = getattr(io, "process", io)  # of CombinedCheckpointIO
     return io if isinstance(io, PersistentCheckpointProcessIO) else None
+
+
+@contextmanager
+def _in_charge(io: CheckpointIO, strategy: Any) -> Iterator[None]:
+    """Let the strategy save through `io`, also where it saves other checkpoints in another way."""
+    before = strategy.checkpoint_io
+    strategy.checkpoint_io = io
+    try:
+        yield
+    finally:
+        strategy.checkpoint_io = before
 
 
 class _StepHook:

@@ -99,6 +99,46 @@ def test_checkpoints_go_below_the_jobs_name() -> None:
     assert flags.parse([]).save_mode is flags.SaveMode.SYNC
 
 
+def test_each_tier_has_its_own_directory_below_the_jobs_name() -> None:
+    workload = flags.parse([*SAVING, *LOCAL, "--job-name=j"])
+    assert (workload.checkpoint_dir, workload.local_checkpoint_dir) == (
+        Path("ckpt/j/checkpoint"),
+        Path("local/j/checkpoint"),
+    )
+    assert (workload.persistent_ckpt_interval, workload.local_ckpt_interval) == (10, 10)
+    assert flags.parse([*LOCAL, "--enable-high-scale-ckpt"]).local_checkpoint_dir == Path("local")
+    only_local = flags.parse(LOCAL)
+    assert (only_local.checkpoint_dir, only_local.saves) == (None, True)
+    assert not flags.parse([]).saves
+
+
+@pytest.mark.parametrize(
+    ("hosts", "argv", "copies"),
+    [
+        (1, LOCAL, 0),  # there is nobody to keep one
+        (2, LOCAL, 1),
+        (4, [*LOCAL, "--local-ckpt-replicas=3"], 3),
+        (4, [*LOCAL, "--local-ckpt-replicas=0"], 0),
+        (4, [*LOCAL, "--enable-high-scale-ckpt"], 0),  # GKE's replicator makes them
+        (4, [], 0),
+    ],
+)
+def test_with_several_hosts_local_checkpoints_are_copied_to_another(
+    hosts: int, argv: list[str], copies: int, started: Callable[[int, int], None]
+) -> None:
+    started(hosts, 1)
+    assert flags.parse(["--model=tiny", *argv]).local_ckpt_replicas == copies
+
+
+def test_ranks_stand_in_for_each_other_where_the_optimizer_is_replicated(
+    started: Callable[[int, int], None],
+) -> None:
+    started(2, 2)
+    both = ("--num-optimizer-replicas=2", "--enable-ckpt-load-replication")
+    workload = flags.parse(["--model=tiny", *LOCAL, *both])
+    assert (workload.optimizer_replicas, workload.load_replication) == (2, True)
+
+
 def test_the_job_is_named_by_the_environment_unless_a_flag_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_IDENTIFIER", "from-env")
     assert flags.parse([]).job_name == "from-env"
@@ -140,10 +180,18 @@ def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatc
         ),
         (["--enable-fault-tolerance"], ["--enable-fault-tolerance needs", "launcher.py"]),
         (["--enable-comm-overlap"], ["--enable-comm-overlap needs CUDA"]),
-        # Parts that do not exist yet are refused, never ignored.
-        ([*LOCAL], ["--local-ckpt-dir", "not part of this release", "--persistent-ckpt-dir"]),
-        ([*LOCAL, "--enable-high-scale-ckpt"], ["not part of this release"]),
-        (["--num-optimizer-replicas=2"], ["--num-optimizer-replicas 2", "not part of this release"]),
+        (["--enable-ckpt-load-replication"], ["--enable-ckpt-load-replication needs --local-ckpt-dir"]),
+        (["--local-ckpt-replicas=1"], ["--local-ckpt-replicas needs --local-ckpt-dir"]),
+        ([*LOCAL, "--enable-async-ckpt"], ["--enable-async-ckpt needs --persistent-ckpt-dir"]),
+        # Copies of the optimizer, and of checkpoints on other hosts.
+        (["--num-optimizer-replicas=2"], ["1 data-parallel replicas do not divide into 2"]),
+        ([*LOCAL, "--local-ckpt-replicas=1"], ["--local-ckpt-replicas 1 needs 2 hosts", "started 1"]),
+        ([*LOCAL, "--local-ckpt-replicas=-1"], ["--local-ckpt-replicas must not be negative"]),
+        ([*LOCAL, "--local-ckpt-replicas=1", "--enable-high-scale-ckpt"], ["would both copy"]),
+        (
+            ["--local-ckpt-dir=ckpt", LOCAL[1], *SAVING],
+            ["--local-ckpt-dir and --persistent-ckpt-dir are both ckpt"],
+        ),
         # Layouts.
         (["--device=cuda"], ["--device cuda: no CUDA device works", "--device cpu"]),
         (["--context-parallel=2"], ["context parallelism of 2", "--context-parallel 1"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.callbacks import process_checks, stop_checks  # noqa: F401  # register their checks
+from tests.callbacks import process_checks, stop_checks, tier_checks  # noqa: F401  # register their checks
 from tests.callbacks.checks import CHECKS
 
 

@@ -112,7 +112,7 @@ class Run:
             max_steps=steps,
             logger=logger,
             callbacks=list(callbacks),
-            plugins=[DirectoryIO()],
+            plugins=[] if "strategy" in options else [DirectoryIO()],
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             default_root_dir=str(self.directory),
             enable_progress_bar=False,
@@ -312,12 +312,18 @@ def overlap_without_a_cuda_device_is_refused_by_the_name_of_its_flag(directory: 
         assert "--enable-comm-overlap" in refusal(lambda: comm_overlap_callback(ParallelLayout()))
 
 
-def connector(**options: Any) -> Any:
+def connector(plugins: list[Any] | None = None, **options: Any) -> Any:
     from lightning.pytorch import Trainer
 
     from resiliency.connectors.checkpoint_connector import CheckpointConnector
 
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        plugins=plugins,
+    )
     return CheckpointConnector(trainer, **options)
 
 

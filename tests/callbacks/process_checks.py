@@ -139,3 +139,16 @@ def a_forward_that_may_write_a_large_buffer_does_not_begin_before_the_copy_is_do
     assert len(copied) == before  # it was fenced already
     io.finish()
     io.teardown()
+
+
+@check
+def copies_of_the_optimizer_that_cannot_be_are_refused_with_those_that_can(directory: Path) -> None:
+    from resiliency.plugins.replication_utils import ReplicatedOptimizerMegatronStrategy, check_replicas
+
+    text = refusal(lambda: ReplicatedOptimizerMegatronStrategy(num_distributed_optimizer_instances=1))
+    assert "at least 2 copies, found 1" in text
+    text = refusal(lambda: check_replicas(3, data_parallel_ranks=4))
+    assert "4 data-parallel ranks do not divide into 3 copies of the optimizer" in text
+    assert "Choose 2, 4 copies" in text
+    assert "Start more data-parallel ranks" in refusal(lambda: check_replicas(2, data_parallel_ranks=1))
+    check_replicas(2, data_parallel_ranks=4)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.callbacks import process_checks, stop_checks  # noqa: F401  # register their checks
+from tests.callbacks import process_checks, stop_checks, tier_checks  # noqa: F401  # register their checks
 from tests.callbacks.checks import CHECKS
 
 from .. import __file__ as TESTS

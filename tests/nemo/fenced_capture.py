@@ -66,14 +66,14 @@ def held_back(directory: Path, saved: dict[int, Any], record: dict[str, Any]) ->
         assert at_fence.wait(HELD_S), "nobody called the fence"
 
     class HeldBack(PersistentCheckpointProcessIO):
-        def save(self, strategy: Any, checkpoint: dict[str, Any], path: Any) -> None:
+        def save(self, strategy: Any, checkpoint: dict[str, Any], path: Any, **options: Any) -> None:
             super().wait()  # else storage may be slower than the interval, and a save is skipped
             if checkpoint["global_step"] == STEPS:
                 # Nothing trains after it: one parameter may move to other memory.
                 parameter = next(strategy.megatron_parallel.parameters())
                 parameter.data = parameter.data.clone()
             record["fresh"] = parts_of(built_now(strategy, checkpoint))
-            super().save(strategy, checkpoint, path)
+            super().save(strategy, checkpoint, path, **options)
 
         def _begin(self, step: int, state: Any) -> None:
             record["stale"] += differences(step, record["fresh"], parts_of(state))

@@ -45,6 +45,8 @@ class Layout:
     bf16: bool = True
     distributed_optimizer: bool = True
     layers: int = 2
+    #: Of the distributed optimizer.
+    copies: int = 1
 
     def __str__(self) -> str:
         replicas = self.ranks // self.tensor
@@ -114,7 +116,9 @@ def job(rank: int, layout: Layout) -> Iterator[Job]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor, num_distributed_optimizer_instances=layout.copies
+        )
         try:
             model_parallel_cuda_manual_seed(7)
             yield _build(rank, layout)
@@ -145,7 +149,10 @@ def _build(rank: int, layout: Layout) -> Job:
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=8)
     if layout.bf16:
         model = model.bfloat16()
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=layout.distributed_optimizer)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.distributed_optimizer,
+        num_distributed_optimizer_instances=layout.copies,
+    )
     ddp = DistributedDataParallel(config, ddp_config, model)
     optimizer_config = OptimizerConfig(
         optimizer="adam",

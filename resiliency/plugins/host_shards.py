@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards that the hosts of a job hold, as Megatron's states: filled from, asked about, explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.recovery.inventory import list_local, open_holding, take_inventory
+from resiliency.checkpoint.recovery.planner import explain_loss
+from resiliency.checkpoint.table import Shard
+from resiliency.errors import CheckpointError
+from resiliency.plugins.dist_ckpt import RNG_KEY, sharded_per_rank
+from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronLoading, load_common
+from resiliency.plugins.random_states import adopted
+
+
+class Filling:
+    """Fills a template from a shard, which may be that of another rank of the replica group."""
+
+    def __init__(self, template: dict[str, Any]) -> None:
+        self._template = template
+        self._loading: MegatronLoading | None = None
+        self._owner = 0
+
+    def fill(self, shard: Shard) -> Callable[[], None]:
+        """See `Checkpointer.restore_with`; each source that is tried comes here."""
+        self._owner = shard.rank
+        random_state = sharded_per_rank(None, (shard.rank, shard.world_size))
+        self._loading = MegatronLoading({**self._template, RNG_KEY: random_state})
+        return self._loading.fill(shard)
+
+    def loaded(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The loaded state, and the random state to go on with."""
+        assert self._loading is not None
+        state = self._loading.state_dict
+        saved = state.pop(RNG_KEY, None)
+        rank = Agreement.of_process_group().rank
+        return state, None if saved is None else adopted(saved, owner=self._owner, rank=rank)
+
+
+def content_metadata(root: Path, step: int) -> dict[str, Any]:
+    """The part of a common part that NeMo builds its template from, of any shard of `step` on this disk.
+
+    Empty if there is none.  All ranks have saved the same.
+    """
+    for holding in list_local(root, ""):
+        if holding.step == step:
+            with suppress(CheckpointError):  # the next one; and the restore itself says what is wrong
+                common = load_common(open_holding(holding).open_shard(holding.rank))
+                return {CONTENT_METADATA: common.get(CONTENT_METADATA)}
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unusable:
+    """What hosts hold, and this job cannot go on from.
+
+    Attributes:
+        why: for people; empty if they hold nothing.
+        ranks: with so many ranks a checkpoint would be whole; 0 if none would be.
+    """
+
+    why: str = ""
+    ranks: int = 0
+
+
+def find_unusable(root: Path, host: str, group: str, *, above: int) -> Unusable:
+    """Look at the steps above `above` in the local tiers of all hosts; collective."""
+    everyone = Agreement.of_process_group()
+    found = take_inventory(
+        everyone,
+        host=host,
+        group=group,
+        interchangeable=False,
+        list_here=lambda is_first: list_local(root, host) if is_first else [],
+        storage=None,
+    )
+    holdings = [holding for holding in found.holdings if holding.step > above]
+    if not holdings:
+        return Unusable()
+    saved_by: dict[tuple[str, int], set[int]] = {}
+    for holding in holdings:
+        saved_by.setdefault((holding.save_id, holding.world_size), set()).add(holding.rank)
+    whole = [size for (_, size), ranks in saved_by.items() if len(ranks) == size != everyone.world_size]
+    return Unusable(why=explain_loss(found.needs, holdings), ranks=max(whole, default=0))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of two tiers side by side: who saves what at which step, and what a start finds."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.callbacks.checks import Run, check, connector, refusal
+
+
+def at_leisure() -> Any:
+    """Steps that take as long as storage needs: no save is skipped."""
+    from lightning.pytorch.callbacks import Callback
+
+    from resiliency.plugins.persistent_ckpt_proc import process_of
+
+    class Waiting(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            process_of(trainer).wait()
+
+    return Waiting()
+
+
+class TwoTiers(Run):
+    """A training whose checkpoint process writes a local tier, and a persistent one if asked for."""
+
+    def process(self, *, both: bool = True, memory: str = "memory", handing_over: Any = None) -> Any:
+        from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
+        from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
+        from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+
+        class WholeState(MinCkptOverheadCheckpointIO):
+            """Captures what Lightning dumps: there is no Megatron here."""
+
+            def try_reuse(self, strategy: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+                return {"weights": dict(strategy.model.state_dict()), "step": checkpoint["global_step"]}
+
+        (self.directory / memory).mkdir(exist_ok=True)
+        return InClusterLocalCheckpointIO(
+            WholeState(),
+            LocalTier(directory=self.directory / "local", keep=10, replicas=int(handing_over is None)),
+            persistent_directory=self.directory / "persistent" if both else None,
+            handing_over=handing_over,
+            events=self.events,
+            options=CheckpointerOptions(arena_root=self.directory / memory),
+        )
+
+    def train_with(self, io: Any, steps: int, *callbacks: object) -> Any:
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+
+        class WithoutMegatron(SingleDeviceStrategy):
+            async_save = False
+
+            @property
+            def megatron_parallel(self) -> Any:
+                return self.model
+
+        strategy = WithoutMegatron(device="cpu", checkpoint_io=io)
+        return self.train(steps, at_leisure(), *callbacks, strategy=strategy)
+
+    def saved(self, tier: str) -> list[int | None]:
+        return self.steps_of("checkpoint_saved", tier)
+
+
+@check
+def one_copy_serves_all_tiers_that_are_due_and_the_last_step_goes_into_each(directory: Path) -> None:
+    run = TwoTiers(directory)
+    run.train_with(run.process(), 9, run.tier(2, "local"), run.tier(4, priority=1))
+    assert run.steps_of("save_started", "local") == [2, 6]
+    assert run.steps_of("save_started") == [4, 8, 9]
+    assert sorted(set(run.saved("local"))) == [2, 4, 6, 8, 9]
+    assert sorted(set(run.saved("persistent"))) == [4, 8, 9]
+    assert run.names() == ["step=4", "step=8", "step=9"]
+    assert {"step=8", "step=9"} <= set(run.names("local"))
+
+
+@check
+def nemo_may_save_one_tier_and_the_process_the_other(directory: Path) -> None:
+    from lightning.pytorch.plugins import TorchCheckpointIO
+
+    from resiliency.plugins.in_cluster_local_ckpt import CombinedCheckpointIO
+
+    class DirectoryIO(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            Path(str(path).removesuffix(".ckpt")).mkdir()
+
+    run = TwoTiers(directory)
+    io = CombinedCheckpointIO(DirectoryIO(), run.process(both=False))
+    run.train_with(io, 11, run.tier(2, "local"), run.tier(4, priority=1))
+    assert sorted(set(run.saved("local"))) == [2, 6, 10]
+    assert sorted(set(run.saved("persistent"))) == [4, 8, 11]
+    assert run.names() == ["step=11", "step=4", "step=8"]
+    assert {"step=10", "step=6"} <= set(run.names("local"))
+    text = refusal(lambda: CombinedCheckpointIO(DirectoryIO(), run.process()))
+    assert "the process alone serves both tiers" in text
+
+
+@check
+def a_start_finds_what_only_the_host_holds(directory: Path) -> None:
+    run = TwoTiers(directory)
+    run.train_with(run.process(), 6, run.tier(2, "local"), run.tier(4, priority=1))
+    shutil.rmtree(directory / "persistent" / "step=6")
+    io = run.process(memory="other-memory")
+    try:
+        found = connector(persistent_ckpt_dir=directory / "persistent", plugins=[io])._newest_usable()
+        assert found == directory / "persistent" / "step=6"
+        assert {step: tier.value for step, tier in io.captured().items()} == {
+            6: "local",
+            4: "local",
+            2: "local",
+        }
+    finally:
+        io.finish()
+        io.teardown()
+
+
+@check
+def a_local_tier_of_several_hosts_that_nobody_writes_is_refused(directory: Path) -> None:
+    from lightning.pytorch import Trainer
+
+    tier = Run(directory).tier(2, "local")
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[tier])
+    trainer.strategy.num_nodes = 2
+    text = refusal(lambda: tier.setup(trainer, trainer.lightning_module, stage="fit"))
+    assert "no checkpoint process writes there" in text
+    assert "InClusterLocalCheckpointIO" in text
+
+
+@check
+def complete_steps_are_handed_over_and_the_newest_comes_back_at_the_next_start(directory: Path) -> None:
+    from resiliency.checkpoint.replicated_job import ReplicatedJob
+    from resiliency.plugins.handing_over import HandingOver
+    from resiliency.testing.replicator import start_replicator
+
+    run = TwoTiers(directory)
+    volume, bucket = directory / "local", directory / "bucket"
+    for path in (volume, bucket):
+        path.mkdir()
+
+    def handing_over(volume: Path = volume) -> HandingOver:
+        job = ReplicatedJob(directory=volume, job_name="checks", node_rank=0, nodes=1)
+        return HandingOver(job, is_first=True, timeout=timedelta(seconds=60))
+
+    with start_replicator(volume, store=bucket) as replicator:
+        io = run.process(both=False, handing_over=handing_over())
+        run.train_with(io, 6, run.tier(2, "local"))
+        for step in (2, 4, 6):
+            replicator.wait_for_line(f"kept {step}$", timeout=60)
+    with start_replicator(volume, store=bucket) as replicator:
+        io = run.process(both=False, memory="new", handing_over=handing_over())
+        try:
+            assert {step: tier.value for step, tier in io.captured().items()} == {6: "local"}
+            replicator.wait_for_line("restored 6$", timeout=60)
+        finally:
+            io.finish()
+            io.teardown()
+    text = refusal(lambda: run.process(handing_over=handing_over(directory)))
+    assert f"cannot be handed over in {directory}" in text
