@@ -2,10 +2,11 @@
 """The tools that our own tests use, for yours: real processes, real faults, no mocks.
 
 Here are the values and twins that need the standard library only.  The rest is imported from its
-module, because it needs more: `rank_pool` (torch, in the ranks), `processes` (psutil), `fixtures`
-(pytest).  See docs/testing.md.
+module, because it needs more: `rank_pool` (torch, in the ranks), `host_bed` (the checkpoint engine, on its
+hosts), `processes` (psutil), `fixtures` (pytest).  See docs/testing.md and docs/host-bed.md.
 """
 
+from resiliency.testing._bed_points import HostFault, HostPhase, Strike
 from resiliency.testing.clock import ManualClock
 from resiliency.testing.faults import Fault, FaultInjector, FaultKind, InjectedFault, Phase
 from resiliency.testing.sinks import FailingSink, MemorySink
@@ -15,8 +16,11 @@ __all__ = [
     "Fault",
     "FaultInjector",
     "FaultKind",
+    "HostFault",
+    "HostPhase",
     "InjectedFault",
     "ManualClock",
     "MemorySink",
     "Phase",
+    "Strike",
 ]

@@ -1,0 +1,556 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several hosts on one machine, that can be lost, stopped, exchanged and cut off from each other.
+
+    with HostBed(3) as bed:
+        job = bed.start(train, Training(steps=20, park=8))
+        job.wait_for_line("parked 8", count=3)
+        bed.kill("h1", disk=True)                       # its processes, its memory and its disk
+        job.end()
+        bed.add("h3")
+        job = bed.start(train, Training(steps=20), order=["h0", "h3", "h2"])
+        assert job.wait() == [0, 0, 0]
+
+A host is a group of processes with a checkpoint agent of its own, a directory in memory for captures, a
+directory that stands for its disk, a name, failure domains and a loopback address.  Processes are real
+and die of real signals.  Whatever a test does to the bed, leaving its context ends all processes and
+removes all files; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+
+from resiliency.errors import ConfigError
+from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV
+from resiliency.testing._bed_disks import copies_on, own_on
+from resiliency.testing._bed_host import HostSetup, end_group, members, serve_host, serve_rank
+from resiliency.testing._bed_network import Network, Route
+from resiliency.testing._bed_points import HostFault, HostPhase, Operation, Orders, Strike
+from resiliency.testing._output import OutputReader
+from resiliency.testing.processes import Command
+
+__all__ = [
+    "BedJob",
+    "Host",
+    "HostBed",
+    "HostFault",
+    "HostPhase",
+    "Operation",
+    "Strike",
+    "flip_bit",
+    "warm_up",
+]
+
+#: Seconds for whatever is waited for, by default; a busy machine with two cores needs some.
+PATIENCE_S = 90.0
+_LOOK_S = 0.05
+_TAIL_LINES = 80
+#: What every host and rank needs, imported once.
+_PRELOAD = (
+    "torch.distributed",
+    "torch._dynamo",  # every first optimizer imports it, which takes half a second
+    "resiliency.testing._rank",
+    "resiliency.testing.bed_training",
+    "resiliency.checkpoint.agent_main",
+    "resiliency.checkpoint.peers.service",
+    "pytest",
+)
+
+
+class Host:
+    """One host of a bed: where it keeps what, and who it is."""
+
+    def __init__(self, name: str, index: int, root: Path, domains: Mapping[str, str]) -> None:
+        self.name = name
+        self.address = f"127.0.0.{10 + index}"
+        self.root = root / name
+        #: Where captures live.
+        self.memory = self.root / "memory"
+        #: Where checkpoints and copies of others' live.
+        self.disk = self.root / "disk"
+        self.domains = dict(domains)
+        self.orders = Orders(self._make())
+        self.process: ForkServerProcess | None = None
+        #: Programs with its identity, see `HostBed.command`.
+        self.commands: list[Command] = []
+        self._lifeline: Connection | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, which leads the group of all others.
+
+        Raises:
+            ConfigError: the host is dead.
+        """
+        if self.process is None or self.process.pid is None:
+            raise ConfigError(f"host {self.name} is dead.", hint="HostBed.revive brings it back.")
+        return self.process.pid
+
+    def environment(self, job: str) -> dict[str, str]:
+        """What makes any program that is started with it a program of this host."""
+        return {
+            JOB_ENV: job,
+            "NODE_NAME": self.name,
+            "RESILIENCY_FAILURE_DOMAINS": ",".join(f"{k}={v}" for k, v in self.domains.items()),
+            "RESILIENCY_PEER_ADDRESS": self.address,
+            "BED_ROOT": str(self.root.parent),
+            "BED_DISK": str(self.disk),
+            "BED_MEMORY": str(self.memory),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, context: ForkServerContext, setup: HostSetup, output: Connection) -> None:
+        self._lifeline, theirs = context.Pipe()
+        self.process = context.Process(
+            target=serve_host, args=(setup, theirs, output), name=self.name, daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        if not self._lifeline.poll(PATIENCE_S):
+            raise TimeoutError(f"host {self.name} did not start within {PATIENCE_S:g} s")
+        self._lifeline.recv()
+
+    def end(self) -> None:
+        """SIGKILL all of its processes and wait for their end; idempotent."""
+        for command in self.commands:
+            command.close()
+        self.commands.clear()
+        if self.process is None:
+            return
+        end_group(self.pid)
+        self.process.join(PATIENCE_S)
+        self.process.close()
+        self.process = None
+        if self._lifeline is not None:
+            self._lifeline.close()
+
+    def _make(self) -> Path:
+        for path in (self.memory, self.disk):
+            path.mkdir(parents=True)
+        return self.root / "orders"
+
+
+class BedJob:
+    """One start of a job: a process for each rank."""
+
+    def __init__(self, bed: HostBed, ranks: Sequence[ForkServerProcess], since: int) -> None:
+        self._bed = bed
+        self._ranks = list(ranks)
+        self._since = since
+
+    @property
+    def lines(self) -> list[str]:
+        """What ranks and agents of the bed wrote since this start."""
+        return self._bed.lines[self._since :]
+
+    def wait_for_line(self, pattern: str, *, count: int = 1, timeout: float = PATIENCE_S) -> re.Match[str]:
+        """Wait until `count` lines contain `pattern`; return the match in the last of them.
+
+        Raises:
+            TimeoutError: they did not come in time.
+            EOFError: all ranks ended without them.
+        """
+        return self._bed.wait_for_line(
+            pattern, count=count, timeout=timeout, since=self._since, ended=lambda: not self.is_alive
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any rank runs."""
+        return any(rank.is_alive() for rank in self._ranks)
+
+    def pid(self, rank: int) -> int:
+        return self._ranks[rank].pid or 0
+
+    def wait(self, timeout: float = PATIENCE_S) -> list[int]:
+        """Exit codes of all ranks, minus the signal for those that were killed.
+
+        Raises:
+            TimeoutError: a rank still runs.
+        """
+        deadline = time.monotonic() + timeout
+        for number, rank in enumerate(self._ranks):
+            rank.join(max(0.0, deadline - time.monotonic()))
+            if rank.is_alive():
+                raise TimeoutError(f"rank {number} still runs after {timeout:g} s.\n{self._bed.tail()}")
+        self._bed.drain()
+        return [rank.exitcode or 0 for rank in self._ranks]
+
+    def end(self) -> None:
+        """SIGKILL the ranks that still run, as a launcher does when one of them failed; idempotent."""
+        for rank in self._ranks:
+            if rank.is_alive():
+                rank.kill()
+        for rank in self._ranks:
+            rank.join(PATIENCE_S)
+
+    def close(self) -> None:
+        self.end()
+        for rank in self._ranks:
+            rank.close()
+
+    @property
+    def losses(self) -> dict[int, str]:
+        """Loss of each step that rank 0 of `resiliency.testing.bed_training` has done in this start."""
+        self._bed.drain()
+        found = (re.fullmatch(r"rank 0 step (\d+) loss (\S+)", line) for line in self.lines)
+        return {int(match[1]): match[2] for match in found if match}
+
+    def restored(self) -> tuple[int, list[str]]:
+        """The step that all ranks of `resiliency.testing.bed_training` began with, and the tier of each.
+
+        Raises:
+            AssertionError: they do not say the same step.
+        """
+        pattern = r"rank (\d+) restored (\d+) (\S+)"
+        self.wait_for_line(pattern, count=len(self._ranks))
+        said = sorted({match.groups() for line in self.lines if (match := re.fullmatch(pattern, line))})
+        assert len({step for _, step, _ in said}) == 1, f"ranks restored different steps: {said}"
+        tiers = {int(rank): tier for rank, _, tier in said}
+        return int(said[0][1]), [tiers[rank] for rank in range(len(self._ranks))]
+
+
+class HostBed:
+    """Hosts on this machine, named h0, h1, ...; a context manager.
+
+    Args:
+        hosts: how many there are at the start.
+        domains: failure domains of a host, by its name; default: none.
+        log: file that receives what the hosts write, as it comes.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        *,
+        domains: Callable[[str], Mapping[str, str]] = lambda name: {},
+        log: Path | None = None,
+    ) -> None:
+        self._id = uuid.uuid4().hex[:12]
+        self._domains = domains
+        self._context = multiprocessing.get_context("forkserver")
+        warm_up()
+        #: In memory, so that a disk of the bed is as fast and as empty as a test wants it.
+        self.root = Path(tempfile.mkdtemp(prefix=f"resiliency-bed-{self._id}-", dir=_shared_memory()))
+        #: A storage that all hosts see.
+        self.persistent = self.root / "persistent"
+        self._gates = self.root / "gates"
+        self._gates.mkdir()
+        self.network = Network(self._host_at)
+        self._reader = OutputReader(log)
+        self._output = Connection(os.dup(self._reader.write_fd), readable=False)
+        self._reader.start()
+        self._hosts: dict[str, Host] = {}
+        self._jobs: list[BedJob] = []
+        try:
+            for index in range(hosts):
+                self.add(f"h{index}")
+        except BaseException:
+            self.close()
+            raise
+
+    # --- hosts -----------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Host:
+        return self._hosts[name]
+
+    @property
+    def alive(self) -> list[str]:
+        return [name for name, host in self._hosts.items() if host.is_alive]
+
+    def add(self, name: str) -> Host:
+        """A new host, with an empty disk: at the start, or as a spare that takes the place of another."""
+        if name in self._hosts:
+            raise ConfigError(f"the bed has a host {name!r}.")
+        host = self._hosts[name] = Host(name, len(self._hosts), self.root, self._domains(name))
+        host.start(self._context, self._setup(host), self._output)
+        return host
+
+    def kill(self, name: str, *, disk: bool = False, memory: bool = True) -> None:
+        """The host is gone: SIGKILL to all of its processes at once.
+
+        Args:
+            disk: what it kept on disk is gone too.
+            memory: so are its captures, as after a power cut; False: as if only its programs were killed.
+        """
+        host = self._hosts[name]
+        host.end()
+        if memory:
+            _empty(host.memory)
+        if disk:
+            _empty(host.disk)
+
+    def revive(self, name: str) -> Host:
+        """A killed host comes back, with the memory and the disk that were left to it."""
+        host = self._hosts[name]
+        host.end()
+        host.orders.withdraw()
+        host.start(self._context, self._setup(host), self._output)
+        return host
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP to all of its processes: alive for the kernel, silent for everybody else."""
+        os.killpg(self._hosts[name].pid, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        os.killpg(self._hosts[name].pid, signal.SIGCONT)
+
+    def pids(self, name: str) -> list[int]:
+        """All processes of a host."""
+        host = self._hosts[name]
+        return members(host.pid) if host.process is not None else []
+
+    def partition(self, some: Iterable[str], others: Iterable[str]) -> None:
+        """No byte passes between agents of `some` hosts and of `others`, until `heal`."""
+        others = list(others)
+        for one in some:
+            for other in others:
+                self.network.cut(one, other)
+
+    def heal(self) -> None:
+        self.network.heal()
+
+    def fill_disk(self, name: str, *, below: str = "") -> None:
+        """Nothing can be created on the disk of this host any more (ENOSPC), until `free_disk`.
+
+        Args:
+            below: only in a directory of this name, as a quota does: "replicas" for the copies of others.
+        """
+        self._hosts[name].orders.fill_disk(below)
+
+    def free_disk(self, name: str) -> None:
+        self._hosts[name].orders.free_disk()
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def place(self, *faults: HostFault) -> None:
+        """Let faults strike when their hosts come to the points where they are placed."""
+        for fault in faults:
+            self._hosts[fault.host].orders.place(fault)
+
+    def wait_for_strike(self, fault: HostFault, *, timeout: float = PATIENCE_S) -> None:
+        """Wait until `fault` has struck, and, where it kills the host, until all of it is dead.
+
+        Raises:
+            TimeoutError: it did not.
+        """
+        host = self._hosts[fault.host]
+        self.wait_until(lambda: host.orders.has_struck(fault), f"{fault} did not strike", timeout=timeout)
+        if fault.strike is Strike.HOST_KILLED:
+            host.end()
+
+    def operations(self, name: str) -> list[Operation]:
+        """What a host did to the checkpoints on its disk, in order: the points at which faults can strike."""
+        return self._hosts[name].orders.operations()
+
+    def copies(self, step: int) -> dict[str, list[str]]:
+        """Which hosts hold a committed copy of another host's checkpoint of `step`, by its owner."""
+        return copies_on(self.root, step)
+
+    def own(self, step: int) -> list[str]:
+        """Which hosts hold their own checkpoint of `step`, committed."""
+        return own_on(self.root, step)
+
+    # --- jobs ------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        fn: Callable[..., object],
+        *arguments: object,
+        order: Sequence[str] | None = None,
+        ranks_per_host: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> BedJob:
+        """Start a job: ``fn(*arguments)`` in each rank, with the identity that torchrun would give it.
+
+        Args:
+            fn: function of a module; it travels by name.
+            order: which hosts take part, and the order of their ranks; default: all that live.
+            env: further variables.
+        """
+        names = list(order) if order is not None else self.alive
+        call = pickle.dumps((fn, arguments))
+        store = self.root / f"store-{uuid.uuid4().hex}"
+        since = len(self.lines)
+        ranks = []
+        for node, name in enumerate(names):
+            host = self._hosts[name]
+            for local in range(ranks_per_host):
+                identity = _identity(node, local, len(names), ranks_per_host)
+                identity |= {"BED_STORE": str(store), **(env or {})}
+                process = self._context.Process(
+                    target=serve_rank,
+                    args=(self._setup(host), host.pid, identity, call, self._output),
+                    name=f"rank-{identity['RANK']}",
+                    daemon=True,
+                )
+                process.start()
+                ranks.append(process)
+        job = BedJob(self, ranks, since)
+        self._jobs.append(job)
+        return job
+
+    def command(self, name: str, argv: Sequence[str | os.PathLike[str]], **options: object) -> Command:
+        """Start a program, for instance a launcher, with the identity of a host; it ends with the host.
+
+        Faults, partitions, a full disk and `stop` do not reach what is started this way.
+        """
+        host = self._hosts[name]
+        command = Command(argv, env=host.environment(f"bed-{self._id}"), **options)  # type: ignore[arg-type]
+        host.commands.append(command)
+        return command
+
+    def make_gate(self, step: int) -> None:
+        """Before a job is started with ``Training(hold=step)``."""
+        os.mkfifo(self._gates / f"step-{step}")
+
+    def open_gate(self, step: int) -> None:
+        """Let the rank go on that is held at `step`."""
+        with (self._gates / f"step-{step}").open("w"):
+            pass
+
+    # --- what they say ---------------------------------------------------------------------------
+
+    @property
+    def lines(self) -> list[str]:
+        """All whole lines of all hosts so far."""
+        return self._reader.lines()
+
+    def drain(self) -> None:
+        """Take in all that was written until now."""
+        self._reader.drain()
+
+    def tail(self) -> str:
+        """The last lines, for messages."""
+        return "\n".join(f"  | {line}" for line in self.lines[-_TAIL_LINES:])
+
+    def wait_for_line(
+        self,
+        pattern: str,
+        *,
+        count: int = 1,
+        timeout: float = PATIENCE_S,
+        since: int = 0,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> re.Match[str]:
+        """Like `BedJob.wait_for_line`, for lines of agents when no rank runs."""
+        regex, deadline = re.compile(pattern), time.monotonic() + timeout
+        while True:
+            over = ended()  # asked first: what a rank wrote before its end counts
+            if over:
+                self.drain()
+            lines = self.lines
+            found = [match for line in lines[since:] if (match := regex.search(line))]
+            if len(found) >= count:
+                return found[count - 1]
+            what = f"{len(found)} of {count} lines matching {pattern!r}"
+            if over:
+                raise EOFError(f"all ranks ended after {what}:\n{self.tail()}")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the hosts wrote only {what} within {timeout:g} s:\n{self.tail()}")
+            self._reader.wait_for_more(len(lines), min(deadline, time.monotonic() + 0.2))
+
+    def wait_until(self, holds: Callable[[], bool], otherwise: str, *, timeout: float = PATIENCE_S) -> None:
+        """Wait for something that shows in files.
+
+        Raises:
+            TimeoutError: with the text `otherwise`.
+        """
+        deadline = time.monotonic() + timeout
+        while not holds():
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{otherwise} within {timeout:g} s:\n{self.tail()}")
+            # Files of other processes tell nobody that they changed: look.
+            threading.Event().wait(_LOOK_S)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all processes and remove all files; idempotent."""
+        self.network.close()
+        for host in self._hosts.values():
+            host.end()
+        for job in self._jobs:
+            job.close()
+        self._jobs.clear()
+        self._output.close()
+        self._reader.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def __enter__(self) -> HostBed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _host_at(self, address: str) -> str:
+        return {host.address: name for name, host in self._hosts.items()}[address]
+
+    def _setup(self, host: Host) -> HostSetup:
+        env = host.environment(f"bed-{self._id}")
+        env[AGENT_HOST_ENV] = f"resiliency-bed-{self._id}-{host.name}"
+        route = Route(host.name, host.address, self.network.port)
+        return HostSetup(env=env, disk=host.disk, orders=host.root / "orders", route=route)
+
+
+def warm_up() -> None:
+    """Start Python's fork server, with torch and the engine imported, so that no test owns or awaits it.
+
+    It serves the rank pool as well; whichever comes first decides what it has imported.  So call this before
+    the first test: in the hook `pytest_runtestloop`, or in a session fixture that others come after.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
+    forkserver.ensure_running()
+
+
+def flip_bit(path: Path, *, offset: int | None = None) -> None:
+    """Change one bit of a file, as a bad cable or cell does; default: in its middle."""
+    with path.open("r+b") as file:
+        at = path.stat().st_size // 2 if offset is None else offset
+        file.seek(at)
+        (value,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([value ^ 0x10]))
+
+
+def _identity(node: int, local: int, hosts: int, per_host: int) -> dict[str, str]:
+    numbers = {
+        "RANK": node * per_host + local,
+        "LOCAL_RANK": local,
+        "GROUP_RANK": node,
+        "WORLD_SIZE": hosts * per_host,
+        "LOCAL_WORLD_SIZE": per_host,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def _empty(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.mkdir()
+
+
+def _shared_memory() -> str | None:
+    path = "/dev/shm"  # noqa: S108  # captures must be in memory
+    return path if os.path.isdir(path) else None

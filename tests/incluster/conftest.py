@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fork server starts before the first test, with the engine imported: beds of hosts need it."""
+
+from __future__ import annotations
+
+import pytest
+
+from resiliency.testing.host_bed import warm_up
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Before the rank pool, which would start it with less."""
+    warm_up()

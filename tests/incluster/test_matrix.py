@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts are lost, exchanged, cut off and damaged; the job goes on from the newest complete step, bit by bit.
+
+Each test trains on a bed of hosts without shared storage (unless it says otherwise) until something
+happens, starts the job again on the hosts that are left, and compares every loss after that with the
+curve of a job to which nothing happened.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from resiliency.testing.bed_training import Training, expected_losses, train
+from resiliency.testing.host_bed import (
+    BedJob,
+    HostBed,
+    HostFault,
+    HostPhase,
+    Strike,
+    flip_bit,
+)
+
+#: The last step.  Saves are at even steps, so the copies of 6 are there when the job parks at it.
+STEPS, PARK = 10, 6
+WHOLE = Training(steps=STEPS, await_copies=True)
+PARKED = replace(WHOLE, park=PARK)
+
+
+@pytest.fixture
+def new_bed(tmp_path: Path) -> Iterator[Callable[..., HostBed]]:
+    beds: list[HostBed] = []
+
+    def make(hosts: int, **options: object) -> HostBed:
+        beds.append(HostBed(hosts, log=tmp_path / "bed.txt", **options))  # type: ignore[arg-type]
+        return beds[-1]
+
+    yield make
+    for bed in beds:
+        bed.close()
+
+
+def park(bed: HostBed, training: Training = PARKED, order: Sequence[str] | None = None) -> None:
+    """Train until all ranks wait at the step to park at, then kill the ranks: their agents live on."""
+    job = bed.start(train, training, order=order)
+    job.wait_for_line(rf"parked {training.park}", count=len(order or bed.alive))
+    job.end()
+
+
+def goes_on(
+    bed: HostBed, step: int, *, order: Sequence[str] | None = None, training: Training = WHOLE, world: int = 0
+) -> list[str]:
+    """Start the job again, and check that it goes on from `step` as if nothing had been.
+
+    Returns the tier from which each rank got its state.
+    """
+    job = bed.start(train, training, order=order)
+    restored, tiers = job.restored()
+    assert restored == step, bed.tail()
+    assert job.wait() == [0] * len(tiers)
+    is_as_expected(job, training, step, world or len(tiers))
+    return tiers
+
+
+def is_as_expected(job: BedJob, training: Training, step: int, world: int) -> None:
+    curve = expected_losses(training, world)
+    assert job.losses == {at: loss for at, loss in curve.items() if at > step}
+
+
+# --- hosts come and go ---------------------------------------------------------------------------
+
+
+def lose_everything(bed: HostBed) -> list[str]:
+    bed.kill("h1", disk=True)
+    bed.revive("h1")
+    return ["h0", "h1", "h2"]
+
+
+def replace_by_spare(bed: HostBed) -> list[str]:
+    bed.kill("h1", disk=True)
+    bed.add("h3")
+    return ["h0", "h3", "h2"]
+
+
+def lose_the_first(bed: HostBed) -> list[str]:
+    bed.kill("h0", disk=True)
+    bed.add("h3")
+    return ["h3", "h1", "h2"]
+
+
+def swap(bed: HostBed) -> list[str]:
+    return ["h1", "h0", "h2"]
+
+
+def permute(bed: HostBed) -> list[str]:
+    return ["h2", "h0", "h1"]
+
+
+def power_cut(bed: HostBed) -> list[str]:
+    for name in bed.alive:
+        bed.kill(name)
+        bed.revive(name)
+    return ["h0", "h1", "h2"]
+
+
+def power_cut_and_a_lost_disk(bed: HostBed) -> list[str]:
+    order = power_cut(bed)
+    bed.kill("h2", disk=True)
+    bed.add("h3")
+    return ["h3", *order[:2]]
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lose_everything,
+        replace_by_spare,
+        lose_the_first,
+        swap,
+        permute,
+        power_cut,
+        power_cut_and_a_lost_disk,
+    ],
+)
+def test_the_job_goes_on_bit_by_bit_after(
+    new_bed: Callable[..., HostBed], happen: Callable[[HostBed], list[str]]
+) -> None:
+    bed = new_bed(3)
+    park(bed)
+    assert all(holders != [owner] for owner, holders in bed.copies(PARK).items())
+    goes_on(bed, PARK, order=happen(bed))
+
+
+@pytest.mark.parametrize("hosts", [2, 4, 5, pytest.param(8, marks=pytest.mark.slow)])
+def test_any_number_of_hosts_survives_the_loss_of_one(new_bed: Callable[..., HostBed], hosts: int) -> None:
+    racks = {"domains": lambda name: {"rack": str(int(name[1:]) % 2)}} if hosts > 2 else {}
+    bed = new_bed(hosts, **racks)
+    park(bed)
+    for owner, holders in bed.copies(PARK).items():
+        assert holders != [owner]
+        if racks:  # copies leave the failure domain of their owner
+            assert any(int(holder[1:]) % 2 != int(owner[1:]) % 2 for holder in holders)
+    lost = hosts // 2
+    bed.kill(f"h{lost}", disk=True)
+    bed.add(f"h{hosts}")
+    goes_on(bed, PARK, order=[f"h{hosts if index == lost else index}" for index in range(hosts)])
+
+
+def test_a_host_that_comes_back_after_the_others_went_on_brings_no_old_step(
+    new_bed: Callable[..., HostBed],
+) -> None:
+    bed = new_bed(3)
+    park(bed)
+    bed.kill("h1")
+    bed.add("h3")
+    park(bed, replace(WHOLE, park=STEPS), order=["h0", "h3", "h2"])
+    bed.kill("h3", disk=True)
+    bed.revive("h1")
+    assert "h1" in bed.own(PARK)
+    goes_on(bed, STEPS, order=["h1", "h2", "h0"], training=replace(WHOLE, steps=STEPS + 4))
+
+
+def test_ranks_that_share_a_host_are_lost_and_restored_together(new_bed: Callable[..., HostBed]) -> None:
+    bed = new_bed(2)
+    job = bed.start(train, PARKED, ranks_per_host=2)
+    job.wait_for_line(f"parked {PARK}", count=4)
+    job.end()
+    bed.kill("h0", disk=True)
+    bed.add("h2")
+    job = bed.start(train, WHOLE, order=["h1", "h2"], ranks_per_host=2)  # h1 had ranks 2 and 3 before
+    assert job.restored()[0] == PARK
+    assert job.wait() == [0, 0, 0, 0]
+    is_as_expected(job, WHOLE, PARK, 4)
+
+
+def test_data_parallel_ranks_go_from_three_to_two_to_three(new_bed: Callable[..., HostBed]) -> None:
+    bed = new_bed(3)
+    whole = Training(steps=14, replicated=True, await_copies=True)
+    park(bed, replace(whole, park=6))
+    bed.kill("h2", disk=True)
+    two = replace(whole, park=10)
+    job = bed.start(train, two, order=["h1", "h0"])
+    assert job.restored()[0] == 6
+    job.wait_for_line("parked 10", count=2)
+    losses = job.losses
+    job.end()
+    curve = expected_losses(two, 3)
+    assert losses == {step: curve[step] for step in range(7, 11)}
+    bed.add("h3")
+    goes_on(bed, 10, order=["h3", "h0", "h1"], training=whole)
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def damage_all_copies(bed: HostBed, owner: str, step: int) -> None:
+    (holder,) = bed.copies(step)[owner]
+    (data,) = bed[holder].disk.glob(f"**/replicas/{owner}/step={step}/rank=*/slot.bin")
+    flip_bit(data)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_flipped_bit_in_the_only_copy_makes_all_ranks_take_an_older_step(
+    new_bed: Callable[..., HostBed], persistent: bool
+) -> None:
+    bed = new_bed(3)
+    shared = str(bed.persistent) if persistent else ""
+    whole = replace(WHOLE, directory=shared, persistent_every=5 if persistent else 0)
+    park(bed, replace(whole, park=PARK))
+    bed.kill("h1", disk=True)
+    bed.add("h3")
+    damage_all_copies(bed, "h1", PARK)
+    since = len(bed.lines)
+    goes_on(bed, 5 if persistent else 4, order=["h0", "h3", "h2"], training=whole)
+    said = "\n".join(bed.lines[since:])
+    assert re.search(rf"step {PARK} from peers passed over: the shard of rank 1 .* changed", said), bed.tail()
+
+
+def test_a_step_that_one_host_did_not_finish_is_taken_by_nobody(new_bed: Callable[..., HostBed]) -> None:
+    bed = new_bed(3)
+    fault = HostFault(host="h1", phase=HostPhase.SAVE, step=PARK, name="manifest.json")
+    bed.place(fault)
+    job = bed.start(train, PARKED)
+    bed.wait_for_strike(fault)
+    job.wait_for_line("copied 4")
+    job.end()
+    bed.kill("h1")  # its disk survives, with half a step on it
+    for name in ("h0", "h2"):
+        bed.wait_until(lambda name=name: name in bed.own(PARK), f"{name} did not commit")  # type: ignore[misc]
+    bed.revive("h1")
+    goes_on(bed, 4)
+
+
+# --- agents, disks and networks that fail while the job runs -------------------------------------
+
+
+@pytest.mark.parametrize("phase", [HostPhase.SEND, HostPhase.RECEIVE])
+@pytest.mark.parametrize("host", ["h0", "h1"])
+def test_an_agent_that_dies_while_copies_are_made_is_replaced_and_the_copies_are_made(
+    new_bed: Callable[..., HostBed], phase: HostPhase, host: str
+) -> None:
+    bed = new_bed(3)
+    fault = HostFault(host=host, phase=phase, step=4, name="slot.bin", strike=Strike.PROCESS_KILLED)
+    bed.place(fault)
+    job = bed.start(train, Training(steps=STEPS))
+    bed.wait_for_strike(fault)
+    assert job.wait() == [0, 0, 0]
+    is_as_expected(job, WHOLE, 0, 3)
+    assert {f"rank {rank} complete {STEPS}" for rank in range(3)} <= set(job.lines)
+    assert sorted(bed.copies(STEPS)) == ["h0", "h1", "h2"]
+    bed.kill(host, disk=True)
+    bed.add("h3")
+    order = ["h3" if name == host else name for name in ("h0", "h1", "h2")]
+    goes_on(bed, STEPS, order=order, training=replace(WHOLE, steps=STEPS + 4))
+
+
+def test_a_copy_goes_elsewhere_when_the_disk_of_its_holder_is_full(new_bed: Callable[..., HostBed]) -> None:
+    bed = new_bed(3)
+    bed.fill_disk("h2", below="replicas")
+    park(bed)
+    assert sorted(bed.copies(PARK)) == ["h0", "h1", "h2"]
+    assert all("h2" not in holders for holders in bed.copies(PARK).values())
+    assert any("ENOSPC" in line or "full" in line for line in bed.lines)
+    bed.kill("h1", disk=True)
+    bed.add("h3")
+    goes_on(bed, PARK, order=["h0", "h3", "h2"])
+
+
+def test_a_full_disk_fails_saves_on_its_host_and_loses_no_older_step(
+    new_bed: Callable[..., HostBed],
+) -> None:
+    bed = new_bed(3)
+    park(bed, replace(WHOLE, park=4))
+    # Of the shard of h0 nothing but its own will be left.
+    (holder,) = bed.copies(4)["h0"]
+    full = "h1" if holder == "h2" else "h2"
+    bed.fill_disk(full)
+    job = bed.start(train, Training(steps=STEPS, park=8))
+    job.wait_for_line("parked 8", count=3)
+    assert job.restored()[0] == 4
+    job.end()
+    bed.kill(holder, disk=True)
+    bed.kill(full)  # what it has in memory would serve
+    bed.free_disk(full)
+    bed.revive(full)
+    bed.add("h3")
+    goes_on(bed, 4, order=["h3" if name == holder else name for name in ("h0", "h1", "h2")])
+
+
+@pytest.mark.parametrize("apart", ["h0", "h2"])
+@pytest.mark.parametrize("heals", [True, False])
+def test_while_hosts_are_apart_the_newest_complete_step_stays_and_later_ones_follow(
+    new_bed: Callable[..., HostBed], apart: str, heals: bool
+) -> None:
+    bed = new_bed(3)
+    bed.make_gate(5)
+    job = bed.start(train, Training(steps=STEPS, hold=5, park=STEPS))
+    job.wait_for_line("held 5")
+    bed.wait_until(lambda: len(bed.copies(4)) == 3, "step 4 was not copied")
+    bed.partition([apart], [name for name in bed.alive if name != apart])
+    bed.open_gate(5)
+    job.wait_for_line(f"parked {STEPS}", count=3)  # training does not wait for copies
+    if heals:
+        bed.heal()
+        bed.wait_until(lambda: len(bed.copies(STEPS)) == 3, f"step {STEPS} was not copied after healing")
+    job.end()
+    bed.kill(apart, disk=True)
+    bed.heal()
+    bed.add("h3")
+    order = ["h3" if name == apart else name for name in ("h0", "h1", "h2")]
+    goes_on(bed, STEPS if heals else 4, order=order, training=replace(WHOLE, steps=STEPS + 4))
+
+
+# --- losses in the middle of things --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", [pytest.param(0, id="taking stock"), pytest.param(4, id="sending")])
+def test_a_host_lost_in_the_middle_of_a_restore_costs_another_start_and_no_step(
+    new_bed: Callable[..., HostBed], operation: int
+) -> None:
+    bed = new_bed(3)
+    park(bed)
+    bed.kill("h1", disk=True)
+    (holder,) = bed.copies(PARK)["h1"]
+    bed.add("h3")
+    order = ["h0", "h3", "h2"]
+    copy = f"replicas/h1/step={PARK}/rank=1/slot.bin"
+    fault = HostFault(host=holder, phase=HostPhase.RESTORE, step=PARK, name=copy, operation=operation)
+    bed.place(fault)
+    job = bed.start(train, WHOLE, order=order)
+    bed.wait_for_strike(fault)
+    codes = job.wait()
+    assert codes[order.index(holder)] == -signal.SIGKILL
+    assert 0 not in codes
+    assert not any(re.match(r"rank \d restored", line) for line in job.lines)
+    bed.kill(holder)
+    bed.revive(holder)
+    goes_on(bed, PARK, order=order)
+
+
+#: Where a host dies: the phase, what is done to which file, and how often that was done before.
+POINTS = [
+    (HostPhase.SAVE, "write", "-unfinished", 0),
+    (HostPhase.SAVE, "write", "slot.bin", 0),
+    (HostPhase.SAVE, "write", "manifest.json", 0),
+    (HostPhase.SAVE, "remove", "-unfinished", 0),
+    (HostPhase.SEND, "read", "slot.bin", 0),
+    (HostPhase.RECEIVE, "write", "-unfinished", 0),
+    (HostPhase.RECEIVE, "write", "slot.bin", 0),
+    (HostPhase.RECEIVE, "write", "manifest.json", 0),
+    (HostPhase.RECEIVE, "remove", "-unfinished", 0),
+    (HostPhase.RETIRE, "remove", "", 0),
+    (HostPhase.RETIRE, "remove", "", 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_loss_of_a_single_host_loses_a_complete_step_wherever_it_strikes(
+    new_bed: Callable[..., HostBed], rank: int, returns: bool
+) -> None:
+    """One long job: each start goes on from what the loss before it left, and loses the next host.
+
+    The lost one is replaced by a spare, or `returns` with what it had half done on its disk.
+    """
+    bed = new_bed(3)
+    order = ["h0", "h1", "h2"]
+    # One complete step stays: who deletes it too early has nothing.
+    training = replace(WHOLE, steps=6 * len(POINTS) + 2, keep=1)
+    curve = expected_losses(training, 3)
+    allowed = {0}
+    for number, point in enumerate(POINTS):
+        struck = 6 * (number + 1)
+        bed.make_gate(struck - 1)
+        job = bed.start(train, replace(training, hold=struck - 1, park=struck), order=order)
+        begun, _ = job.restored()
+        assert begun in allowed, f"before {point}:\n{bed.tail()}"
+        job.wait_for_line(f"held {struck - 1}")
+        victim = _victim(bed, order[rank], point[0], struck - 2)
+        retires = point[0] is HostPhase.RETIRE
+        step = struck - 2 if retires else struck
+        fault = HostFault(
+            host=victim, phase=point[0], step=step, verb=point[1], name=point[2], operation=point[3]
+        )
+        bed.place(fault)
+        bed.open_gate(struck - 1)
+        bed.wait_for_strike(fault)
+        job.end()
+        losses = job.losses
+        assert losses == {at: curve[at] for at in range(begun + 1, max(losses) + 1)}
+        allowed = {struck} if retires else {struck - 2, struck}
+        if returns:
+            bed.kill(victim)
+            bed.revive(victim)
+        else:
+            bed.kill(victim, disk=True)
+            order[order.index(victim)] = bed.add(f"h{number + 3}").name
+    job = bed.start(train, training, order=order)
+    begun, _ = job.restored()
+    assert begun in allowed
+    assert job.wait() == [0, 0, 0]
+    is_as_expected(job, training, begun, 3)
+
+
+def _victim(bed: HostBed, wanted: str, phase: HostPhase, step: int) -> str:
+    """A host that will come to the phase: not all hosts hold copies of others."""
+    holders = {holder for found in bed.copies(step).values() for holder in found}
+    return wanted if phase is not HostPhase.RECEIVE or wanted in holders else max(holders)
