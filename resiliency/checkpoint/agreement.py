@@ -44,11 +44,22 @@ class Agreement:
         return cls(dist.get_rank(), dist.get_world_size()) if joined else cls(0, 1)
 
     def gather(self, value: _T) -> list[_T]:
-        """The value of each rank, in order of ranks; the same list on all."""
+        """The value of each rank, in order of ranks; the same list on all.
+
+        Raises:
+            PeerError: a rank died, or was silent for the timeout of the process group.
+        """
         if self.world_size == 1:
             return [value]
         values: list[_T] = [value] * self.world_size
-        dist.all_gather_object(values, value)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:  # what all backends raise
+            raise PeerError(
+                f"rank {self.rank} lost another rank while all agreed: {error}.",
+                hint="One of them died or hangs, see its log; start the job again.",
+                rank=self.rank,
+            ) from error
         return values
 
     def check(self, error: ResiliencyError | None, doing: str) -> None:
