@@ -23,6 +23,7 @@ COMMANDS = {
     "ckpt_cuda": ("python3 benchmark/ckpt_cuda.py", ["benchmark/ckpt_cuda.py"]),
     "ckpt_cleaner": ("python3 benchmark/ckpt_cleaner.py", ["benchmark/ckpt_cleaner.py"]),
     "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),
+    "replication": ("python3 benchmark/replication.py", ["benchmark/replication.py"]),
     "restart_time": ("python3 benchmark/restart_time.py", ["benchmark/restart_time.py"]),
     "goodput_calculator": (
         "python3 -m resiliency.goodput_measure.calculator",
