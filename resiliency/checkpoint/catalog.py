@@ -141,6 +141,11 @@ def verify(storage: Storage, step: int, *, pace: Pace | None = None) -> int:
     return CheckpointReader(storage, step, pace=pace).verify()
 
 
+def is_damaged(storage: Storage, step: int) -> bool:
+    """Whether a restore found a shard of it bad and set that aside (`recovery.inventory.try_set_aside`)."""
+    return any(name.endswith(".corrupt") for name in storage.list(step_directory(step)))
+
+
 def quarantine(storage: Storage, step: int, reason: str) -> None:
     """Hide a checkpoint that was found bad, for all readers and for good."""
     put_marker(storage, step, Marker(state=MarkerState.CORRUPT, reason=reason))
@@ -168,10 +173,14 @@ def prune(
     ]
 
 
-def try_prune(storage: Storage, keep_last: int) -> None:
-    """`prune` after a save: a failure is logged, for the save stands and the next one tries again."""
+def try_prune(storage: Storage, keep_last: int, *, spare: int) -> None:
+    """`prune` after a save: a failure is logged, for the save stands and the next one tries again.
+
+    Args:
+        spare: the step just saved, which need not be among the newest: a job may go on from an older step.
+    """
     try:
-        gone = prune(storage, keep_last=keep_last)
+        gone = prune(storage, keep_last=keep_last, keep=(spare,))
     except ResiliencyError as error:
         logger.warning("old checkpoints were not deleted: %s", error)
     else:

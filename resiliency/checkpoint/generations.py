@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from resiliency.checkpoint.catalog import Condition, inspect, remove_checkpoint, steps_in
+from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
 from resiliency.checkpoint.manifest import Manifest, read_manifest
 from resiliency.checkpoint.marker import step_directory, try_read_marker
 from resiliency.checkpoint.storage import Storage
@@ -56,10 +56,12 @@ def make_way(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:
     if manifest is None or manifest.run_id != run_id or manifest.save_id == save_id:
         return
     path = storage.describe(step_directory(step))
-    others = (other for other in steps_in(storage) if other != step)
-    if not _is_damaged(storage, step) and not any(_committed(storage, other) for other in others):
+    # A newer one may be a part that no other host has: only what is older may have been complete.
+    older = (_committed(storage, other) for other in steps_in(storage) if other < step)
+    spare = any(other is not None and other.run_id == run_id for other in older)
+    if not spare and not is_damaged(storage, step):
         raise CheckpointWriteFailed(
-            f"{path} was saved before this start of the job, and is the only one here: it stays.",
+            f"{path} was saved before this start of the job, and there is none before it here: it stays.",
             step=step,
             path=path,
         )
@@ -74,11 +76,6 @@ def committed_save(storage: Storage, step: int) -> str | None:
     """The save id of what is committed at `step`; None if nothing is."""
     manifest = _committed(storage, step)
     return None if manifest is None else manifest.save_id
-
-
-def _is_damaged(storage: Storage, step: int) -> bool:
-    """Whether a restore found a shard of it bad (`recovery.inventory.try_set_aside`)."""
-    return any(name.endswith(".corrupt") for name in storage.list(step_directory(step)))
 
 
 def _committed(storage: Storage, step: int) -> Manifest | None:

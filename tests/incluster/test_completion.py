@@ -19,8 +19,11 @@ from resiliency.errors import ConfigError
 HOSTS = ("a", "b", "c")
 
 
+SESSION = "session"
+
+
 def name(step: int) -> SaveName:
-    return SaveName(step, f"session-{step}")
+    return SaveName(step, f"{SESSION}-{step}")
 
 
 def test_a_save_is_complete_when_the_last_host_has_sealed_it_and_not_before() -> None:
@@ -133,11 +136,11 @@ def test_hosts_of_any_speed_meet_at_a_common_save_again_and_again(
     copied = []
     for speed in speeds:
         backlog, done, now, seen = Backlog(), set(), drawn.random(), 0
-        while seen < len(steps) or backlog.take()[0] is not None:
+        while seen < len(steps) or backlog.take(SESSION)[0] is not None:
             while seen < len(steps) and seen <= now:
                 backlog.add(name(steps[seen]))
                 seen += 1
-            save, _ = backlog.take()
+            save, _ = backlog.take(SESSION)
             if save is None:
                 now = float(seen)
                 continue
@@ -154,12 +157,32 @@ def test_a_backlog_names_what_it_passes_over_and_keeps_what_is_newer() -> None:
     backlog = Backlog()
     for step in (10, 20, 30):
         backlog.add(name(step))
-    assert backlog.take() == (name(20), [name(10)])
-    assert backlog.take() == (name(20), [])
+    assert backlog.take(SESSION) == (name(20), [name(10)])
+    assert backlog.take(SESSION) == (name(20), [])
     backlog.remove(name(20))
-    assert backlog.take() == (name(30), [])
+    assert backlog.take(SESSION) == (name(30), [])
     backlog.remove(name(30))
-    assert backlog.take() == (None, [])
+    assert backlog.take(SESSION) == (None, [])
+
+
+def test_saves_of_earlier_sessions_wait_and_supersede_nothing() -> None:
+    backlog = Backlog()
+    earlier = SaveName(1280, "earlier-1280")  # many factors of two
+    backlog.add(earlier)
+    backlog.add(name(1275))
+    assert backlog.take(SESSION) == (name(1275), [])
+    backlog.remove(name(1275))
+    assert backlog.take(SESSION) == (earlier, [])
+
+
+def test_a_save_that_no_host_took_stands_back_behind_newer_ones() -> None:
+    backlog = Backlog()
+    backlog.add(name(1280))
+    assert backlog.take(SESSION) == (name(1280), [])
+    backlog.failed(name(1280))
+    assert backlog.take(SESSION) == (name(1280), [])  # there is nothing else to do
+    backlog.add(name(1290))
+    assert backlog.take(SESSION) == (name(1290), [name(1280)])
 
 
 # --- the table of peers ---------------------------------------------------------------------------

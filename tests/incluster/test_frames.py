@@ -22,6 +22,7 @@ from resiliency.checkpoint.peers.frames import Link, Links, Patience
 from resiliency.checkpoint.peers.handshake import PeerRefused, admit, connect, introduce
 from resiliency.checkpoint.peers.messages import (
     Beat,
+    Challenge,
     Chunk,
     Hello,
     Message,
@@ -247,6 +248,16 @@ def test_who_does_not_know_the_secret_cannot_prove_it() -> None:
         client.close()
         with pytest.raises(PeerError, match="wrong proof"):
             served.result(60)
+
+
+def test_a_proof_of_any_characters_is_a_wrong_proof_and_no_other_error() -> None:
+    ours, theirs = socket.socketpair()
+    with Link(ours, CALM, "b") as client, Link(theirs, CALM) as stranger, ThreadPoolExecutor(1) as pool:
+        introduced = pool.submit(introduce, client, table_of([A, B]), "a")
+        stranger.receive()
+        stranger.send(Challenge(host="b", nonce="n", proof="\u00e9\ud83d\ude00"))
+        with pytest.raises(PeerError, match="does not know the secret"):
+            introduced.result(60)
 
 
 # --- the server -----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from resiliency.checkpoint.marker import try_read_marker
 from resiliency.checkpoint.peers.blueprint import Blueprint
 from resiliency.checkpoint.peers.replica_store import Receipt, ReplicaKept, ReplicaStore, is_owner
 from resiliency.checkpoint.shard_file import FileRecord
-from resiliency.checkpoint.storage import LocalStorage, Storage, page_memory, read_file
+from resiliency.checkpoint.storage import LocalStorage, Storage, WritableFile, page_memory, read_file
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
@@ -425,3 +425,79 @@ def test_an_unfinished_or_missing_step_has_no_blueprint(tmp_path: Path) -> None:
     storage.remove(index_name("step=1", 0))
     with pytest.raises(CheckpointIncomplete):
         Blueprint.read(storage, 1)
+
+
+def test_a_copy_in_which_a_restore_found_a_bad_shard_is_received_again(
+    tmp_path: Path, original: LocalStorage
+) -> None:
+    store = ReplicaStore(tmp_path)
+    receive(store, original, 3)
+    replica = tmp_path / "replicas" / OWNER / "step=3"
+    (replica / "rank=2.corrupt").write_text("a bit flipped")
+    assert not receive(store, original, 3).is_held
+    assert not (replica / "rank=2.corrupt").exists()
+    verify(LocalStorage(replica.parent), 3)
+
+
+class FailsOnce(LocalStorage):
+    """The first sync of a shard file fails, as the kernel tells of lost writes once."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.failed = False
+
+    def create(self, name: str, size_bytes: int = 0) -> WritableFile:
+        file = super().create(name, size_bytes)
+        if name.endswith("slot.bin"):
+            sync = file.sync
+
+            def fail_once() -> None:
+                if not self.failed:
+                    self.failed = True
+                    raise CheckpointWriteFailed("sync: input/output error")
+                sync()
+
+            file.sync = fail_once  # type: ignore[method-assign]
+        return file
+
+
+def test_writes_that_were_lost_are_not_forgotten_by_the_next_connection(
+    tmp_path: Path, original: LocalStorage
+) -> None:
+    storage = FailsOnce(tmp_path)
+    store = ReplicaStore(tmp_path, open_storage=lambda owner: storage)
+    blueprint = Blueprint.read(original, 3)
+    receipt = store.begin(OWNER, blueprint)
+    chunks = list(chunks_of(original, blueprint))
+    first_file = [chunk for chunk in chunks if chunk[0] == chunks[0][0]]
+    for chunk in first_file[:-1]:
+        receipt.write_chunk(*chunk)
+    with pytest.raises(CheckpointWriteFailed, match="input/output error"):
+        receipt.write_chunk(*first_file[-1])  # with the last one the file is synced
+    receipt.suspend()  # the connection broke before it could tell
+    again = store.begin(OWNER, blueprint)
+    assert sum(end - first for _, first, end in again.missing(1000)) == sum(
+        len(record.digests) for record in blueprint.files
+    )
+    store.close()
+
+
+def test_a_copy_for_whose_manifest_there_is_no_room_gives_all_its_space_back(
+    tmp_path: Path, original: LocalStorage
+) -> None:
+    class Full(LocalStorage):
+        def create(self, name: str, size_bytes: int = 0) -> WritableFile:
+            if name.endswith(MANIFEST):
+                raise CheckpointWriteFailed("no space left on device")
+            return super().create(name, size_bytes)
+
+    root = tmp_path / "replicas" / OWNER
+    store = ReplicaStore(tmp_path, open_storage=lambda owner: Full(root))
+    blueprint = Blueprint.read(original, 3)
+    receipt = store.begin(OWNER, blueprint)
+    for file, number, data in chunks_of(original, blueprint):
+        receipt.write_chunk(file, number, data)
+    with pytest.raises(CheckpointWriteFailed, match="no space left"):
+        receipt.finish()
+    receipt.abort()
+    assert not list(root.rglob("slot.bin"))

@@ -10,6 +10,9 @@ that is no slower than half as many intervals meets it whenever it looks.
 
 What is older than the save that is taken has been superseded; what is newer goes on waiting.  As
 long as copies are quicker than saves, nothing waits and every save is copied.
+
+Saves of earlier sessions wait until none of this one does.  One that could not be copied anywhere
+stands back behind newer ones: what is in its way may not be in theirs.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self._saves: set[SaveName] = set()
+        self._in_vain: set[SaveName] = set()
         self._lock = threading.Lock()
 
     def add(self, save: SaveName) -> None:
@@ -35,26 +39,29 @@ class Backlog:
             if len(self._saves) > _MOST:
                 self._saves.discard(min(self._saves))
 
-    def take(self) -> tuple[SaveName | None, list[SaveName]]:
-        """The save to copy now, which stays until `remove`, and those that it supersedes."""
+    def take(self, session: str) -> tuple[SaveName | None, list[SaveName]]:
+        """The save to copy now, which stays until `remove`, and those of `session` that it supersedes."""
         with self._lock:
-            if not self._saves:
-                return None, []
-            chosen = max(self._saves, key=_preference)
-            passed = sorted(save for save in self._saves if save.step < chosen.step)
+            live = {save for save in self._saves if save.save_id == f"{session}-{save.step}"}
+            if not live:
+                return max(self._saves, key=_preference, default=None), []
+            newest = max(save.step for save in live)
+            hopeful = {save for save in live if save not in self._in_vain or save.step == newest}
+            chosen = max(hopeful, key=_preference)
+            passed = sorted(save for save in live if save.step < chosen.step)
             self._saves.difference_update(passed)
+            self._in_vain &= self._saves
             return chosen, passed
+
+    def failed(self, save: SaveName) -> None:
+        """No host took a copy of it for now."""
+        with self._lock:
+            self._in_vain.add(save)
 
     def remove(self, save: SaveName) -> None:
         with self._lock:
             self._saves.discard(save)
-
-    def clear(self) -> list[SaveName]:
-        """Forget all; returns what waited."""
-        with self._lock:
-            waited = sorted(self._saves)
-            self._saves.clear()
-            return waited
+            self._in_vain.discard(save)
 
 
 def _preference(save: SaveName) -> tuple[int, int, int]:

@@ -80,7 +80,7 @@ def introduce(link: Link, table: PeerTable, host: str) -> None:
             host=link.host,
         )
     said = (host, challenge.host, nonce, challenge.nonce)
-    if not hmac.compare_digest(challenge.proof, _proof(table, "server", *said)):
+    if not _is_same(challenge.proof, _proof(table, "server", *said)):
         raise PeerError(f"{link.host} does not know the secret of this session.", host=link.host)
     link.send(Proof(proof=_proof(table, "client", *said)))
     _expect(link, Welcome)
@@ -105,7 +105,7 @@ def admit(link: Link, current: Callable[[], PeerTable | None], host: str) -> Pee
     nonce = secrets.token_hex(_NONCE_BYTES)
     said = (hello.host, host, hello.nonce, nonce)
     link.send(Challenge(host=host, nonce=nonce, proof=_proof(table, "server", *said)))
-    if not hmac.compare_digest(_expect(link, Proof).proof, _proof(table, "client", *said)):
+    if not _is_same(_expect(link, Proof).proof, _proof(table, "client", *said)):
         raise _turned_away(link, "wrong proof")
     link.send(Welcome())
     link.host = hello.host
@@ -121,6 +121,11 @@ def _turned_away(link: Link, text: str) -> PeerError:
 def _proof(table: PeerTable, role: str, *said: str) -> str:
     content = json.dumps([PROTOCOL_VERSION, table.session, role, *said])
     return hmac.new(table.token.encode(), content.encode(), hashlib.sha256).hexdigest()
+
+
+def _is_same(found: str, expected: str) -> bool:
+    # As bytes: a text that is not ASCII would be an error of another kind.
+    return hmac.compare_digest(found.encode(errors="replace"), expected.encode())
 
 
 def _expect(link: Link, wanted: type[_M]) -> _M:

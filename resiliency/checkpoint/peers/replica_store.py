@@ -15,6 +15,7 @@ that had arrived whole are found and verified, the others are received again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import defaultdict
@@ -23,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
-from resiliency.checkpoint.catalog import Condition, inspect, remove_checkpoint, steps_in
+from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
 from resiliency.checkpoint.checksums import digest_function
 from resiliency.checkpoint.commit import open_save
 from resiliency.checkpoint.manifest import MANIFEST, index_name
@@ -212,7 +213,8 @@ class Receipt:
         partial = self._claimed()
         with partial.lock:
             partial.check(self._epoch)
-            partial.write_chunk(file, number, data)
+            with self._trusting(partial):
+                partial.write_chunk(file, number, data)
 
     def finish(self) -> None:
         """Make the copy durable and visible.
@@ -224,8 +226,19 @@ class Receipt:
         partial = self._claimed()
         with partial.lock:
             partial.check(self._epoch)
-            partial.finish()
+            with self._trusting(partial):
+                partial.finish()
             self._store.finished(self._owner, partial)
+
+    @contextlib.contextmanager
+    def _trusting(self, partial: _Partial) -> Iterator[None]:
+        """A write that failed is told once: no later one may go on with what was received."""
+        try:
+            yield
+        except CheckpointWriteFailed:
+            partial.discard()
+            self._store.finished(self._owner, partial)
+            raise
 
     def suspend(self) -> None:
         """The connection is gone; another may go on."""
@@ -350,8 +363,8 @@ class _Partial:
 
     def close(self) -> None:
         self.is_open = False
-        for file in self._files.values():
-            file.close()
+        while self._files:
+            self._files.popitem()[1].close()
 
     def discard(self) -> None:
         """Free the space; on a storage that refuses even that, what stays is hidden."""
@@ -412,6 +425,8 @@ def _holds(storage: Storage, blueprint: Blueprint, session: str) -> bool:
     if found.condition is not Condition.COMPLETE or found.manifest is None:
         return False
     directory = step_directory(step)
+    if is_damaged(storage, step):
+        return False
     if read_file(storage, f"{directory}/{MANIFEST}") == blueprint.manifest_bytes:
         return True
     of_session = f"{session}-{step}"

@@ -58,6 +58,8 @@ class RollCall:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
+        #: Held to write to the pipe or close it: its number may soon be another file's.
+        self._pipe = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="resiliency-peer-roll", daemon=True)
         self._thread.start()
 
@@ -91,24 +93,31 @@ class RollCall:
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # full: it will wake; closed: there is nobody to wake
-            os.write(self._wake_out, b"w")
+        with self._pipe, suppress(BlockingIOError):  # full: it will wake
+            if self._wake_out >= 0:
+                os.write(self._wake_out, b"w")
 
     # --- everything below runs in the thread ---------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                for key, _ in self._selector.select(self._until_next()):
-                    self._handle(key.fileobj)
-                self._keep_up()
-        except Exception:  # the border of this thread
-            logger.exception("the exchange with the leader has ended")
+                try:
+                    for key, _ in self._selector.select(self._until_next()):
+                        self._handle(key.fileobj)
+                    self._keep_up()
+                except Exception:  # the border of this thread: without it no save becomes complete any more
+                    logger.exception("the exchange about complete saves failed, and begins anew")
+                    self._hang_up()
+                    self._later()
+                    threading.Event().wait(self._pause_s)
         finally:
             self._hang_up()
             self._selector.close()
-            for fd in (self._wake_in, self._wake_out):
-                os.close(fd)
+            with self._pipe:
+                os.close(self._wake_out)
+                self._wake_out = -1
+            os.close(self._wake_in)
             while not self._tasks.empty():
                 task = self._tasks.get()
                 if isinstance(task, Link):
@@ -172,7 +181,9 @@ class RollCall:
     def _answer(self, link: Link, message: Message) -> None:
         if isinstance(message, Beat):
             return
-        if isinstance(message, Sealed) and self._tally is not None:
+        if isinstance(message, Sealed | Complete) and not self._is_current(message):
+            logger.info("%s speaks of step %d of another session", link.host, message.step)
+        elif isinstance(message, Sealed) and self._tally is not None:
             self._count(link.host, SaveName(message.step, message.save_id), link)
         elif isinstance(message, Complete) and link is self._leader:
             self._completed(SaveName(message.step, message.save_id))
@@ -180,6 +191,9 @@ class RollCall:
             raise PeerError(f"{link.host} refused ({message.why}): {message.text}.", host=link.host)
         else:
             raise PeerError(f"{link.host} said {message.kind} about completion.", host=link.host)
+
+    def _is_current(self, message: Sealed | Complete) -> bool:
+        return self._table is not None and self._table.is_of_session(message.step, message.save_id)
 
     def _count(self, host: str, save: SaveName, link: Link | None = None) -> None:
         if self._tally is None:

@@ -104,7 +104,15 @@ class Server:
             )
             with self._lock:
                 self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # a limit of threads: the other side tries again
+                logger.warning("a connection was turned away: %s", error)
+                with self._lock:
+                    self._threads.discard(thread)
+                connection.close()
+                self._room.release()
+                self._closing.wait(_AFTER_ERROR_S)
 
     def _serve(self, connection: socket.socket) -> None:
         link = self._links.add(Link(connection, self._patience))

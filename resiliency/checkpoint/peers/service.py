@@ -245,7 +245,7 @@ class PeerService:
         pause_s = 0.0
         while not self._closing.is_set():
             table = self._table
-            save, passed = self._backlog.take() if table is not None else (None, [])
+            save, passed = (None, []) if table is None else self._backlog.take(table.session)
             for other in passed:
                 if other not in self._taken_up:  # of those, nobody knows whether it had been before
                     self._not_replicated(other, f"superseded by step {save.step if save else 0}.")
@@ -257,6 +257,7 @@ class PeerService:
                 self._backlog.remove(save)
                 pause_s = 0.0
                 continue
+            self._backlog.failed(save)
             longest = self._patience.longest_pause.total_seconds()
             pause_s = min(max(2 * pause_s, self._patience.pause.total_seconds()), longest)
             # News may be what helps: other hosts, or a newer save that makes this one obsolete.
