@@ -107,6 +107,8 @@ class AgentLink:
         self._passed: set[Part] = set()
         #: Those of it that it was told of again, after a try without a capture.
         self._tried_again: set[Part] = set()
+        #: Said once, it holds for every agent to come.
+        self._in_hurry = False
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._attached = threading.Event()
@@ -315,6 +317,8 @@ class AgentLink:
 
     def _converse(self, channel: Channel) -> None:
         heard = beaten = time.monotonic()
+        if self._in_hurry:
+            channel.send(Hurry())
         while True:
             self._pass_on(channel)
             if self._closing.is_set():
@@ -362,6 +366,8 @@ class AgentLink:
                 parts = {(message.step, tier) for tier in message.tiers}
                 self._tried_again |= parts & self._passed
                 self._passed |= parts
+            elif isinstance(message, Hurry):
+                self._in_hurry = True
         return taken
 
     def _kill(self, channel: Channel) -> None:

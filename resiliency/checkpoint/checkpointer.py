@@ -136,6 +136,8 @@ class Checkpointer:
         self._hooks: dict[int, Any] = {}
         self._times = StepTimes(time.monotonic)
         self._newest: SaveHandle | None = None
+        #: How long training had been held when the newest save began.
+        self._held_before_s = 0.0
         #: Of the newest step: who saves it to which tier.
         self._saved_in: dict[str, SaveHandle] = {}
         self._delivery = Delivery(self._arena_directory, self._attach, emit=self._emit, options=options.link)
@@ -194,9 +196,14 @@ class Checkpointer:
         """
         self._emit(EventType.RESTORE_STARTED)
         restored = self._restorer().restore(fill, step=step)
-        if restored.run_id and restored.run_id != self._attach.run_id:
-            self._attach = replace(self._attach, run_id=restored.run_id)
-            self._delivery.link.introduce_again(self._attach)
+        attach = replace(
+            self._attach,
+            run_id=restored.run_id or self._attach.run_id,
+            restored_step=restored.step or self._attach.restored_step,
+        )
+        if attach != self._attach:
+            self._attach = attach
+            self._delivery.link.introduce_again(attach)
         if restored.step:
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
             self._repair(restored)
@@ -279,6 +286,7 @@ class Checkpointer:
             return self._newest
         self._note_excess(self._times.saved(step))
         handle = self._register(step, wanted)
+        self._held_before_s = self._capturer.stats.held_s
         self._emit(EventType.SAVE_STARTED, step)
         try:
             capture = self._capturer.begin(state, step, keep=True, wait=wait)
@@ -537,8 +545,9 @@ class Checkpointer:
     def _note_excess(self, excess: Excess | None) -> None:
         if excess is not None and self._newest is not None and self._newest.step == excess.step:
             self._newest.update(excess_s=excess.excess_s)
-            record = self._newest.record
-            self._schedule.add_cost(tuple(map(TierName, record.tiers)), record.held_s + excess.excess_s)
+            held_s = self._capturer.stats.held_s - self._held_before_s  # fences since then included
+            tiers = tuple(map(TierName, self._newest.record.tiers))
+            self._schedule.add_cost(tiers, held_s + excess.excess_s)
             self._delivery.log.add_excess(excess.excess_s)
             logger.debug("excess of the save of step %d: %+.3f s", excess.step, excess.excess_s)
 

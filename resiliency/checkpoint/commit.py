@@ -13,11 +13,16 @@ rename nor link, which object stores lack.
 
 All ranks of one save pass the same `save_id`, and no two saves share one (run, attempt and step
 make one without talking): files that a dead attempt left at the same step are never counted.
+
+A save that failed may be tried again, under its id.  What stands then is the leader's word on the try
+before, and a follower may see it before the leader has cleared it.  So every try of the leader has a random
+`attempt`, which all its markers carry, and a follower heeds none that it knows from a try that is over.
 """
 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -153,6 +158,8 @@ class SaveTicket:
     Args:
         save_id: the same on all ranks, different for every attempt to save.
         ranks: ranks that must vote; on a local tier those of this host.
+        restored_step: where this start of the job went on, 0 for nowhere.  Committed by an earlier start,
+            that step is the one to save; any other may be of a branch that the job has left.
         timeout: longest wait for other ranks, counted from the start of this process's part.
         poll: pause between looks at the storage while waiting for others.
     """
@@ -162,6 +169,7 @@ class SaveTicket:
     save_id: str
     world_size: int
     ranks: Collection[int]
+    restored_step: int = 0
     timeout: timedelta = timedelta(minutes=10)
     poll: timedelta = timedelta(milliseconds=50)
 
@@ -184,7 +192,7 @@ class Committed:
     size_bytes: int
 
 
-def open_save(storage: Storage, step: int, save_id: str) -> None:
+def open_save(storage: Storage, step: int, save_id: str, attempt: str = "") -> None:
     """Hide `step` and empty its directory; its ranks may write once this returns.
 
     For the leader, and only where nothing stands that is worth keeping.
@@ -193,9 +201,9 @@ def open_save(storage: Storage, step: int, save_id: str) -> None:
     if storage.exists(directory) or try_read_marker(storage, step) is not None:
         # Followers must not write before the leftovers are gone: the marker that names this
         # save, which they wait for, comes after.
-        put_marker(storage, step, Marker(state=MarkerState.CLEARING, save_id=save_id))
+        put_marker(storage, step, Marker(state=MarkerState.CLEARING, save_id=save_id, attempt=attempt))
         storage.remove_tree(directory)
-    put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=save_id))
+    put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=save_id, attempt=attempt))
     # Its name need not be durable before the marker is lifted, and that makes it so.
     storage.make_dir(directory)
 
@@ -207,6 +215,7 @@ def commit(
     shards: Mapping[int, ShardT],
     *,
     leads: bool,
+    attempts: set[str] | None = None,
     clock: Clock | None = None,
     cancel: threading.Event | None = None,
 ) -> Committed:
@@ -218,12 +227,15 @@ def commit(
     Args:
         shards: rank to what `format` writes for it.
         leads: True in exactly one process of the save.
+        attempts: of the leader, that a follower knows from its earlier tries of this save; this one is
+            added.  Pass the same set to each.
         cancel: ends the waits early; the save fails.
     Raises:
-        CheckpointWriteFailed: the storage refused, here or at another rank.
+        CheckpointWriteFailed: the storage refused, here or at another rank; or something else stands at
+            this step.
         CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
     """
-    save = _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel)
+    save = _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel, attempts)
     return save.run()
 
 
@@ -239,6 +251,7 @@ class _Save(Generic[ShardT]):
         leads: bool,
         clock: Clock,
         cancel: threading.Event | None,
+        attempts: set[str] | None,
     ) -> None:
         self._storage = storage
         self._format = format
@@ -252,6 +265,10 @@ class _Save(Generic[ShardT]):
         self._indexes: dict[int, RankIndex] = {}
         self._digests: dict[int, str] = {}
         self._error: CheckpointError | None = None
+        #: This try's; a follower learns it from the leader's marker.
+        self._attempt = uuid.uuid4().hex if leads else ""
+        self._attempts = set() if attempts is None else attempts
+        self._over = frozenset(self._attempts)
 
     def run(self) -> Committed:
         actions: dict[State, Callable[[], Event]] = {
@@ -292,29 +309,31 @@ class _Save(Generic[ShardT]):
         if leftovers and not marked and storage.list(self._directory):
             self._check_kept()
             return Event.EXISTS
-        open_save(storage, step, self._ticket.save_id)
+        open_save(storage, step, self._ticket.save_id, self._attempt)
         return Event.DONE
 
     def _check_kept(self) -> None:
         """What stands at this step without a marker is somebody's only copy: never overwrite it."""
-        path = self._storage.describe(self._directory)
-        hint = "Save to another directory, or move the old checkpoint away."
         try:
             manifest = read_manifest(self._storage, self._directory)
         except (CheckpointIncomplete, CheckpointCorrupt) as error:
-            raise CheckpointWriteFailed(
-                f"{path} exists and was not written by this library, or is damaged: {error.message}",
-                hint=hint,
-                path=path,
-                step=self._ticket.step,
+            raise self._occupied(
+                f"exists and was not written by this library, or is damaged: {error.message}"
             ) from error
         if manifest.run_id != self._ticket.run_id:
-            raise CheckpointWriteFailed(
-                f"{path} is a checkpoint of run {manifest.run_id!r}, this is run {self._ticket.run_id!r}.",
-                hint=hint,
-                path=path,
-                step=self._ticket.step,
+            raise self._occupied(
+                f"is a checkpoint of run {manifest.run_id!r}, this is run {self._ticket.run_id!r}."
             )
+        self._check_branch(manifest)
+
+    def _occupied(self, why: str) -> CheckpointWriteFailed:
+        path = self._storage.describe(self._directory)
+        return CheckpointWriteFailed(
+            f"{path} {why}",
+            hint="Save to another directory, or move the old checkpoint away.",
+            path=path,
+            step=self._ticket.step,
+        )
 
     def _gather(self) -> Event:
         missing = set(self._ticket.ranks) - self._indexes.keys()
@@ -383,7 +402,12 @@ class _Save(Generic[ShardT]):
                 return self._is_committed(of_this_save=False)
             self._check_marker(marker)
             found[:] = [Event.DONE]
-            return marker.state is MarkerState.WRITING and marker.save_id == self._ticket.save_id
+            is_ours = marker.state is MarkerState.WRITING and marker.save_id == self._ticket.save_id
+            # Its leader has ended it: the name alone may be seen late.
+            if not is_ours or marker.attempt in self._over:
+                return False
+            self._take_part(marker)
+            return True
 
         if not self._wait(open_for_us):
             raise self._leader_silent("did not open the save")
@@ -410,12 +434,38 @@ class _Save(Generic[ShardT]):
             return False
         if of_this_save:
             return manifest.save_id == self._ticket.save_id
-        return manifest.run_id == self._ticket.run_id
+        if manifest.run_id != self._ticket.run_id:
+            return False
+        self._check_branch(manifest)
+        return True
+
+    def _take_part(self, marker: Marker) -> None:
+        self._attempt = marker.attempt
+        if marker.attempt:
+            self._attempts.add(marker.attempt)
 
     def _check_marker(self, marker: Marker) -> None:
-        if marker.save_id == self._ticket.save_id and marker.state is MarkerState.FAILED:
+        if marker.save_id != self._ticket.save_id or marker.attempt in self._over:
+            return
+        if marker.state is MarkerState.FAILED:
+            self._take_part(marker)
             raise CheckpointWriteFailed(
                 f"step {self._ticket.step}: the save was given up by its leader: {marker.reason}",
+                step=self._ticket.step,
+            )
+
+    def _check_still_open(self) -> None:
+        """The leader may have given up and begun another try, and our files went with the first.
+
+        An index in the second would vouch for them.
+        """
+        marker = try_read_marker(self._storage, self._ticket.step)
+        if marker is None or marker.save_id != self._ticket.save_id:
+            return
+        self._check_marker(marker)
+        if marker.attempt != self._attempt:
+            raise CheckpointWriteFailed(
+                f"step {self._ticket.step}: its leader gave up and tries again; this part is of another try.",
                 step=self._ticket.step,
             )
 
@@ -429,6 +479,17 @@ class _Save(Generic[ShardT]):
         )
 
     # --- both ----------------------------------------------------------------------------------
+
+    def _check_branch(self, manifest: Manifest) -> None:
+        """What stands here must be the state to save, for it stays and counts as saved.
+
+        It is if this very save is here already, or if the job went on from this step.
+        """
+        if manifest.save_id != self._ticket.save_id and self._ticket.step != self._ticket.restored_step:
+            raise self._occupied(
+                f"was saved by an earlier start of the job ({manifest.save_id}), and this one did not go on "
+                "from it: it stays, and the state of now is not saved."
+            )
 
     def _write(self) -> Event:
         # Side by side: one file after the other would leave the device idle at each sync between them.
@@ -447,6 +508,8 @@ class _Save(Generic[ShardT]):
         )
 
     def _vote(self) -> Event:
+        if not self._leads:
+            self._check_still_open()
         for rank in self._shards:
             self._digests[rank] = write_index(self._storage, self._directory, self._indexes[rank])
         if not self._leads:  # the leader syncs the names once, with that of the manifest
@@ -463,7 +526,7 @@ class _Save(Generic[ShardT]):
         return Event.DONE
 
     def _marker(self, state: MarkerState, reason: str = "") -> Marker:
-        return Marker(state=state, save_id=self._ticket.save_id, reason=reason)
+        return Marker(state=state, save_id=self._ticket.save_id, reason=reason, attempt=self._attempt)
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
         """Look until `ready`; False when the deadline passed or the save was cancelled.

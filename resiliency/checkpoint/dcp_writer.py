@@ -144,7 +144,7 @@ class DcpStorageWriter(StorageWriter):
             raise
         logger.info("step %d committed in %s", save.step, save.path)
         if self._keep is not None:
-            try_prune(save.storage, self._keep)
+            try_prune(save.storage, self._keep, spare=save.step)
 
     # --- the rest of torch's interface -----------------------------------------------------------
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what the ranks of a host say of their steps to jobs for the workers, one per tier.
 
-A step is handed over once every rank of the host has spoken.  One capture serves all its tiers.  Each
-tier reports each save once; what it said is remembered for a while, for ranks that ask again.
+A step is handed over to a tier once every rank of the host has said what it has for that tier: it may
+have given the step up in one and not in another.  One capture serves all its tiers.  Each tier reports
+each save once; what it said is remembered for a while, for ranks that ask again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,12 +39,11 @@ _REMEMBERED = 128
 
 
 class _Gathering:
-    """The ranks of this host that have said what they have of one step."""
+    """The ranks of this host that have said what they have of one step for one tier."""
 
     def __init__(self, session: str, run_id: str) -> None:
         self.session = session
         self.run_id = run_id
-        self.tiers: set[TierName] = set()
         self.patient = False
         self.slots: dict[int, CapturedSlot] = {}
         self.missing: dict[int, str] = {}
@@ -71,7 +72,7 @@ class Intake:
         self._arena = arena
         self._on_done = on_done
         self._workers = {tier: Worker(tier, on_done, hurry) for tier in TierName}
-        self._gathering: dict[int, _Gathering] = {}
+        self._gathering: dict[tuple[int, TierName], _Gathering] = {}
         #: Reports that are still to come.
         self.in_work = 0
         #: The last saves that were handed to a worker, and how they ended if they have.
@@ -91,7 +92,7 @@ class Intake:
 
     def save(self, member: Attach, save: Save) -> list[Done]:
         """A rank has a step; returns what it may have missed, as a rescue was faster."""
-        missed, wanted = [], []
+        missed = []
         for tier in map(TierName, save.tiers):
             key = (member.session, save.step, tier)
             if save.again and tier is TierName.LOCAL and key not in self._handled:
@@ -102,13 +103,10 @@ class Intake:
             elif done is not None:
                 missed.append(done)
             if key not in self._handled:
-                wanted.append(tier)
-        if wanted:
-            gathering = self._gathering_of(member, save.step)
-            gathering.tiers.update(wanted)
-            gathering.patient |= save.patient
-            self._add(gathering, member, save)
-            self._submit(member, save.step)
+                gathering = self._gathering_of(member, save.step, tier)
+                gathering.patient |= save.patient
+                self._add(gathering, member, save)
+                self._submit(member, save.step, tier)
         return missed
 
     def _recall(self, member: Attach, step: int) -> None:
@@ -132,11 +130,11 @@ class Intake:
 
     def skip(self, member: Attach, skip: Skip) -> None:
         """A rank has no capture of a step."""
-        gathering = self._gathering_of(member, skip.step)
-        gathering.tiers.update(map(TierName, skip.tiers))
-        gathering.missing[member.rank] = skip.reason
-        gathering.skipped.add(member.rank)
-        self._submit(member, skip.step)
+        for tier in map(TierName, skip.tiers):
+            gathering = self._gathering_of(member, skip.step, tier)
+            gathering.missing[member.rank] = skip.reason
+            gathering.skipped.add(member.rank)
+            self._submit(member, skip.step, tier)
 
     def rescue(self, last: Attach) -> None:
         """Commit the newest step that every rank of this host has whole in memory, where it is quickest."""
@@ -148,18 +146,30 @@ class Intake:
         for step in sorted(set.intersection(*steps), reverse=True)[:1]:
             if (last.session, step, tier) in self._handled or self._is_committed(last.session, step):
                 return
-            gathering = self._gathering_of(last, step)
-            for rank in last.local_ranks:
-                if rank not in gathering.slots:
-                    try:
-                        gathering.slots[rank] = open_captured(self._arena, rank, step=step)
-                    except CheckpointError as error:  # its trainer lives and captures again
-                        logger.info("step %d is not whole any more: %s", step, error)
-                        return
-            logger.warning("committing step %d, which its ranks left in memory", step)
-            gathering.tiers.add(tier)
-            gathering.patient = True
-            self._submit(last, step)
+            for wanted in TierName:
+                # Where some ranks have already sent it, it goes as well.
+                if wanted is tier or (step, wanted) in self._gathering:
+                    self._rescue_into(wanted, last, step)
+
+    def _rescue_into(self, tier: TierName, last: Attach, step: int) -> None:
+        gathering = self._gathering.get((step, tier)) or _Gathering(last.session, last.run_id)
+        with ExitStack() as opened:
+            try:
+                found = {
+                    rank: opened.enter_context(open_captured(self._arena, rank, step=step))
+                    for rank in last.local_ranks
+                    if rank not in gathering.slots
+                }
+            except CheckpointError as error:  # its trainer lives and captures again
+                # The text, not the error: a kept record would keep this frame, and with it the slots, mapped.
+                logger.info("step %d is not whole any more: %s", step, str(error))
+                return
+            opened.pop_all()
+        logger.warning("committing step %d, which its ranks left in memory, in the %s tier", step, tier.value)
+        gathering.slots.update(found)
+        gathering.patient = True
+        self._gathering[step, tier] = gathering
+        self._submit(last, step, tier)
 
     def finish(self, job: SaveJob, done: Done) -> None:
         """Take note of a report."""
@@ -189,8 +199,8 @@ class Intake:
         reports = (self._handled.get((session, step, tier)) for tier in TierName)
         return any(done is not None and not done.error for done in reports)
 
-    def _gathering_of(self, member: Attach, step: int) -> _Gathering:
-        return self._gathering.setdefault(step, _Gathering(member.session, member.run_id))
+    def _gathering_of(self, member: Attach, step: int, tier: TierName) -> _Gathering:
+        return self._gathering.setdefault((step, tier), _Gathering(member.session, member.run_id))
 
     def _add(self, gathering: _Gathering, member: Attach, save: Save) -> None:
         slot = self._borrow(member, save)
@@ -217,41 +227,39 @@ class Intake:
         slot.close()
         return None
 
-    def _submit(self, attach: Attach, step: int) -> None:
-        """Hand a step over once all ranks of this host have spoken."""
-        gathering = self._gathering[step]
+    def _submit(self, attach: Attach, step: int, tier: TierName) -> None:
+        """Hand a step over to a tier once all ranks of this host have spoken."""
+        gathering = self._gathering[step, tier]
         if gathering.ranks != set(attach.local_ranks):
             return
-        del self._gathering[step]
-        # Ranks pass steps in order, so an older one that is still incomplete never will be whole.
-        for old in sorted(old for old in self._gathering if old < step):
-            incomplete = self._gathering[old]
+        del self._gathering[step, tier]
+        # Ranks pass the steps of a tier in order, so an older one that is still incomplete never will be
+        # whole.  Of another tier it may be: after the loss of an agent they speak of one tier at a time.
+        for old in sorted(old for old, other in self._gathering if other is tier and old < step):
+            incomplete = self._gathering[old, tier]
             for rank in set(attach.local_ranks) - incomplete.ranks:
                 incomplete.missing[rank] = f"rank {rank} went on without it"
-            self._submit(attach, old)  # those that wait for it are told
+            self._submit(attach, old, tier)  # those that wait for it are told
         missing = "; ".join(gathering.missing.values())
-        tiers = [
-            tier
-            for tier in TierName
-            if tier in gathering.tiers and (gathering.session, step, tier) not in self._handled
-        ]
-        if missing or not tiers:
+        is_handled = (gathering.session, step, tier) in self._handled
+        if missing or is_handled:
             gathering.close()
-        loan = Loan({} if missing else gathering.slots, readers=len(tiers))
-        for tier in tiers:
-            job = SaveJob(
-                tier=tier,
-                step=step,
-                session=gathering.session,
-                run_id=gathering.run_id,
-                world_size=attach.world_size,
-                ranks=tuple(sorted(attach.local_ranks)),
-                loan=loan,
-                settings=attach.settings,
-                missing=missing,
-                skipped_by=tuple(sorted(gathering.skipped)),
-            )
-            self._hand_over(job, patient=gathering.patient)
+        if is_handled:
+            return
+        job = SaveJob(
+            tier=tier,
+            step=step,
+            session=gathering.session,
+            run_id=gathering.run_id,
+            world_size=attach.world_size,
+            ranks=tuple(sorted(attach.local_ranks)),
+            loan=Loan({} if missing else gathering.slots),
+            settings=attach.settings,
+            restored_step=attach.restored_step,
+            missing=missing,
+            skipped_by=tuple(sorted(gathering.skipped)),
+        )
+        self._hand_over(job, patient=gathering.patient)
 
     def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
         self.in_work += 1

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,27 +13,21 @@ from resiliency.checkpoint.wire import Done, Settings
 
 
 class Loan:
-    """The slots of one save, read by the workers of several tiers; given back when the last is done."""
+    """The slots of one save, read by the worker of one tier: another has borrowed them for itself."""
 
-    def __init__(self, slots: Mapping[int, CapturedSlot], readers: int = 1) -> None:
+    def __init__(self, slots: Mapping[int, CapturedSlot]) -> None:
         self.slots = slots
-        self._readers = readers
-        self._lock = threading.Lock()
 
     def give_back(self) -> None:
-        """One reader is done."""
-        with self._lock:
-            self._readers -= 1
-            last = self._readers == 0
-        if last:
-            for slot in self.slots.values():
-                slot.close()
+        for slot in self.slots.values():
+            slot.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveJob:
     """This host's part of one save in one tier.
 
+    `restored_step`: where this start of the job went on; 0: nowhere.
     `missing`: why there is nothing to write; then nobody's part can become a checkpoint in this tier.
     `skipped_by`: ranks that said so themselves.
     """
@@ -47,6 +40,7 @@ class SaveJob:
     ranks: tuple[int, ...]
     loan: Loan
     settings: Settings
+    restored_step: int = 0
     missing: str = ""
     skipped_by: tuple[int, ...] = ()
     queued: float = field(default_factory=time.monotonic)

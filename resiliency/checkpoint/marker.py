@@ -33,9 +33,16 @@ class MarkerState(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
+    """Why a step is hidden.
+
+    `attempt` tells the tries of one save apart, which share its id; empty where nobody asks, and in
+    markers of older versions.
+    """
+
     state: MarkerState
     save_id: str = ""
     reason: str = ""
+    attempt: str = ""
 
 
 def step_directory(step: int) -> str:
@@ -90,6 +97,7 @@ def try_read_marker(storage: Storage, step: int) -> Marker | None:
             state=MarkerState(record["state"]),
             save_id=str(record["save_id"]),
             reason=str(record["reason"]),
+            attempt=str(record.get("attempt", "")),
         )
     except CheckpointMissing:
         return None

@@ -73,6 +73,8 @@ class Worker:
         self._hurry = hurry
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
         self._saves = 0
+        #: Of saves that failed; only this worker's thread looks.
+        self._attempts: set[str] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
         self._thread.start()
@@ -111,7 +113,7 @@ class Worker:
         if isinstance(job, SaveJob):
             self._run_save(storage, job)
         elif isinstance(job, RefuseJob):
-            _refuse(storage, job)
+            _refuse(storage, job, self._attempts)
         elif isinstance(job, CleanJob):
             _try(lambda: _log_gone("unfinished", clean_unfinished(storage)))
         else:
@@ -159,7 +161,10 @@ class Worker:
         if self._tier is TierName.LOCAL:
             make_way(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
         shards = {rank: slot.shard for rank, slot in job.loan.slots.items()}
-        return commit(storage, self._format(job.settings), _ticket(job), shards, leads=job.leads).size_bytes
+        layout = self._format(job.settings)
+        done = commit(storage, layout, _ticket(job), shards, leads=job.leads, attempts=self._attempts)
+        self._attempts.clear()  # what comes now is another save
+        return done.size_bytes
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         if self._tier is TierName.LOCAL:
@@ -185,6 +190,7 @@ def _ticket(job: SaveJob) -> SaveTicket:
         save_id=job.save_id,
         world_size=job.world_size,
         ranks=job.voters,
+        restored_step=job.restored_step,
         timeout=timedelta(seconds=job.settings.save_timeout_s),
     )
 
@@ -192,7 +198,7 @@ def _ticket(job: SaveJob) -> SaveTicket:
 def _tidy(storage: Storage, job: SaveJob) -> None:
     """What a committed save makes needless.  In the local tier it makes no other save so: see `_retire`."""
     if job.tier is TierName.PERSISTENT:
-        try_prune(storage, job.settings.keep)
+        try_prune(storage, job.settings.keep, spare=job.step)
     _try(lambda: forget_failed(storage, below=job.step))
 
 
@@ -213,11 +219,18 @@ def _try(tidy_up: Callable[[], None]) -> None:
         logger.warning("needless files were not deleted: %s", error)
 
 
-def _refuse(storage: Storage, job: RefuseJob) -> None:
+def _refuse(storage: Storage, job: RefuseJob, attempts: set[str]) -> None:
     """As a commit that fails where it would write: this way the other hosts learn of it."""
     unwritten = dict.fromkeys(job.save.ranks)
     try:
-        commit(storage, _Unwritable(job.why), _ticket(job.save), unwritten, leads=job.save.leads)
+        commit(
+            storage,
+            _Unwritable(job.why),
+            _ticket(job.save),
+            unwritten,
+            leads=job.save.leads,
+            attempts=attempts,
+        )
     except ResiliencyError as error:
         logger.info("step %d is not saved: %s", job.save.step, error)
 

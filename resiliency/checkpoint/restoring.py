@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+import torch
+
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import RankArena, open_captured
 from resiliency.checkpoint.catalog import quarantine
@@ -46,6 +48,7 @@ from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     LayoutMismatch,
+    PeerError,
     ResiliencyError,
 )
 
@@ -136,7 +139,8 @@ class Restorer:
 
         Raises:
             LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank.
-            CheckpointCorrupt: what was left turned out bad when a part of it was in the state already.
+            CheckpointCorrupt: there are checkpoints, and all of them turned out bad.
+            CheckpointIncomplete: there are parts of several saves, and not one save is whole.
             PeerError: another rank could not restore, or died.
         """
         inventory = self._take_inventory()
@@ -155,10 +159,28 @@ class Restorer:
         if self._overwritten:
             raise CheckpointCorrupt(
                 "a checkpoint turned out bad when a part of it was in the state already; there is no other.",
-                hint="Start the program again: it then begins anew, or with what was saved by then.",
+                hint=_BEGIN_ANEW,
                 rank=self._agreement.rank,
             )
+        if step is None:
+            self._refuse_to_begin_anew(inventory, bad)
         return Restored(step=0, tier=Tier.NONE)
+
+    def _refuse_to_begin_anew(self, inventory: Inventory, bad: Collection[Holding]) -> None:
+        """Where much was saved and nothing can be used, a person decides what becomes of it.
+
+        Parts of a single save are no reason: it may be the first, which had not ended.
+        """
+        if bad:
+            tried = len({holding.save_id for holding in bad})
+            raise CheckpointCorrupt(
+                f"none of the {tried} checkpoints that are left can be used; the log says what is wrong.",
+                hint=_BEGIN_ANEW,
+            )
+        parts = [holding for holding in inventory.holdings if holding.place is not Place.MEMORY]
+        if len({holding.save_id for holding in parts}) > 1:
+            why = explain_loss(inventory.needs, parts)
+            raise CheckpointIncomplete(f"of several saves none is whole: {why}", hint=_BEGIN_ANEW)
 
     def sources(self) -> list[Source]:
         """Best first: newest, and of one step the quickest; the same list on all ranks; collective."""
@@ -242,13 +264,15 @@ class Restorer:
             size, act = 0, None
             try:
                 received = exchange(plan, rank)
-            except CheckpointError as failure:  # a PeerError leaves nobody to agree with
+            except PeerError:  # leaves nobody to agree with
+                raise
+            except ResiliencyError as failure:
                 received, error = None, failure
             try:
                 if error is None:
                     shard = self._find(plan.picks[rank], held, progress) if received is None else received
                     size, act = shard.layout.size_bytes, fill(shard)
-            except (ResiliencyError, MemoryError) as failure:
+            except _OWN_ERRORS as failure:
                 error = _named(failure)
             bad = agree(self._agreement, error, doing)
             if bad:
@@ -256,7 +280,7 @@ class Restorer:
             try:
                 if act is not None:
                     act()
-            except (ResiliencyError, MemoryError) as failure:
+            except _OWN_ERRORS as failure:
                 error = _named(failure)
             bad = agree(self._agreement, error, doing)
             self._overwritten |= bool(bad)
@@ -306,24 +330,48 @@ class Restorer:
             return set(bad)
         # There a checkpoint is one whole: all ranks may need the same file.
         if self._agreement.rank == 0 and self._storage is not None:
-            try:
-                quarantine(self._storage, plan.step, first)
-            except CheckpointError as failure:
-                logger.warning("%s", failure)
+            ranks = [rank if self._replicated else plan.picks[rank].holding.rank for rank in why]
+            _try_quarantine(self._storage, plan.step, ranks, first)
         same = {h for h in inventory.holdings if h.save_id == plan.save_id and h.place is Place.PERSISTENT}
         return same | set(bad)
 
 
-def _named(failure: ResiliencyError | MemoryError) -> ResiliencyError:
+def _try_quarantine(storage: Storage, step: int, ranks: Collection[int], why: str) -> None:
+    """Hide a checkpoint that all hosts see, if it is as bad as a rank found.
+
+    It is read again: a host that cannot see the directory must not cost the job its checkpoints.
+    """
+    try:
+        reader = CheckpointReader(storage, step)
+        for rank in ranks:
+            reader.read_shard(rank % reader.manifest.world_size)
+    except (CheckpointCorrupt, CheckpointIncomplete) as error:
+        logger.error("%s", error)
+    except _OWN_ERRORS as error:
+        logger.warning("step %d was not read again: %s", step, error)
+        return
+    else:
+        logger.warning("a rank found step %d bad that is good here; does its host see it?  %s", step, why)
+        return
+    try:
+        quarantine(storage, step, why)
+    except CheckpointError as failure:
+        logger.warning("%s", failure)
+
+
+def _named(failure: Exception) -> ResiliencyError:
     """What can be agreed on with the other ranks, which wait for this one's verdict."""
     if isinstance(failure, ResiliencyError):
         return failure
     return CheckpointError(
-        f"there is no memory to restore the shard of this rank: {failure}",
+        f"there is no memory to restore the shard of this rank: {failure!r}",
         hint="Give the host or its container more memory: a state on a device is restored through the host.",
     )
 
 
+#: What may befall one rank alone, and must not change what the others do.  OSError: mmap without memory.
+_OWN_ERRORS = (ResiliencyError, MemoryError, OSError, torch.OutOfMemoryError)
+_BEGIN_ANEW = "Mend what the log names, or name other directories to begin anew on purpose."
 #: What one would rather read from first.
 _COST = tuple(Tier)
 _TIERS = {

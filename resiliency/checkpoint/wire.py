@@ -66,8 +66,9 @@ class Attach:
     """A rank introduces itself, or what it said before changed.
 
     `session` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
-    with a checkpoint of another takes over its run.  Both are the same on all ranks.  `host` is this host's
-    name among the others, `peer_address` where they reach it (empty: anywhere).
+    with a checkpoint of another takes over its run; `restored_step` is where it goes on, 0 if it begins
+    anew.  All three are the same on all ranks.  `host` is this host's name among the others,
+    `peer_address` where they reach it (empty: anywhere).
     """
 
     kind: ClassVar[str] = "attach"
@@ -78,6 +79,7 @@ class Attach:
     session: str
     host: str
     peer_address: str = ""
+    restored_step: int = 0
     settings: Settings
 
 

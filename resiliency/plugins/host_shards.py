@@ -63,10 +63,12 @@ class Unusable:
     Attributes:
         why: for people; empty if they hold nothing.
         ranks: with so many ranks a checkpoint would be whole; 0 if none would be.
+        saves: of how many saves they hold parts.
     """
 
     why: str = ""
     ranks: int = 0
+    saves: int = 0
 
 
 def find_unusable(root: Path, host: str, group: str, *, above: int) -> Unusable:
@@ -87,4 +89,5 @@ def find_unusable(root: Path, host: str, group: str, *, above: int) -> Unusable:
     for holding in holdings:
         saved_by.setdefault((holding.save_id, holding.world_size), set()).add(holding.rank)
     whole = [size for (_, size), ranks in saved_by.items() if len(ranks) == size != everyone.world_size]
-    return Unusable(why=explain_loss(found.needs, holdings), ranks=max(whole, default=0))
+    saves = len({holding.save_id for holding in holdings})
+    return Unusable(why=explain_loss(found.needs, holdings), ranks=max(whole, default=0), saves=saves)

@@ -124,6 +124,11 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         }
         if not self.directories:
             raise ConfigError("a checkpoint process needs a directory, a local tier, or both.")
+        if local is not None and (local.every_steps or local.every is not None):
+            raise ConfigError(
+                "the local tier of a NeMo job was given an interval of its own.",
+                hint="ModelCheckpoint decides when to save: give the interval there.",
+            )
         self._local = local
         self._stand_ins = stand_ins
         self._handing_over = handing_over

@@ -66,6 +66,17 @@ class TwoTiers(Run):
 
 
 @check
+def an_interval_of_the_tier_itself_is_refused_where_the_callback_has_one(directory: Path) -> None:
+    from resiliency.checkpoint.options import LocalTier
+    from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
+    from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+
+    tier = LocalTier(directory=directory, every_steps=5)
+    text = refusal(lambda: InClusterLocalCheckpointIO(MinCkptOverheadCheckpointIO(), tier))
+    assert "was given an interval of its own" in text
+
+
+@check
 def one_copy_serves_all_tiers_that_are_due_and_the_last_step_goes_into_each(directory: Path) -> None:
     run = TwoTiers(directory)
     run.train_with(run.process(), 9, run.tier(2, "local"), run.tier(4, priority=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -126,7 +127,10 @@ def save(
     run_id: str = "run",
     ranks: Sequence[int] | None = None,
     leads: bool = True,
+    restored_step: int = 0,
+    attempts: set[str] | None = None,
     timeout: timedelta = timedelta(seconds=20),
+    cancel: threading.Event | None = None,
 ) -> Committed:
     """Save `shards` as one process that holds all of them."""
     ticket = SaveTicket(
@@ -135,10 +139,12 @@ def save(
         save_id=save_id,
         world_size=shards[0].world_size,
         ranks=range(shards[0].world_size) if ranks is None else ranks,
+        restored_step=restored_step,
         timeout=timeout,
         poll=timedelta(milliseconds=2),
     )
-    return commit(storage, format, ticket, {shard.rank: shard for shard in shards}, leads=leads)
+    by_rank = {shard.rank: shard for shard in shards}
+    return commit(storage, format, ticket, by_rank, leads=leads, attempts=attempts, cancel=cancel)
 
 
 def assert_holds(storage: Storage, shard: Shard) -> None:

@@ -24,6 +24,7 @@ from resiliency.checkpoint.dcp_storage import DcpStorageWriter
 from resiliency.checkpoint.restoring import Restored, Tier
 from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.table import Shard
 from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
@@ -234,6 +235,28 @@ def test_a_directory_of_others_fails_the_save_by_name_and_the_next_one_commits(p
     assert failed.state is SaveState.FAILED
     assert "was not written by this library" in failed.record.why
     assert good.state is SaveState.COMMITTED
+
+
+def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new(place: Place) -> None:
+    def go_back(shard: Shard) -> None:
+        assert shard.step == 3
+
+    with place.open() as checkpoints:
+        for step in (3, 8, 9):
+            assert checkpoints.save(step, make_state(step)).wait(SOON)
+    with place.open(keep=2) as checkpoints:
+        assert checkpoints.restore_with(go_back, step=3).step == 3
+        outcomes = {}
+        for step in (3, 5, 8, 10):
+            handle = checkpoints.save(step, make_state(-step))
+            assert handle.wait(SOON)
+            outcomes[step] = handle.state
+            if step == 8:
+                assert "step=8 was saved by an earlier start of the job" in handle.record.why
+                # Older than the newest two, and the newest of this branch.
+                assert (place.directory / "step=5").is_dir()
+    good, failed = SaveState.COMMITTED, SaveState.FAILED
+    assert outcomes == {3: good, 5: good, 8: failed, 10: good}
 
 
 @pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")

@@ -9,17 +9,31 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from resiliency.checkpoint.catalog import Condition, find_newest, inspect
-from resiliency.checkpoint.commit import FINAL, FOLLOWER, LEADER, CheckpointFormat, Event, State, next_state
+from resiliency.checkpoint.commit import (
+    FINAL,
+    FOLLOWER,
+    LEADER,
+    CheckpointFormat,
+    Committed,
+    Event,
+    State,
+    next_state,
+    open_save,
+)
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.manifest import RankIndex
 from resiliency.checkpoint.marker import Marker, MarkerState, marker_name, put_marker, try_read_marker
 from resiliency.checkpoint.storage import LocalStorage, Storage, write_file
 from resiliency.checkpoint.table import Shard
@@ -115,11 +129,31 @@ def test_no_rename_and_no_link_is_used(format: CheckpointFormat[Shard]) -> None:
     assert kinds <= {"create", "write", "sync", "make_dir", "sync_dir", "remove"}
 
 
-def test_a_step_that_is_committed_is_kept_as_it_is() -> None:
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("again", [{"save_id": "attempt-0"}, {"save_id": "attempt-1", "restored_step": 4}])
+def test_a_step_that_this_very_save_or_the_one_the_job_went_on_from_committed_is_kept_as_it_is(
+    again: dict[str, Any], leads: bool
+) -> None:
     storage = MemoryStorage()
     save(storage, LocalFormat(), [small_shard(4)])
-    done = save(storage, LocalFormat(), [small_shard(4, seed=9)], save_id="attempt-1")
+    done = save(storage, LocalFormat(), [small_shard(4, seed=9)], leads=leads, **again)
     assert done.kept
+    assert_holds(storage, small_shard(4))
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_step_of_a_branch_that_the_job_has_left_stays_and_does_not_count_as_saved(leads: bool) -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(4)])
+    with pytest.raises(CheckpointWriteFailed, match=r"step=4 was saved by an earlier start .*attempt-0"):
+        save(
+            storage,
+            LocalFormat(),
+            [small_shard(4, seed=9)],
+            save_id="attempt-1",
+            restored_step=3,
+            leads=leads,
+        )
     assert_holds(storage, small_shard(4))
 
 
@@ -193,7 +227,7 @@ def test_a_power_cut_at_any_operation_leaves_the_previous_or_the_new_step(
         steps = [restored_step(disk.crash(*world), 2) for world in worlds]
         outcomes.append(set(steps))
         after = disk.crash(Survival.RANDOM, operation)
-        save(after, format, two_ranks(2), save_id="attempt-1")
+        save(after, format, two_ranks(2), save_id="attempt-1", restored_step=restored_step(after, 2))
         assert restored_step(after, 2) == 2, f"a save after a cut at operation {operation}"
     assert outcomes[0] == {1}
     assert outcomes[-1] == {2}
@@ -384,6 +418,126 @@ def test_a_leader_that_gives_up_releases_its_followers_with_the_reason(tmp_path:
             leader.result(timeout=10)
         with pytest.raises(CheckpointWriteFailed, match=r"given up by its leader: .*1 of 3 ranks"):
             follower.result(timeout=10)
+
+
+# --- another try of a save that failed ------------------------------------------------------------
+
+
+class Refusing(LocalFormat):
+    """A host that has nothing to write."""
+
+    def write_rank(
+        self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
+    ) -> RankIndex:
+        raise CheckpointWriteFailed(f"rank {shard.rank} has no slot")
+
+
+class Looked(threading.Event):
+    """Says when a save begins to wait, or ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now.set()
+        return super().wait(timeout)
+
+
+@dataclass
+class Pair:
+    """A leader and a follower of step 2, which try it again and again under one save id."""
+
+    storage: Storage
+    pool: ThreadPoolExecutor
+    known: set[str] = field(default_factory=set)
+
+    def lead(self, format: LocalFormat) -> Committed:
+        return save(self.storage, format, [small_shard(2, world_size=2)])
+
+    def follow(self, format: LocalFormat, looked: Looked | None = None) -> Committed:
+        looked = looked or Looked()
+        try:
+            shards = [small_shard(2, rank=1, world_size=2)]
+            return save(self.storage, format, shards, leads=False, attempts=self.known, cancel=looked)
+        finally:
+            looked.now.set()
+
+    def follow_first(self, format: LocalFormat) -> Future[Committed]:
+        """The follower's part, which has looked before the leader begins."""
+        looked = Looked()
+        part = self.pool.submit(self.follow, format, looked)
+        assert looked.now.wait(60)
+        return part
+
+    def fail_by(self, who: str) -> None:
+        if who == "leader":
+            with pytest.raises(CheckpointWriteFailed, match="rank 0 has no slot"):
+                self.lead(Refusing())
+            with pytest.raises(CheckpointWriteFailed, match="given up by its leader: rank 0 has no slot"):
+                self.follow(LocalFormat())
+        else:
+            follower = self.follow_first(Refusing())
+            with pytest.raises(CheckpointWriteFailed, match="rank 1 could not write its part"):
+                self.lead(LocalFormat())
+            with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):
+                follower.result(timeout=60)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with ThreadPoolExecutor(1) as pool:
+        yield Pair(LocalStorage(tmp_path), pool)
+
+
+@pytest.mark.parametrize("who", ["leader", "follower"])
+def test_another_try_commits_although_a_follower_looks_before_its_leader_has_begun(
+    pair: Pair, who: str
+) -> None:
+    pair.fail_by(who)
+    pair.fail_by(who)
+    follower = pair.follow_first(LocalFormat())
+    assert not pair.lead(LocalFormat()).kept
+    assert not follower.result(timeout=60).kept
+    for rank in (0, 1):
+        assert_holds(pair.storage, small_shard(2, rank=rank, world_size=2))
+
+
+@pytest.mark.parametrize("who", ["leader", "follower"])
+@pytest.mark.parametrize("first", ["leader", "follower"])
+def test_a_follower_is_told_when_its_leader_refuses_once_more(pair: Pair, who: str, first: str) -> None:
+    pair.fail_by(who)
+    if first == "follower":
+        follower = pair.follow_first(LocalFormat())
+        with pytest.raises(CheckpointWriteFailed, match="rank 0 has no slot"):
+            pair.lead(Refusing())
+        with pytest.raises(CheckpointWriteFailed, match="given up by its leader: rank 0 has no slot"):
+            follower.result(timeout=60)
+    else:
+        pair.fail_by("leader")
+
+
+def test_a_follower_does_not_vote_in_another_try_for_files_that_went_with_the_first(pair: Pair) -> None:
+    class Overtaken(LocalFormat):
+        def write_rank(
+            self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
+        ) -> RankIndex:
+            index = super().write_rank(storage, directory, shard, run_id=run_id, save_id=save_id)
+            open_save(storage, 2, save_id, "another")
+            return index
+
+    open_save(pair.storage, 2, "attempt-0", "first")
+    with pytest.raises(CheckpointWriteFailed, match="its leader gave up and tries again"):
+        pair.follow(Overtaken())
+    assert pair.storage.list("step=2") == ["rank=1.failed"]  # which tells the leader
+
+
+def test_a_marker_of_an_older_version_is_a_verdict_as_well(pair: Pair) -> None:
+    content = b'{"state": "failed", "save_id": "attempt-0", "reason": "no space"}'
+    write_file(pair.storage, marker_name(2), content)
+    for _ in range(2):
+        with pytest.raises(CheckpointWriteFailed, match="given up by its leader: no space"):
+            pair.follow(LocalFormat())
 
 
 def test_a_cancelled_save_ends_its_wait_at_once() -> None:

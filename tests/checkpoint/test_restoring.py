@@ -138,11 +138,11 @@ def errors_are_mixed(rank: int, directory: Path, job: str) -> list[str]:
     told = []
     cable, bit = PeerError("a cable was pulled."), CheckpointCorrupt("a bit flipped.")
     fit, room = LayoutMismatch("no fit."), MemoryError("too large.")
-    for errors in ((cable, fit), (cable, bit), (bit, fit), (room, fit)):
+    for step, errors in enumerate(((cable, fit), (cable, bit), (bit, fit), (room, fit)), 1):
         with opened(directory, job, rank, 2) as checkpoints:
-            checkpoints.save(1, state(3)).wait(SOON)
+            checkpoints.save(step, state(3)).wait(SOON)
             try:
-                restored = checkpoints.restore_with(failing(errors[rank]), step=1)
+                restored = checkpoints.restore_with(failing(errors[rank]), step=step)
                 told.append(restored.tier.value)
             except ResiliencyError as error:
                 told.append(f"{type(error).__name__}: {error}")
@@ -158,5 +158,5 @@ def test_when_ranks_fail_in_different_ways_all_are_told_of_one_kind(
         assert own == "PeerError: a cable was pulled."
         assert told.startswith("PeerError: rank 0, while restoring from")
     assert first[2] == second[2] == "none"  # bad for one rank: passed over on both
-    assert "no memory to restore the shard of this rank: too large." in first[3]
+    assert "no memory to restore the shard of this rank: MemoryError('too large.')" in first[3]
     assert second[3].startswith("PeerError: rank 0, while restoring from")

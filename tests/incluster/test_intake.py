@@ -13,11 +13,12 @@ from threading import Event
 import pytest
 import torch
 
-from resiliency.checkpoint.arena import RankArena
+from resiliency.checkpoint.arena import RankArena, rank_directory
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.intake import Intake
 from resiliency.checkpoint.jobs import SaveJob
+from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
 
@@ -138,6 +139,45 @@ def test_a_rank_that_lost_its_agent_hears_from_the_next_what_the_first_had_commi
     assert (missed.step, missed.tier, missed.error) == (1, "local", "")
     assert successor.save(desk.ranks[0], replace(desk.capture(0, 2, ("local",)), again=True)) == []
     successor.close(SOON)
+
+
+@pytest.mark.parametrize("knew", [True, False], ids=["both-had-told-it", "one-had-not-told-it"])
+def test_what_ranks_give_up_in_one_tier_after_their_agent_died_is_saved_to_the_other(
+    desk: Desk, knew: bool
+) -> None:
+    given_up = {1: "", 2: ""}
+    for rank, told in ((0, True), (1, knew)):
+        member = desk.ranks[rank]
+        saves = [desk.capture(rank, step) for step in given_up]
+        if not told:
+            for save in saves:
+                desk.intake.save(member, save)
+            continue
+        for save in saves:
+            desk.intake.save(member, replace(save, tiers=("local",), patient=True, again=True))
+        for step in given_up:
+            desk.intake.skip(member, Skip(step=step, tiers=("persistent",), reason=f"lost by {rank}"))
+    why = "lost by 0; lost by 1" if knew else "lost by 0"
+    assert desk.reports(4) == {
+        **{(step, "local"): "" for step in given_up},
+        **{(step, "persistent"): why for step in given_up},
+    }
+    assert (desk.complete("local"), desk.complete("persistent")) == ([1, 2], [])
+
+
+def test_a_rescue_that_comes_too_late_gives_back_what_it_took_and_says_nothing(desk: Desk) -> None:
+    first, second = (
+        FileLock(rank_directory(desk.root / "arena", rank) / desk.capture(rank, 1).slot, create=False)
+        for rank in (0, 1)
+    )
+    assert second.try_lock(exclusive=True)  # as if its owner captured again
+    desk.intake.rescue(desk.ranks[0])
+    assert first.try_lock(exclusive=True)
+    first.close()
+    second.close()
+    for rank in (0, 1):
+        desk.intake.save(desk.ranks[rank], desk.capture(rank, 2, ("local",)))
+    assert desk.reports(1) == {(2, "local"): ""}
 
 
 def test_a_rank_without_a_capture_fails_the_step_in_all_its_tiers_and_another_try_commits(desk: Desk) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,13 +27,16 @@ from resiliency.checkpoint import (
     Tier,
 )
 from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.arena import DEFAULT_ROOT, RankArena
+from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.delivery import Delivery
 from resiliency.checkpoint.generations import make_way, retire
 from resiliency.checkpoint.manifest import Manifest, write_manifest
-from resiliency.checkpoint.saves import SaveLog, SaveRecord, TierOutcomes
+from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveRecord, TierOutcomes
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.wire import Attach, Settings
 from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
@@ -235,6 +239,76 @@ def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails
     assert (complete(place.local), complete(place.persistent)) == ([1, 2], [2])
 
 
+def test_local_saves_of_all_ranks_outlive_the_agent_when_other_hosts_are_told_of_the_persistent_ones(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(
+        directory=str(tmp_path / "persistent"),
+        keep=3,
+        replicated=False,
+        bytes_per_s=0,
+        save_timeout_s=5.0,
+        local_directory=str(tmp_path / "local"),
+        replicas=0,
+    )
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(delivering(tmp_path / "arena", rank, settings)) for rank in (0, 1)]
+        agent = psutil.Process(ranks[0][0].link.agent_pid)
+        agent.suspend()
+        handles = []
+        for delivery, capturer in ranks:
+            handles.append(SaveHandle(1, BOTH))
+            capture = capturer.begin(make_state(1), 1, wait=SOON)
+            assert capture is not None
+            capturer.fence()
+            delivery.send(handles[-1], capture, patient=False)
+            assert handles[-1].wait(SOON, until=SaveState.CAPTURED)
+        agent.kill()
+        for handle in handles:
+            assert handle.wait(timedelta(seconds=150)), handle.record
+            assert handle.record.committed_in == ("local",)
+        # Else it stays for a while: the other host, which there is not, may want copies.
+        psutil.Process(ranks[0][0].link.agent_pid).terminate()
+    assert (complete(tmp_path / "local"), complete(tmp_path / "persistent")) == ([1], [])
+
+
+@contextmanager
+def delivering(arena: Path, rank: int, settings: Settings) -> Iterator[tuple[Delivery, Capturer]]:
+    """One of the two ranks here, of a job that has two more on another host, attached to its agent."""
+    attach = Attach(
+        rank=rank, world_size=4, local_ranks=(0, 1), run_id="run", session="s", host="here", settings=settings
+    )
+    slots = RankArena(arena, rank=rank, world_size=4, slots=3, run_id="s")
+    capturer = Capturer(slots)
+    options = LinkOptions(grace=timedelta(seconds=5))
+    delivery = Delivery(arena, attach, emit=lambda *_, **__: None, options=options)
+    try:
+        assert delivery.link.wait_for_agent()
+        yield delivery, capturer
+    finally:
+        capturer.close()
+        delivery.end_captures(SOON)
+        delivery.link.close(goodbye=True)
+        slots.close(remove=True)
+
+
+def test_an_agent_that_takes_over_when_the_job_was_told_to_end_has_no_bandwidth_cap_either(
+    place: Place,
+) -> None:
+    with place.open(bytes_per_s=16 << 10) as checkpoints:
+        checkpoints.hurry()
+        # 4 MiB: at 16 KiB/s they would take minutes.
+        assert checkpoints.save(1, make_state(1, size=1 << 20)).wait(SOON)
+        agent = psutil.Process(checkpoints.agent_pid)
+        agent.kill()
+        assert checkpoints.save(2, make_state(2), tiers=[TierName.LOCAL]).wait(timedelta(seconds=150))
+        assert checkpoints.agent_pid not in (0, agent.pid)
+        last = checkpoints.save(3, make_state(3, size=1 << 20))
+        assert last.wait(SOON), last.record
+        assert sorted(last.record.committed_in) == sorted(BOTH)
+    assert complete(place.persistent) == [1, 3]
+
+
 @pytest.mark.parametrize("broken", BOTH)
 def test_a_tier_that_takes_nothing_fails_by_name_and_the_other_commits(place: Place, broken: str) -> None:
     (place.root / broken).write_text("in the way")
@@ -351,6 +425,14 @@ def test_what_an_earlier_start_saved_makes_way_for_the_same_step_but_the_last_on
     assert complete(tmp_path) == [1, 2]
     make_way(storage, step=2, run_id="run", save_id="b-2")
     assert complete(tmp_path) == [1]
-    with pytest.raises(CheckpointWriteFailed, match="is the only one here: it stays"):
+    with pytest.raises(CheckpointWriteFailed, match="there is none before it here: it stays"):
         make_way(storage, step=1, run_id="run", save_id="b-1")
     assert complete(tmp_path) == [1]
+
+
+def test_a_newer_leftover_is_no_reason_for_a_step_to_make_way(tmp_path: Path) -> None:
+    """The leftover may be this host's part of a save that no other host has."""
+    storage = generations(tmp_path, s1="a", s2="a")
+    with pytest.raises(CheckpointWriteFailed, match="there is none before it here: it stays"):
+        make_way(storage, step=1, run_id="run", save_id="b-1")
+    assert complete(tmp_path) == [1, 2]

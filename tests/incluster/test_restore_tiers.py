@@ -25,7 +25,7 @@ from resiliency.checkpoint.recovery.repairs import repairs
 from resiliency.checkpoint.restoring import Restorer, Tier
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard
-from resiliency.errors import LayoutMismatch
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
 from resiliency.testing.rank_pool import Outcome, RankPool
 from tests.incluster.held import (
     arena_of,
@@ -50,6 +50,8 @@ class Job:
     groups: tuple[str, ...] = ()
     replicated: bool = False
     has_storage: bool = True
+    #: Of ranks whose host does not see the shared storage.
+    blind: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def restorer(rank: int, job: Job, held: ExitStack) -> Restorer:
     arena = held.enter_context(RankArena(arena_of(job.root, host), rank=rank, world_size=world_size))
     return Restorer(
         arena,
-        LocalStorage(job.root / "persistent") if job.has_storage else None,
+        LocalStorage(job.root / ("unmounted" if rank in job.blind else "persistent"))
+        if job.has_storage
+        else None,
         Agreement(rank, world_size),
         replicated=job.replicated,
         local=local_of(job.root, host),
@@ -311,10 +315,33 @@ def test_nothing_is_restored_when_shards_are_lost_and_the_log_says_which(
     assert "step 2 (save session-2) lacks the shards of rank 1: held nowhere" in found[0].told
 
 
+def test_parts_of_several_saves_are_no_reason_to_begin_anew(tmp_path: Path, rank_pool: RankPool) -> None:
+    for step in (1, 2):
+        save_on(tmp_path, step, "a", "b", "c")
+    lose(tmp_path, "b")
+    job = Job(tmp_path, ("a", "new", "c"))
+    told = rank_pool.run(refused_or_restored, 3, job, timeout=120.0).values
+    assert told[0].startswith(
+        "of several saves none is whole: step 2 (save session-2) lacks the shards of rank 1"
+    )
+    assert told[1:] == told[:1] * 2
+
+
+def test_a_host_that_does_not_see_the_storage_costs_the_job_no_checkpoint(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    for step in (1, 2):
+        commit_for_all(tmp_path, [make(step, rank, 2) for rank in range(2)])
+    job = Job(tmp_path, ("a", "b"), blind=(1,))
+    told = rank_pool.run(refused_or_restored, 2, job, timeout=120.0).values
+    assert all(text.startswith("none of the 2 checkpoints that are left can be used") for text in told)
+    assert_all(run(rank_pool, "a", "b", root=tmp_path), 2, Tier.DISK)
+
+
 def refused_or_restored(rank: int, job: Job) -> str:
     try:
         got = restore(rank, job)
-    except LayoutMismatch as error:
+    except (LayoutMismatch, CheckpointCorrupt, CheckpointIncomplete) as error:
         return str(error)
     return f"step {got.step} from {got.tier.value}"
 
