@@ -29,6 +29,7 @@ from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
+from tests.checkpoint.settling import settled
 
 SOON = timedelta(seconds=60)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -352,16 +353,16 @@ def test_an_object_that_cannot_be_saved_is_named_and_leaves_the_checkpointer_usa
 
 def test_many_saves_leave_no_threads_files_or_processes_behind(place: Place) -> None:
     with place.open() as checkpoints:
-        agent = psutil.Process(checkpoints.agent_pid)
-        counts = []
+        both, counts = (psutil.Process(), psutil.Process(checkpoints.agent_pid)), []
+
+        def look() -> list[object]:
+            shm = sorted(p.name for p in DEFAULT_ROOT.glob("resiliency-*/**/*"))
+            return [*((p.num_fds(), p.num_threads(), len(p.children())) for p in both), shm]
+
         for step in range(1, 301):
             handle = checkpoints.save(step, make_state(step))
             assert handle.wait(SOON)
             assert handle.state is SaveState.COMMITTED
             if step in (30, 300):
-                shm = sorted(p.name for p in DEFAULT_ROOT.glob("resiliency-*/**/*"))
-                me = psutil.Process()
-                counts.append(
-                    [(p.num_fds(), p.num_threads(), len(p.children())) for p in (me, agent)] + [shm]
-                )
+                counts.append(settled(look))
         assert counts[0] == counts[1]

@@ -33,6 +33,7 @@ from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint import two_hosts
+from tests.checkpoint.settling import settled
 from tests.checkpoint.test_checkpointer import Place, make_state
 
 SOON = timedelta(seconds=60)
@@ -236,16 +237,19 @@ def test_two_thousand_saves_use_no_more_memory_threads_files_or_processes_than_a
 ) -> None:
     capture = CaptureOptions(when_full=WhenFull.WAIT, wait_timeout=SOON)
     with place.open(capture=capture) as checkpoints:
-        agent = psutil.Process(checkpoints.agent_pid)
+        both = (psutil.Process(), psutil.Process(checkpoints.agent_pid))
         counts, memory = [], []
+
+        def look() -> tuple[object, ...]:
+            held = [(p.num_fds(), p.num_threads(), len(p.children())) for p in both]
+            return held, shared_memory(place), len(list(place.directory.iterdir()))
+
         for step in range(1, 2001):
             handle = checkpoints.save(step, make_state(step))
             if step in (200, 2000):
                 assert checkpoints.wait(SOON)
                 assert handle.state is SaveState.COMMITTED
-                both = (psutil.Process(), agent)
-                held = [(p.num_fds(), p.num_threads(), len(p.children())) for p in both]
-                counts.append((held, shared_memory(place), len(list(place.directory.iterdir()))))
+                counts.append(settled(look))
                 memory.append([p.memory_full_info().uss for p in both])
         assert counts[0] == counts[1]
         assert 'outcome="committed"} 2000' in checkpoints.metrics_text()
