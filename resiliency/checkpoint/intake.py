@@ -27,6 +27,7 @@ from resiliency.checkpoint.arena import (
 from resiliency.checkpoint.generations import committed_save
 from resiliency.checkpoint.jobs import CleanJob, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.persist import Worker
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.wire import Attach, Done, Save, Skip
@@ -117,7 +118,7 @@ class Intake:
         except CheckpointError as error:
             logger.warning("the local tier cannot be looked at: %s", error)
             return
-        if found == f"{member.session}-{step}":
+        if found == save_id_of(member.session, step):
             self._handled[member.session, step, TierName.LOCAL] = Done(
                 step=step,
                 session=member.session,

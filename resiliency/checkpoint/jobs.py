@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from resiliency.checkpoint.arena import CapturedSlot
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.wire import Done, Settings
 
@@ -48,7 +49,7 @@ class SaveJob:
     @property
     def save_id(self) -> str:
         """The name of the save, the same on all hosts and in all tiers."""
-        return f"{self.session}-{self.step}"
+        return save_id_of(self.session, self.step)
 
     @property
     def key(self) -> tuple[str, int, TierName]:

@@ -25,6 +25,7 @@ from resiliency.checkpoint.peers.service import (
 )
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.checkpoint.recovery.repairs import Push
+from resiliency.checkpoint.save_id import save_id_of, session_of
 from resiliency.checkpoint.wire import Attach, Copies, Repair
 from resiliency.errors import ConfigError, ResiliencyError
 
@@ -104,7 +105,7 @@ class Replication:
             self._put(Copies(step=step, session=self._attach.session, complete=True))
         elif self._service is not None:
             self._is_open = True
-            self._service.replicate(step, f"{self._attach.session}-{step}")
+            self._service.replicate(step, save_id_of(self._attach.session, step))
 
     def repair(self, repair: Repair) -> None:
         """Another host lacks a copy that this one has."""
@@ -148,7 +149,7 @@ class Replication:
             self._is_open = False
         if not event.complete:
             return [event]
-        self._complete[event.step] = f"{attach.session}-{event.step}"
+        self._complete[event.step] = save_id_of(attach.session, event.step)
         while len(self._complete) > _REMEMBERED:
             del self._complete[min(self._complete)]
         complete = dict(self._complete)
@@ -163,7 +164,7 @@ class Replication:
         """In a thread of the service."""
         if not isinstance(event, Complete | NotReplicated | Replicated):
             return
-        news = Copies(step=event.step, session=event.save_id.removesuffix(f"-{event.step}"))
+        news = Copies(step=event.step, session=session_of(event.save_id, event.step))
         if isinstance(event, Replicated):
             news = replace(news, hosts=event.hosts)
         elif isinstance(event, NotReplicated):

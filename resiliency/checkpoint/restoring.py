@@ -35,12 +35,12 @@ from resiliency.checkpoint.recovery.inventory import (
     list_local,
     list_memory,
     open_holding,
-    save_id_of,
     take_inventory,
     try_set_aside,
 )
 from resiliency.checkpoint.recovery.planner import Pick, Plan, each_plan, explain_loss, plans
 from resiliency.checkpoint.recovery.verdicts import agree
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import (

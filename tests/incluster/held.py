@@ -18,8 +18,9 @@ from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.peers.placement import directory_name
 from resiliency.checkpoint.recovery.holdings import Holding, Need
-from resiliency.checkpoint.recovery.inventory import list_local, save_id_of
+from resiliency.checkpoint.recovery.inventory import list_local
 from resiliency.checkpoint.recovery.planner import Plan, plans
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard
 from tests.checkpoint.storage_builders import make_shard, save

@@ -21,6 +21,7 @@ import threading
 from hashlib import blake2b
 
 from resiliency.checkpoint.peers.completion import SaveName
+from resiliency.checkpoint.save_id import save_id_of
 
 _MOST = 256
 
@@ -42,7 +43,7 @@ class Backlog:
     def take(self, session: str) -> tuple[SaveName | None, list[SaveName]]:
         """The save to copy now, which stays until `remove`, and those of `session` that it supersedes."""
         with self._lock:
-            live = {save for save in self._saves if save.save_id == f"{session}-{save.step}"}
+            live = {save for save in self._saves if save.save_id == save_id_of(session, save.step)}
             if not live:
                 return max(self._saves, key=_preference, default=None), []
             newest = max(save.step for save in live)

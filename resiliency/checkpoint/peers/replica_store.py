@@ -36,6 +36,7 @@ from resiliency.checkpoint.marker import (
 )
 from resiliency.checkpoint.peers.blueprint import NO_RANK, Blueprint, parents_of
 from resiliency.checkpoint.peers.placement import directory_name
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.shard_file import verify_file
 from resiliency.checkpoint.storage import (
     PAGE_BYTES,
@@ -429,8 +430,7 @@ def _holds(storage: Storage, blueprint: Blueprint, session: str) -> bool:
         return False
     if read_file(storage, f"{directory}/{MANIFEST}") == blueprint.manifest_bytes:
         return True
-    of_session = f"{session}-{step}"
-    if found.manifest.save_id == of_session != blueprint.save_id:
+    if found.manifest.save_id == save_id_of(session, step) != blueprint.save_id:
         raise ReplicaKept(
             f"{found.path} is a copy of this session's save, offered was save {blueprint.save_id!r}.",
             path=found.path,

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from resiliency.checkpoint.peers.placement import Peer
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.errors import ConfigError
 
 
@@ -64,7 +65,7 @@ class PeerTable:
 
     def is_of_session(self, step: int, save_id: str) -> bool:
         """Whether a save was made by this session, and so by exactly these hosts."""
-        return save_id == f"{self.session}-{step}"
+        return save_id == save_id_of(self.session, step)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -22,6 +22,7 @@ from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.megatron_format import MegatronFormat
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.recovery.holdings import Holding, Need, Place, decode, encode
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.shard_file import check_size, verify_file
 from resiliency.checkpoint.storage import LocalStorage, Storage, write_file
 from resiliency.errors import CheckpointError, CheckpointIncomplete, ConfigError, ResiliencyError
@@ -32,11 +33,6 @@ logger = logging.getLogger(__name__)
 REPLICAS = "replicas"
 #: Formats that hold each rank's state as it was captured; a checkpoint of another one is not bad.
 _RESTORABLE = frozenset({DcpFormat.name, LocalFormat.name, MegatronFormat.name})
-
-
-def save_id_of(session: str, step: int) -> str:
-    """The one name of a save of a session, on all ranks and in all places."""
-    return f"{session}-{step}"
 
 
 @dataclass(frozen=True, kw_only=True)
