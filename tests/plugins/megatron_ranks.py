@@ -22,7 +22,7 @@ from resiliency.checkpoint import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.storage import LocalStorage
-from resiliency.errors import LayoutMismatch
+from resiliency.errors import CheckpointCorrupt, LayoutMismatch
 from resiliency.runtime import RunInfo
 from resiliency.testing import megatron_cpu
 
@@ -380,6 +380,17 @@ def passed_over(rank: int, layout: Layout, directory: Path, name: str) -> None:
     with job(rank, layout) as fresh, opened(fresh, directory, name) as (checkpoints, _):
         before = parts_of(fresh.sharded_state())
         assert checkpoints.restore_with(MegatronLoading(fresh.sharded_state(loading=True)).fill).step == 0
+        assert differing(parts_of(fresh.sharded_state()), before) == []
+
+
+def found_bad(rank: int, layout: Layout, directory: Path, name: str) -> None:
+    """The only checkpoint is bad: no rank begins anew of its own accord, and the model stays as it is."""
+    from resiliency.plugins.megatron_state import MegatronLoading
+
+    with job(rank, layout) as fresh, opened(fresh, directory, name) as (checkpoints, _):
+        before = parts_of(fresh.sharded_state())
+        with pytest.raises(CheckpointCorrupt, match="can be used"):
+            checkpoints.restore_with(MegatronLoading(fresh.sharded_state(loading=True)).fill)
         assert differing(parts_of(fresh.sharded_state()), before) == []
 
 

@@ -206,7 +206,7 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_hidden(ranks: Ranks, tmp_path
     content = bytearray(file.read_bytes())
     content[content.index(some.data.numpy().tobytes())] ^= 1
     file.write_bytes(content)
-    ranks.run(megatron_ranks.passed_over, TENSOR_PARALLEL, tmp_path, ranks.name(TENSOR_PARALLEL))
+    ranks.run(megatron_ranks.found_bad, TENSOR_PARALLEL, tmp_path, ranks.name(TENSOR_PARALLEL))
     assert inspect(LocalStorage(tmp_path), STEP).condition is Condition.UNFINISHED
 
 
