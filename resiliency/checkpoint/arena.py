@@ -456,10 +456,18 @@ def _missing(directory: Path, rank: int, step: int | None) -> CheckpointMissing:
 
 
 def _read_layout(slot: Path, header: SlotHeader) -> StateLayout:
+    path = slot.parent / f"layout-{header.fingerprint}.json"
     try:
-        return StateLayout.from_json((slot.parent / f"layout-{header.fingerprint}.json").read_text())
+        return _parse_layout(path, path.stat().st_mtime_ns)
     except FileNotFoundError:
         raise CheckpointCorrupt(f"{slot} has no layout beside it.", path=str(slot)) from None
+
+
+# It seldom changes, and parsing thousands of tensors takes longer than opening the slot.  As many as two
+# tiers of a large host need.
+@functools.lru_cache(maxsize=32)
+def _parse_layout(path: Path, changed_ns: int) -> StateLayout:
+    return StateLayout.from_json(path.read_text())
 
 
 def _remove_rank(where: Path) -> None:

@@ -221,6 +221,21 @@ def test_a_capture_whose_layout_is_gone_is_passed_over_for_an_older_one(
     assert "step 2 of rank 0 passed over" in caplog.text
 
 
+def test_captures_of_one_layout_share_it_and_an_altered_layout_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = job_directory("job", tmp_path)
+    save({"w": torch.ones(5)}, directory, step=1)
+    save({"w": torch.zeros(5)}, directory, step=2)
+    with open_captured(directory, 0, step=1) as older, open_captured(directory, 0, step=2) as newer:
+        assert older.shard.layout is newer.shard.layout
+    (layout,) = rank_directory(directory, 0).glob("layout-*.json")
+    layout.write_text(layout.read_text().replace('"w"', '"v"'))
+    with pytest.raises(CheckpointMissing):
+        open_captured(directory, 0)
+    assert "state layout was altered" in caplog.text
+
+
 def test_a_torn_header_is_no_capture(tmp_path: Path) -> None:
     directory = job_directory("job", tmp_path)
     save({"w": torch.ones(5)}, directory)
