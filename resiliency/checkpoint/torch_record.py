@@ -11,6 +11,7 @@ digests cover every byte of the file.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import math
 import pickle
@@ -65,6 +66,14 @@ def envelope(
     Args:
         alignment: the tensor's bytes start where (file position - `residue`) is a multiple of it.
     """
+    return _envelope(dtype, shape, (residue - position) % alignment, alignment)
+
+
+# The same tensors are saved again and again, at the same positions.  One takes 1 KiB, and up to a page of
+# padding.
+@functools.lru_cache(maxsize=4096)
+def _envelope(dtype: torch.dtype, shape: tuple[int, ...], residue: int, alignment: int) -> Envelope:
+    # `residue` counts from where the record starts.
     size = math.prod(shape) * dtype.itemsize
     archive = _Archive()
     archive.add(b"archive/data.pkl", _pickled(dtype, shape))
@@ -72,7 +81,7 @@ def envelope(
     archive.add(b"archive/.storage_alignment", str(_STORAGE_ALIGNMENT).encode())
     archive.add(b"archive/byteorder", sys.byteorder.encode())
     archive.add(b"archive/version", b"3\n")
-    archive.open(_STORAGE_MEMBER, size, position, alignment, residue)
+    archive.open(_STORAGE_MEMBER, size, residue, alignment)
     return Envelope(head=bytes(archive.head), tail=archive.tail(size))
 
 
@@ -124,10 +133,10 @@ class _Archive:
         self._enter(name, len(data), zlib.crc32(data), b"")
         self.head += data
 
-    def open(self, name: bytes, size: int, position: int, alignment: int, residue: int) -> None:
+    def open(self, name: bytes, size: int, residue: int, alignment: int) -> None:
         zip64 = struct.pack("<HHQQ", 1, 16, size, size) if size >= _NO_ZIP64 else b""
         # The padding is an extra field of its own (4 bytes of header), as torch pads.
-        start = position + len(self.head) + 30 + len(name) + len(zip64) + 4
+        start = len(self.head) + 30 + len(name) + len(zip64) + 4
         padding = (residue - start) % alignment
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + bytes(padding)
         self._enter(name, size, 0, extra)
