@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commit protocol: a table of states, and the executor that performs it on a storage.
+"""Commits a checkpoint on a storage, by the protocol of `resiliency.checkpoint.commit_protocol`.
 
 A checkpoint counts as existing when its directory ``step=N`` holds a manifest and no marker
 ``step=N-unfinished`` stands beside it.  The order of operations, each durable before the next:
@@ -27,9 +27,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from resiliency.checkpoint.commit_protocol import FINAL, Event, State, next_state
 from resiliency.checkpoint.manifest import (
     Manifest,
     RankIndex,
@@ -56,80 +56,6 @@ from resiliency.errors import (
     InternalError,
 )
 from resiliency.runtime import Clock, SystemClock
-
-
-class State(Enum):
-    NEW = "new"
-    CLAIMING = "claiming"  # leader: marker, leftovers, directory
-    JOINING = "joining"  # follower: waits for the leader's marker
-    WRITING = "writing"  # shard files of the local ranks
-    VOTING = "voting"  # index of each local rank
-    GATHERING = "gathering"  # leader: waits for the indexes of all ranks
-    SEALING = "sealing"  # leader: files of the whole, then the manifest
-    PUBLISHING = "publishing"  # leader: lifts the marker
-    AWAITING = "awaiting"  # follower: waits until the marker is gone
-    GIVING_UP = "giving up"  # tells the others why
-    COMMITTED = "committed"
-    KEPT = "kept"  # this step was committed before, and stays as it is
-    FAILED = "failed"
-
-
-class Event(Enum):
-    LEAD = "lead"
-    FOLLOW = "follow"
-    DONE = "done"
-    EXISTS = "exists"
-    ERROR = "error"
-
-
-FINAL = frozenset({State.COMMITTED, State.KEPT, State.FAILED})
-
-_S, _E = State, Event
-LEADER: Mapping[tuple[State, Event], State] = {
-    (_S.NEW, _E.LEAD): _S.CLAIMING,
-    (_S.CLAIMING, _E.DONE): _S.WRITING,
-    (_S.CLAIMING, _E.EXISTS): _S.KEPT,
-    (_S.WRITING, _E.DONE): _S.VOTING,
-    (_S.VOTING, _E.DONE): _S.GATHERING,
-    (_S.GATHERING, _E.DONE): _S.SEALING,
-    (_S.SEALING, _E.DONE): _S.PUBLISHING,
-    (_S.PUBLISHING, _E.DONE): _S.COMMITTED,
-    # A claim that fails has touched nothing that others could wait for.
-    (_S.CLAIMING, _E.ERROR): _S.FAILED,
-    (_S.WRITING, _E.ERROR): _S.GIVING_UP,
-    (_S.VOTING, _E.ERROR): _S.GIVING_UP,
-    (_S.GATHERING, _E.ERROR): _S.GIVING_UP,
-    (_S.SEALING, _E.ERROR): _S.GIVING_UP,
-    (_S.PUBLISHING, _E.ERROR): _S.GIVING_UP,
-    (_S.GIVING_UP, _E.DONE): _S.FAILED,
-    (_S.GIVING_UP, _E.ERROR): _S.FAILED,
-}
-FOLLOWER: Mapping[tuple[State, Event], State] = {
-    (_S.NEW, _E.FOLLOW): _S.JOINING,
-    (_S.JOINING, _E.DONE): _S.WRITING,
-    (_S.JOINING, _E.EXISTS): _S.KEPT,
-    (_S.JOINING, _E.ERROR): _S.FAILED,
-    (_S.WRITING, _E.DONE): _S.VOTING,
-    (_S.VOTING, _E.DONE): _S.AWAITING,
-    (_S.AWAITING, _E.DONE): _S.COMMITTED,
-    (_S.WRITING, _E.ERROR): _S.GIVING_UP,
-    (_S.VOTING, _E.ERROR): _S.GIVING_UP,
-    # The vote stands: whether the save succeeds is now the leader's to say.
-    (_S.AWAITING, _E.ERROR): _S.FAILED,
-    (_S.GIVING_UP, _E.DONE): _S.FAILED,
-    (_S.GIVING_UP, _E.ERROR): _S.FAILED,
-}
-
-
-def next_state(state: State, event: Event, *, leads: bool) -> State:
-    """The protocol.  An event that the table does not foresee is a bug of ours."""
-    table = LEADER if leads else FOLLOWER
-    try:
-        return table[state, event]
-    except KeyError:
-        role = "leader" if leads else "follower"
-        raise InternalError(f"commit: {role} in state {state.value!r} saw event {event.value!r}.") from None
-
 
 ShardT = TypeVar("ShardT", contravariant=True)
 

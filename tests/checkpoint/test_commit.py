@@ -20,17 +20,8 @@ import pytest
 import torch
 
 from resiliency.checkpoint.catalog import Condition, find_newest, inspect
-from resiliency.checkpoint.commit import (
-    FINAL,
-    FOLLOWER,
-    LEADER,
-    CheckpointFormat,
-    Committed,
-    Event,
-    State,
-    next_state,
-    open_save,
-)
+from resiliency.checkpoint.commit import CheckpointFormat, Committed, open_save
+from resiliency.checkpoint.commit_protocol import FINAL, FOLLOWER, LEADER, Event, State, next_state
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
