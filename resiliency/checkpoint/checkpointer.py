@@ -20,37 +20,30 @@ up.
 from __future__ import annotations
 
 import logging
-import time
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.arena import RankArena, clean_up, job_directory
-from resiliency.checkpoint.capture import Capturer, WhenFull
+from resiliency.checkpoint.capture import Capturer
+from resiliency.checkpoint.common_end import CommonEnd
 from resiliency.checkpoint.delivery import Delivery
 from resiliency.checkpoint.intervals import Advice
-from resiliency.checkpoint.meeting import Meeting, introduce_agents, meet
+from resiliency.checkpoint.joining import Neighbors, join
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier, intervals_of, settings_of
-from resiliency.checkpoint.peers.table import PeerTable
-from resiliency.checkpoint.recovery.repairs import repairs
-from resiliency.checkpoint.replication import table_path
 from resiliency.checkpoint.restoring import Fill, Restored, Restorer, Source
-from resiliency.checkpoint.saves import FINAL, SaveHandle, SaveState, await_tiers
+from resiliency.checkpoint.saver import Saver
+from resiliency.checkpoint.saves import SaveHandle
 from resiliency.checkpoint.schedule import Schedule
 from resiliency.checkpoint.state import plan_restore
-from resiliency.checkpoint.step_times import Excess, StepTimes
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard
-from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
+from resiliency.checkpoint.termination import TerminationOptions
 from resiliency.checkpoint.tiers import Interval, TierName
-from resiliency.checkpoint.wire import Attach, Hurry, Peers, Repair
+from resiliency.checkpoint.wire import Hurry
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
@@ -116,42 +109,33 @@ class Checkpointer:
         info = info or RunInfo.from_env()
         self._agreement = Agreement(info.rank or 0, info.world_size)
         self._schedule = Schedule(intervals, self._agreement)
-        meeting = meet(self._agreement, info, tiers=settings.tiers, group=group)
-        # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
-        suffix = f"{zlib.crc32((settings.directory or settings.local_directory).encode()):08x}"
-        self._arena_directory = job_directory(f"{info.job_name}-{suffix}", options.arena_root)
-        self._attach = Attach(
-            rank=self._agreement.rank,
-            world_size=self._agreement.world_size,
-            local_ranks=meeting.hosts[info.host],
-            run_id=info.job_name,
-            session=meeting.session,
-            host=info.host,
-            peer_address=info.peer_address,
-            settings=settings,
-        )
-        self._arena = self._open_arena()
+        membership = join(self._agreement, info, settings, options, group=group)
+        self._attach = membership.attach
+        self._arena = membership.arena
         self._capturer = Capturer(self._arena, options.capture)
-        self._optimizers = list(optimizers)
-        self._hooks: dict[int, Any] = {}
-        self._times = StepTimes(time.monotonic)
-        self._newest: SaveHandle | None = None
-        #: How long training had been held when the newest save began.
-        self._held_before_s = 0.0
-        #: Of the newest step: who saves it to which tier.
-        self._saved_in: dict[str, SaveHandle] = {}
-        self._delivery = Delivery(self._arena_directory, self._attach, emit=self._emit, options=options.link)
-        #: Of the hosts, if they keep copies for each other.
-        self._table: PeerTable | None = None
+        self._delivery = Delivery(membership.directory, self._attach, emit=self._emit, options=options.link)
+        self._saver = Saver(
+            self._capturer,
+            self._delivery,
+            self._schedule,
+            tiers=settings.tiers,
+            optimizers=optimizers,
+            options=options,
+            emit=self._emit,
+        )
+        self._neighbors = Neighbors(membership, self._delivery.link)
         self._closed = False
-        self._termination: Termination | None = None
+        self._end: CommonEnd | None = None
         if termination is not None:
-            self._watch_for_signals(termination)
+            self._end = self._watch_for_signals(termination)
         # Else the first saves would fill all slots while the agent still imports torch.
         if not self._delivery.link.wait_for_agent():
             logger.error("there is no checkpoint agent yet: saves fail until there is")
-        if settings.local_directory and len(meeting.hosts) > 1:
-            self._introduce_agents(meeting, info)
+        try:
+            self._neighbors.meet(self._agreement, info)
+        except ResiliencyError:
+            self.close(finished=False)
+            raise
 
     @property
     def rank(self) -> int:
@@ -206,7 +190,7 @@ class Checkpointer:
             self._delivery.link.introduce_again(attach)
         if restored.step:
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
-            self._repair(restored)
+            self._neighbors.repair(restored)
         return restored
 
     def prewarm(self, state: object) -> None:
@@ -229,9 +213,9 @@ class Checkpointer:
         Raises:
             Terminated: the job was told to end; exit code 0 if this step is committed, else 128 + signal.
         """
-        self._note_excess(self._times.tick(self._capturer.stats.held_s))
-        if self._termination is not None:
-            self._end_if_told_to(self._termination, step, state)
+        self._saver.tick()
+        if self._end is not None:
+            self._end.boundary(step, state)
         due = self._schedule.due(step)
         return self.save(step, state, tiers=due) if due else None
 
@@ -241,7 +225,7 @@ class Checkpointer:
 
         Ranks learn it at different moments: nothing that all ranks must do may depend on it.
         """
-        return self._termination is not None and self._termination.requested
+        return self._end is not None and self._end.requested
 
     def request_stop(self) -> None:
         """End the job as if SIGTERM had come to this rank, from any thread: for notices that are no signals.
@@ -249,11 +233,11 @@ class Checkpointer:
         Raises:
             ConfigError: this object was made without `termination`.
         """
-        if self._termination is None:
+        if self._end is None:
             raise ConfigError(
                 "this Checkpointer does not end jobs.", hint="Make it with termination=TerminationOptions()."
             )
-        self._termination.request()
+        self._end.request()
 
     def save(
         self,
@@ -279,32 +263,7 @@ class Checkpointer:
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
         """
-        wanted = self._wanted(step, tiers)
-        self._schedule.saved(step, [TierName(tier) for tier in tiers or self._attach.settings.tiers])
-        if not wanted:
-            assert self._newest is not None
-            return self._newest
-        self._note_excess(self._times.saved(step))
-        handle = self._register(step, wanted)
-        self._held_before_s = self._capturer.stats.held_s
-        self._emit(EventType.SAVE_STARTED, step)
-        try:
-            capture = self._capturer.begin(state, step, keep=True, wait=wait)
-        except ResiliencyError as error:  # the caller may go on without this save, and so must the others
-            self._emit(EventType.SAVE_RELEASED, step)
-            self._delivery.not_captured(handle, SaveState.FAILED, str(error), self._held_s)
-            raise
-        if capture is not None and not self._fences(state):
-            self._capturer.fence()
-        self._emit(EventType.SAVE_RELEASED, step)
-        if capture is None:
-            why = "storage is slower than the interval: all slots still wait to be written"
-            self._delivery.not_captured(handle, SaveState.SKIPPED, why, self._held_s)
-            return handle
-        handle.update(size_bytes=capture.layout.size_bytes, held_s=self._held_s)
-        patient = wait is not None or self._options.capture.when_full is WhenFull.WAIT
-        self._delivery.send(handle, capture, patient=patient)
-        return handle
+        return self._saver.save(step, state, tiers=tiers, wait=wait)
 
     def hurry(self) -> None:
         """This host is about to go: what is captured is written without the bandwidth cap."""
@@ -327,7 +286,7 @@ class Checkpointer:
         Raises:
             ConfigError: nothing is known yet; a cost is known ten steps after a save.
         """
-        return self._schedule.advice(tier, step_s=self._times.undisturbed_s, mtbf_s=mtbf_s)
+        return self._saver.advice(tier, mtbf_s=mtbf_s)
 
     def metrics_text(self) -> str:
         """Counters of this rank's saves in Prometheus' text format."""
@@ -345,14 +304,13 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        if self._termination is not None:
-            self._termination.leaving()
-        for hook in self._hooks.values():
-            hook.remove()
+        if self._end is not None:
+            self._end.leaving()
+        self._saver.close()
         if finished and not self.wait(self._options.close_timeout):
             logger.error("saves are still under way; the agent goes on with them")
         if finished:
-            left = self._termination.time_left() if self._termination and self.stopping else _LAST_COPIES
+            left = self._end.time_left(otherwise=_LAST_COPIES) if self._end else _LAST_COPIES
             self._delivery.await_last_copies(min(left, _LAST_COPIES))
         self._capturer.close()
         self._delivery.end_captures(self._options.close_timeout)
@@ -365,8 +323,8 @@ class Checkpointer:
             )
         # Before the goodbye: the agent leaves when all have said theirs, and removes what is empty.
         self._arena.close(remove=spent)
-        if self._termination is not None:
-            self._termination.close(finished=finished)
+        if self._end is not None:
+            self._end.close(finished=finished)
         self._delivery.link.close(goodbye=spent)
 
     def __enter__(self) -> Checkpointer:
@@ -389,183 +347,25 @@ class Checkpointer:
             group=self._group,
         )
 
-    # --- the start -------------------------------------------------------------------------------
-
-    def _introduce_agents(self, meeting: Meeting, info: RunInfo) -> None:
-        path = table_path(self._arena_directory, self._attach.local_ranks[0])
-        port = self._delivery.link.peer_port
+    def _watch_for_signals(self, options: TerminationOptions) -> CommonEnd:
         try:
-            self._table = introduce_agents(
-                self._agreement, meeting, self._attach, port=port, path=path, info=info
+            return CommonEnd(
+                self._agreement,
+                options,
+                self._saver,
+                emit=self._emit,
+                hurry=self.hurry,
+                flush=self._flush,
+                close=self.close,
             )
-        except ResiliencyError:
-            self.close(finished=False)
-            raise
-        if self._is_first_of_host:
-            self._delivery.link.request(Peers(path=str(path)))
-
-    @property
-    def _is_first_of_host(self) -> bool:
-        return self.rank == self._attach.local_ranks[0]
-
-    def _repair(self, restored: Restored) -> None:
-        """Have the hosts that are here make up for the copies that were lost with others."""
-        if self._table is None or not self._is_first_of_host:
-            return
-        for push in repairs(restored.save_id, restored.holdings, self._table.peers, self._table.copies()):
-            if push.holder == self._attach.host:
-                self._delivery.link.request(
-                    Repair(
-                        step=push.step,
-                        save_id=push.save_id,
-                        owner=push.owner,
-                        root=push.root,
-                        target=push.target,
-                    )
-                )
-
-    def _open_arena(self) -> RankArena:
-        error: ResiliencyError | None = None
-        arena = None
-        try:
-            if self._is_first_of_host:
-                clean_up(self._options.arena_root, keep=self._arena_directory)
-            arena = RankArena(
-                self._arena_directory,
-                rank=self.rank,
-                world_size=self._attach.world_size,
-                slots=self._options.slots or (3 if len(self._attach.settings.tiers) > 1 else 2),
-                run_id=self._attach.session,
-                group=self._group,
-            )
-        except ResiliencyError as failure:
-            error = failure
-        except OSError as failure:
-            error = ConfigError(
-                f"rank {self.rank} cannot keep captures in {self._arena_directory}: {failure}.",
-                hint="CheckpointerOptions(arena_root=...) must name a directory in memory, on every host.",
-                rank=self.rank,
-                path=str(self._arena_directory),
-            )
-        try:
-            self._agreement.check(error, "opening shared memory")
-        except ResiliencyError:
-            if arena is not None:
-                arena.close()
-            raise
-        assert arena is not None
-        return arena
-
-    # --- a common end ----------------------------------------------------------------------------
-
-    def _watch_for_signals(self, options: TerminationOptions) -> None:
-        deadline_s = options.deadline.total_seconds()
-
-        def begin(cause: str) -> None:
-            self._emit(EventType.STOP_REQUESTED, cause=cause, deadline_s=deadline_s)
-            # Now, and not with the last save: it may need the slots of those under way.
-            self.hurry()
-
-        def leave(why: str) -> None:
-            if self._events is not None:
-                self._events.flush(timedelta(seconds=1))
-
-        try:
-            self._termination = Termination(self._agreement, options, on_request=begin, on_leave=leave)
         except ResiliencyError:
             self.close()
             raise
 
-    def _end_if_told_to(self, termination: Termination, step: int, state: object) -> None:
-        try:
-            if not termination.boundary(step):
-                return
-        except Terminated:
-            self.close(finished=False)
-            raise
-        self.save(step, state, wait=termination.time_left())
-        handles = list(dict.fromkeys(self._saved_in.values()))
-        tiers = await_tiers(handles, termination.time_left)
-        terminated = termination.terminated(step, committed=bool(tiers))
-        if tiers:
-            logger.warning(
-                "step %d is committed (%s); %s ends this rank", step, " and ".join(tiers), terminated.cause
-            )
-            self._emit(EventType.RANK_FINISHED, step, cause=terminated.cause)
-        else:
-            why = "; ".join(handle.record.why for handle in handles if handle.record.why)
-            logger.error(
-                "step %d is not committed (%s); it is left to the agent", step, why or "the deadline is over"
-            )
-        self.close(finished=bool(tiers) and all(handle.state in FINAL for handle in handles))
-        raise terminated
-
-    # --- saves -----------------------------------------------------------------------------------
-
-    def _wanted(self, step: int, tiers: Collection[TierName] | None) -> tuple[str, ...]:
-        """The tiers that do not have the step and are not about to."""
-        known = self._attach.settings.tiers
-        asked = known if tiers is None else tuple(TierName(tier).value for tier in tiers)
-        if not asked or not set(asked) <= set(known):
-            raise ConfigError(
-                f"a save is for some of this job's tiers ({', '.join(known)}), found {', '.join(asked)}.",
-                step=step,
-            )
-        newest = self._newest
-        if newest is None or step > newest.step:
-            return asked
-        if step < newest.step:
-            raise ConfigError(
-                f"step {step} comes after step {newest.step}: steps are saved in growing order.", step=step
-            )
-        return tuple(tier for tier in asked if self._may_try(tier))
-
-    def _may_try(self, tier: str) -> bool:
-        """Whether the newest step is not in that tier, nor on its way there."""
-        handle = self._saved_in.get(tier)
-        return handle is None or (handle.state in FINAL and tier not in handle.record.committed_in)
-
-    def _register(self, step: int, tiers: tuple[str, ...]) -> SaveHandle:
-        handle = SaveHandle(step, tiers)
-        if self._newest is None or step > self._newest.step:
-            self._saved_in.clear()
-        self._newest = handle
-        self._saved_in.update(dict.fromkeys(tiers, handle))
-        return handle
-
-    def _fences(self, state: object) -> bool:
-        """Whether something will call the fence before the state changes."""
-        if not self._options.overlap:
-            return False
-        for optimizer in (*self._optimizers, *_optimizers_in(state)):
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = self._capturer.install_fence(optimizer)
-        return bool(self._hooks)
-
-    def _note_excess(self, excess: Excess | None) -> None:
-        if excess is not None and self._newest is not None and self._newest.step == excess.step:
-            self._newest.update(excess_s=excess.excess_s)
-            held_s = self._capturer.stats.held_s - self._held_before_s  # fences since then included
-            tiers = tuple(map(TierName, self._newest.record.tiers))
-            self._schedule.add_cost(tiers, held_s + excess.excess_s)
-            self._delivery.log.add_excess(excess.excess_s)
-            logger.debug("excess of the save of step %d: %+.3f s", excess.step, excess.excess_s)
-
-    @property
-    def _held_s(self) -> float:
-        return self._capturer.stats.last_held_s
+    def _flush(self) -> None:
+        if self._events is not None:
+            self._events.flush(timedelta(seconds=1))
 
     def _emit(self, type: EventType, step: int | None = None, **fields: Any) -> None:
         if self._events is not None:
             self._events.emit(type, step=step, **fields)
-
-
-def _optimizers_in(state: object, depth: int = 3) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(state, torch.optim.Optimizer):
-        yield state
-    elif depth and isinstance(state, Mapping):
-        for value in state.values():
-            yield from _optimizers_in(value, depth - 1)
-    elif depth and isinstance(state, list | tuple):
-        for value in state:
-            yield from _optimizers_in(value, depth - 1)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank joins its job: it meets the others, opens its part of shared memory, and its agent meets theirs.
+
+Collective, in this order, on all ranks: `join`, and once the agents are there, `Neighbors.meet`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from resiliency.checkpoint.agent_link import AgentLink
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.arena import RankArena, clean_up, job_directory
+from resiliency.checkpoint.meeting import Meeting, introduce_agents, meet
+from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.recovery.repairs import repairs
+from resiliency.checkpoint.replication import table_path
+from resiliency.checkpoint.restoring import Restored
+from resiliency.checkpoint.wire import Attach, Peers, Repair, Settings
+from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.runtime import RunInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What a rank has once it has joined.
+
+    Attributes:
+        attach: what it says of itself to its agent.
+        directory: of the job's captures on this host.
+        arena: its own part of that.
+    """
+
+    meeting: Meeting
+    attach: Attach
+    directory: Path
+    arena: RankArena
+
+
+def join(
+    agreement: Agreement, info: RunInfo, settings: Settings, options: CheckpointerOptions, *, group: str
+) -> Membership:
+    """Meet the other ranks, and open this one's shared memory; collective.
+
+    Raises:
+        ConfigError: ranks were given different tiers, there is no room in shared memory, or a living
+            process owns this rank.
+        PeerError: another rank could not.
+    """
+    meeting = meet(agreement, info, tiers=settings.tiers, group=group)
+    # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
+    suffix = f"{zlib.crc32((settings.directory or settings.local_directory).encode()):08x}"
+    directory = job_directory(f"{info.job_name}-{suffix}", options.arena_root)
+    attach = Attach(
+        rank=agreement.rank,
+        world_size=agreement.world_size,
+        local_ranks=meeting.hosts[info.host],
+        run_id=info.job_name,
+        session=meeting.session,
+        host=info.host,
+        peer_address=info.peer_address,
+        settings=settings,
+    )
+    arena = _open_arena(agreement, attach, directory, options, group)
+    return Membership(meeting=meeting, attach=attach, directory=directory, arena=arena)
+
+
+def _open_arena(
+    agreement: Agreement, attach: Attach, directory: Path, options: CheckpointerOptions, group: str
+) -> RankArena:
+    error: ResiliencyError | None = None
+    arena = None
+    try:
+        if _is_first_of_host(attach):
+            clean_up(options.arena_root, keep=directory)
+        arena = RankArena(
+            directory,
+            rank=attach.rank,
+            world_size=attach.world_size,
+            slots=options.slots or (3 if len(attach.settings.tiers) > 1 else 2),
+            run_id=attach.session,
+            group=group,
+        )
+    except ResiliencyError as failure:
+        error = failure
+    except OSError as failure:
+        error = ConfigError(
+            f"rank {attach.rank} cannot keep captures in {directory}: {failure}.",
+            hint="CheckpointerOptions(arena_root=...) must name a directory in memory, on every host.",
+            rank=attach.rank,
+            path=str(directory),
+        )
+    try:
+        agreement.check(error, "opening shared memory")
+    except ResiliencyError:
+        if arena is not None:
+            arena.close()
+        raise
+    assert arena is not None
+    return arena
+
+
+class Neighbors:
+    """The hosts of a job, as far as they keep copies for each other; each rank has one.
+
+    Args:
+        link: to the agent of this host.
+    """
+
+    def __init__(self, membership: Membership, link: AgentLink) -> None:
+        self._membership = membership
+        self._link = link
+        self._table: PeerTable | None = None
+
+    def meet(self, agreement: Agreement, info: RunInfo) -> None:
+        """Tell this host's agent of the others, if there are any it may copy to; collective.
+
+        Raises:
+            ConfigError: a rank could not write what its agent is to read; on the others PeerError.
+        """
+        membership, attach = self._membership, self._membership.attach
+        if not attach.settings.local_directory or len(membership.meeting.hosts) == 1:
+            return
+        path = table_path(membership.directory, attach.local_ranks[0])
+        self._table = introduce_agents(
+            agreement, membership.meeting, attach, port=self._link.peer_port, path=path, info=info
+        )
+        if _is_first_of_host(attach):
+            self._link.request(Peers(path=str(path)))
+
+    def repair(self, restored: Restored) -> None:
+        """Have the hosts that are here make up for the copies that were lost with others."""
+        attach = self._membership.attach
+        if self._table is None or not _is_first_of_host(attach):
+            return
+        for push in repairs(restored.save_id, restored.holdings, self._table.peers, self._table.copies()):
+            if push.holder == attach.host:
+                self._link.request(
+                    Repair(
+                        step=push.step,
+                        save_id=push.save_id,
+                        owner=push.owner,
+                        root=push.root,
+                        target=push.target,
+                    )
+                )
+
+
+def _is_first_of_host(attach: Attach) -> bool:
+    return attach.rank == attach.local_ranks[0]

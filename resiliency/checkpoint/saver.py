@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The saves of one rank as training sees them: which tiers a step is for, its capture, and what it cost.
+
+Used by the training thread alone.  What becomes of a capture is for `resiliency.checkpoint.delivery`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from resiliency.checkpoint.capture import Capturer, WhenFull
+from resiliency.checkpoint.delivery import Delivery
+from resiliency.checkpoint.intervals import Advice
+from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.saves import FINAL, SaveHandle, SaveState
+from resiliency.checkpoint.schedule import Schedule
+from resiliency.checkpoint.step_times import Excess, StepTimes
+from resiliency.checkpoint.tiers import TierName
+from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.events import EventType
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Begins saves, and no tier's twice.
+
+    Args:
+        tiers: that the job has.
+        optimizers: that write the state without being part of it.
+        emit: reports events.
+    """
+
+    def __init__(
+        self,
+        capturer: Capturer,
+        delivery: Delivery,
+        schedule: Schedule,
+        *,
+        tiers: tuple[str, ...],
+        optimizers: Iterable[Any],
+        options: CheckpointerOptions,
+        emit: Callable[..., None],
+    ) -> None:
+        self._capturer = capturer
+        self._delivery = delivery
+        self._schedule = schedule
+        self._tiers = tiers
+        self._optimizers = list(optimizers)
+        self._options = options
+        self._emit = emit
+        self._hooks: dict[int, Any] = {}
+        self._times = StepTimes(time.monotonic)
+        self._newest: SaveHandle | None = None
+        #: How long training had been held when the newest save began.
+        self._held_before_s = 0.0
+        #: Of the newest step: who saves it to which tier.
+        self._saved_in: dict[str, SaveHandle] = {}
+
+    def tick(self) -> None:
+        """A step is done."""
+        self._note_excess(self._times.tick(self._capturer.stats.held_s))
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        tiers: Collection[TierName] | None = None,
+        wait: timedelta | None = None,
+    ) -> SaveHandle:
+        """See `Checkpointer.save`."""
+        wanted = self._wanted(step, tiers)
+        self._schedule.saved(step, [TierName(tier) for tier in tiers or self._tiers])
+        if not wanted:
+            assert self._newest is not None
+            return self._newest
+        self._note_excess(self._times.saved(step))
+        handle = self._register(step, wanted)
+        self._held_before_s = self._capturer.stats.held_s
+        self._emit(EventType.SAVE_STARTED, step)
+        try:
+            capture = self._capturer.begin(state, step, keep=True, wait=wait)
+        except ResiliencyError as error:  # the caller may go on without this save, and so must the others
+            self._emit(EventType.SAVE_RELEASED, step)
+            self._delivery.not_captured(handle, SaveState.FAILED, str(error), self._held_s)
+            raise
+        if capture is not None and not self._fences(state):
+            self._capturer.fence()
+        self._emit(EventType.SAVE_RELEASED, step)
+        if capture is None:
+            why = "storage is slower than the interval: all slots still wait to be written"
+            self._delivery.not_captured(handle, SaveState.SKIPPED, why, self._held_s)
+            return handle
+        handle.update(size_bytes=capture.layout.size_bytes, held_s=self._held_s)
+        patient = wait is not None or self._options.capture.when_full is WhenFull.WAIT
+        self._delivery.send(handle, capture, patient=patient)
+        return handle
+
+    @property
+    def newest(self) -> Mapping[str, SaveHandle]:
+        """Of the newest step: tier to the last save of the step into it."""
+        return self._saved_in
+
+    def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
+        """See `Checkpointer.advice`."""
+        return self._schedule.advice(tier, step_s=self._times.undisturbed_s, mtbf_s=mtbf_s)
+
+    def close(self) -> None:
+        """Leave the optimizers alone."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _wanted(self, step: int, tiers: Collection[TierName] | None) -> tuple[str, ...]:
+        """The tiers that do not have the step and are not about to."""
+        known = self._tiers
+        asked = known if tiers is None else tuple(TierName(tier).value for tier in tiers)
+        if not asked or not set(asked) <= set(known):
+            raise ConfigError(
+                f"a save is for some of this job's tiers ({', '.join(known)}), found {', '.join(asked)}.",
+                step=step,
+            )
+        newest = self._newest
+        if newest is None or step > newest.step:
+            return asked
+        if step < newest.step:
+            raise ConfigError(
+                f"step {step} comes after step {newest.step}: steps are saved in growing order.", step=step
+            )
+        return tuple(tier for tier in asked if self._may_try(tier))
+
+    def _may_try(self, tier: str) -> bool:
+        """Whether the newest step is not in that tier, nor on its way there."""
+        handle = self._saved_in.get(tier)
+        return handle is None or (handle.state in FINAL and tier not in handle.record.committed_in)
+
+    def _register(self, step: int, tiers: tuple[str, ...]) -> SaveHandle:
+        handle = SaveHandle(step, tiers)
+        if self._newest is None or step > self._newest.step:
+            self._saved_in.clear()
+        self._newest = handle
+        self._saved_in.update(dict.fromkeys(tiers, handle))
+        return handle
+
+    def _fences(self, state: object) -> bool:
+        """Whether something will call the fence before the state changes."""
+        if not self._options.overlap:
+            return False
+        for optimizer in (*self._optimizers, *_optimizers_in(state)):
+            if id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = self._capturer.install_fence(optimizer)
+        return bool(self._hooks)
+
+    def _note_excess(self, excess: Excess | None) -> None:
+        if excess is not None and self._newest is not None and self._newest.step == excess.step:
+            self._newest.update(excess_s=excess.excess_s)
+            held_s = self._capturer.stats.held_s - self._held_before_s  # fences since then included
+            tiers = tuple(map(TierName, self._newest.record.tiers))
+            self._schedule.add_cost(tiers, held_s + excess.excess_s)
+            self._delivery.log.add_excess(excess.excess_s)
+            logger.debug("excess of the save of step %d: %+.3f s", excess.step, excess.excess_s)
+
+    @property
+    def _held_s(self) -> float:
+        return self._capturer.stats.last_held_s
+
+
+def _optimizers_in(state: object, depth: int = 3) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(state, torch.optim.Optimizer):
+        yield state
+    elif depth and isinstance(state, Mapping):
+        for value in state.values():
+            yield from _optimizers_in(value, depth - 1)
+    elif depth and isinstance(state, list | tuple):
+        for value in state:
+            yield from _optimizers_in(value, depth - 1)
