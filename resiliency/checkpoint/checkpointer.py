@@ -250,7 +250,8 @@ class Checkpointer:
         """Save `state` as of `step`; returns while it is still being copied or written.
 
         All ranks must save the same steps to the same tiers, in growing order; where a step is saved
-        already, or being saved, it is not saved again.  A skipped or failed one may be tried again.
+        already, or being saved, it is not saved again.  A skipped or failed one may be tried again, by
+        all ranks together.
 
         The state may be changed by the optimizers that this object knows, and by nothing else before
         they step (see `CheckpointerOptions.overlap` and `fence`).

@@ -2,18 +2,25 @@
 """The end of a job that is told to end: all ranks save the step at which they stop, and leave.
 
 Where they stop is agreed by `resiliency.checkpoint.termination`; this is what they do there.
+
+A save of that step may have been begun before, and have failed on some ranks while others still wait for
+it.  If each rank tried again as soon as it knows, some would wait for the others until the deadline, in
+vain.  So all wait for the end of what is under way, tell each other what became of it, and then try again
+together or not at all.  When a rank is gone, or has not heard of its save by the deadline, not at all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
+from enum import Enum
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.saver import Saver
-from resiliency.checkpoint.saves import FINAL, await_tiers
+from resiliency.checkpoint.saves import FINAL, SaveHandle, await_tiers
 from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
+from resiliency.checkpoint.tiers import TierName
 from resiliency.events import EventType
 
 logger = logging.getLogger(__name__)
@@ -91,9 +98,10 @@ class CommonEnd:
 
     def _end(self, step: int, state: object) -> None:
         termination = self._termination
-        self._saver.save(step, state, wait=termination.time_left())
-        handles = list(dict.fromkeys(self._saver.newest.values()))
-        tiers = await_tiers(handles, termination.time_left)
+        known = self._save(step, state)
+        handles = list(dict.fromkeys(self._saver.tried(step).values()))
+        seen = await_tiers(handles, termination.time_left)
+        tiers = list(dict.fromkeys([*seen, *known]))
         terminated = termination.terminated(step, committed=bool(tiers))
         if tiers:
             logger.warning(
@@ -105,5 +113,62 @@ class CommonEnd:
             logger.error(
                 "step %d is not committed (%s); it is left to the agent", step, why or "the deadline is over"
             )
-        self._close(finished=bool(tiers) and all(handle.state in FINAL for handle in handles))
+        self._close(finished=bool(seen) and all(handle.state in FINAL for handle in handles))
         raise terminated
+
+    def _save(self, step: int, state: object) -> tuple[str, ...]:
+        """Have all tiers try the step, and once more where that had failed; all ranks alike.
+
+        Returns:
+            The tiers that are known to have it, also where this rank was not told.
+        """
+        saver, termination = self._saver, self._termination
+        tried = saver.tried(step)
+        untried = tuple(tier for tier in saver.tiers if tier not in tried)
+        if untried:
+            saver.save(step, state, tiers=tuple(map(TierName, untried)), wait=termination.time_left())
+        if not tried:
+            return ()
+        for handle in tried.values():
+            handle.wait(termination.time_left())
+        fates = {tier: fate_of(tier, handle) for tier, handle in tried.items()}
+        found = termination.collect(f"{tier}:{fate.value}" for tier, fate in fates.items())
+        if found is None:
+            if Fate.FAILED in fates.values():
+                logger.warning("step %d is not saved again: not all ranks say what became of it", step)
+            return ()
+        again = tuple(tier for tier in tried if is_to_be_tried_again(tier, found))
+        if again:
+            logger.warning("step %d is saved again (%s): the first try failed", step, " and ".join(again))
+            saver.begin(step, state, again, wait=termination.time_left())
+        return tuple(tier for tier in tried if f"{tier}:{Fate.COMMITTED.value}" in found)
+
+
+class Fate(Enum):
+    """What one rank knows of a save in one tier."""
+
+    COMMITTED = "committed"  # all ranks could restore it
+    HERE = "here"  # this host has committed its part
+    FAILED = "failed"
+    OPEN = "open"
+
+
+def fate_of(tier: str, handle: SaveHandle) -> Fate:
+    record = handle.record
+    if tier in record.committed_in:
+        # A commit is one of all ranks in the persistent tier alone.
+        return Fate.COMMITTED if tier == TierName.PERSISTENT.value or record.complete else Fate.HERE
+    return Fate.FAILED if record.state in FINAL else Fate.OPEN
+
+
+def is_to_be_tried_again(tier: str, found: Collection[str]) -> bool:
+    """Whether all ranks try again to save to `tier`.
+
+    Not if one of them knows that it is done: then the others have only not been told.  Not while it may
+    still succeed.  In the local tier hosts that have their part hear at once that they have it.
+
+    Args:
+        found: by any rank, as ``tier:fate``.
+    """
+    fates = {Fate(fate) for name, _, fate in (word.partition(":") for word in found) if name == tier}
+    return Fate.FAILED in fates and not fates & {Fate.COMMITTED, Fate.OPEN}

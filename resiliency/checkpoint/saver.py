@@ -51,7 +51,7 @@ class Saver:
         self._capturer = capturer
         self._delivery = delivery
         self._schedule = schedule
-        self._tiers = tiers
+        self.tiers = tiers
         self._optimizers = list(optimizers)
         self._options = options
         self._emit = emit
@@ -77,12 +77,18 @@ class Saver:
     ) -> SaveHandle:
         """See `Checkpointer.save`."""
         wanted = self._wanted(step, tiers)
-        self._schedule.saved(step, [TierName(tier) for tier in tiers or self._tiers])
+        self._schedule.saved(step, [TierName(tier) for tier in tiers or self.tiers])
         if not wanted:
             assert self._newest is not None
             return self._newest
+        return self.begin(step, state, wanted, wait=wait)
+
+    def begin(
+        self, step: int, state: object, tiers: tuple[str, ...], *, wait: timedelta | None
+    ) -> SaveHandle:
+        """Save `state` to `tiers`, whatever became of the step there before; see `Checkpointer.save`."""
         self._note_excess(self._times.saved(step))
-        handle = self._register(step, wanted)
+        handle = self._register(step, tiers)
         self._held_before_s = self._capturer.stats.held_s
         self._emit(EventType.SAVE_STARTED, step)
         try:
@@ -103,10 +109,9 @@ class Saver:
         self._delivery.send(handle, capture, patient=patient)
         return handle
 
-    @property
-    def newest(self) -> Mapping[str, SaveHandle]:
-        """Of the newest step: tier to the last save of the step into it."""
-        return self._saved_in
+    def tried(self, step: int) -> dict[str, SaveHandle]:
+        """The tiers that `step` was to be saved to, and its last save there; the same tiers on all ranks."""
+        return dict(self._saved_in) if self._newest is not None and self._newest.step == step else {}
 
     def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
         """See `Checkpointer.advice`."""
@@ -120,7 +125,7 @@ class Saver:
 
     def _wanted(self, step: int, tiers: Collection[TierName] | None) -> tuple[str, ...]:
         """The tiers that do not have the step and are not about to."""
-        known = self._tiers
+        known = self.tiers
         asked = known if tiers is None else tuple(TierName(tier).value for tier in tiers)
         if not asked or not set(asked) <= set(known):
             raise ConfigError(

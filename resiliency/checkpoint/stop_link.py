@@ -36,6 +36,9 @@ class Kind(str, Enum):
     DECIDE = "decide"  # number: the step at which all stop
     GIVE_UP = "give_up"  # there will be no such step; text: why
     BYE = "bye"  # the sender leaves in good order; number: as in POST
+    FOUND = "found"  # what the sender found, as words in text; see `Termination.collect`
+    ALL_FOUND = "all found"  # the words of all ranks
+    NOT_ALL = "not all"  # there will be no such answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,10 @@ deadline that it hangs.  Then rank 0 calls the stop off: there can be no checkpo
 was captured before is the agent's to commit, so the ranks leave at once, with 128 + signal: a thread
 that waits at a boundary gets `Terminated`, one that is stuck in a collective is ended with the process.
 The same happens to a rank that has not come to D when the deadline is over.
+
+**At the stop** ranks may still know different things of a save that was begun before.  `collect` has rank 0
+tell all of them what any of them found, so that they go on alike.  It waits for no longer than until one
+of them is gone or the deadline is over, and needs no collective, for which neither holds.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -157,10 +161,16 @@ class Termination:
         self._number = signal.SIGTERM
         self._deadline = self._asked_at = self._called_off_at = 0.0
         self._on_its_way = self._reached = self._committed = False
+        # What all ranks found, if they are asked; see `collect`.
+        self._mine: frozenset[str] | None = None
+        self._all: frozenset[str] | None = None
+        self._not_all = False
         # The watcher's own.
         self._posts: dict[int, int] = {}
         self._departed: dict[int, int] = {}
         self._gone: dict[int, str] = {}
+        self._found: dict[int, frozenset[str]] = {}
+        self._said_mine = False
         self._requests: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
         self._interrupts = 0
         self._closing: float | None = None  # until when to stay for others
@@ -234,6 +244,22 @@ class Termination:
             cause = self._number.name + (f": {self._called_off}" if self._called_off else "")
         return Terminated(self._code(), step=step, committed=committed, cause=cause)
 
+    def collect(self, found: Iterable[str]) -> frozenset[str] | None:
+        """What any rank has found, once all have said; for ranks that stop, once.
+
+        It ends when one of them is gone or has left, and at the deadline.
+
+        Args:
+            found: by this rank; words without blanks, few of them different among all ranks.
+        Returns:
+            None if not all ranks said something; they may then disagree about that.
+        """
+        with self._changed:
+            self._mine = frozenset(found)
+            self._wake()
+            self._changed.wait_for(lambda: self._all is not None or self._not_all, self._left_s())
+            return self._all
+
     def close(self, *, finished: bool = True, ending: bool = True) -> None:
         """Stop watching and put signal handlers back.
 
@@ -291,6 +317,7 @@ class Termination:
                     os.read(self._wake_in, 4096)
             while not self._requests.empty():
                 self._on_signal(self._requests.get())
+            self._say_mine()
             self._look_at_the_clock()
         for peer in self._peers.values():
             peer.close()
@@ -302,6 +329,7 @@ class Termination:
         if self._polite and not self._said_bye:
             self._said_bye = True
             self._tell_all(Word(kind=Kind.BYE, number=self._last + 1))
+            self._sum_up()
         return self._rank != 0 or not self._peers or self._closing <= time.monotonic()
 
     def _listen(self, rank: int) -> None:
@@ -320,10 +348,18 @@ class Termination:
         elif word.kind is Kind.BYE:
             self._departed[rank] = self._posts[rank] = word.number
             self._tally()
+            self._sum_up()
         elif word.kind is Kind.DECIDE:
             self._decide(word.number)
         elif word.kind is Kind.GIVE_UP:
             self._call_off(word.text)
+        elif word.kind is Kind.FOUND:
+            self._found[rank] = frozenset(word.text.split())
+            self._sum_up()
+        elif word.kind is Kind.ALL_FOUND:
+            self._answer(frozenset(word.text.split()))
+        elif word.kind is Kind.NOT_ALL:
+            self._answer(None)
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._interrupts += number is signal.SIGINT
@@ -374,6 +410,38 @@ class Termination:
             logging.INFO if self._rank else logging.WARNING, "all ranks stop when %d steps are done", step
         )
 
+    def _say_mine(self) -> None:
+        """Pass on what training found."""
+        mine = self._mine
+        if mine is None or self._said_mine:
+            return
+        self._said_mine = True
+        if self._rank == 0:
+            self._found[0] = mine
+            self._sum_up()
+        else:
+            self._tell_all(Word(kind=Kind.FOUND, text=" ".join(sorted(mine))))
+
+    def _sum_up(self) -> None:
+        """In rank 0: answer as soon as all have said what they found, or it is known that not all will."""
+        if self._rank != 0 or not self._found or self._all is not None or self._not_all:
+            return
+        silent = set(range(self._world_size)) - self._found.keys()
+        if self._gone or silent & self._departed.keys() or (0 in silent and self._said_bye):
+            self._tell_all(Word(kind=Kind.NOT_ALL))
+            self._answer(None)
+        elif not silent:
+            found = frozenset().union(*self._found.values())
+            self._tell_all(Word(kind=Kind.ALL_FOUND, text=" ".join(sorted(found))))
+            self._answer(found)
+
+    def _answer(self, found: frozenset[str] | None) -> None:
+        """The first answer counts."""
+        with self._changed:
+            if self._all is None and not self._not_all:
+                self._all, self._not_all = found, found is None
+                self._changed.notify_all()
+
     def _call_off(self, why: str) -> None:
         """There will be no new step; ranks that came to the stop wait for its checkpoint all the same."""
         if self._rank == 0 and not self._called_off:
@@ -390,11 +458,14 @@ class Termination:
         peer = self._peers.pop(rank)
         self._selector.unregister(peer)
         peer.close()
+        if rank == 0:
+            self._answer(None)
         if rank in self._departed:
             if rank == 0 and self._stopping and self._stop_at is None:
                 self._decide(self._departed[0])
             return
         self._gone[rank] = str(error)
+        self._sum_up()
         if self._stopping:
             self._call_off(self._who_is_gone())
         elif self._closing is None:
