@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Folder in which NeMo keeps what Megatron writes; `resiliency.plugins.manifest` verifies it.
 _NEMOS = "weights"
+#: End of the name of what stands beside a shard that was found bad; see `recovery.inventory.try_set_aside`.
+SET_ASIDE = ".corrupt"
 
 
 class Condition(str, Enum):
@@ -142,8 +144,8 @@ def verify(storage: Storage, step: int, *, pace: Pace | None = None) -> int:
 
 
 def is_damaged(storage: Storage, step: int) -> bool:
-    """Whether a restore found a shard of it bad and set that aside (`recovery.inventory.try_set_aside`)."""
-    return any(name.endswith(".corrupt") for name in storage.list(step_directory(step)))
+    """Whether a restore found a shard of it bad and set that aside."""
+    return any(name.endswith(SET_ASIDE) for name in storage.list(step_directory(step)))
 
 
 def quarantine(storage: Storage, step: int, reason: str) -> None:

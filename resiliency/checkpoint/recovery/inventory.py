@@ -15,7 +15,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import peek, ranks_in
-from resiliency.checkpoint.catalog import Condition, list_checkpoints, steps_in
+from resiliency.checkpoint.catalog import SET_ASIDE, Condition, list_checkpoints, steps_in
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.marker import step_directory
@@ -220,7 +220,7 @@ def try_set_aside(holding: Holding, why: str) -> None:
 
 
 def _set_aside(directory: str, rank: int) -> str:
-    return f"{directory}/rank={rank}.corrupt"
+    return f"{directory}/rank={rank}{SET_ASIDE}"
 
 
 def _list_root(root: Path, host: str, place: Place) -> list[Holding]:
