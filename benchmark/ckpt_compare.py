@@ -32,11 +32,10 @@ from ckpt_cells import Cell, CellResult, run_cell
 from ckpt_contestants import CONTESTANTS, OURS
 from ckpt_groups import Groups, RankFailed
 from ckpt_report import Report, as_markdown, as_png, as_text
-from restart_report import machine
+from measuring import count, file_system, machine
 from tqdm import tqdm
 
 from resiliency.errors import ConfigError
-from resiliency.events import JsonValue
 
 #: What should fit into twelve minutes on two idle cores: all contestants for the smallest state, those
 #: that hold training the least for larger ones, and our own limits for the largest.
@@ -63,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--contestants", nargs="+", choices=list(CONTESTANTS), metavar="NAME",
         help=f"none but these of: {'; '.join(CONTESTANTS)}",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=_count, metavar="N", help="medians of that many (default: 5)")
+    parser.add_argument("--rounds", type=count, metavar="N", help="medians of that many (default: 5)")
     parser.add_argument(
         "--quick", action="store_true",
         help="4 MiB and one round: whether everything works; the times say nothing",
@@ -91,12 +90,6 @@ def parse_cell(text: str) -> Cell:
     return cell
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, found {text!r}")
-    return int(text)
-
-
 def main() -> int:
     """Exit codes: 0 everything was measured, 1 some of it was not."""
     parser = build_parser()
@@ -106,7 +99,7 @@ def main() -> int:
     _check(parser, args, plan)
     root = args.directory or Path(tempfile.gettempdir())
     root.mkdir(parents=True, exist_ok=True)
-    facts = machine() | {"storage": _file_system(root)}
+    facts = machine() | {"storage": file_system(root)}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind then, either
     began = time.monotonic()
     results = run_all(plan, rounds, root, began + 60 * args.minutes)
@@ -194,15 +187,6 @@ def _command(args: argparse.Namespace) -> str:
     if args.minutes < math.inf:
         words.append(f"--minutes {args.minutes:g}")
     return " ".join(words)
-
-
-def _file_system(path: Path) -> JsonValue:
-    """Type of the file system that holds `path`."""
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    for parent in (path.resolve(), *path.resolve().parents):
-        if parent in mounts:
-            return mounts[parent]
-    return None
 
 
 if __name__ == "__main__":

@@ -124,6 +124,14 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
+    _tier_flags(group)
+    _writing_flags(group)
+    _sharing_flags(group)
+    _time_flags(group)
+
+
+def _tier_flags(group: argparse._ArgumentGroup) -> None:
+    """Where checkpoints go, and how often."""
     group.add_argument(
         "--persistent-ckpt-dir",
         type=Path,
@@ -156,6 +164,10 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         help="copies of each local checkpoint on other hosts, so that it outlives its own host; "
         "default: 1 with several hosts, else 0",
     )
+
+
+def _writing_flags(group: argparse._ArgumentGroup) -> None:
+    """How they are written, and how many stay."""
     group.add_argument(
         "--topk-ckpt",
         type=int,
@@ -189,6 +201,10 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         "always written so; "
         "with this flag one copy serves both tiers",
     )
+
+
+def _sharing_flags(group: argparse._ArgumentGroup) -> None:
+    """What others than their own host and rank do with them."""
     group.add_argument(
         "--enable-ckpt-load-replication",
         action="store_true",
@@ -201,6 +217,10 @@ def _checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         help="hand local checkpoints over to GKE's multi-tier replicator, which copies them to other hosts "
         "and to a bucket; --local-ckpt-dir is then the volume that it shares with the job",
     )
+
+
+def _time_flags(group: argparse._ArgumentGroup) -> None:
+    """How long the last one may take, and where the time of all of them goes."""
     group.add_argument(
         "--termination-deadline-s",
         type=float,

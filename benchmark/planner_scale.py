@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from restart_report import machine
+from measuring import count, machine
 from tqdm import tqdm
 
 from resiliency.checkpoint.peers.placement import Peer, choose_targets, directory_name
@@ -263,30 +263,24 @@ def build_parser() -> argparse.ArgumentParser:
         prog="planner_scale.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--ranks", type=_count, default=10_000, metavar="N", help="of the job (default: %(default)s)"
+        "--ranks", type=count, default=10_000, metavar="N", help="of the job (default: %(default)s)"
     )
-    parser.add_argument("--ranks-per-host", type=_count, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--ranks-per-host", type=count, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--replicas", type=_count, default=1, metavar="N",
+        "--replicas", type=count, default=1, metavar="N",
         help="copies of each checkpoint on other hosts (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--generations", type=_count, default=2, metavar="N",
+        "--generations", type=count, default=2, metavar="N",
         help="checkpoints that each host keeps (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--lost-hosts", type=_count, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--lost-hosts", type=count, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="chooses the lost hosts (default: %(default)s)")
     parser.add_argument(
-        "--runs", type=_count, default=5, metavar="N", help="of each case (default: %(default)s)"
+        "--runs", type=count, default=5, metavar="N", help="of each case (default: %(default)s)"
     )
     parser.add_argument("--export", type=Path, metavar="FILE.json", help="write every figure there")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, found {text!r}")
-    return int(text)
 
 
 def main() -> int:

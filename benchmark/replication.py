@@ -42,12 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from measuring import count, file_system, machine
 from replication_copies import nvrx_copy, our_copy, raw_socket
 from replication_hosts import HOSTS, Place, Saved, save_once, saved_bytes
 from replication_recovery import raw_read, restore
 from replication_report import TITLES, Failure, Figures, Report, as_markdown, as_text
 from replication_saves import save_while_training
-from restart_report import machine
 from tqdm import tqdm
 
 from resiliency.log import LEVEL_ENV
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"measure none but these of: {', '.join(PARTS)}",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=_count, metavar="N",
+        "--rounds", type=count, metavar="N",
         help=f"medians of that many, after one that does not count (default: {_DEFAULT_ROUNDS})",
     )  # fmt: skip
     parser.add_argument(
@@ -102,12 +102,6 @@ def _gib(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number of GiB from 0.001 on, found {text!r}")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, found {text!r}")
-    return int(text)
-
-
 def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
@@ -116,7 +110,7 @@ def main() -> int:
     directory = args.directory or Path(tempfile.gettempdir())
     size_bytes = int(args.gib * 2**30)
     _check(parser, args, directory, size_bytes)
-    facts = machine() | {"storage": _file_system(directory)}
+    facts = machine() | {"storage": file_system(directory)}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind then, either
     began = time.monotonic()
     with _place(directory, size_bytes) as place, RankPool() as pool:
@@ -252,14 +246,6 @@ def _place(directory: Path, size_bytes: int) -> Iterator[Place]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=10)
-
-
-def _file_system(path: Path) -> str | None:
-    """Type of the file system that holds `path`."""
-    mounts = [
-        part for part in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(part.mountpoint)
-    ]
-    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else None
 
 
 def _command(args: argparse.Namespace) -> str:

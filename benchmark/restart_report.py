@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-import psutil
 from restart_runs import OURS, RANKS, Workload
 from restart_spans import LAUNCHER_SPANS, SPANS, Restart
 
@@ -86,31 +81,6 @@ class Report:
                 for result in self.results
             ],
         }
-
-
-def machine() -> dict[str, JsonValue]:
-    """What a reader needs to know to compare figures; taken before the runs, which are a load themselves."""
-    facts: dict[str, JsonValue] = {
-        "cores": os.cpu_count(),
-        "cpu": _cpu_model(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "kernel": platform.release().partition("-")[0],
-        "python": platform.python_version(),
-    }
-    for package in ("torch", "nvidia-resiliency-ext", "nemo_toolkit", "megatron-core"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = None
-    return facts
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _span(name: str) -> Callable[[Restart], float]:

@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from restart_report import Report, Result, as_markdown, as_png, as_text, machine
+from measuring import count, machine
+from restart_report import Report, Result, as_markdown, as_png, as_text
 from restart_runs import DEFAULT_LAUNCHERS, OURS, WORKLOADS, Launcher, Workload, launchers, run_once
 from tqdm import tqdm
 
@@ -44,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="light: torch and gloo, about 25 s a round; nemo: real training, about 2 min a round "
         "(on two cores; default: %(default)s)",
     )
-    parser.add_argument("--runs", type=_count, default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("--runs", type=count, default=5, metavar="N", help="rounds (default: %(default)s)")
     parser.add_argument(
         "--launchers", nargs="+", choices=known, default=list(DEFAULT_LAUNCHERS), metavar="NAME",
         help=f"which of {', '.join(known)} (default: the first three)",
@@ -59,12 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="write a dated note there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the spans there")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, found {text!r}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
