@@ -25,26 +25,25 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 
 from resiliency.errors import ConfigError
-from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV
+from resiliency.runtime import AGENT_HOST_ENV
 from resiliency.testing._bed_disks import copies_on, own_on
-from resiliency.testing._bed_host import HostSetup, end_group, members, serve_host, serve_rank
+from resiliency.testing._bed_host import HostSetup, members, serve_rank
+from resiliency.testing._bed_job import BedJob, identity_of
 from resiliency.testing._bed_network import Network, Route
-from resiliency.testing._bed_points import HostFault, HostPhase, Operation, Orders, Strike
-from resiliency.testing._output import OutputReader
+from resiliency.testing._bed_place import Host
+from resiliency.testing._bed_points import HostFault, HostPhase, Operation, Strike
+from resiliency.testing._bed_words import PATIENCE_S, Words
 from resiliency.testing.processes import Command
 
 __all__ = [
+    "PATIENCE_S",
     "BedJob",
     "Host",
     "HostBed",
@@ -56,10 +55,6 @@ __all__ = [
     "warm_up",
 ]
 
-#: Seconds for whatever is waited for, by default; a busy machine with two cores needs some.
-PATIENCE_S = 90.0
-_LOOK_S = 0.05
-_TAIL_LINES = 80
 #: What every host and rank needs, imported once.
 _PRELOAD = (
     "torch.distributed",
@@ -70,163 +65,6 @@ _PRELOAD = (
     "resiliency.checkpoint.peers.service",
     "pytest",
 )
-
-
-class Host:
-    """One host of a bed: where it keeps what, and who it is."""
-
-    def __init__(self, name: str, index: int, root: Path, domains: Mapping[str, str]) -> None:
-        self.name = name
-        self.address = f"127.0.0.{10 + index}"
-        self.root = root / name
-        #: Where captures live.
-        self.memory = self.root / "memory"
-        #: Where checkpoints and copies of others' live.
-        self.disk = self.root / "disk"
-        self.domains = dict(domains)
-        self.orders = Orders(self._make())
-        self.process: ForkServerProcess | None = None
-        #: Programs with its identity, see `HostBed.command`.
-        self.commands: list[Command] = []
-        self._lifeline: Connection | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process is not None and self.process.is_alive()
-
-    @property
-    def pid(self) -> int:
-        """Of its first process, which leads the group of all others.
-
-        Raises:
-            ConfigError: the host is dead.
-        """
-        if self.process is None or self.process.pid is None:
-            raise ConfigError(f"host {self.name} is dead.", hint="HostBed.revive brings it back.")
-        return self.process.pid
-
-    def environment(self, job: str) -> dict[str, str]:
-        """What makes any program that is started with it a program of this host."""
-        return {
-            JOB_ENV: job,
-            "NODE_NAME": self.name,
-            "RESILIENCY_FAILURE_DOMAINS": ",".join(f"{k}={v}" for k, v in self.domains.items()),
-            "RESILIENCY_PEER_ADDRESS": self.address,
-            "BED_ROOT": str(self.root.parent),
-            "BED_DISK": str(self.disk),
-            "BED_MEMORY": str(self.memory),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def start(self, context: ForkServerContext, setup: HostSetup, output: Connection) -> None:
-        self._lifeline, theirs = context.Pipe()
-        self.process = context.Process(
-            target=serve_host, args=(setup, theirs, output), name=self.name, daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        if not self._lifeline.poll(PATIENCE_S):
-            raise TimeoutError(f"host {self.name} did not start within {PATIENCE_S:g} s")
-        self._lifeline.recv()
-
-    def end(self) -> None:
-        """SIGKILL all of its processes and wait for their end; idempotent."""
-        for command in self.commands:
-            command.close()
-        self.commands.clear()
-        if self.process is None:
-            return
-        end_group(self.pid)
-        self.process.join(PATIENCE_S)
-        self.process.close()
-        self.process = None
-        if self._lifeline is not None:
-            self._lifeline.close()
-
-    def _make(self) -> Path:
-        for path in (self.memory, self.disk):
-            path.mkdir(parents=True)
-        return self.root / "orders"
-
-
-class BedJob:
-    """One start of a job: a process for each rank."""
-
-    def __init__(self, bed: HostBed, ranks: Sequence[ForkServerProcess], since: int) -> None:
-        self._bed = bed
-        self._ranks = list(ranks)
-        self._since = since
-
-    @property
-    def lines(self) -> list[str]:
-        """What ranks and agents of the bed wrote since this start."""
-        return self._bed.lines[self._since :]
-
-    def wait_for_line(self, pattern: str, *, count: int = 1, timeout: float = PATIENCE_S) -> re.Match[str]:
-        """Wait until `count` lines contain `pattern`; return the match in the last of them.
-
-        Raises:
-            TimeoutError: they did not come in time.
-            EOFError: all ranks ended without them.
-        """
-        return self._bed.wait_for_line(
-            pattern, count=count, timeout=timeout, since=self._since, ended=lambda: not self.is_alive
-        )
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether any rank runs."""
-        return any(rank.is_alive() for rank in self._ranks)
-
-    def pid(self, rank: int) -> int:
-        return self._ranks[rank].pid or 0
-
-    def wait(self, timeout: float = PATIENCE_S) -> list[int]:
-        """Exit codes of all ranks, minus the signal for those that were killed.
-
-        Raises:
-            TimeoutError: a rank still runs.
-        """
-        deadline = time.monotonic() + timeout
-        for number, rank in enumerate(self._ranks):
-            rank.join(max(0.0, deadline - time.monotonic()))
-            if rank.is_alive():
-                raise TimeoutError(f"rank {number} still runs after {timeout:g} s.\n{self._bed.tail()}")
-        self._bed.drain()
-        return [rank.exitcode or 0 for rank in self._ranks]
-
-    def end(self) -> None:
-        """SIGKILL the ranks that still run, as a launcher does when one of them failed; idempotent."""
-        for rank in self._ranks:
-            if rank.is_alive():
-                rank.kill()
-        for rank in self._ranks:
-            rank.join(PATIENCE_S)
-
-    def close(self) -> None:
-        self.end()
-        for rank in self._ranks:
-            rank.close()
-
-    @property
-    def losses(self) -> dict[int, str]:
-        """Loss of each step that rank 0 of `resiliency.testing.bed_training` has done in this start."""
-        self._bed.drain()
-        found = (re.fullmatch(r"rank 0 step (\d+) loss (\S+)", line) for line in self.lines)
-        return {int(match[1]): match[2] for match in found if match}
-
-    def restored(self) -> tuple[int, list[str]]:
-        """The step that all ranks of `resiliency.testing.bed_training` began with, and the tier of each.
-
-        Raises:
-            AssertionError: they do not say the same step.
-        """
-        pattern = r"rank (\d+) restored (\d+) (\S+)"
-        self.wait_for_line(pattern, count=len(self._ranks))
-        said = sorted({match.groups() for line in self.lines if (match := re.fullmatch(pattern, line))})
-        assert len({step for _, step, _ in said}) == 1, f"ranks restored different steps: {said}"
-        tiers = {int(rank): tier for rank, _, tier in said}
-        return int(said[0][1]), [tiers[rank] for rank in range(len(self._ranks))]
 
 
 class HostBed:
@@ -256,9 +94,7 @@ class HostBed:
         self._gates = self.root / "gates"
         self._gates.mkdir()
         self.network = Network(self._host_at)
-        self._reader = OutputReader(log)
-        self._output = Connection(os.dup(self._reader.write_fd), readable=False)
-        self._reader.start()
+        self._words = Words(log)
         self._hosts: dict[str, Host] = {}
         self._jobs: list[BedJob] = []
         try:
@@ -282,7 +118,7 @@ class HostBed:
         if name in self._hosts:
             raise ConfigError(f"the bed has a host {name!r}.")
         host = self._hosts[name] = Host(name, len(self._hosts), self.root, self._domains(name))
-        host.start(self._context, self._setup(host), self._output)
+        host.start(self._context, self._setup(host), self._words.output)
         return host
 
     def kill(self, name: str, *, disk: bool = False, memory: bool = True) -> None:
@@ -304,7 +140,7 @@ class HostBed:
         host = self._hosts[name]
         host.end()
         host.orders.withdraw()
-        host.start(self._context, self._setup(host), self._output)
+        host.start(self._context, self._setup(host), self._words.output)
         return host
 
     def stop(self, name: str) -> None:
@@ -395,17 +231,17 @@ class HostBed:
         for node, name in enumerate(names):
             host = self._hosts[name]
             for local in range(ranks_per_host):
-                identity = _identity(node, local, len(names), ranks_per_host)
+                identity = identity_of(node, local, len(names), ranks_per_host)
                 identity |= {"BED_STORE": str(store), **(env or {})}
                 process = self._context.Process(
                     target=serve_rank,
-                    args=(self._setup(host), host.pid, identity, call, self._output),
+                    args=(self._setup(host), host.pid, identity, call, self._words.output),
                     name=f"rank-{identity['RANK']}",
                     daemon=True,
                 )
                 process.start()
                 ranks.append(process)
-        job = BedJob(self, ranks, since)
+        job = BedJob(self._words, ranks, since)
         self._jobs.append(job)
         return job
 
@@ -433,15 +269,15 @@ class HostBed:
     @property
     def lines(self) -> list[str]:
         """All whole lines of all hosts so far."""
-        return self._reader.lines()
+        return self._words.lines
 
     def drain(self) -> None:
         """Take in all that was written until now."""
-        self._reader.drain()
+        self._words.drain()
 
     def tail(self) -> str:
         """The last lines, for messages."""
-        return "\n".join(f"  | {line}" for line in self.lines[-_TAIL_LINES:])
+        return self._words.tail()
 
     def wait_for_line(
         self,
@@ -453,21 +289,7 @@ class HostBed:
         ended: Callable[[], bool] = lambda: False,
     ) -> re.Match[str]:
         """Like `BedJob.wait_for_line`, for lines of agents when no rank runs."""
-        regex, deadline = re.compile(pattern), time.monotonic() + timeout
-        while True:
-            over = ended()  # asked first: what a rank wrote before its end counts
-            if over:
-                self.drain()
-            lines = self.lines
-            found = [match for line in lines[since:] if (match := regex.search(line))]
-            if len(found) >= count:
-                return found[count - 1]
-            what = f"{len(found)} of {count} lines matching {pattern!r}"
-            if over:
-                raise EOFError(f"all ranks ended after {what}:\n{self.tail()}")
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"the hosts wrote only {what} within {timeout:g} s:\n{self.tail()}")
-            self._reader.wait_for_more(len(lines), min(deadline, time.monotonic() + 0.2))
+        return self._words.wait_for_line(pattern, count=count, timeout=timeout, since=since, ended=ended)
 
     def wait_until(self, holds: Callable[[], bool], otherwise: str, *, timeout: float = PATIENCE_S) -> None:
         """Wait for something that shows in files.
@@ -475,12 +297,7 @@ class HostBed:
         Raises:
             TimeoutError: with the text `otherwise`.
         """
-        deadline = time.monotonic() + timeout
-        while not holds():
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"{otherwise} within {timeout:g} s:\n{self.tail()}")
-            # Files of other processes tell nobody that they changed: look.
-            threading.Event().wait(_LOOK_S)
+        self._words.wait_until(holds, otherwise, timeout=timeout)
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -492,8 +309,7 @@ class HostBed:
         for job in self._jobs:
             job.close()
         self._jobs.clear()
-        self._output.close()
-        self._reader.close()
+        self._words.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
     def __enter__(self) -> HostBed:
@@ -532,18 +348,6 @@ def flip_bit(path: Path, *, offset: int | None = None) -> None:
         (value,) = file.read(1)
         file.seek(at)
         file.write(bytes([value ^ 0x10]))
-
-
-def _identity(node: int, local: int, hosts: int, per_host: int) -> dict[str, str]:
-    numbers = {
-        "RANK": node * per_host + local,
-        "LOCAL_RANK": local,
-        "GROUP_RANK": node,
-        "WORLD_SIZE": hosts * per_host,
-        "LOCAL_WORLD_SIZE": per_host,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
-    return {name: str(number) for name, number in numbers.items()}
 
 
 def _empty(directory: Path) -> None:
