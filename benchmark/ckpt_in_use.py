@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.arena import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.catalog import Condition, list_checkpoints, steps_in
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.lease import CLOCK_SKEW, leased_steps
 from resiliency.checkpoint.marker import MarkerState, marker_name, step_directory, try_read_marker
 from resiliency.checkpoint.slots import FileLock

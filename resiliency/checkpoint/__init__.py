@@ -14,13 +14,12 @@ themselves the same commits and checksums.
 from resiliency.checkpoint.arena import (
     CapturedSlot,
     RankArena,
-    clean_up,
-    job_directory,
     open_captured,
 )
 from resiliency.checkpoint.capture import Capture, CaptureOptions, Capturer, CaptureStats, Outcome, WhenFull
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.dcp_storage import DcpStorageReader, DcpStorageWriter
+from resiliency.checkpoint.job_memory import clean_up, job_directory
 from resiliency.checkpoint.leaves import Placement, ShardedView, register_sharded_type
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.restoring import Restored, Source, Tier

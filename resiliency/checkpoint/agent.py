@@ -27,8 +27,8 @@ from pathlib import Path
 from threading import Event
 from types import FrameType
 
-from resiliency.checkpoint.arena import hold_job, remove_when_dead
 from resiliency.checkpoint.intake import Intake
+from resiliency.checkpoint.job_memory import hold_job, remove_when_dead
 from resiliency.checkpoint.jobs import RetireJob, SaveJob
 from resiliency.checkpoint.replication import Replication
 from resiliency.checkpoint.tiers import TierName

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from resiliency.checkpoint.agent_link import AgentLink
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.arena import RankArena, clean_up, job_directory
+from resiliency.checkpoint.arena import RankArena
+from resiliency.checkpoint.job_memory import clean_up, job_directory
 from resiliency.checkpoint.meeting import Meeting, introduce_agents, meet
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.peers.table import PeerTable

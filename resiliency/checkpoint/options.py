@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.capture import CaptureOptions
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.tiers import Interval, TierName
 from resiliency.checkpoint.wire import Settings, check_settings
 from resiliency.errors import ConfigError

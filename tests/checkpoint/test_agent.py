@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.checkpoint.arena import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import (
     Attach,

@@ -25,14 +25,8 @@ from resiliency.checkpoint import (
     materialize,
     open_captured,
 )
-from resiliency.checkpoint.arena import (
-    hold_job,
-    peek,
-    rank_directory,
-    remove_if_dead,
-    remove_when_dead,
-    try_open_slot,
-)
+from resiliency.checkpoint.arena import peek, rank_directory, try_open_slot
+from resiliency.checkpoint.job_memory import hold_job, remove_if_dead, remove_when_dead
 from resiliency.checkpoint.preflight import check_room, is_leaving, rooms
 from resiliency.errors import CheckpointMissing, ConfigError
 from tests.checkpoint.capture_builders import SOON, save

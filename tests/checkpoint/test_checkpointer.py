@@ -17,10 +17,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.dcp_storage import DcpStorageWriter
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.restoring import Restored, Tier
 from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.storage import LocalStorage

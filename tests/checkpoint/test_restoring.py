@@ -13,7 +13,7 @@ import torch
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Shard, plan_restore
 from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.restoring import Restored, Tier
 from resiliency.errors import CheckpointCorrupt, LayoutMismatch, PeerError, ResiliencyError
 from resiliency.runtime import RunInfo

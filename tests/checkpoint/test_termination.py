@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.stop_link import Kind, Peer, Word, connect_ranks
 from resiliency.checkpoint.storage import LocalStorage

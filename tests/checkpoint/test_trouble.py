@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.capture import CaptureOptions, WhenFull
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.saves import SaveHandle, SaveState
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import ConfigError

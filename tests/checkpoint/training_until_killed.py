@@ -22,7 +22,7 @@ import torch
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, SaveState
 from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import DEFAULT_ROOT
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 
 SOON = timedelta(seconds=60)
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from resiliency.checkpoint.arena import hold_job, job_directory
 from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints, quarantine, verify
 from resiliency.checkpoint.commit import open_save
 from resiliency.checkpoint.dcp_format import DcpFormat
+from resiliency.checkpoint.job_memory import hold_job, job_directory
 from resiliency.checkpoint.lease import Lease
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.marker import Marker, MarkerState, put_marker, try_read_marker

@@ -27,11 +27,12 @@ from resiliency.checkpoint import (
     Tier,
 )
 from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import DEFAULT_ROOT, RankArena
+from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.delivery import Delivery
 from resiliency.checkpoint.generations import make_way, retire
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.manifest import Manifest, write_manifest
 from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveRecord, TierOutcomes
 from resiliency.checkpoint.storage import LocalStorage

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Message, Refused, Start, Started, connect_to
 from resiliency.testing.processes import Command, is_alive, wait_for_exit

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.checkpoint.arena import DEFAULT_ROOT
 from resiliency.checkpoint.catalog import Condition, inspect
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins import megatron_ranks

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory in shared memory that a job has on a host: who keeps it, and who may remove it.
+
+Every process of a job holds a shared lock on its ``job.lock`` as long as it lives.  Whoever gets the
+exclusive one knows that the job is dead, and may remove what `resiliency.checkpoint.arena` keeps there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from resiliency.checkpoint.preflight import is_leaving
+from resiliency.checkpoint.slots import FileLock
+from resiliency.errors import ConfigError
+
+DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 (the point of the arena)
+PREFIX = "resiliency-"
+#: How often a wait looks at the locks of other processes.
+LOOK_S = 0.02
+_HOLD_TIMEOUT_S = 30.0
+#: What a process that was killed may take to give its locks back.
+DEATH_TIMEOUT_S = 10.0
+
+
+def job_directory(job: str, root: Path = DEFAULT_ROOT) -> Path:
+    """Where the slots of `job` are; any name becomes a file name."""
+    safe = re.sub(r"[^A-Za-z0-9_.]", "_", job)
+    if safe != job or len(safe) > 80:  # keep different jobs apart
+        safe = f"{safe[:80]}_{zlib.crc32(job.encode()):08x}"
+    return root / f"{PREFIX}{safe}-{os.getuid()}"
+
+
+def hold_job(directory: Path) -> FileLock:
+    """Say that the job lives: while the lock is open, nobody cleans `directory` up.
+
+    Launcher, agent and trainers each hold one; the directory is made if need be.
+    """
+    deadline = time.monotonic() + _HOLD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.stat().st_uid != os.getuid():
+            raise ConfigError(f"{directory} belongs to another user.", path=str(directory))
+        try:
+            lock = FileLock(directory / "job.lock", create=True)
+        except FileNotFoundError:  # cleaned up since mkdir
+            continue
+        # A cleaner holds the exclusive lock for the moment in which it removes the directory.
+        if lock.try_lock(exclusive=False) and lock.is_current():
+            return lock
+        lock.close()
+        threading.Event().wait(LOOK_S)
+    raise ConfigError(
+        f"{directory} has been locked by a clean-up for {_HOLD_TIMEOUT_S:.0f} s.",
+        hint=f"See who holds it: fuser {directory}/job.lock",
+        path=str(directory),
+    )
+
+
+def owner_in(text: bytes) -> int | None:
+    """What owner.lock says: the process that took it last, living or not; None while that is written."""
+    return int(text) if text.isdigit() else None
+
+
+def remove_rank(where: Path) -> None:
+    for path in where.iterdir() if where.is_dir() else ():
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        where.rmdir()
+
+
+def remove_if_dead(directory: Path, *, only_empty: bool = False) -> bool:
+    """Remove a job's directory unless a process of the job lives (holds `job.lock`)."""
+    try:
+        lock = FileLock(directory / "job.lock", create=False)
+    except (FileNotFoundError, PermissionError):
+        with contextlib.suppress(OSError):  # left by a kill right after mkdir, or someone is just starting
+            directory.rmdir()
+        return False
+    try:
+        ranks = list(directory.glob("rank-*"))
+        if not lock.try_lock(exclusive=True) or not lock.is_current() or (only_empty and ranks):
+            return False
+        for where in ranks:
+            remove_rank(where)
+        lock.path.unlink()
+        with contextlib.suppress(OSError):  # a file that is not ours
+            directory.rmdir()
+        return True
+    finally:
+        lock.close()
+
+
+def remove_when_dead(directory: Path) -> bool:
+    """`remove_if_dead`, after trainers that were killed have given their locks back."""
+    deadline = time.monotonic() + DEATH_TIMEOUT_S
+    while not remove_if_dead(directory):
+        if time.monotonic() >= deadline or not directory.exists() or not _owners_leave(directory):
+            return False
+        threading.Event().wait(LOOK_S)
+    return True
+
+
+def _owners_leave(directory: Path) -> bool:
+    for path in directory.glob("rank-*/owner.lock"):
+        with contextlib.suppress(FileNotFoundError):
+            owner = owner_in(path.read_bytes())
+            if owner is None or not is_leaving(owner):
+                return False
+    return True
+
+
+def clean_up(
+    root: Path = DEFAULT_ROOT, *, idle: timedelta = timedelta(minutes=10), keep: Path | None = None
+) -> list[Path]:
+    """Remove what dead jobs of this user left in `root`.
+
+    A job without a launcher or agent of ours has no living process between the death of a rank and
+    its restart: `idle` is how long it may take.
+
+    Returns the directories that were removed.
+    """
+    removed = []
+    for directory in sorted(root.glob(f"{PREFIX}*-{os.getuid()}")):
+        if directory != keep and _idle_s(directory) >= idle.total_seconds() and remove_if_dead(directory):
+            removed.append(directory)
+    return removed
+
+
+def _idle_s(directory: Path) -> float:
+    """Seconds since anything in `directory` changed."""
+    newest = 0.0
+    for path in _walk(directory):
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return time.time() - newest
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    yield directory
+    yield from directory.glob("*")
+    yield from directory.glob("rank-*/*")
