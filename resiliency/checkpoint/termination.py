@@ -33,7 +33,7 @@ The same happens to a rank that has not come to D when the deadline is over.
 
 **At the stop** ranks may still know different things of a save that was begun before.  `collect` has rank 0
 tell all of them what any of them found, so that they go on alike.  It waits for no longer than until one
-of them is gone or the deadline is over, and needs no collective, for which neither holds.
+of them is gone or the deadline is over; a collective promises neither.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ import os
 import queue
 import selectors
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.signal_pipe import SignalPipe
 from resiliency.checkpoint.stop_link import Kind, Word, brief, connect_ranks
+from resiliency.checkpoint.terminated import Terminated, TerminationOptions, end_process
 from resiliency.errors import ConfigError, PeerError
+
+__all__ = ["Terminated", "Termination", "TerminationOptions", "end_process"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,60 +69,6 @@ _LAST_RESORT_S = 2.5
 #: How long rank 0 stays for ranks that are about to finish, too.
 _LINGER_S = 10.0
 _CONNECT = timedelta(seconds=60)
-_FLUSH_S = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class TerminationOptions:
-    """What ends a job before its end, and how long that may take.
-
-    Attributes:
-        deadline: from the signal until the checkpoint must be committed.  Less than what the platform
-            leaves between its signal and SIGKILL, by some seconds: Kubernetes 30 s by default.
-        signals: those that stop the job.  SIGINT, if it is one of them, ends at once the second time.
-        address: of rank 0, as the other hosts reach it; default: MASTER_ADDR or its host's name.
-    """
-
-    deadline: timedelta = timedelta(seconds=25)
-    signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
-    address: str = ""
-
-    def __post_init__(self) -> None:
-        if self.deadline <= timedelta(0):
-            raise ConfigError(f"a termination deadline must be positive, found {self.deadline}.")
-        for number in self.signals:
-            if number in (signal.SIGKILL, signal.SIGSTOP):
-                raise ConfigError(f"{signal.Signals(number).name} cannot be caught.")
-
-
-class Terminated(SystemExit):
-    """Training was stopped from outside; ends the process unless it is caught.
-
-    Attributes:
-        step: that was reached.
-        committed: the checkpoint of that step is committed; then `code` is 0, else 128 + signal.
-        cause: the signal's name, and what went wrong if something did.
-    """
-
-    def __init__(self, code: int, *, step: int, committed: bool, cause: str) -> None:
-        super().__init__(code)
-        self.step = step
-        self.committed = committed
-        self.cause = cause
-
-
-def end_process(code: int) -> None:
-    """End this process from any thread, whatever the others are stuck in."""
-
-    def flush() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-
-    # The stuck thread may hold the stream's lock.
-    flusher = threading.Thread(target=flush, name="resiliency-flush", daemon=True)
-    flusher.start()
-    flusher.join(_FLUSH_S)
-    os._exit(code)
 
 
 class Termination:
