@@ -11,17 +11,16 @@ because abstract names have no permissions.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import struct
 import weakref
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias
 
+from resiliency.checkpoint.message_codec import MessageCodec
 from resiliency.errors import ConfigError, PeerError
 
 PACKET_BYTES = 64 << 10
@@ -224,19 +223,19 @@ Message: TypeAlias = (
     "Attach | Attached | Refused | Peers | Repair | Save | Skip | Done | Copies"
     " | Beat | Bye | Hurry | Start | Started"
 )
-_KINDS: Mapping[str, type[Message]] = {
-    cls.kind: cls
-    for cls in (
+_CODEC: MessageCodec[Message] = MessageCodec(
+    "the checkpoint agent",
+    (
         *(Attach, Attached, Refused, Peers, Repair, Save, Skip, Done, Copies),
         *(Beat, Bye, Hurry, Start, Started),
-    )
-}
+    ),
+    text_chars=TEXT_CHARS,
+)
 
 
 def encode(message: Message) -> bytes:
     """One packet."""
-    body = {name: _short(value) for name, value in asdict(message).items()}
-    return json.dumps({"kind": message.kind, **body}, separators=(",", ":")).encode()
+    return _CODEC.encode(message)
 
 
 def decode(packet: bytes) -> Message:
@@ -245,45 +244,7 @@ def decode(packet: bytes) -> Message:
     Raises:
         PeerError: not a message, or its fields are not exactly those that it must have.
     """
-    try:
-        body = json.loads(packet)
-        cls = _KINDS[body.pop("kind")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PeerError(f"not a message of the checkpoint agent: {packet[:80]!r} ({error!r}).") from None
-    return _read(cls, body)
-
-
-_Record = TypeVar("_Record")
-_TUPLES: Mapping[str, type] = {"tuple[int, ...]": int, "tuple[str, ...]": str}
-
-
-def _read(cls: type[_Record], body: object) -> _Record:
-    assert is_dataclass(cls)
-    names = {field.name: str(field.type) for field in fields(cls)}
-    if not isinstance(body, dict) or body.keys() != names.keys():
-        found = sorted(body) if isinstance(body, dict) else body
-        raise PeerError(f"{cls.__name__} must have the fields {sorted(names)}, found {found}.")
-    read: object = cls(**{name: _value(f"{cls.__name__}.{name}", names[name], body[name]) for name in names})
-    assert isinstance(read, cls)
-    return read
-
-
-def _value(where: str, wanted: str, value: object) -> object:
-    if wanted == "Settings":
-        return _read(Settings, value)
-    if wanted in _TUPLES:
-        if isinstance(value, list) and all(type(item) is _TUPLES[wanted] for item in value):
-            return tuple(value)
-    elif wanted == "float":
-        if type(value) in (int, float):
-            return value
-    elif type(value).__name__ == wanted:
-        return value
-    raise PeerError(f"{where} must be {wanted}, found {value!r}.")
-
-
-def _short(value: object) -> object:
-    return value[:TEXT_CHARS] if isinstance(value, str) else value
+    return _CODEC.decode(packet)
 
 
 class Channel:

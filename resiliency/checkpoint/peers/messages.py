@@ -12,13 +12,11 @@ indexes, chunks) are not part of it: they follow it in the frame.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, TypeAlias
 
-from resiliency.errors import PeerError
+from resiliency.checkpoint.message_codec import MessageCodec
 
 #: Raised with every change that an older release would not understand.
 PROTOCOL_VERSION = 1
@@ -170,13 +168,13 @@ Message: TypeAlias = (
     "Hello | Challenge | Proof | Welcome | Refused | Offer | Held | Wanted | Chunk | End | Verified"
     " | Join | Sealed | Complete | Beat"
 )
-_KINDS: Mapping[str, type[Message]] = {
-    cls.kind: cls
-    for cls in (
+_CODEC: MessageCodec[Message] = MessageCodec(
+    "a peer",
+    (
         Hello, Challenge, Proof, Welcome, Refused, Offer, Held, Wanted, Chunk, End, Verified,
         Join, Sealed, Complete, Beat,
-    )
-}  # fmt: skip
+    ),
+)  # fmt: skip
 
 
 def refused(why: Refusal, text: object, *, file: int = -1, chunk: int = -1) -> Refused:
@@ -184,7 +182,7 @@ def refused(why: Refusal, text: object, *, file: int = -1, chunk: int = -1) -> R
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps({"kind": message.kind, **asdict(message)}, separators=(",", ":")).encode()
+    return _CODEC.encode(message)
 
 
 def decode(data: bytes) -> Message:
@@ -193,29 +191,4 @@ def decode(data: bytes) -> Message:
     Raises:
         PeerError: not a message, or its fields are not exactly those that it must have.
     """
-    try:
-        body = json.loads(data)
-        cls = _KINDS[body.pop("kind")]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PeerError(f"not a message of a peer: {data[:80]!r} ({type(error).__name__}).") from None
-    wanted = {field.name: str(field.type) for field in fields(cls)}
-    if body.keys() != wanted.keys():
-        raise PeerError(f"{cls.__name__} must have the fields {sorted(wanted)}, found {sorted(body)}.")
-    values = {name: _value(f"{cls.__name__}.{name}", wanted[name], body[name]) for name in wanted}
-    return cls(**values)  # type: ignore[arg-type]
-
-
-def _value(where: str, wanted: str, value: object) -> object:
-    if wanted == "tuple[int, ...]":
-        if isinstance(value, list) and all(type(item) is int for item in value):
-            return tuple(value)
-    elif wanted == "tuple[tuple[int, int, int], ...]":
-        if isinstance(value, list) and all(_is_triple(item) for item in value):
-            return tuple(tuple(item) for item in value)
-    elif type(value).__name__ == wanted:
-        return value
-    raise PeerError(f"{where} must be {wanted}, found {str(value)[:80]!r}.")
-
-
-def _is_triple(item: object) -> bool:
-    return isinstance(item, list) and len(item) == 3 and all(type(number) is int for number in item)
+    return _CODEC.decode(data)
