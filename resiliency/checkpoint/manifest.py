@@ -179,14 +179,35 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
         CheckpointIncomplete: there is none: the checkpoint was never committed.
         CheckpointCorrupt: it is not what was written.
     """
-    name = f"{directory}/{MANIFEST}"
-    path = storage.describe(name)
+    return parse_manifest(read_manifest_bytes(storage, directory), manifest_path(storage, directory))
+
+
+def read_manifest_bytes(storage: Storage, directory: str) -> bytes:
+    """The file that is the manifest of a checkpoint, as it is.
+
+    Raises:
+        CheckpointIncomplete: there is none: the checkpoint was never committed.
+    """
     try:
-        content = read_file(storage, name)
+        return read_file(storage, f"{directory}/{MANIFEST}")
     except CheckpointMissing as error:
+        path = manifest_path(storage, directory)
         raise CheckpointIncomplete(
             f"there is no {path}: the checkpoint was never committed.", path=path
         ) from error
+
+
+def manifest_path(storage: Storage, directory: str) -> str:
+    """Where it is, for messages."""
+    return storage.describe(f"{directory}/{MANIFEST}")
+
+
+def parse_manifest(content: bytes, path: str) -> Manifest:
+    """A manifest from the bytes of its file; `path` is for messages.
+
+    Raises:
+        CheckpointCorrupt: it does not match its own digest.
+    """
     record, _ = _unsealed(content, path)
     with _parsing(path):
         return Manifest(
@@ -240,7 +261,7 @@ def _unsealed(content: bytes, path: str) -> tuple[dict[str, Any], str]:
 def _parsing(path: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(
             f"{path} is not a file of this format: {type(error).__name__}: {error}.",
             hint="It was cut, changed, or written by another program; restore another checkpoint.",

@@ -413,6 +413,17 @@ def test_manifest_and_indexes_must_fit_each_other(original: LocalStorage) -> Non
         Blueprint.of(b"[" * 100_000, good.index_bytes, step=1)
 
 
+def test_a_file_that_does_not_parse_is_named_where_it_is(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    commit_step(storage, 1)
+    for name in (index_name("step=1", 0), f"step=1/{MANIFEST}"):
+        path = tmp_path / name
+        path.write_bytes(b"[" * 100_000)
+        with pytest.raises(CheckpointCorrupt) as corrupt:
+            Blueprint.read(storage, 1)
+        assert str(corrupt.value).startswith(f"{path} is not a file of this format")
+
+
 def test_an_unfinished_or_missing_step_has_no_blueprint(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     commit_step(storage, 1)

@@ -8,11 +8,9 @@ digest in the manifest, and every name must be one that a checkpoint may have.
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 from resiliency.checkpoint.checksums import digest_function
 from resiliency.checkpoint.manifest import (
@@ -20,8 +18,10 @@ from resiliency.checkpoint.manifest import (
     Manifest,
     RankIndex,
     index_name,
-    read_index,
-    read_manifest,
+    manifest_path,
+    parse_index,
+    parse_manifest,
+    read_manifest_bytes,
 )
 from resiliency.checkpoint.marker import marker_name, step_directory
 from resiliency.checkpoint.shard_file import FileRecord
@@ -60,31 +60,35 @@ class Blueprint:
 
         Raises:
             CheckpointCorrupt: something does not match its digest, or cannot be part of a checkpoint.
-            CheckpointIncomplete: the index of a rank is missing.
             ConfigError: written by a newer release, or with checksums that cannot be computed here.
         """
         try:
-            return cls._of(manifest_bytes, index_bytes, step)
+            manifest = parse_manifest(manifest_bytes, _received(MANIFEST))
+            return cls._of(manifest, manifest_bytes, index_bytes, step, describe=_received)
         except RecursionError:
             raise CheckpointCorrupt("the manifest or an index is nested too deeply.") from None
 
     @classmethod
-    def _of(cls, manifest_bytes: bytes, index_bytes: Mapping[int, bytes], step: int) -> Blueprint:
-        directory = step_directory(step)
-        names = {index_name(directory, rank): content for rank, content in index_bytes.items()}
-        # The two functions below read files; of the whole storage they need no more than this.
-        letters = cast(Storage, _Letters({**names, f"{directory}/{MANIFEST}": manifest_bytes}))
-        manifest = read_manifest(letters, directory)
+    def _of(
+        cls,
+        manifest: Manifest,
+        manifest_bytes: bytes,
+        index_bytes: Mapping[int, bytes],
+        step: int,
+        *,
+        describe: Callable[[str], str],
+    ) -> Blueprint:
         _require(manifest.step == step, f"the manifest is of step {manifest.step}, expected {step}")
         _require(
             manifest.ranks.keys() == index_bytes.keys(), "the indexes are not those of the manifest's ranks"
         )
-        indexes = [
-            read_index(letters, directory, rank, manifest.ranks[rank])[0] for rank in sorted(manifest.ranks)
-        ]
-        for rank, index in zip(sorted(manifest.ranks), indexes, strict=True):
+        indexes = []
+        for rank, digest in sorted(manifest.ranks.items()):
+            path = describe(index_name(step_directory(step), rank))
+            index, _ = parse_index(index_bytes[rank], path, digest)
             same = (index.rank, index.step, index.save_id) == (rank, step, manifest.save_id)
             _require(same, f"the index of rank {rank} belongs to another save")
+            indexes.append(index)
         files = _files(manifest, indexes)
         ranks = [NO_RANK] * len(manifest.files) + [index.rank for index in indexes for _ in index.files]
         return cls(step, manifest.save_id, manifest_bytes, dict(index_bytes), files, tuple(ranks))
@@ -101,15 +105,15 @@ class Blueprint:
         path = storage.describe(directory)
         if storage.exists(marker_name(step)):
             raise CheckpointIncomplete(f"{path} is marked as unfinished.", path=path, step=step)
-        manifest = read_manifest(storage, directory)
+        manifest_bytes = read_manifest_bytes(storage, directory)
+        manifest = parse_manifest(manifest_bytes, manifest_path(storage, directory))
         try:
-            manifest_bytes = read_file(storage, f"{directory}/{MANIFEST}")
             indexes = {rank: read_file(storage, index_name(directory, rank)) for rank in manifest.ranks}
         except CheckpointMissing as error:
             raise CheckpointIncomplete(
                 f"{path} lacks a file: {error.message}", path=path, step=step
             ) from error
-        return cls.of(manifest_bytes, indexes, step=step)
+        return cls._of(manifest, manifest_bytes, indexes, step, describe=storage.describe)
 
     @property
     def size_bytes(self) -> int:
@@ -178,30 +182,5 @@ def _require(condition: bool, otherwise: str) -> None:
         raise CheckpointCorrupt(f"this is no checkpoint that can be copied: {otherwise}.")
 
 
-class _Letters:
-    """Files that came by mail: bytes in memory, to be read once."""
-
-    def __init__(self, contents: Mapping[str, bytes]) -> None:
-        self._contents = contents
-
-    def describe(self, name: str = "") -> str:
-        return f"the received {name.rpartition('/')[2]}"
-
-    def open(self, name: str) -> _Letter:
-        try:
-            return _Letter(self._contents[name])
-        except KeyError:
-            raise CheckpointMissing(f"there is no {self.describe(name)}.") from None
-
-
-class _Letter:
-    def __init__(self, content: bytes) -> None:
-        self._file = io.BytesIO(content)
-        self.size_bytes = len(content)
-
-    def read_into(self, offset: int, target: memoryview) -> int:
-        self._file.seek(offset)
-        return self._file.readinto(target)
-
-    def close(self) -> None:
-        self._file.close()
+def _received(name: str) -> str:
+    return f"the received {name.rpartition('/')[2]}"
