@@ -2,7 +2,7 @@
 """A trainer's side of the checkpoint agent: start it, keep in touch, notice when it dies.
 
 One thread does all of it, so that training never waits for the agent.  Requests made while there is
-no agent wait for the next one; those that an agent had taken with it are reported lost.
+no agent wait for the next one (`Outbox`); saves that an agent had taken with it are reported lost.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
 
+from resiliency.checkpoint.outbox import Outbox, Part
 from resiliency.checkpoint.wire import (
     Attach,
     Attached,
@@ -52,9 +51,6 @@ BEAT_S = 0.5
 _LOOK_S = 0.05
 _BACKOFF_S = (0.0, 0.2, 1.0, 5.0)
 _AT_ONCE = timedelta(0)
-_Request: TypeAlias = "Attach | Peers | Repair | Save | Skip | Hurry | Bye"
-#: A save of one step in one tier.
-Part: TypeAlias = "tuple[int, str]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +75,8 @@ class AgentLink:
         starts: this rank starts the agent where there is none; one per host.
         on_done: called in the link's thread with the outcome of each save in each tier.
         on_lost: called in the link's thread when an agent is gone or cannot be had, with the reason and
-            the steps and tiers whose requests are lost with it; returns those that are given up.
+            the steps and tiers whose requests are lost with it; returns what the next agent is asked to
+            save instead, and gives up the others.
         on_copies: called in the link's thread with what became of steps after their commit.
     """
 
@@ -90,7 +87,7 @@ class AgentLink:
         *,
         starts: bool,
         on_done: Callable[[Done], None],
-        on_lost: Callable[[str, frozenset[Part]], frozenset[Part]],
+        on_lost: Callable[[str, frozenset[Part]], Sequence[Save]],
         on_copies: Callable[[Copies], None],
         options: LinkOptions | None = None,
     ) -> None:
@@ -101,14 +98,8 @@ class AgentLink:
         self._on_lost = on_lost
         self._on_copies = on_copies
         self._options = options or LinkOptions()
-        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._outbox = Outbox(attach.rank, is_alone=attach.world_size == 1)
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        #: What the agent was told of and has not reported yet.
-        self._passed: set[Part] = set()
-        #: Those of it that it was told of again, after a try without a capture.
-        self._tried_again: set[Part] = set()
-        #: Said once, it holds for every agent to come.
-        self._in_hurry = False
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._attached = threading.Event()
@@ -129,13 +120,13 @@ class AgentLink:
 
     def request(self, message: Peers | Repair | Save | Skip | Hurry) -> None:
         """Pass a message to the agent, this one or the next; never blocks."""
-        self._requests.put(message)
+        self._outbox.put(message)
         self._wake()
 
     def introduce_again(self, attach: Attach) -> None:
         """What this rank says of itself changed; requests that follow are meant so."""
         self._attach = attach
-        self._requests.put(attach)
+        self._outbox.put(attach)
         self._wake()
 
     def close(self, *, goodbye: bool, timeout: timedelta = timedelta(seconds=15)) -> None:
@@ -150,7 +141,7 @@ class AgentLink:
             return
         deadline = time.monotonic() + timeout.total_seconds()
         if goodbye:
-            self._requests.put(Bye())
+            self._outbox.put(Bye())
         else:
             self._given_up.set()
         self._closing.set()
@@ -181,7 +172,7 @@ class AgentLink:
                 channel = self._connect()
             except PeerError as error:
                 failures += 1
-                self._take_requests()
+                self._outbox.give_up_waiting()
                 self._lost(str(error))
             else:
                 if channel is None:
@@ -203,13 +194,7 @@ class AgentLink:
     def _lost(self, why: str) -> None:
         self.losses += 1
         logger.error("%s", why)
-        lost, self._passed, self._tried_again = frozenset(self._passed), set(), set()
-        given_up = self._on_lost(why, lost)
-        if len(self._attach.local_ranks) < self._attach.world_size:
-            # The next agent gives these saves up, so that other hosts need not wait for this one's part.
-            for step in sorted({step for step, _ in given_up}):
-                tiers = tuple(sorted(tier for other, tier in given_up if other == step))
-                self._requests.put(Skip(step=step, tiers=tiers, reason=f"rank {self._attach.rank}: {why}"))
+        self._outbox.start_over(self._on_lost(why, self._outbox.unreported), why)
 
     def _connect(self) -> Channel | None:
         """Attached to an agent, started if need be; None when closing.
@@ -317,7 +302,7 @@ class AgentLink:
 
     def _converse(self, channel: Channel) -> None:
         heard = beaten = time.monotonic()
-        if self._in_hurry:
+        if self._outbox.in_hurry:
             channel.send(Hurry())
         while True:
             self._pass_on(channel)
@@ -332,7 +317,7 @@ class AgentLink:
                 heard = now
                 if isinstance(message, Done):
                     if message.session == self._attach.session:
-                        self._forget(message)
+                        self._outbox.reported(message)
                         self._on_done(message)
                 elif isinstance(message, Copies):
                     if message.session == self._attach.session:
@@ -347,28 +332,9 @@ class AgentLink:
                 channel.send(Beat())
 
     def _pass_on(self, channel: Channel) -> None:
-        for message in self._take_requests():
-            channel.send(message)
-
-    def _forget(self, done: Done) -> None:
-        part = done.step, done.tier
-        if self._attach.rank not in done.skipped_by or part not in self._tried_again:
-            self._passed.discard(part)
-        self._tried_again.discard(part)  # with the first report it was of the first try
-
-    def _take_requests(self) -> list[_Request]:
-        taken: list[_Request] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                taken.append(self._requests.get_nowait())
-        for message in taken:
-            if isinstance(message, Save | Skip):
-                parts = {(message.step, tier) for tier in message.tiers}
-                self._tried_again |= parts & self._passed
-                self._passed |= parts
-            elif isinstance(message, Hurry):
-                self._in_hurry = True
-        return taken
+        while (request := self._outbox.first()) is not None:
+            channel.send(request)  # one that did not get there is for the next agent
+            self._outbox.passed_on()
 
     def _kill(self, channel: Channel) -> None:
         """End a hung agent.  It is the one at the other end of the socket: its id is not reused yet."""

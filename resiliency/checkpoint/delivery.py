@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.agent_link import AgentLink, LinkOptions, Part
+from resiliency.checkpoint.agent_link import AgentLink, LinkOptions
 from resiliency.checkpoint.capture import Capture, Outcome
+from resiliency.checkpoint.outbox import Part
 from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveState, TierOutcomes
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.wire import Attach, Copies, Done, Save, Skip
@@ -165,32 +166,32 @@ class Delivery:
                 commit_s=done.commit_s,
             )
 
-    def _lost(self, why: str, parts: frozenset[Part]) -> frozenset[Part]:
-        """In the link's thread: an agent is gone, with the saves that it held; returns those given up.
+    def _lost(self, why: str, parts: frozenset[Part]) -> list[Save]:
+        """In the link's thread: an agent is gone, with the saves that it held; returns what to ask the next.
 
         To the local tier this host saves alone, so its next agent can still do it.  For the persistent one
         other hosts wait.
         """
-        again = set()
+        saves = []
         for step, tier in sorted(parts):
-            if tier == TierName.LOCAL.value and self._try_again(step):
-                again.add((step, tier))
-            else:
+            save = self._another_try(step) if tier == TierName.LOCAL.value else None
+            if save is None:
                 self._finish(step, tier, why)
-        return parts - again
+            else:
+                saves.append(save)
+        return saves
 
-    def _try_again(self, step: int) -> bool:
-        """Ask the next agent for the local part of a save, once."""
+    def _another_try(self, step: int) -> Save | None:
+        """The next agent may save the local part of a step, once."""
         part = step, TierName.LOCAL.value
         with self._lock:
             saving = self._under_way.get(part)
             if saving is None or saving.capture.outcome is not Outcome.CAPTURED or part in self._asked_again:
-                return False
+                return None
             self._asked_again = {other for other in self._asked_again if other in self._under_way} | {part}
         logger.info("the next agent is asked to save step %d to the local tier", step)
         slot = saving.capture.slot_path.name
-        self.link.request(Save(step=step, slot=slot, tiers=(TierName.LOCAL.value,), patient=True, again=True))
-        return True
+        return Save(step=step, slot=slot, tiers=(TierName.LOCAL.value,), patient=True, again=True)
 
     def _copied(self, copies: Copies) -> None:
         """In the link's thread: what became of a step in the local tier after its commit."""

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank asks of its agents, in the order in which it asked, whichever agent is there to hear it.
+
+A request waits here until an agent has it in hand.  Saves are remembered until the agent reports
+them; when it dies first, what follows from that for its successor goes ahead of all that still
+waits, for that was asked later.  So every agent hears of the steps of a tier in growing order, which is
+what it goes by when it says that a rank has none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from resiliency.checkpoint.wire import Attach, Bye, Done, Hurry, Peers, Repair, Save, Skip
+
+Request: TypeAlias = "Attach | Peers | Repair | Save | Skip | Hurry | Bye"
+#: A save of one step in one tier.
+Part: TypeAlias = "tuple[int, str]"
+
+#: Saves that were given up, of which the next agent is told.  Those before them are over
+#: for the others, too: they wait for the newer ones.
+_MOST_GIVEN_UP = 64
+
+
+class Outbox:
+    """The requests of one rank.  Any thread puts; all else is for the thread that talks to the agents.
+
+    Args:
+        rank: who asks, for errors.
+        is_alone: there is no other rank that could wait for this one.
+    """
+
+    def __init__(self, rank: int, *, is_alone: bool) -> None:
+        self._rank = rank
+        self._is_alone = is_alone
+        # One thread takes from the left and puts back there, the others append: deques bear that.
+        self._waiting: deque[Request] = deque()
+        #: What an agent was told of and has not reported yet, by the newest request for it.
+        self._told: dict[Part, Save | Skip] = {}
+        #: Those of it that it was told of again, after a try without a capture.
+        self._tried_again: set[Part] = set()
+        #: Said once, it holds for every agent to come.
+        self.in_hurry = False
+
+    def put(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def first(self) -> Request | None:
+        """What the agent is to hear next; it stays until `passed_on`."""
+        return self._waiting[0] if self._waiting else None
+
+    def passed_on(self) -> None:
+        """An agent has the first request in hand."""
+        self._note(self._waiting.popleft())
+
+    def reported(self, done: Done) -> None:
+        """An agent said how a save ended in a tier."""
+        part = done.step, done.tier
+        if self._rank not in done.skipped_by or part not in self._tried_again:
+            self._told.pop(part, None)
+        self._tried_again.discard(part)  # with the first report it was of the first try
+
+    def give_up_waiting(self) -> None:
+        """There is no agent to be had: the saves that wait for one are as lost as if one had taken them."""
+        kept: list[Request] = []
+        while self._waiting:
+            request = self._waiting.popleft()
+            if isinstance(request, Save | Skip):
+                self._note(request)
+            else:
+                kept.append(request)
+        self._waiting.extendleft(reversed(kept))
+
+    @property
+    def unreported(self) -> frozenset[Part]:
+        """What is lost if the agent is."""
+        return frozenset(self._told)
+
+    def start_over(self, again: Sequence[Save], why: str) -> None:
+        """The agent is lost: the next one hears first what this one leaves undone.
+
+        Args:
+            again: what it shall save instead.  All other parts that are unreported are given up, which it
+                is told, so that other ranks and hosts need not wait for this one's part of them.
+            why: the agent was lost.
+        """
+        saved_again = {(save.step, tier) for save in again for tier in save.tiers}
+        given_up = [part for part in sorted(self._told) if part not in saved_again][-_MOST_GIVEN_UP:]
+        skips = [] if self._is_alone else [self._skip(part, why) for part in given_up]
+        self._told, self._tried_again = {}, set()
+        undone: list[Save | Skip] = [*again, *skips]
+        undone.sort(key=lambda request: request.step)
+        self._waiting.extendleft(reversed(undone))
+
+    def _skip(self, part: Part, why: str) -> Skip:
+        step, tier = part
+        told = self._told[part]
+        reason = told.reason if isinstance(told, Skip) else f"rank {self._rank}: {why}"
+        return Skip(step=step, tiers=(tier,), reason=reason)
+
+    def _note(self, request: Request) -> None:
+        if isinstance(request, Save | Skip):
+            parts = {(request.step, tier) for tier in request.tiers}
+            self._tried_again |= parts & self._told.keys()
+            self._told.update(dict.fromkeys(parts, request))
+        elif isinstance(request, Hurry):
+            self.in_hurry = True

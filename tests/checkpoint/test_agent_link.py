@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What agents hear of one rank when they come and go: sockets as in a job, and agents that die on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+
+from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.arena import RankArena
+from resiliency.checkpoint.capture import Capturer
+from resiliency.checkpoint.delivery import Delivery
+from resiliency.checkpoint.saves import SaveHandle
+from resiliency.checkpoint.wire import (
+    Attach,
+    Attached,
+    Beat,
+    Channel,
+    Message,
+    Save,
+    Settings,
+    Skip,
+    listen,
+)
+
+SOON = timedelta(seconds=60)
+BOTH = ("local", "persistent")
+#: The agents of these tests say nothing on their own.
+PATIENT = LinkOptions(silence=timedelta(minutes=10))
+
+
+class StandIn:
+    """The agent of an arena, of which a rank sees no more than its socket."""
+
+    def __init__(self, arena: Path) -> None:
+        self._listener = listen(arena)
+        self._listener.settimeout(SOON.total_seconds())
+        self.channel: Channel | None = None
+
+    def attach(self) -> Attach:
+        """Take the rank that comes next."""
+        self.channel = Channel(self._listener.accept()[0])
+        (attach,) = self.hear(1)
+        assert isinstance(attach, Attach)
+        self.channel.send(Attached())
+        return attach
+
+    def hear(self, count: int) -> list[Message]:
+        """The next requests."""
+        assert self.channel is not None
+        heard: list[Message] = []
+        while len(heard) < count:
+            message = self.channel.receive(SOON)
+            assert message is not None, heard
+            if not isinstance(message, Beat):
+                heard.append(message)
+        return heard
+
+    def die(self) -> None:
+        self._listener.close()
+        if self.channel is not None:
+            self.channel.close()
+
+
+@pytest.fixture
+def agent_of() -> Iterator[Callable[[Path], StandIn]]:
+    """Agents that are gone at the end of the test."""
+    with ExitStack() as stack:
+
+        def agent(arena: Path) -> StandIn:
+            made = StandIn(arena)
+            stack.callback(made.die)
+            return made
+
+        yield agent
+
+
+def second_rank(root: Path) -> Attach:
+    """Of two on one host: it starts no agent."""
+    settings = Settings(
+        directory=str(root / "persistent"),
+        keep=3,
+        replicated=False,
+        bytes_per_s=0,
+        save_timeout_s=60.0,
+        local_directory=str(root / "local"),
+    )
+    return Attach(
+        rank=1, world_size=2, local_ranks=(0, 1), run_id="run", session="s", host="h", settings=settings
+    )
+
+
+def test_a_save_made_while_the_loss_of_an_agent_is_seen_to_comes_after_those_that_it_held(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    arena = RankArena(tmp_path / "arena", rank=1, world_size=2, slots=3, run_id="s")
+    capturer = Capturer(arena)
+    loses, goes_on = Event(), Event()
+
+    def emit(*_: object, **__: object) -> None:
+        """In the link's thread: a part of a save is given up."""
+        loses.set()
+        assert goes_on.wait(SOON.total_seconds())
+
+    first = agent_of(tmp_path / "arena")
+    delivery = Delivery(tmp_path / "arena", second_rank(tmp_path), emit=emit, options=PATIENT)
+
+    def save(step: int) -> None:
+        capture = capturer.begin({"weights": torch.full((1000,), float(step))}, step, wait=SOON)
+        assert capture is not None
+        capturer.fence()
+        delivery.send(SaveHandle(step, BOTH), capture, patient=False)
+
+    try:
+        first.attach()
+        for step in (1, 2):
+            save(step)
+        assert [request.step for request in first.hear(2) if isinstance(request, Save)] == [1, 2]
+        first.die()
+        assert loses.wait(SOON.total_seconds())
+        second = agent_of(tmp_path / "arena")
+        save(3)
+        delivery.end_captures(SOON)  # now the link has them all
+        goes_on.set()
+        second.attach()
+        heard = [request for request in second.hear(5) if isinstance(request, Save | Skip)]
+    finally:
+        goes_on.set()
+        capturer.close()
+        delivery.end_captures(SOON)
+        delivery.link.close(goodbye=False)
+        arena.close(remove=True)
+    by_tier = {tier: [(type(r), r.step) for r in heard if tier in r.tiers] for tier in BOTH}
+    assert by_tier["local"] == [(Save, 1), (Save, 2), (Save, 3)]
+    assert by_tier["persistent"] == [(Skip, 1), (Skip, 2), (Save, 3)]
+    assert [r.again for r in heard if isinstance(r, Save)] == [True, True, False]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every agent hears of a rank's steps in the order in which they were made, however many die."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resiliency.checkpoint.outbox import Outbox, Part, Request
+from resiliency.checkpoint.wire import Bye, Done, Hurry, Peers, Save, Skip
+
+BOTH = ("local", "persistent")
+
+
+def a_save(step: int, tiers: tuple[str, ...] = BOTH, *, again: bool = False) -> Save:
+    return Save(step=step, slot=f"slot-{step}", tiers=tiers, patient=again, again=again)
+
+
+def a_skip(step: int, tiers: tuple[str, ...] = BOTH, why: str = "no slot") -> Skip:
+    return Skip(step=step, tiers=tiers, reason=why)
+
+
+def reported(step: int, tier: str, *, skipped_by: tuple[int, ...] = (), error: str = "") -> Done:
+    return Done(
+        step=step, session="s", tier=tier, error=error, skipped_by=skipped_by, size_bytes=0, queued_s=0.0,
+        commit_s=0.0,
+    )  # fmt: skip
+
+
+def pass_all_on(outbox: Outbox) -> list[Request]:
+    """An agent hears all that waits."""
+    heard = []
+    while (request := outbox.first()) is not None:
+        heard.append(request)
+        outbox.passed_on()
+    return heard
+
+
+def local_parts(parts: frozenset[Part]) -> list[Save]:
+    return [a_save(step, ("local",), again=True) for step, tier in sorted(parts) if tier == "local"]
+
+
+def test_what_an_agent_left_undone_goes_ahead_of_what_waits_for_the_next() -> None:
+    outbox = Outbox(3, is_alone=False)
+    for request in (Peers(path="/table"), a_save(1), a_save(2)):
+        outbox.put(request)
+    assert pass_all_on(outbox) == [Peers(path="/table"), a_save(1), a_save(2)]
+    outbox.reported(reported(1, "persistent"))
+    lost = outbox.unreported
+    outbox.put(a_save(3))  # while the loss is being seen to
+    outbox.start_over(local_parts(lost), "it died.")
+    outbox.put(a_save(4))
+    assert pass_all_on(outbox) == [
+        a_save(1, ("local",), again=True),
+        a_save(2, ("local",), again=True),
+        a_skip(2, ("persistent",), "rank 3: it died."),
+        a_save(3),
+        a_save(4),
+    ]
+
+
+def test_what_no_agent_has_in_hand_is_not_lost_with_it() -> None:
+    outbox = Outbox(0, is_alone=False)
+    for request in (a_save(1), a_save(2), Hurry(), Bye()):
+        outbox.put(request)
+    outbox.passed_on()
+    assert outbox.unreported == {(1, "local"), (1, "persistent")}
+    outbox.start_over([], "it died.")
+    assert not outbox.in_hurry
+    assert pass_all_on(outbox)[2:] == [a_save(2), Hurry(), Bye()]
+    assert outbox.in_hurry
+
+
+def test_where_no_agent_can_be_had_the_saves_are_lost_and_the_rest_waits_on() -> None:
+    outbox = Outbox(0, is_alone=False)
+    for request in (Peers(path="/table"), a_save(1), a_skip(2), Bye()):
+        outbox.put(request)
+    outbox.give_up_waiting()
+    assert outbox.unreported == {(step, tier) for step in (1, 2) for tier in BOTH}
+    outbox.start_over([], "none answered.")
+    heard = pass_all_on(outbox)
+    assert heard[-2:] == [Peers(path="/table"), Bye()]
+    # A rank that had nothing to save still says why.
+    assert [(skip.step, skip.reason) for skip in heard[:4] if isinstance(skip, Skip)] == [
+        *[(1, "rank 0: none answered.")] * 2,
+        *[(2, "no slot")] * 2,
+    ]
+
+
+def test_nobody_waits_for_a_rank_that_is_alone() -> None:
+    outbox = Outbox(0, is_alone=True)
+    outbox.put(a_save(1))
+    pass_all_on(outbox)
+    outbox.start_over(local_parts(outbox.unreported), "it died.")
+    assert pass_all_on(outbox) == [a_save(1, ("local",), again=True)]
+
+
+def test_the_report_of_a_first_try_says_nothing_of_the_second() -> None:
+    outbox = Outbox(1, is_alone=False)
+    for request in (a_skip(1, ("local",)), a_save(1, ("local",))):
+        outbox.put(request)
+    pass_all_on(outbox)
+    outbox.reported(reported(1, "local", skipped_by=(1,), error="rank 1: no slot"))
+    assert outbox.unreported == {(1, "local")}
+    outbox.reported(reported(1, "local"))
+    assert outbox.unreported == frozenset()
+
+
+def test_of_what_was_given_up_over_a_long_time_without_agents_the_newest_is_told() -> None:
+    outbox = Outbox(0, is_alone=False)
+    for step in range(1, 1001):
+        outbox.put(a_save(step, ("persistent",)))
+        outbox.give_up_waiting()
+        outbox.start_over([], "none answered.")
+    steps = [request.step for request in pass_all_on(outbox) if isinstance(request, Skip)]
+    assert steps == list(range(1001 - len(steps), 1001))
+    assert len(steps) < 100
+
+
+OPERATIONS = st.lists(
+    st.sampled_from(["save", "save-local", "skip", "pass", "pass", "report", "die", "none"]), max_size=40
+)
+
+
+@given(OPERATIONS)
+def test_every_agent_hears_the_steps_of_a_tier_in_order_and_the_last_one_of_all_that_is_open(
+    operations: Sequence[str],
+) -> None:
+    outbox = Outbox(0, is_alone=False)
+    heard: list[Request] = []
+    asked: list[Part] = []
+    closed: set[Part] = set()
+
+    def succeed() -> None:
+        assert_in_order(heard)
+        heard.clear()
+
+    for step, operation in enumerate(operations):
+        tiers = ("local",) if operation == "save-local" else BOTH
+        if operation in ("save", "save-local", "skip"):
+            outbox.put(a_skip(step, tiers) if operation == "skip" else a_save(step, tiers))
+            asked += [(step, tier) for tier in tiers]
+        elif operation == "pass" and (request := outbox.first()) is not None:
+            heard.append(request)
+            outbox.passed_on()
+        elif operation == "report" and outbox.unreported:
+            part = min(outbox.unreported)
+            outbox.reported(reported(*part))
+            closed.add(part)
+        elif operation in ("die", "none"):
+            if operation == "none":
+                outbox.give_up_waiting()
+            outbox.start_over(local_parts(outbox.unreported), "it died.")
+            succeed()
+    heard += pass_all_on(outbox)
+    assert_in_order(heard)
+    known = {(r.step, tier) for r in heard if isinstance(r, Save | Skip) for tier in r.tiers}
+    assert set(asked) <= known | closed
+
+
+def assert_in_order(heard: Sequence[Request]) -> None:
+    for tier in BOTH:
+        steps = [r.step for r in heard if isinstance(r, Save | Skip) and tier in r.tiers]
+        assert steps == sorted(set(steps))
