@@ -35,6 +35,7 @@ from resiliency.checkpoint.wire import (
     Peers,
     Refused,
     Repair,
+    RepairDone,
     Save,
     Skip,
     Start,
@@ -322,6 +323,9 @@ class AgentLink:
                 elif isinstance(message, Copies):
                     if message.session == self._attach.session:
                         self._on_copies(message)
+                elif isinstance(message, RepairDone):
+                    if message.session == self._attach.session:
+                        self._outbox.repair_reported(message)
                 elif message is not None and not isinstance(message, Beat | Attached):
                     raise PeerError(f"{message.kind} is not for a trainer.")
             if now - heard > self._options.silence.total_seconds():

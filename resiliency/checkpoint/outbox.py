@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank asks of its agents, in the order in which it asked, whichever agent is there to hear it.
 
-A request waits here until an agent has it in hand.  Saves are remembered until the agent reports
-them; when it dies first, what follows from that for its successor goes ahead of all that still
+A request waits here until an agent has it in hand.  Saves and repairs are remembered until the agent
+reports them; when it dies first, what follows from that for its successor goes ahead of all that still
 waits, for that was asked later.  So every agent hears of the steps of a tier in growing order, which is
 what it goes by when it says that a rank has none.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from resiliency.checkpoint.wire import Attach, Bye, Done, Hurry, Peers, Repair, Save, Skip
+from resiliency.checkpoint.wire import Attach, Bye, Done, Hurry, Peers, Repair, RepairDone, Save, Skip
+
+logger = logging.getLogger(__name__)
 
 Request: TypeAlias = "Attach | Peers | Repair | Save | Skip | Hurry | Bye"
 #: A save of one step in one tier.
 Part: TypeAlias = "tuple[int, str]"
 
+#: Agents that are told of one repair: it may be what they die of.
+_REPAIR_AGENTS = 3
 #: Saves that were given up, of which the next agent is told.  Those before them are over
 #: for the others, too: they wait for the newer ones.
 _MOST_GIVEN_UP = 64
@@ -41,6 +46,8 @@ class Outbox:
         self._told: dict[Part, Save | Skip] = {}
         #: Those of it that it was told of again, after a try without a capture.
         self._tried_again: set[Part] = set()
+        self._repairs: dict[Repair, None] = {}
+        self._repair_agents: Counter[Repair] = Counter()
         #: Said once, it holds for every agent to come.
         self.in_hurry = False
 
@@ -61,6 +68,11 @@ class Outbox:
         if self._rank not in done.skipped_by or part not in self._tried_again:
             self._told.pop(part, None)
         self._tried_again.discard(part)  # with the first report it was of the first try
+
+    def repair_reported(self, done: RepairDone) -> None:
+        """An agent said how a repair ended."""
+        self._repairs.pop(done.repair, None)
+        self._repair_agents.pop(done.repair, None)
 
     def give_up_waiting(self) -> None:
         """There is no agent to be had: the saves that wait for one are as lost as if one had taken them."""
@@ -92,7 +104,8 @@ class Outbox:
         self._told, self._tried_again = {}, set()
         undone: list[Save | Skip] = [*again, *skips]
         undone.sort(key=lambda request: request.step)
-        self._waiting.extendleft(reversed(undone))
+        # No order holds between saves and repairs.
+        self._waiting.extendleft(reversed([*self._unfinished_repairs(), *undone]))
 
     def _skip(self, part: Part, why: str) -> Skip:
         step, tier = part
@@ -100,10 +113,23 @@ class Outbox:
         reason = told.reason if isinstance(told, Skip) else f"rank {self._rank}: {why}"
         return Skip(step=step, tiers=(tier,), reason=reason)
 
+    def _unfinished_repairs(self) -> list[Repair]:
+        repairs, self._repairs = list(self._repairs), {}
+        for repair in repairs:
+            if self._repair_agents[repair] >= _REPAIR_AGENTS:
+                logger.error(
+                    "%d agents were lost before they had sent step %d of %s to %s: it goes without that copy",
+                    *(_REPAIR_AGENTS, repair.step, repair.owner, repair.target),
+                )
+        return [repair for repair in repairs if self._repair_agents[repair] < _REPAIR_AGENTS]
+
     def _note(self, request: Request) -> None:
         if isinstance(request, Save | Skip):
             parts = {(request.step, tier) for tier in request.tiers}
             self._tried_again |= parts & self._told.keys()
             self._told.update(dict.fromkeys(parts, request))
+        elif isinstance(request, Repair):
+            self._repairs[request] = None
+            self._repair_agents[request] += 1
         elif isinstance(request, Hurry):
             self.in_hurry = True

@@ -18,15 +18,17 @@ from resiliency.checkpoint.arena import rank_directory
 from resiliency.checkpoint.jobs import RetireJob
 from resiliency.checkpoint.peers.service import (
     Complete,
+    NotRepaired,
     NotReplicated,
     PeerEvent,
     PeerService,
+    Repaired,
     Replicated,
 )
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.checkpoint.recovery.repairs import Push
 from resiliency.checkpoint.save_id import save_id_of, session_of
-from resiliency.checkpoint.wire import Attach, Copies, Repair
+from resiliency.checkpoint.wire import Attach, Copies, Repair, RepairDone
 from resiliency.errors import ConfigError, ResiliencyError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class Replication:
     def __init__(self, arena: Path, wake: Callable[[], None]) -> None:
         self._arena = arena
         self._wake = wake
-        self._events: queue.SimpleQueue[Copies] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Copies | RepairDone] = queue.SimpleQueue()
         self._service: PeerService | None = None
         self._serves = ("", "")
         self._attach: Attach | None = None
@@ -108,28 +110,37 @@ class Replication:
             self._service.replicate(step, save_id_of(self._attach.session, step))
 
     def repair(self, repair: Repair) -> None:
-        """Another host lacks a copy that this one has."""
-        if self._service is not None and self._attach is not None:
-            push = Push(
-                holder=self._attach.host,
-                owner=repair.owner,
-                step=repair.step,
-                save_id=repair.save_id,
-                target=repair.target,
-                root=repair.root,
-            )
-            self._service.repair([push])
+        """Another host lacks a copy that this one has.
 
-    def take_events(self) -> list[Copies | RetireJob]:
+        How it ends is told.  An agent that was lost may have done it: the other host then says that it
+        has the copy.
+        """
+        if self._attach is None:
+            return
+        if self._service is None:
+            why = "this agent and those of other hosts do not reach each other."
+            self._put(RepairDone(session=self._attach.session, repair=repair, error=why))
+            return
+        push = Push(
+            holder=self._attach.host,
+            owner=repair.owner,
+            step=repair.step,
+            save_id=repair.save_id,
+            target=repair.target,
+            root=repair.root,
+        )
+        self._service.repair([push])
+
+    def take_events(self) -> list[Copies | RepairDone | RetireJob]:
         """What happened since: for the ranks to know, and for the worker to delete."""
-        found: list[Copies | RetireJob] = []
+        found: list[Copies | RepairDone | RetireJob] = []
         while True:
             try:
                 event = self._events.get_nowait()
             except queue.Empty:
                 return found
             if self._attach is not None and event.session == self._attach.session:
-                found += self._act_on(event, self._attach)
+                found += [event] if isinstance(event, RepairDone) else self._act_on(event, self._attach)
 
     @property
     def is_settled(self) -> bool:
@@ -155,23 +166,33 @@ class Replication:
         complete = dict(self._complete)
         return [event, RetireJob(settings=attach.settings, run_id=attach.run_id, complete=complete)]
 
-    def _put(self, event: Copies) -> None:
+    def _put(self, event: Copies | RepairDone) -> None:
         """In any thread."""
         self._events.put(event)
         self._wake()
 
     def _hear(self, event: PeerEvent) -> None:
         """In a thread of the service."""
-        if not isinstance(event, Complete | NotReplicated | Replicated):
-            return
-        news = Copies(step=event.step, session=session_of(event.save_id, event.step))
-        if isinstance(event, Replicated):
-            news = replace(news, hosts=event.hosts)
-        elif isinstance(event, NotReplicated):
-            news = replace(news, error=event.why)
-        else:
-            news = replace(news, complete=True)
-        self._put(news)
+        if isinstance(event, Repaired):
+            self._repaired(event.push)
+        elif isinstance(event, NotRepaired):
+            self._repaired(event.push, event.why)
+        elif isinstance(event, Complete | NotReplicated | Replicated):
+            news = Copies(step=event.step, session=session_of(event.save_id, event.step))
+            if isinstance(event, Replicated):
+                news = replace(news, hosts=event.hosts)
+            elif isinstance(event, NotReplicated):
+                news = replace(news, error=event.why)
+            else:
+                news = replace(news, complete=True)
+            self._put(news)
+
+    def _repaired(self, push: Push, error: str = "") -> None:
+        assert self._attach is not None, "nobody else asks for repairs"
+        repair = Repair(
+            step=push.step, save_id=push.save_id, owner=push.owner, root=push.root, target=push.target
+        )
+        self._put(RepairDone(session=self._attach.session, repair=repair, error=error))
 
     def _table_of(self, attach: Attach) -> PeerTable | None:
         """The table that this session's ranks left for an agent before this one."""

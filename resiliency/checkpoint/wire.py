@@ -120,6 +120,16 @@ class Repair:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RepairDone:
+    """How a repair ended; `error` is empty if the copy is there.  It is not tried again by the same agent."""
+
+    kind: ClassVar[str] = "repair-done"
+    session: str
+    repair: Repair
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Save:
     """The capture of `step` in the slot file `slot` of this rank is whole and lent: persist it in `tiers`.
 
@@ -220,13 +230,13 @@ class Started:
 
 
 Message: TypeAlias = (
-    "Attach | Attached | Refused | Peers | Repair | Save | Skip | Done | Copies"
+    "Attach | Attached | Refused | Peers | Repair | RepairDone | Save | Skip | Done | Copies"
     " | Beat | Bye | Hurry | Start | Started"
 )
 _CODEC: MessageCodec[Message] = MessageCodec(
     "the checkpoint agent",
     (
-        *(Attach, Attached, Refused, Peers, Repair, Save, Skip, Done, Copies),
+        *(Attach, Attached, Refused, Peers, Repair, RepairDone, Save, Skip, Done, Copies),
         *(Beat, Bye, Hurry, Start, Started),
     ),
     text_chars=TEXT_CHARS,

@@ -12,7 +12,7 @@ from threading import Event
 import pytest
 import torch
 
-from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.agent_link import AgentLink, LinkOptions
 from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.delivery import Delivery
@@ -22,7 +22,11 @@ from resiliency.checkpoint.wire import (
     Attached,
     Beat,
     Channel,
+    Copies,
     Message,
+    Peers,
+    Repair,
+    RepairDone,
     Save,
     Settings,
     Skip,
@@ -140,3 +144,38 @@ def test_a_save_made_while_the_loss_of_an_agent_is_seen_to_comes_after_those_tha
     assert by_tier["local"] == [(Save, 1), (Save, 2), (Save, 3)]
     assert by_tier["persistent"] == [(Skip, 1), (Skip, 2), (Save, 3)]
     assert [r.again for r in heard if isinstance(r, Save)] == [True, True, False]
+
+
+def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    repair = Repair(step=9, save_id="before-9", owner="h0", root="/local/h0", target="h1")
+    first, caught_up = agent_of(tmp_path), Event()
+    link = AgentLink(
+        tmp_path,
+        second_rank(tmp_path),
+        starts=False,
+        on_done=lambda done: None,
+        on_lost=lambda why, parts: [],
+        on_copies=lambda copies: caught_up.set(),
+        options=PATIENT,
+    )
+    try:
+        first.attach()
+        link.request(repair)
+        assert first.hear(1) == [repair]
+        first.die()
+        second = agent_of(tmp_path)
+        second.attach()
+        assert second.hear(1) == [repair]
+        assert second.channel is not None
+        second.channel.send(RepairDone(session="s", repair=repair))
+        second.channel.send(Copies(step=10, session="s"))
+        assert caught_up.wait(SOON.total_seconds())
+        second.die()
+        third = agent_of(tmp_path)
+        third.attach()
+        link.request(Peers(path="/table"))
+        assert third.hear(1) == [Peers(path="/table")]
+    finally:
+        link.close(goodbye=False)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resiliency.checkpoint.outbox import Outbox, Part, Request
-from resiliency.checkpoint.wire import Bye, Done, Hurry, Peers, Save, Skip
+from resiliency.checkpoint.wire import Bye, Done, Hurry, Peers, Repair, RepairDone, Save, Skip
 
 BOTH = ("local", "persistent")
 
@@ -117,6 +118,35 @@ def test_of_what_was_given_up_over_a_long_time_without_agents_the_newest_is_told
     steps = [request.step for request in pass_all_on(outbox) if isinstance(request, Skip)]
     assert steps == list(range(1001 - len(steps), 1001))
     assert len(steps) < 100
+
+
+def a_repair(target: str) -> Repair:
+    return Repair(step=9, save_id="before-9", owner="h0", root="/local", target=target)
+
+
+def test_a_repair_is_asked_of_the_next_agent_until_one_has_said_how_it_ended() -> None:
+    outbox = Outbox(0, is_alone=False)
+    for target in ("h1", "h2"):
+        outbox.put(a_repair(target))
+    assert pass_all_on(outbox) == [a_repair("h1"), a_repair("h2")]
+    outbox.repair_reported(RepairDone(session="s", repair=a_repair("h1"), error="no room"))
+    outbox.start_over([], "it died.")
+    outbox.start_over([], "none answered.")  # before any agent has heard of it
+    assert pass_all_on(outbox) == [a_repair("h2")]
+    outbox.repair_reported(RepairDone(session="s", repair=a_repair("h2")))
+    outbox.start_over([], "it died.")
+    assert pass_all_on(outbox) == []
+
+
+def test_a_repair_that_agents_die_of_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    outbox = Outbox(0, is_alone=False)
+    outbox.put(a_repair("h1"))
+    heard = []
+    for _ in range(5):
+        heard += pass_all_on(outbox)
+        outbox.start_over([], "it died.")
+    assert heard == [a_repair("h1")] * 3
+    assert "3 agents were lost before they had sent step 9 of h0 to h1" in caplog.text
 
 
 OPERATIONS = st.lists(

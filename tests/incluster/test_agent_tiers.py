@@ -154,6 +154,21 @@ def restore_and_await_copies(rank: int, root: str, step: int) -> tuple[str, floa
     return restored.tier.value, float(weights[0]), restored.step
 
 
+def restore_and_lose_the_agent(rank: int, root: str, step: int) -> int:
+    with open_at(Path(root), rank) as checkpoints:
+        if rank == 0:  # it has the only copies
+            pid = checkpoints.agent_pid
+            os.kill(pid, signal.SIGSTOP)
+        restored = checkpoints.restore(state_of(rank, 0))
+        if rank == 0:
+            os.kill(pid, signal.SIGKILL)
+        pause = threading.Event()
+        while len(copies_of(Path(root), step)) < 4:
+            pause.wait(0.02)
+        dist.barrier()
+    return restored.step
+
+
 def copies_of(root: Path, step: int) -> list[Path]:
     """Committed copies of a step on all disks, of whichever owner."""
     found = root.glob(f"host-*/disk/**/step={step}/manifest.json")
@@ -169,6 +184,19 @@ def test_a_host_that_lost_its_disk_gets_its_state_and_all_copies_back_from_the_o
         restore_and_await_copies, 2, str(tmp_path), 2, timeout=200, operation_timeout=90
     ).values
     assert values == [("peers", 2.0, 2), ("peers", 12.0, 2)]
+    for path in copies_of(tmp_path, 2):
+        assert CheckpointReader(LocalStorage(path.parent.parent), 2).verify() > 1 << 18
+
+
+def test_copies_that_an_agent_was_to_make_when_it_died_are_made_by_the_next(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    rank_pool.run(save_steps, 2, str(tmp_path), 2, timeout=200, operation_timeout=90).values  # noqa: B018
+    shutil.rmtree(tmp_path / "host-1" / "disk")
+    values = rank_pool.run(
+        restore_and_lose_the_agent, 2, str(tmp_path), 2, timeout=200, operation_timeout=90
+    ).values
+    assert values == [2, 2]
     for path in copies_of(tmp_path, 2):
         assert CheckpointReader(LocalStorage(path.parent.parent), 2).verify() > 1 << 18
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent does for other hosts, and what it tells its ranks of that, with real services and disks."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resiliency.checkpoint.peers.placement import Peer
+from resiliency.checkpoint.replication import Replication
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.wire import Attach, Repair, RepairDone, Settings
+from tests.incluster.peer_builders import LONG_S, commit_step, save_name, table_of, tree
+
+SESSION = "now"
+
+
+class Host:
+    """The agent of host `name` as far as it deals with others."""
+
+    def __init__(self, root: Path, name: str, rank: int, *, address: str = "127.0.0.1") -> None:
+        self.name = name
+        self.disk = root / name
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.replication = Replication(root / f"arena-{name}", lambda: self._news.put(None))
+        settings = Settings(
+            directory="",
+            keep=1,
+            replicated=False,
+            bytes_per_s=0,
+            save_timeout_s=60.0,
+            local_directory=str(self.disk),
+            replicas=1,
+        )
+        attach = Attach(
+            rank=rank,
+            world_size=2,
+            local_ranks=(rank,),
+            run_id="run",
+            session=SESSION,
+            host=name,
+            peer_address=address,
+            settings=settings,
+        )
+        self.replication.begin_session(attach)
+
+    def answers(self, count: int) -> list[RepairDone]:
+        """What the ranks hear of repairs."""
+        found: list[RepairDone] = []
+        while len(found) < count:
+            self._news.get(timeout=LONG_S)
+            found += [event for event in self.replication.take_events() if isinstance(event, RepairDone)]
+        return found
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    """Two hosts that know each other."""
+    both = Host(tmp_path, "a", 0), Host(tmp_path, "b", 1)
+    peers = [Peer(host=host.name, address="127.0.0.1", port=host.replication.port) for host in both]
+    table_of(peers, session=SESSION).write(tmp_path / "table")
+    for host in both:
+        host.replication.learn(tmp_path / "table")
+    yield both
+    for host in both:
+        host.replication.close()
+
+
+def repair_of(step: int, root: Path, target: str = "b") -> Repair:
+    return Repair(step=step, save_id=save_name(step, "before"), owner="a", root=str(root), target=target)
+
+
+def test_a_repair_that_was_done_before_is_done_at_once_and_changes_nothing(hosts: tuple[Host, Host]) -> None:
+    a, b = hosts
+    commit_step(LocalStorage(a.disk), 7, session="before")
+    repair = repair_of(7, a.disk)
+    a.replication.repair(repair)
+    assert a.answers(1) == [RepairDone(session=SESSION, repair=repair)]
+    copy = tree(b.disk / "replicas" / "a")
+    assert copy == tree(a.disk)
+    for _ in range(2):  # an agent and its successor
+        a.replication.repair(repair)
+    assert a.answers(2) == [RepairDone(session=SESSION, repair=repair)] * 2
+    assert tree(b.disk / "replicas" / "a") == copy
+
+
+def test_a_repair_that_cannot_be_done_is_reported_with_the_reason(
+    tmp_path: Path, hosts: tuple[Host, Host]
+) -> None:
+    gone, unknown = repair_of(8, hosts[0].disk), repair_of(7, hosts[0].disk, target="c")
+    commit_step(LocalStorage(hosts[0].disk), 7, session="before")
+    for repair in (gone, unknown):
+        hosts[0].replication.repair(repair)
+    answers = hosts[0].answers(2)
+    assert [answer.repair for answer in answers] == [gone, unknown]
+    assert "step=8" in answers[0].error
+    assert "'c' is no host of the session" in answers[1].error
+    cut_off = Host(tmp_path, "d", 0, address="192.0.2.1")  # no address of this machine
+    cut_off.replication.repair(unknown)
+    (answer,) = cut_off.answers(1)
+    assert "do not reach each other" in answer.error
+    cut_off.replication.close()
