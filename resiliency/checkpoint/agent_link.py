@@ -157,8 +157,9 @@ class AgentLink:
         if self._agent is not None and self._agent.poll() is None:
             # It lives on, on purpose; Popen would warn of a forgotten child.
             self._agent.returncode = 0
-        os.close(self._wake_out)
-        os.close(self._wake_in)
+        if not self._thread.is_alive():  # else it may still look at them
+            os.close(self._wake_out)
+            os.close(self._wake_in)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -223,7 +224,7 @@ class AgentLink:
         return None
 
     def _introduce(self, channel: Channel, deadline: float) -> bool:
-        """Attach; False if this agent was just leaving.
+        """Attach; False if this agent was just leaving, or this rank is.
 
         Raises:
             PeerError: it does not want this rank, or does not answer.
@@ -234,7 +235,11 @@ class AgentLink:
             answer = None
             until = time.monotonic() + min(left_s, self._options.silence.total_seconds())
             while not isinstance(answer, Attached | Refused) and time.monotonic() < until:
-                answer = channel.receive(timedelta(seconds=max(0.01, until - time.monotonic())))
+                if self._given_up.is_set():
+                    channel.close()
+                    return False
+                left_s = until - time.monotonic()
+                answer = channel.receive(timedelta(seconds=min(max(0.01, left_s), BEAT_S)))
         except PeerError:
             channel.close()
             return False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -49,10 +50,16 @@ class StandIn:
 
     def attach(self) -> Attach:
         """Take the rank that comes next."""
+        attach = self.take()
+        assert self.channel is not None
+        self.channel.send(Attached())
+        return attach
+
+    def take(self) -> Attach:
+        """The same, without an answer."""
         self.channel = Channel(self._listener.accept()[0])
         (attach,) = self.hear(1)
         assert isinstance(attach, Attach)
-        self.channel.send(Attached())
         return attach
 
     def hear(self, count: int) -> list[Message]:
@@ -179,3 +186,21 @@ def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(
         assert third.hear(1) == [Peers(path="/table")]
     finally:
         link.close(goodbye=False)
+
+
+def test_a_rank_that_ends_does_not_wait_for_an_agent_that_does_not_answer(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    agent = agent_of(tmp_path)
+    link = AgentLink(
+        tmp_path,
+        second_rank(tmp_path),
+        starts=False,
+        on_done=lambda done: None,
+        on_lost=lambda why, parts: [],
+        on_copies=lambda copies: None,
+        options=PATIENT,
+    )
+    assert agent.take() == second_rank(tmp_path)
+    link.close(goodbye=False, timeout=timedelta(seconds=20))
+    assert "resiliency-agent-link" not in [thread.name for thread in threading.enumerate()]
