@@ -101,6 +101,8 @@ class AgentLink:
         self._options = options or LinkOptions()
         self._outbox = Outbox(attach.rank, is_alone=attach.world_size == 1)
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._is_open = True
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._attached = threading.Event()
@@ -120,7 +122,7 @@ class AgentLink:
         return self._attached.wait(self._options.start.total_seconds())
 
     def request(self, message: Peers | Repair | Save | Skip | Hurry) -> None:
-        """Pass a message to the agent, this one or the next; never blocks."""
+        """Pass a message to the agent, this one or the next; never blocks, and does nothing after `close`."""
         self._outbox.put(message)
         self._wake()
 
@@ -157,13 +159,17 @@ class AgentLink:
         if self._agent is not None and self._agent.poll() is None:
             # It lives on, on purpose; Popen would warn of a forgotten child.
             self._agent.returncode = 0
-        if not self._thread.is_alive():  # else it may still look at them
-            os.close(self._wake_out)
-            os.close(self._wake_in)
+        with self._wake_lock:
+            if not self._thread.is_alive():  # else it may still look at them
+                self._is_open = False
+                os.close(self._wake_out)
+                os.close(self._wake_in)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_out, b"r")
+        # Whoever asks for something may be late: the descriptor may be another file's by then.
+        with self._wake_lock, contextlib.suppress(BlockingIOError):
+            if self._is_open:
+                os.write(self._wake_out, b"r")
 
     # --- the thread ------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,8 +23,10 @@ from resiliency.checkpoint.wire import (
     Attach,
     Attached,
     Beat,
+    Bye,
     Channel,
     Copies,
+    Hurry,
     Message,
     Peers,
     Repair,
@@ -204,3 +207,28 @@ def test_a_rank_that_ends_does_not_wait_for_an_agent_that_does_not_answer(
     assert agent.take() == second_rank(tmp_path)
     link.close(goodbye=False, timeout=timedelta(seconds=20))
     assert "resiliency-agent-link" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_request_that_comes_after_the_end_reaches_nobody_and_writes_to_no_other_file(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    agent = agent_of(tmp_path)
+    link = AgentLink(
+        tmp_path,
+        second_rank(tmp_path),
+        starts=False,
+        on_done=lambda done: None,
+        on_lost=lambda why, parts: [],
+        on_copies=lambda copies: None,
+        options=PATIENT,
+    )
+    agent.attach()
+    link.close(goodbye=True)
+    pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(4)]  # one of them has the link's numbers
+    link.request(Hurry())
+    assert agent.hear(1) == [Bye()]
+    for read, write in pipes:
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+        os.close(read)
+        os.close(write)
