@@ -317,8 +317,9 @@ class AgentLink:
         if self._outbox.in_hurry:
             channel.send(Hurry())
         while True:
+            closing = self._closing.is_set()  # before the last look: the goodbye was put before that was set
             self._pass_on(channel)
-            if self._closing.is_set():
+            if closing:
                 return
             ready, _, _ = select.select([channel.fileno(), self._wake_in], [], [], BEAT_S / 2)
             if self._wake_in in ready:
