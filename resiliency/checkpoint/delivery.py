@@ -202,9 +202,10 @@ class Delivery:
         )
         if copies.error:
             logger.warning("step %d lacks copies on other hosts: %s", copies.step, copies.error)
-        if copies.complete and self._attach.rank == 0:
-            self._emit(EventType.CHECKPOINT_SAVED, copies.step, tier=TierName.LOCAL.value)
         handle = self._local_saves.get(copies.step)
+        is_news = copies.complete and (handle is None or not handle.record.complete)
+        if is_news and self._attach.rank == 0:
+            self._emit(EventType.CHECKPOINT_SAVED, copies.step, tier=TierName.LOCAL.value)
         if handle is not None:
             hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
             handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)

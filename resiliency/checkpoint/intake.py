@@ -111,23 +111,31 @@ class Intake:
         return missed
 
     def _recall(self, member: Attach, step: int) -> None:
-        """An agent before this one may have committed the step, and died before all ranks heard of it."""
+        """An agent before this one may have committed the step, and died before all heard of it.
+
+        Then it is reported once more, as if it had been committed now: to all ranks, and for its copies.
+        """
         storage = LocalStorage(member.settings.local_directory)
         try:
             found = committed_save(storage, step)
         except CheckpointError as error:
             logger.warning("the local tier cannot be looked at: %s", error)
             return
-        if found == save_id_of(member.session, step):
-            self._handled[member.session, step, TierName.LOCAL] = Done(
-                step=step,
-                session=member.session,
-                tier=TierName.LOCAL.value,
-                error="",
-                size_bytes=0,
-                queued_s=0.0,
-                commit_s=0.0,
-            )
+        if found != save_id_of(member.session, step):
+            return
+        job = SaveJob(
+            tier=TierName.LOCAL,
+            step=step,
+            session=member.session,
+            run_id=member.run_id,
+            world_size=member.world_size,
+            ranks=tuple(sorted(member.local_ranks)),
+            loan=Loan({}),
+            settings=member.settings,
+        )
+        self.in_work += 1
+        self._handled[job.key] = None
+        self._on_done(job, job.ended())
 
     def skip(self, member: Attach, skip: Skip) -> None:
         """A rank has no capture of a step."""
@@ -195,6 +203,7 @@ class Intake:
             worker.close(timeout)
         for gathering in self._gathering.values():
             gathering.close()
+        self._gathering.clear()  # and with them the mappings of slots
 
     def _is_committed(self, session: str, step: int) -> bool:
         reports = (self._handled.get((session, step, tier)) for tier in TierName)

@@ -72,11 +72,15 @@ class SaveJob:
 
     def failed(self, why: str, *, left_out: bool = False) -> Done:
         """The report that it came to nothing."""
+        return self.ended(why, left_out=left_out)
+
+    def ended(self, error: str = "", *, left_out: bool = False) -> Done:
+        """The report that there is nothing (more) to do for it."""
         return Done(
             step=self.step,
             session=self.session,
             tier=self.tier.value,
-            error=why,
+            error=error,
             left_out=left_out,
             skipped_by=self.skipped_by,
             size_bytes=0,

@@ -103,6 +103,8 @@ class Replication:
         if self._attach is None or step < self._newest:
             return
         self._newest = step
+        if step in self._complete:  # it was taken up already, from an agent before this one
+            return
         if len(self._attach.local_ranks) == self._attach.world_size:
             self._put(Copies(step=step, session=self._attach.session, complete=True))
         elif self._service is not None:
@@ -141,6 +143,13 @@ class Replication:
                 return found
             if self._attach is not None and event.session == self._attach.session:
                 found += [event] if isinstance(event, RepairDone) else self._act_on(event, self._attach)
+
+    @property
+    def newest_complete(self) -> Copies | None:
+        """The news of the newest complete step, for a rank that may have missed it."""
+        if self._attach is None or not self._complete:
+            return None
+        return Copies(step=max(self._complete), session=self._attach.session, complete=True)
 
     @property
     def is_settled(self) -> bool:

@@ -15,10 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
+import torch
 
+from resiliency.checkpoint.arena import RankArena
+from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.storage import LocalStorage
@@ -186,12 +190,60 @@ def wait_until(found: Callable[[], Channel | None]) -> Channel:
     return channel
 
 
-def attached(channel: Channel) -> Channel:
+def attached(channel: Channel, settings: Settings | None = None) -> Channel:
     """As the only rank of a job."""
-    channel.send(replace(ATTACH, rank=0, world_size=1, local_ranks=(0,)))
-    while not isinstance(answer := channel.receive(timedelta(seconds=60)), Attached):
-        assert isinstance(answer, Beat)
+    channel.send(
+        replace(ATTACH, rank=0, world_size=1, local_ranks=(0,), settings=settings or ATTACH.settings)
+    )
+    hear(channel, Attached)
     return channel
+
+
+_Heard = TypeVar("_Heard", Attached, Copies, Done)
+
+
+def hear(channel: Channel, kind: type[_Heard]) -> _Heard:
+    """The next thing that an agent says, but that it lives."""
+    deadline = time.monotonic() + 60
+    while isinstance(said := channel.receive(timedelta(seconds=60)), Beat):
+        assert time.monotonic() < deadline
+    assert isinstance(said, kind), said
+    return said
+
+
+def test_a_step_that_a_dead_agent_had_committed_is_complete_for_those_who_ask_its_successor(
+    tmp_path: Path, job: str
+) -> None:
+    arena = job_directory(job)
+    settings = replace(ATTACH.settings, directory="", local_directory=str(tmp_path))
+    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
+    slots = RankArena(arena, rank=0, world_size=1, slots=2, run_id="s")
+    capturer = Capturer(slots)
+    capture = capturer.begin({"weights": torch.ones(1000)}, 1)
+    assert capture is not None
+    capturer.fence()
+    assert capture.wait(timedelta(seconds=60))
+    save = Save(step=1, slot=capture.slot_path.name, tiers=("local",))
+    with Command(argv) as first:
+        channel = attached(wait_until(lambda: connect(arena)), settings)
+        channel.send(save)
+        assert hear(channel, Done).error == ""
+        first.signal(signal.SIGKILL)  # what it said is not known to others
+        first.wait(timeout=60)
+        channel.close()
+    with Command(argv) as second:
+        channel = attached(wait_until(lambda: connect(arena)), settings)
+        channel.send(replace(save, again=True))
+        assert hear(channel, Done).error == ""
+        assert hear(channel, Copies).complete
+        again = attached(wait_until(lambda: connect(arena)), settings)  # after a break, say
+        assert hear(again, Copies).complete
+        capturer.close()
+        slots.close(remove=True)
+        again.send(Bye())
+        assert second.wait(timeout=60) == 0
+        channel.close()
+        again.close()
 
 
 def test_a_second_trainer_of_a_living_job_is_refused_by_name(tmp_path: Path, job: str) -> None:
