@@ -321,7 +321,7 @@ class AgentLink:
             self._pass_on(channel)
             if closing:
                 return
-            ready, _, _ = select.select([channel.fileno(), self._wake_in], [], [], BEAT_S / 2)
+            ready = _readable(channel.fileno(), self._wake_in, timeout_s=BEAT_S / 2)
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
             now = time.monotonic()
@@ -361,6 +361,14 @@ class AgentLink:
             fd = os.pidfd_open(channel.pid)
             try:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-                select.select([fd], [], [], 5.0)
+                _readable(fd, timeout_s=5.0)
             finally:
                 os.close(fd)
+
+
+def _readable(*fds: int, timeout_s: float) -> set[int]:
+    """Those of `fds` that can be read or have ended; `select` refuses numbers above 1023, which occur."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(timeout_s * 1000)}

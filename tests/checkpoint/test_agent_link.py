@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -69,10 +71,11 @@ class StandIn:
         """The next requests."""
         assert self.channel is not None
         heard: list[Message] = []
+        deadline = time.monotonic() + SOON.total_seconds()
         while len(heard) < count:
             message = self.channel.receive(SOON)
-            assert message is not None, heard
-            if not isinstance(message, Beat):
+            assert time.monotonic() < deadline, heard
+            if message is not None and not isinstance(message, Beat):
                 heard.append(message)
         return heard
 
@@ -107,6 +110,19 @@ def second_rank(root: Path) -> Attach:
     )
     return Attach(
         rank=1, world_size=2, local_ranks=(0, 1), run_id="run", session="s", host="h", settings=settings
+    )
+
+
+def link_at(root: Path, on_copies: Callable[[Copies], None] = lambda copies: None) -> AgentLink:
+    """Of a rank that has nothing to save."""
+    return AgentLink(
+        root,
+        second_rank(root),
+        starts=False,
+        on_done=lambda done: None,
+        on_lost=lambda why, parts: [],
+        on_copies=on_copies,
+        options=PATIENT,
     )
 
 
@@ -161,15 +177,7 @@ def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(
 ) -> None:
     repair = Repair(step=9, save_id="before-9", owner="h0", root="/local/h0", target="h1")
     first, caught_up = agent_of(tmp_path), Event()
-    link = AgentLink(
-        tmp_path,
-        second_rank(tmp_path),
-        starts=False,
-        on_done=lambda done: None,
-        on_lost=lambda why, parts: [],
-        on_copies=lambda copies: caught_up.set(),
-        options=PATIENT,
-    )
+    link = link_at(tmp_path, lambda copies: caught_up.set())
     try:
         first.attach()
         link.request(repair)
@@ -195,15 +203,7 @@ def test_a_rank_that_ends_does_not_wait_for_an_agent_that_does_not_answer(
     tmp_path: Path, agent_of: Callable[[Path], StandIn]
 ) -> None:
     agent = agent_of(tmp_path)
-    link = AgentLink(
-        tmp_path,
-        second_rank(tmp_path),
-        starts=False,
-        on_done=lambda done: None,
-        on_lost=lambda why, parts: [],
-        on_copies=lambda copies: None,
-        options=PATIENT,
-    )
+    link = link_at(tmp_path)
     assert agent.take() == second_rank(tmp_path)
     link.close(goodbye=False, timeout=timedelta(seconds=20))
     assert "resiliency-agent-link" not in [thread.name for thread in threading.enumerate()]
@@ -213,15 +213,7 @@ def test_a_request_that_comes_after_the_end_reaches_nobody_and_writes_to_no_othe
     tmp_path: Path, agent_of: Callable[[Path], StandIn]
 ) -> None:
     agent = agent_of(tmp_path)
-    link = AgentLink(
-        tmp_path,
-        second_rank(tmp_path),
-        starts=False,
-        on_done=lambda done: None,
-        on_lost=lambda why, parts: [],
-        on_copies=lambda copies: None,
-        options=PATIENT,
-    )
+    link = link_at(tmp_path)
     agent.attach()
     link.close(goodbye=True)
     pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(4)]  # one of them has the link's numbers
@@ -232,3 +224,34 @@ def test_a_request_that_comes_after_the_end_reaches_nobody_and_writes_to_no_othe
             os.read(read, 1)
         os.close(read)
         os.close(write)
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """As in a trainer with data loaders and connections to a thousand others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+    files = list(os.pipe())
+    files += [os.dup(files[0]) for _ in range(1024)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_open_files")
+def test_a_rank_with_more_than_a_thousand_open_files_keeps_in_touch(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    agent, told = agent_of(tmp_path), Event()
+    link = link_at(tmp_path, lambda copies: told.set())
+    try:
+        agent.attach()
+        assert agent.channel is not None
+        agent.channel.send(Copies(step=1, session="s"))
+        assert told.wait(SOON.total_seconds())
+        link.request(Peers(path="/table"))
+        assert agent.hear(1) == [Peers(path="/table")]
+    finally:
+        link.close(goodbye=False)
