@@ -357,8 +357,12 @@ class AgentLink:
         if not self._starts:
             return
         logger.error("the checkpoint agent (process %d) hangs: it is killed", channel.pid)
-        with contextlib.suppress(ProcessLookupError):
+        try:
             fd = os.pidfd_open(channel.pid)
+        except OSError as error:  # it has ended, or there is no descriptor left: then the next try does it
+            logger.warning("it is not killed: %s", error)
+            return
+        with contextlib.suppress(ProcessLookupError):
             try:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
                 _readable(fd, timeout_s=5.0)

@@ -11,6 +11,7 @@ because abstract names have no permissions.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 import struct
@@ -22,6 +23,8 @@ from typing import ClassVar, TypeAlias
 
 from resiliency.checkpoint.message_codec import MessageCodec
 from resiliency.errors import ConfigError, PeerError
+
+logger = logging.getLogger(__name__)
 
 PACKET_BYTES = 64 << 10
 #: Long texts (an error message with many ranks in it) are cut to this.
@@ -349,8 +352,15 @@ def connect(directory: Path) -> Channel | None:
 
 
 def connect_to(name: str) -> Channel | None:
-    """A connection to whoever listens at the abstract address `name`; None if nobody does."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """A connection to whoever listens at the abstract address `name`; None if nobody does.
+
+    None, too, where this process has no descriptor left: that may pass, and who asks tries again.
+    """
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        logger.debug("no connection can be made: %s", error)
+        return None
     try:
         connection.settimeout(5)
         connection.connect(name)

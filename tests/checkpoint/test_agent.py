@@ -391,6 +391,20 @@ def test_an_arena_has_one_agent_and_its_peers_notice_its_end(tmp_path: Path) -> 
     assert connect(tmp_path) is None
 
 
+def test_without_a_free_descriptor_there_is_no_connection_for_now(tmp_path: Path) -> None:
+    listener = listen(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert connect(tmp_path) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    channel = connect(tmp_path)
+    assert channel is not None
+    channel.close()
+    listener.close()
+
+
 def test_the_end_of_a_peer_is_noticed_although_a_forked_child_of_it_lives(tmp_path: Path) -> None:
     listener = listen(tmp_path)
     channel = connect(tmp_path)
