@@ -179,8 +179,9 @@ def test_a_save_that_no_host_took_stands_back_behind_newer_ones() -> None:
     backlog = Backlog()
     backlog.add(name(1280))
     assert backlog.take(SESSION) == (name(1280), [])
-    backlog.failed(name(1280))
+    assert backlog.failed(name(1280))
     assert backlog.take(SESSION) == (name(1280), [])  # there is nothing else to do
+    assert not backlog.failed(name(1280))  # no news any more
     backlog.add(name(1290))
     assert backlog.take(SESSION) == (name(1290), [name(1280)])
 

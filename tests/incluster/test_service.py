@@ -464,6 +464,28 @@ def test_after_a_partition_the_newest_step_is_replicated(start: Start) -> None:
         host.wait_for(Complete, 30)
 
 
+def test_a_copy_that_nobody_takes_is_told_once_however_often_it_is_tried(start: Start) -> None:
+    (host,) = start("a")
+    tables = [
+        table_of([host.peer, Peer(host="b", address="127.0.0.1", port=1)], session=session)
+        for session in ("one", "two")
+    ]
+    for table in tables:
+        host.service.update(table)
+        host.save(10 if table.session == "one" else 20, session=table.session)
+        assert not host.wait_for(NotReplicated).is_final
+    host.service.replicate(
+        24, "two-24"
+    )  # is not there; when it is given up, the earlier session's has its turn
+    assert [host.wait_for(NotReplicated, step).is_final for step in (20, 24)] == [True, True]
+    tried_s = "resiliency_peer_sending_seconds_total"
+    for _ in range(2):
+        before = host.service.counters()[tried_s]
+        wait_until(lambda before=before: host.service.counters()[tried_s] > before, "it is not tried again")
+    host.service.close()
+    assert [event for event in (*host.seen, *host.events.queue) if isinstance(event, NotReplicated)] == []
+
+
 def test_a_full_target_refuses_and_the_next_one_takes_the_copy(tmp_path: Path, start: Start) -> None:
     names = ("a", "b", "c")
     target = choose_targets("a", [Peer(host=name, address="", port=0) for name in names], 1)[0]

@@ -54,10 +54,12 @@ class Backlog:
             self._in_vain &= self._saves
             return chosen, passed
 
-    def failed(self, save: SaveName) -> None:
-        """No host took a copy of it for now."""
+    def failed(self, save: SaveName) -> bool:
+        """No host took a copy of it for now.  Returns whether that is news."""
         with self._lock:
+            is_news = save not in self._in_vain
             self._in_vain.add(save)
+            return is_news
 
     def remove(self, save: SaveName) -> None:
         with self._lock:

@@ -136,7 +136,6 @@ class PeerService:
         self._sender = Sender(host, self._links, self._throttle, self._counters, patience)
         self._store = ReplicaStore(local_root)
         self._backlog = Backlog()
-        self._in_vain: SaveName | None = None
         self._taken_up: set[SaveName] = set()
         self._pushes: queue.SimpleQueue[Push | None] = queue.SimpleQueue()
         self._news = threading.Event()
@@ -253,19 +252,21 @@ class PeerService:
                 self._news.wait()
                 self._news.clear()
                 continue
-            if self._try_copy(save, table):
+            why = self._try_copy(save, table)
+            if not why:
                 self._backlog.remove(save)
                 pause_s = 0.0
                 continue
-            self._backlog.failed(save)
+            if self._backlog.failed(save) and not self._closing.is_set():  # told once, not in each round
+                self._emit(NotReplicated(step=save.step, save_id=save.save_id, why=why, is_final=False))
             longest = self._patience.longest_pause.total_seconds()
             pause_s = min(max(2 * pause_s, self._patience.pause.total_seconds()), longest)
             # News may be what helps: other hosts, or a newer save that makes this one obsolete.
             if self._news.wait(pause_s):
                 self._news.clear()
 
-    def _try_copy(self, save: SaveName, table: PeerTable) -> bool:
-        """Whether `save` is done with, one way or the other."""
+    def _try_copy(self, save: SaveName, table: PeerTable) -> str:
+        """Why `save` has to be tried again; empty: it is done with, one way or the other."""
         try:
             return self._copy(save, table)
         except CheckpointError as error:
@@ -273,9 +274,9 @@ class PeerService:
         except Exception as error:  # the border of this thread: the next save may fare better
             logger.exception("copying step %d failed", save.step)
             self._not_replicated(save, f"{type(error).__name__}: {error}")
-        return True
+        return ""
 
-    def _copy(self, save: SaveName, table: PeerTable) -> bool:
+    def _copy(self, save: SaveName, table: PeerTable) -> str:
         hosts: list[str] = []
         failures: list[str] = []
         with Source(self._root, save.step, save.save_id) as source:
@@ -292,15 +293,11 @@ class PeerService:
                     if not self._closing.is_set():
                         logger.warning("no copy of step %d on %s: %s", save.step, host, error)
         if len(hosts) < table.copies():
-            why = f"{len(hosts)} of {table.copies()} copies: {'; '.join(failures)}"
-            if self._in_vain != save and not self._closing.is_set():
-                self._in_vain = save  # once, not in each round
-                self._emit(NotReplicated(step=save.step, save_id=save.save_id, why=why, is_final=False))
-            return False
+            return f"{len(hosts)} of {table.copies()} copies: {'; '.join(failures)}"
         self._emit(Replicated(step=save.step, save_id=save.save_id, hosts=tuple(hosts)))
         if table.is_of_session(save.step, save.save_id):
             self._roll_call.seal(save)
-        return True
+        return ""
 
     def _not_replicated(self, save: SaveName, why: str) -> None:
         logger.warning("step %d is not replicated: %s", save.step, why)
