@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from resiliency.checkpoint.recovery.repairs import Push
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import ConfigError
 from resiliency.testing.leaks import open_descriptors
+from resiliency.testing.processes import Command
 from tests.incluster import peer_process
 from tests.incluster.peer_builders import (
     LONG_S,
@@ -527,6 +529,13 @@ def test_calls_return_at_once_while_all_others_hang(start: Start) -> None:
         host.service.update(table_of([host.peer, *mute], session="mute again"))
         host.service.close()
         assert time.monotonic() - began < 30  # half of what anything that waits would take
+
+
+def test_a_disk_that_hangs_keeps_neither_the_service_nor_the_process_from_ending(tmp_path: Path) -> None:
+    with Command([sys.executable, "-m", "tests.incluster.host_with_hanging_disk", str(tmp_path)]) as host:
+        host.wait_for_line("^hangs$", timeout=LONG_S)
+        host.wait_for_line("^closed$", timeout=LONG_S)
+        assert host.wait(timeout=LONG_S) == 0
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

@@ -12,11 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 from resiliency.checkpoint.peers.blueprint import Blueprint
 from resiliency.checkpoint.peers.counters import Counters
+from resiliency.checkpoint.peers.errands import Errands
 from resiliency.checkpoint.peers.frames import Link
 from resiliency.checkpoint.peers.messages import (
     RANGES,
@@ -79,7 +81,7 @@ class Reception:
         self._counters = counters
         self._session = session
         self._release = release
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="resiliency-replica")
+        self._disk = Errands("resiliency-replica")
 
     def run(self, offer: Offer, size_bytes: int) -> None:
         """Receive what `offer` offers.
@@ -91,7 +93,9 @@ class Reception:
         beginning: Future[Receipt] | None = None
         try:
             blueprint = self._read_offer(offer, size_bytes)
-            beginning = self._disk.submit(self._store.begin, offer.owner, blueprint, session=self._session)
+            beginning = self._disk.submit(
+                partial(self._store.begin, offer.owner, blueprint, session=self._session)
+            )
             receipt = self._result(beginning)
             if receipt.is_held:
                 self._link.send(Held())
@@ -118,9 +122,9 @@ class Reception:
         finally:
             # In order behind what the disk still does, which may have outlasted the connection.
             if beginning is not None:
-                self._disk.submit(_suspend, beginning)
+                self._disk.submit(partial(_suspend, beginning))
             self._disk.submit(self._release)
-            self._disk.shutdown(wait=False)
+            self._disk.close()
 
     def _read_offer(self, offer: Offer, size_bytes: int) -> Blueprint:
         sane = len(offer.sizes) == len(offer.ranks) + 1 == len(set(offer.ranks)) + 1
@@ -154,7 +158,7 @@ class Reception:
                 buffer = free.pop()
                 self._receive_chunk(blueprint, message, length, buffer)
                 data = buffer[:length]
-                written = self._disk.submit(receipt.write_chunk, message.file, message.number, data)
+                written = self._disk.submit(partial(receipt.write_chunk, message.file, message.number, data))
                 writing.append((written, buffer))
             elif length or not isinstance(message, (End, Beat)):
                 raise PeerError(f"{self._link.host} said {message.kind} within a copy.", host=self._link.host)

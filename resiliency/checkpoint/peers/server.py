@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -74,7 +75,8 @@ class Server:
         self._acceptor.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
-        """End all connections and wait for their threads."""
+        """End all connections and wait for their threads, `timeout` in all."""
+        deadline = time.monotonic() + timeout.total_seconds()
         self._closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
@@ -84,7 +86,7 @@ class Server:
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
-            thread.join(timeout.total_seconds())
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _accept(self) -> None:
         while True:

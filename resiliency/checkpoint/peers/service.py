@@ -20,7 +20,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +30,7 @@ from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.peers.backlog import Backlog
 from resiliency.checkpoint.peers.completion import SaveName
 from resiliency.checkpoint.peers.counters import Counters
+from resiliency.checkpoint.peers.errands import Errands
 from resiliency.checkpoint.peers.frames import Links, Patience
 from resiliency.checkpoint.peers.placement import choose_targets, directory_name
 from resiliency.checkpoint.peers.replica_store import REPLICAS, ReplicaStore
@@ -154,7 +154,7 @@ class PeerService:
         except ConfigError:
             self._roll_call.close()
             raise
-        self._tidy = ThreadPoolExecutor(1, thread_name_prefix="resiliency-peer-tidy")
+        self._tidy = Errands("resiliency-peer-tidy")
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in (
@@ -215,20 +215,32 @@ class PeerService:
         self._throttle.lift()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
-        """End all transfers and threads.  What was received in part stays, hidden.  Idempotent."""
+        """End all transfers and threads.  What was received in part stays, hidden.  Idempotent.
+
+        Args:
+            timeout: for all of it.  A thread in which the disk hangs is left behind then; it keeps
+                nobody, not even the end of the process.
+        """
         if self._closing.is_set():
             return
+        deadline = time.monotonic() + timeout.total_seconds()
+
+        def left() -> timedelta:
+            return timedelta(seconds=max(deadline - time.monotonic(), 0.0))
+
         self._closing.set()
         self._throttle.lift()
         self._links.cut_all()
         self._news.set()
         self._pushes.put(None)
-        self._server.close(timeout)
-        self._roll_call.close(timeout)
+        self._server.close(left())
+        self._roll_call.close(left())
         for thread in self._threads:
-            thread.join(timeout.total_seconds())
-        self._tidy.shutdown(wait=True, cancel_futures=True)
-        self._store.close()
+            thread.join(left().total_seconds())
+        self._tidy.submit(self._store.close)  # to close a file may take as long as any other operation
+        self._tidy.close()
+        if not self._tidy.wait_for_end(left()) or any(thread.is_alive() for thread in self._threads):
+            logger.warning("the disk of %s does not answer: threads that wait for it stay behind", self._root)
 
     def __enter__(self) -> PeerService:
         return self
@@ -316,7 +328,7 @@ class PeerService:
     # --- repairs ----------------------------------------------------------------------------------
 
     def _carry_out_pushes(self) -> None:
-        while (push := self._pushes.get()) is not None:
+        while (push := self._pushes.get()) is not None and not self._closing.is_set():
             try:
                 self._push(push)
             except ResiliencyError as error:
@@ -359,6 +371,8 @@ class PeerService:
 
     def _retire(self, below: int) -> None:
         for owner in self._store.owners():
+            if self._closing.is_set():
+                return
             gone = self._store.retire(owner, below)
             self._counters.add("retired", len(gone))
             if gone:
@@ -366,6 +380,8 @@ class PeerService:
 
     def _try_tidy(self, work: Callable[[], None]) -> None:
         def run() -> None:
+            if self._closing.is_set():
+                return
             began = time.monotonic()
             try:
                 work()
@@ -375,10 +391,7 @@ class PeerService:
                 logger.exception("tidying up replicas")
             logger.debug("tidied up in %.2f s", time.monotonic() - began)
 
-        try:
-            self._tidy.submit(run)
-        except RuntimeError:  # closed meanwhile
-            logger.debug("not tidied up: the service is closed")
+        self._tidy.submit(run)
 
     def _emit(self, event: PeerEvent) -> None:
         with self._event_lock:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that does what it is given, in order, and that nobody has to wait for.
+
+Disks may hang for ever, and with them the thread that asked.  An executor of the standard library
+would then keep the whole process: when the interpreter ends, it waits for the threads of all of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class Errands:
+    """One such thread, which lives until it is closed.
+
+    Args:
+        name: of the thread.
+    Raises:
+        RuntimeError: this process may have no more threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Have `work` done after all that was given before.  Its errors are in the future alone."""
+        future: Future[_T] = Future()
+        self._queue.put(lambda: _carry_out(work, future))
+        return future
+
+    def close(self) -> None:
+        """The thread ends after what it has been given; what comes later is never done.  Does not wait."""
+        self._queue.put(None)
+
+    def wait_for_end(self, timeout: timedelta) -> bool:
+        """Wait until the thread is gone, after `close`; False if it still is not."""
+        self._thread.join(timeout.total_seconds())
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (errand := self._queue.get()) is not None:
+            errand()
+            del errand  # while this waits for the next one, it holds nothing of the last
+
+
+def _carry_out(work: Callable[[], _T], future: Future[_T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # whoever has the future has the error too
+        future.set_exception(error)
+    else:
+        future.set_result(result)
