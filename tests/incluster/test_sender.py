@@ -22,7 +22,7 @@ from resiliency.checkpoint.peers.blueprint import Blueprint
 from resiliency.checkpoint.peers.counters import Counters
 from resiliency.checkpoint.peers.frames import Link, Links, Patience
 from resiliency.checkpoint.peers.handshake import PeerRefused, admit, connect
-from resiliency.checkpoint.peers.messages import Beat, Offer, Wanted
+from resiliency.checkpoint.peers.messages import Beat, Offer, Refused, Wanted
 from resiliency.checkpoint.peers.placement import Peer
 from resiliency.checkpoint.peers.replica_store import ReplicaStore
 from resiliency.checkpoint.peers.sender import Sender, Source, Throttle
@@ -373,6 +373,32 @@ def test_too_many_copies_at_once_are_put_off(own: Path, receiver: Receiver) -> N
     for link in open_links:
         links.drop(link)
     wait_until(lambda: not_raised(lambda: sending.send(1)), "there is never room again")
+    assert_copied(own, receiver, 1)
+
+
+def test_a_host_that_may_have_no_more_threads_puts_copies_off_and_takes_them_later(
+    own: Path, receiver: Receiver
+) -> None:
+    assert receiver.table is not None
+    blueprint = Blueprint.read(LocalStorage(own), 1)
+    contents = [blueprint.manifest_bytes, *blueprint.index_bytes.values()]
+    offer = Offer(
+        owner="a", step=1, save_id=blueprint.save_id, ranks=tuple(blueprint.index_bytes),
+        sizes=tuple(map(len, contents)),
+    )  # fmt: skip
+    for _ in range(RECEPTIONS + 1):
+        links = Links()
+        link = connect(receiver.table, "a", receiver.peer, QUICK, links)
+        threading.stack_size(1 << 50)  # more than there are addresses: no thread can begin
+        try:
+            link.send(offer, *contents)
+            answer = link.receive_answer()
+        finally:
+            threading.stack_size(0)
+            links.drop(link)
+        assert isinstance(answer, Refused)
+        assert answer.why == "busy"
+    Sending(own, receiver).send(1)
     assert_copied(own, receiver, 1)
 
 

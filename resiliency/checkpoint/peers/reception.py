@@ -65,6 +65,8 @@ class Reception:
 
     Args:
         release: called when nothing of this is left, which on a hanging disk is after `run`.
+    Raises:
+        RuntimeError: this process may have no more threads; then there is nothing to release.
     """
 
     def __init__(

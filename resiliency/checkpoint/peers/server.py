@@ -157,9 +157,15 @@ class Server:
             link.send(refused(Refusal.BUSY, f"{self._host} receives {RECEPTIONS} copies already"))
             link.finish()
             return
-        reception = Reception(
-            link, self._store, self._counters, session=table.session, release=self._receptions.release
-        )
+        try:
+            reception = Reception(
+                link, self._store, self._counters, session=table.session, release=self._receptions.release
+            )
+        except RuntimeError as error:
+            self._receptions.release()
+            link.send(refused(Refusal.BUSY, f"{self._host} cannot receive a copy now: {error}"))
+            link.finish()
+            return
         reception.run(offer, size)
 
 
