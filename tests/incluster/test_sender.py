@@ -25,7 +25,7 @@ from resiliency.checkpoint.peers.handshake import PeerRefused, admit, connect
 from resiliency.checkpoint.peers.messages import Beat, Offer, Refused, Wanted
 from resiliency.checkpoint.peers.placement import Peer
 from resiliency.checkpoint.peers.replica_store import ReplicaStore
-from resiliency.checkpoint.peers.sender import Sender, Source, Throttle
+from resiliency.checkpoint.peers.sender import Sender, Source, SourceUnavailable, Throttle
 from resiliency.checkpoint.peers.server import RECEPTIONS, Server
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.checkpoint.storage import LocalStorage
@@ -253,6 +253,18 @@ def test_only_a_committed_step_is_sent(own: Path, damage: str) -> None:
         (own / "step=1/rank=1/slot.bin").unlink()
     with pytest.raises(CheckpointIncomplete):
         Source(own, 1, "another-1" if damage == "other save" else save_name(1))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank=1.json", "rank=1/slot.bin"])
+def test_what_the_system_refuses_to_open_is_no_damage(own: Path, name: str) -> None:
+    """A link to itself stands for all errors that say nothing of the file: ELOOP."""
+    path = own / "step=1" / name
+    kept = path.rename(own / "kept")
+    path.symlink_to(path)
+    with pytest.raises(SourceUnavailable, match=r"ELOOP|Too many levels"):
+        Source(own, 1, save_name(1))
+    kept.rename(path)
+    Source(own, 1, save_name(1)).close()
 
 
 def test_a_step_that_is_deleted_while_it_is_sent_arrives_whole(own: Path, receiver: Receiver) -> None:

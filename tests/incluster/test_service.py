@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -190,6 +192,47 @@ def test_a_save_that_is_not_there_or_not_the_one_is_given_up(start: Start) -> No
         host.save(9)
     for host in hosts:
         host.wait_for(Complete, 9)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """For this whole process: what is open stays open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_save_that_cannot_be_opened_for_now_is_copied_as_soon_as_it_can(start: Start) -> None:
+    hosts = start("a", "b")
+    for host in hosts:
+        commit_step(host.storage, 10)
+    with no_descriptor_left():
+        for host in hosts:
+            host.service.replicate(10, save_name(10))
+            failed = host.wait_for(NotReplicated, 10)
+            assert not failed.is_final, failed
+            assert "EMFILE" in failed.why
+    for host in hosts:
+        host.wait_for(Replicated, 10)
+        host.wait_for(Complete, 10)
+
+
+def test_a_repair_waits_until_what_it_sends_can_be_opened(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pauses = replace(QUICK, pause=timedelta(seconds=0.5), longest_pause=timedelta(seconds=10))
+    a, b = start("a", "b", patience=pauses)
+    commit_step(a.storage, 10)
+    push = Push(holder="a", owner="a", step=10, save_id=save_name(10), target="b")
+    with no_descriptor_left():
+        a.service.repair([push])
+        wait_until(lambda: "a is sent to b again" in caplog.text, "it was never tried")
+    assert a.wait_for(Repaired).push == push
+    assert replica_steps([b], "a") == {"b": [10]}
 
 
 def test_a_save_of_an_earlier_session_is_copied_and_never_counted(start: Start) -> None:

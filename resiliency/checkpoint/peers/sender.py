@@ -37,7 +37,7 @@ from resiliency.checkpoint.peers.messages import (
 from resiliency.checkpoint.peers.placement import Peer
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.checkpoint.storage import LocalStorage
-from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, PeerError
+from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, PeerError
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,10 @@ class Throttle:
                 meanwhile()
 
 
+class SourceUnavailable(CheckpointError):
+    """The system does not let us read our own checkpoint for now, of which nothing is known to be wrong."""
+
+
 class Source:
     """A committed step of this host, opened for as long as copies of it are sent; a context manager.
 
@@ -89,12 +93,18 @@ class Source:
     Raises:
         CheckpointIncomplete: it is not there (any more), or not `save_id`.
         CheckpointCorrupt: its manifest or an index is damaged.
+        SourceUnavailable: no descriptor is left, for example, or the device fails: another try may do.
     """
 
     def __init__(self, root: str | os.PathLike[str], step: int, save_id: str) -> None:
         storage = LocalStorage(root)
-        self.blueprint = Blueprint.read(storage, step)
         path = storage.describe(step_directory(step))
+        try:
+            self.blueprint = Blueprint.read(storage, step)
+        except CheckpointCorrupt as error:
+            if "errno" not in error.fields:
+                raise
+            raise SourceUnavailable(str(error), path=path, step=step) from error
         if self.blueprint.save_id != save_id:
             raise CheckpointIncomplete(
                 f"{path} holds save {self.blueprint.save_id!r}, expected {save_id!r}.", path=path, step=step
@@ -104,9 +114,12 @@ class Source:
         try:
             for file in self._paths:
                 self._fds.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             self.close()
             raise CheckpointIncomplete(f"{path} lacks a file: {error}.", path=path, step=step) from error
+        except OSError as error:
+            self.close()
+            raise SourceUnavailable(f"{path} cannot be opened: {error}.", path=path, step=step) from error
         if storage.exists(marker_name(step)):
             self.close()  # it is being deleted, and some of the files may be others'
             raise CheckpointIncomplete(f"{path} is marked as unfinished.", path=path, step=step)

@@ -20,6 +20,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ from resiliency.checkpoint.peers.frames import Links, Patience
 from resiliency.checkpoint.peers.placement import choose_targets, directory_name
 from resiliency.checkpoint.peers.replica_store import REPLICAS, ReplicaStore
 from resiliency.checkpoint.peers.roll_call import RollCall
-from resiliency.checkpoint.peers.sender import Sender, Source, Throttle
+from resiliency.checkpoint.peers.sender import Sender, Source, SourceUnavailable, Throttle
 from resiliency.checkpoint.peers.server import Server
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.checkpoint.recovery.repairs import Push
@@ -62,7 +63,7 @@ class NotReplicated:
     """A save has fewer copies than were asked for.
 
     `is_final`: it stays so: it was superseded, or is gone or damaged.  Else every host was asked once
-    in vain, and will be again.
+    in vain, or it could not be read for now, and all will be tried again.
     """
 
     step: int
@@ -281,6 +282,9 @@ class PeerService:
         """Why `save` has to be tried again; empty: it is done with, one way or the other."""
         try:
             return self._copy(save, table)
+        except SourceUnavailable as error:
+            logger.warning("step %d is not copied for now: %s", save.step, error)
+            return str(error)
         except CheckpointError as error:
             self._not_replicated(save, str(error))
         except Exception as error:  # the border of this thread: the next save may fare better
@@ -343,21 +347,28 @@ class PeerService:
     def _push(self, push: Push) -> None:
         is_own = push.owner == directory_name(self._host)
         usual = self._root if is_own else self._root / REPLICAS / push.owner
-        with Source(push.root or usual, push.step, push.save_id) as source:
+        source: Source | None = None
+        with ExitStack() as opened:
             for number in range(1, _REPAIR_ROUNDS + 1):
                 table = self._table
                 target = table.peer(push.target) if table is not None else None
                 if table is None or target is None:
                     raise PeerError(f"{push.target!r} is no host of the session.", host=push.target)
                 try:
+                    if source is None:
+                        source = Source(push.root or usual, push.step, push.save_id)
+                        opened.push(source)
                     self._sender.send(source, push.owner, table, target)
                     return
-                except PeerError:
+                except (PeerError, SourceUnavailable) as error:
                     pause_s = min(
                         self._patience.pause.total_seconds() * 2**number,
                         self._patience.longest_pause.total_seconds(),
                     )
-                    if number == _REPAIR_ROUNDS or self._closing.wait(pause_s):
+                    if number == _REPAIR_ROUNDS:
+                        raise
+                    logger.info("%s is sent to %s again: %s", push.owner, push.target, error)
+                    if self._closing.wait(pause_s):
                         raise
 
     # --- completion -------------------------------------------------------------------------------
