@@ -52,12 +52,12 @@ def make_way(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:
     Raises:
         CheckpointWriteFailed: it is the last one, or somebody reads it.
     """
-    manifest = _committed(storage, step)
+    manifest = committed(storage, step)
     if manifest is None or manifest.run_id != run_id or manifest.save_id == save_id:
         return
     path = storage.describe(step_directory(step))
     # A newer one may be a part that no other host has: only what is older may have been complete.
-    older = (_committed(storage, other) for other in steps_in(storage) if other < step)
+    older = (committed(storage, other) for other in steps_in(storage) if other < step)
     spare = any(other is not None and other.run_id == run_id for other in older)
     if not spare and not is_damaged(storage, step):
         raise CheckpointWriteFailed(
@@ -74,11 +74,12 @@ def make_way(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:
 
 def committed_save(storage: Storage, step: int) -> str | None:
     """The save id of what is committed at `step`; None if nothing is."""
-    manifest = _committed(storage, step)
+    manifest = committed(storage, step)
     return None if manifest is None else manifest.save_id
 
 
-def _committed(storage: Storage, step: int) -> Manifest | None:
+def committed(storage: Storage, step: int) -> Manifest | None:
+    """The manifest of what is committed at `step`; None if nothing is, or it cannot be read."""
     if try_read_marker(storage, step) is not None:
         return None
     try:

@@ -57,12 +57,14 @@ def commit_step(
     ranks: Sequence[int] = (0,),
     world_size: int = 0,
     session: str = SESSION,
+    run_id: str = "run",
     size_bytes: int = 40_000,
 ) -> list[Shard]:
     """Commit a host's part of a save; returns its shards."""
     world = world_size or max(ranks) + 1
     shards = [shard(step, rank, world, size_bytes) for rank in ranks]
-    save(storage, LocalFormat(threads=1), shards, save_id=save_name(step, session), ranks=ranks)
+    save_id = save_name(step, session)
+    save(storage, LocalFormat(threads=1), shards, save_id=save_id, run_id=run_id, ranks=ranks)
     return shards
 
 
@@ -102,7 +104,7 @@ class Host:
     def replicas_of(self, owner: str) -> Path:
         return self.root / "replicas" / owner
 
-    def save(self, step: int, *, session: str = SESSION, **how: int) -> list[Shard]:
+    def save(self, step: int, *, session: str = SESSION, **how: object) -> list[Shard]:
         """Commit a step of this host, and ask for its copies."""
         shards = commit_step(self.storage, step, session=session, **how)  # type: ignore[arg-type]
         self.service.replicate(step, save_name(step, session))

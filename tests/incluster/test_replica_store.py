@@ -24,7 +24,7 @@ from resiliency.checkpoint.manifest import (
     write_index,
     write_manifest,
 )
-from resiliency.checkpoint.marker import try_read_marker
+from resiliency.checkpoint.marker import Marker, MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.peers.blueprint import Blueprint
 from resiliency.checkpoint.peers.replica_store import Receipt, ReplicaKept, ReplicaStore, is_owner
 from resiliency.checkpoint.shard_file import FileRecord
@@ -304,7 +304,7 @@ def test_owners_do_not_get_in_each_others_way(tmp_path: Path, original: LocalSto
     receive(store, original, 2, owner="b")
     assert store.owners() == ["a", "b"]
     one.abort()
-    assert store.retire("b", 3) == [2]
+    assert store.retire("b", 3, run_id="run") == [2]
     assert LocalStorage(tmp_path / "replicas").list("b") == []
 
 
@@ -341,13 +341,34 @@ def test_retiring_spares_what_is_newer_read_or_received(tmp_path: Path, original
     root = LocalStorage(tmp_path / "replicas" / OWNER)
     receipt = store.begin(OWNER, Blueprint.read(original, 3))
     with Lease(root, 1):
-        assert store.retire(OWNER, 4) == [2]
+        assert store.retire(OWNER, 4, run_id="run") == [2]
     assert try_read_marker(root, 3) is not None
-    assert store.retire(OWNER, 3) == [1]
+    assert store.retire(OWNER, 3, run_id="run") == [1]
     receipt.suspend()
-    assert store.retire(OWNER, 4) == [3]
+    assert store.retire(OWNER, 4, run_id="run") == [3]
     assert root.list("") == []
-    assert store.retire("nobody", 4) == []
+    assert store.retire("nobody", 4, run_id="run") == []
+
+
+def test_what_another_run_has_is_neither_retired_nor_replaced(tmp_path: Path) -> None:
+    ours, theirs = LocalStorage(tmp_path / "ours"), LocalStorage(tmp_path / "theirs")
+    for step in (1, 2):
+        commit_step(ours, step)
+        commit_step(theirs, step, session="another", run_id="another")
+    store = ReplicaStore(tmp_path / "here")
+    root = LocalStorage(tmp_path / "here" / "replicas" / OWNER)
+    receive(store, ours, 1)
+    receive(store, theirs, 2)
+    with pytest.raises(ReplicaKept, match=r"of run 'another', offered was one of run 'run'"):
+        store.begin(OWNER, Blueprint.read(ours, 2), session="session")
+    assert receive(store, theirs, 2).is_held
+    assert store.retire(OWNER, 9, run_id="run") == [1]
+    quarantine(root, 2, "found bad")
+    assert store.retire(OWNER, 9, run_id="run") == []
+    (root.root / "step=2" / MANIFEST).unlink()
+    assert store.retire(OWNER, 9, run_id="another") == []  # nobody can tell any more
+    put_marker(root, 2, Marker(state=MarkerState.WRITING))
+    assert store.retire(OWNER, 9, run_id="run") == [2]  # unfinished, and so no run's
 
 
 # --- what strangers might send --------------------------------------------------------------------

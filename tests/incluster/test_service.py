@@ -124,6 +124,26 @@ def test_older_replicas_go_when_the_newer_save_is_complete_on_all_hosts_and_not_
         )
 
 
+def test_copies_of_hosts_that_left_the_job_go_with_the_others_and_those_of_another_job_stay(
+    start: Start,
+) -> None:
+    hosts = start("a", "b")
+    for owner, run_id in (("left", "run"), ("stranger", "another")):
+        for step in (5, 15):
+            commit_step(LocalStorage(hosts[0].replicas_of(owner)), step, session="before", run_id=run_id)
+    hosts[0].save(10)
+    hosts[0].wait_for(Replicated, 10)
+    assert replica_steps(hosts, "left") == {"a": [5, 15]}
+    hosts[1].save(10)
+    for host in hosts:
+        host.wait_for(Complete, 10)
+    wait_until(lambda: replica_steps(hosts, "left") == {"a": [15]}, "the copies of a host that left stay")
+    for host in hosts:
+        host.save(20)
+    wait_until(lambda: replica_steps(hosts, "left") == {}, "the copies of a host that left stay")
+    assert replica_steps(hosts, "stranger") == {"a": [5, 15]}
+
+
 @pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
 def test_without_copies_a_save_is_complete_when_all_hosts_have_committed_it(
     start: Start, names: tuple[str, ...]

@@ -27,10 +27,12 @@ from urllib.parse import unquote
 from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
 from resiliency.checkpoint.checksums import digest_function
 from resiliency.checkpoint.commit import open_save
-from resiliency.checkpoint.manifest import MANIFEST, index_name
+from resiliency.checkpoint.generations import committed
+from resiliency.checkpoint.manifest import MANIFEST, index_name, parse_index, read_manifest
 from resiliency.checkpoint.marker import (
     MarkerState,
     lift_marker,
+    marker_name,
     step_directory,
     try_read_marker,
 )
@@ -51,6 +53,7 @@ from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     CheckpointWriteFailed,
+    ConfigError,
     PeerError,
 )
 
@@ -99,7 +102,7 @@ class ReplicaStore:
             session: whose saves are not replaced by others.
         Raises:
             CheckpointWriteFailed: the storage refused, for example because it is full; nothing stays.
-            ReplicaKept: a copy of the session's own save stands at this step.
+            ReplicaKept: a copy of the session's own save, or of another run, stands at this step.
         """
         if not is_owner(owner):
             raise PeerError(f"{owner[:200]!r} is not the directory name of a host.")
@@ -125,17 +128,18 @@ class ReplicaStore:
                 self._partials[owner, blueprint.step] = partial
             return Receipt(self, owner, partial, partial.take_over())
 
-    def retire(self, owner: str, below_step: int) -> list[int]:
-        """Delete the replicas before `below_step`; returns the steps that went.
+    def retire(self, owner: str, below_step: int, *, run_id: str) -> list[int]:
+        """Delete the replicas of a run before `below_step`; returns the steps that went.
 
-        Only for when a newer save is complete on all hosts.  Those being read or received stay.
+        Only for when a newer save of that run is complete on all hosts.  Those being read or received
+        stay, and those of other runs.  What is unfinished is no run's, and goes.
         """
         gone = []
         with self._owner_lock(owner):
             storage = self._open_storage(owner)
             for step in (step for step in steps_in(storage) if step < below_step):
                 partial = self._find(owner, step)
-                if partial is not None and partial.is_active:
+                if (partial is not None and partial.is_active) or not _may_go(storage, step, run_id):
                     continue
                 self._forget(owner, step)
                 if remove_checkpoint(storage, step):
@@ -420,23 +424,55 @@ class _Partial:
 
 
 def _holds(storage: Storage, blueprint: Blueprint, session: str) -> bool:
-    """Whether the copy stands there whole."""
+    """Whether the copy stands there whole.
+
+    Raises:
+        ReplicaKept: what stands there is another run's, or this session's.
+    """
     step = blueprint.step
-    found = inspect(storage, step)
-    if found.condition is not Condition.COMPLETE or found.manifest is None:
+    standing = committed(storage, step)
+    if standing is None:
         return False
     directory = step_directory(step)
-    if is_damaged(storage, step):
-        return False
+    path = storage.describe(directory)
+    is_whole = inspect(storage, step).condition is Condition.COMPLETE and not is_damaged(storage, step)
     if read_file(storage, f"{directory}/{MANIFEST}") == blueprint.manifest_bytes:
-        return True
-    if found.manifest.save_id == save_id_of(session, step) != blueprint.save_id:
+        return is_whole
+    offered = _run_of(blueprint)
+    if standing.run_id != offered:
         raise ReplicaKept(
-            f"{found.path} is a copy of this session's save, offered was save {blueprint.save_id!r}.",
-            path=found.path,
+            f"{path} is a copy of run {standing.run_id!r}, offered was one of run {offered!r}.",
+            hint="Give each job a local directory of its own, or delete what the other one left.",
+            path=path,
+            step=step,
+        )
+    if is_whole and standing.save_id == save_id_of(session, step) != blueprint.save_id:
+        raise ReplicaKept(
+            f"{path} is a copy of this session's save, offered was save {blueprint.save_id!r}.",
+            path=path,
             step=step,
         )
     return False
+
+
+def _run_of(blueprint: Blueprint) -> str:
+    """The run that an offered copy belongs to; all its ranks say the same."""
+    indexes = (parse_index(content, "an index")[0] for content in blueprint.index_bytes.values())
+    return next((index.run_id for index in indexes), "")
+
+
+def _may_go(storage: Storage, step: int, run_id: str) -> bool:
+    """Whether nobody but `run_id` has a claim on a replica."""
+    # By its name: reading it fails also where there is none, out of descriptors for example.
+    if storage.exists(marker_name(step)):
+        marker = try_read_marker(storage, step)
+        if marker is not None and marker.state is not MarkerState.CORRUPT:
+            return True
+    try:
+        return read_manifest(storage, step_directory(step)).run_id == run_id
+    except (CheckpointIncomplete, CheckpointCorrupt, ConfigError) as error:
+        logger.info("whose copy this is cannot be told, so it stays: %s", error)
+        return False
 
 
 def _remove_hidden(storage: Storage, step: int) -> None:

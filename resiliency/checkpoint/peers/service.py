@@ -9,8 +9,8 @@
 
 No call waits for the network or for a disk; what comes of it is told as events, from threads of the
 service.  A host that is dead, stopped, full or cut off costs its peers nothing but a copy on another
-host.  An older replica is deleted only when a newer save is complete on all hosts, by this service;
-the host's own checkpoints are the caller's.
+host.  An older replica is deleted only when a newer save of its run is complete on all hosts, by this
+service; the host's own checkpoints are the caller's.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from resiliency.checkpoint.peers.errands import Errands
 from resiliency.checkpoint.peers.frames import Links, Patience
 from resiliency.checkpoint.peers.placement import choose_targets, directory_name
 from resiliency.checkpoint.peers.replica_store import REPLICAS, ReplicaStore
+from resiliency.checkpoint.peers.retirement import retire_replicas
 from resiliency.checkpoint.peers.roll_call import RollCall
 from resiliency.checkpoint.peers.sender import Sender, Source, SourceUnavailable, Throttle
 from resiliency.checkpoint.peers.server import Server
@@ -378,16 +379,16 @@ class PeerService:
         logger.info("step %d is complete on all hosts", save.step)
         self._emit(Complete(step=save.step, save_id=save.save_id, retire_below=retire_below))
         if retire_below is not None:
-            self._try_tidy(lambda: self._retire(retire_below))
+            self._try_tidy(lambda: self._retire(save, retire_below))
 
-    def _retire(self, below: int) -> None:
-        for owner in self._store.owners():
-            if self._closing.is_set():
-                return
-            gone = self._store.retire(owner, below)
+    def _retire(self, newest: SaveName, below: int) -> None:
+        own = LocalStorage(self._root)
+        for owner, gone in retire_replicas(self._store, own, newest, below=below):
             self._counters.add("retired", len(gone))
             if gone:
                 logger.info("deleted replicas of %s: %s", owner, gone)
+            if self._closing.is_set():
+                return
 
     def _try_tidy(self, work: Callable[[], None]) -> None:
         def run() -> None:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of other hosts' checkpoints: which go, and when, also those of hosts that left the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resiliency.checkpoint.catalog import steps_in
+from resiliency.checkpoint.peers.completion import SaveName
+from resiliency.checkpoint.peers.replica_store import ReplicaStore
+from resiliency.checkpoint.peers.retirement import retire_replicas
+from resiliency.checkpoint.storage import LocalStorage
+from tests.incluster.peer_builders import commit_step, save_name
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A host that has saved steps 10 and 20, and keeps what others saved before."""
+    for step in (10, 20):
+        commit_step(LocalStorage(tmp_path), step, ranks=(0, 1))
+    for owner, run_id in (("gone", "run"), ("stranger", "another")):
+        for step in (5, 15):
+            commit_step(replicas(tmp_path, owner), step, session="before", run_id=run_id)
+    return tmp_path
+
+
+def replicas(local: Path, owner: str) -> LocalStorage:
+    return LocalStorage(local / "replicas" / owner)
+
+
+def retire(local: Path, below: int, newest: str = "") -> dict[str, list[int]]:
+    store, own = ReplicaStore(local), LocalStorage(local)
+    return dict(retire_replicas(store, own, SaveName(20, newest or save_name(20)), below=below))
+
+
+def test_copies_of_the_run_go_whoever_owns_them_and_those_of_others_stay(local: Path) -> None:
+    assert retire(local, 10) == {"gone": [5], "stranger": []}
+    assert retire(local, 20) == {"gone": [15], "stranger": []}
+    assert steps_in(replicas(local, "stranger")) == [5, 15]
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted", "unfinished"])
+def test_nothing_goes_without_the_own_part_of_the_complete_save(local: Path, how: str) -> None:
+    own = LocalStorage(local)
+    if how == "deleted":
+        own.remove_tree("step=20")
+    elif how == "unfinished":
+        (local / "step=20-unfinished").touch()
+    newest = "later-20" if how == "replaced" else ""
+    assert retire(local, 20, newest) == {}
+    assert steps_in(replicas(local, "gone")) == [5, 15]
+
+
+def test_an_owner_whose_copies_cannot_be_deleted_keeps_those_of_others_from_nothing(local: Path) -> None:
+    (local / "replicas" / "first" / "step=5-unfinished").mkdir(parents=True)  # what no agent ever made
+    assert retire(local, 10) == {"gone": [5], "stranger": []}
