@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeAlias
 
 from resiliency.checkpoint.catalog import clean_unfinished, forget_failed, free_failed, try_prune
@@ -25,6 +26,7 @@ from resiliency.checkpoint.jobs import CleanJob, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
 from resiliency.checkpoint.megatron_format import MegatronFormat
+from resiliency.checkpoint.peers.retirement import retire_replicas_alone
 from resiliency.checkpoint.shard_file import FileRecord
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
@@ -203,8 +205,12 @@ def _tidy(storage: Storage, job: SaveJob) -> None:
 
 
 def _retire(storage: Storage, job: RetireJob) -> None:
-    gone = retire(storage, run_id=job.run_id, complete=job.complete, keep=job.settings.local_keep)
+    settings = job.settings
+    gone = retire(storage, run_id=job.run_id, complete=job.complete, keep=settings.local_keep)
     _log_gone("old", gone)
+    local = Path(settings.local_directory)
+    for owner, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
+        _log_gone(f"{owner}'s old", steps)
 
 
 def _log_gone(what: str, steps: list[int]) -> None:

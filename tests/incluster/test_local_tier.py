@@ -43,6 +43,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command
+from tests.incluster.peer_builders import commit_step
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -381,6 +382,18 @@ def test_old_generations_go_when_a_newer_one_is_complete_and_so_many_stay_as_wer
         for step in range(1, 4):
             assert checkpoints.save(step, make_state(step)).wait_complete(SOON)
         assert eventually(lambda: complete(place.local) == [3])
+
+
+def test_copies_of_hosts_that_left_go_when_the_job_has_gone_on_with_one_host(place: Place) -> None:
+    for owner, run_id in (("left", place.job), ("stranger", "another")):
+        storage = LocalStorage(place.local / "replicas" / owner)
+        commit_step(storage, 1, session="before", run_id=run_id)
+    with place.open(alone=True, keep=2) as checkpoints:
+        for step in (2, 3):
+            assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
+        assert eventually(lambda: complete(place.local / "replicas" / "left") == [])
+        assert complete(place.local) == [2, 3]
+    assert complete(place.local / "replicas" / "stranger") == [1]
 
 
 def generations(root: Path, **saves: str) -> LocalStorage:

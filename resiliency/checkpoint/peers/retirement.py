@@ -13,13 +13,14 @@ then it was replaced or lost, and vouches for nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from resiliency.checkpoint.generations import committed
 from resiliency.checkpoint.manifest import Manifest
 from resiliency.checkpoint.peers.completion import SaveName
 from resiliency.checkpoint.peers.replica_store import ReplicaStore
-from resiliency.checkpoint.storage import Storage
+from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.errors import ResiliencyError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,25 @@ def retire_replicas(
             yield owner, store.retire(owner, below, run_id=part.run_id)
         except ResiliencyError as error:  # of one owner; the next complete save tries again
             logger.warning("old copies of %s were not deleted: %s", owner, error)
+
+
+def retire_replicas_alone(
+    local_root: Path, complete: Mapping[int, str], *, keep: int
+) -> Iterator[tuple[str, list[int]]]:
+    """`retire_replicas` for a job that went on with this host alone, where no `PeerService` runs.
+
+    While other hosts have parts of the newest save, that is left to the service: it may be receiving.
+
+    Args:
+        complete: step to save id of this session's complete saves.
+        keep: how many complete generations stay.
+    """
+    own = LocalStorage(local_root)
+    newest = SaveName(max(complete), complete[max(complete)])
+    part = _part_of(own, newest)
+    stays = sorted(complete)[-keep:]
+    if part is not None and len(part.ranks) == part.world_size and len(stays) == keep:
+        yield from retire_replicas(ReplicaStore(local_root), own, newest, below=stays[0])
 
 
 def _part_of(own: Storage, save: SaveName) -> Manifest | None:
