@@ -447,6 +447,28 @@ def test_the_throttle_lets_through_what_it_was_told() -> None:
     assert time.monotonic() - began >= 5 / 16
 
 
+def test_another_limit_counts_at_once() -> None:
+    throttle = Throttle(1)
+    throttle.wait(LARGE, 1.0, lambda: None)  # the next one has to wait for months
+    done = threading.Event()
+
+    def wait() -> None:
+        throttle.wait(LARGE, 60.0, lambda: None)
+        done.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    throttle.bytes_per_s = 1  # as it was
+    assert not done.wait(0.2)
+    throttle.bytes_per_s = 1 << 40
+    assert done.wait(60)
+    thread.join()
+    later = threading.Thread(target=throttle.wait, args=(LARGE, 60.0, lambda: None), daemon=True)
+    later.start()
+    later.join(60)
+    assert not later.is_alive(), "it waits for what was never sent"
+
+
 def test_a_receiver_that_answers_nothing_while_it_takes_all_is_given_up(
     own: Path, receiver: Receiver
 ) -> None:

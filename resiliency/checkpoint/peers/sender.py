@@ -50,35 +50,59 @@ class Throttle:
     """Spreads what all threads send so that it stays below a bandwidth (a token bucket).
 
     Args:
-        bytes_per_s: 0 for no limit; may be set at any time.
+        bytes_per_s: 0 for no limit; may be set at any time.  Another limit counts at once: who waits by
+            the one before goes on.
     """
 
     def __init__(self, bytes_per_s: int = 0) -> None:
-        self.bytes_per_s = bytes_per_s
+        self._rate = bytes_per_s
         self._free_at = time.monotonic()
-        self._lock = threading.Lock()
-        self._off = threading.Event()
+        self._is_lifted = False
+        #: One more whenever those who wait need wait no longer.
+        self._releases = 0
+        self._released = threading.Condition()
+
+    @property
+    def bytes_per_s(self) -> int:
+        return self._rate
+
+    @bytes_per_s.setter
+    def bytes_per_s(self, limit: int) -> None:
+        with self._released:
+            if limit != self._rate:
+                self._rate = limit
+                self._release()
 
     def lift(self) -> None:
         """No limit from now on, also for who waits."""
-        self._off.set()
+        with self._released:
+            self._is_lifted = True
+            self._release()
 
     def restore(self) -> None:
-        self._off.clear()
+        with self._released:
+            self._is_lifted = False
 
     def wait(self, size_bytes: int, every_s: float, meanwhile: Callable[[], None]) -> None:
         """Wait for the turn of `size_bytes`, and call `meanwhile` every so often."""
-        with self._lock:
-            if not self.bytes_per_s or self._off.is_set():
+        with self._released:
+            if not self._rate or self._is_lifted:
                 return
-            now = time.monotonic()
-            begins = max(self._free_at, now)
-            self._free_at = begins + size_bytes / self.bytes_per_s
-        while self.bytes_per_s and (left_s := begins - time.monotonic()) > 0:
-            if self._off.wait(min(left_s, every_s)):
-                return
+            before = self._releases
+            begins = max(self._free_at, time.monotonic())
+            self._free_at = begins + size_bytes / self._rate
+        while (left_s := begins - time.monotonic()) > 0:
+            with self._released:
+                if self._released.wait_for(lambda: self._releases != before, min(left_s, every_s)):
+                    return
             if left_s > every_s:
                 meanwhile()
+
+    def _release(self) -> None:
+        """Those who wait go on, and nobody waits any more for what they were to send."""
+        self._free_at = time.monotonic()
+        self._releases += 1
+        self._released.notify_all()
 
 
 class SourceUnavailable(CheckpointError):
