@@ -101,5 +101,8 @@ def try_read_marker(storage: Storage, step: int) -> Marker | None:
         )
     except CheckpointMissing:
         return None
-    except (ValueError, KeyError, TypeError, CheckpointCorrupt):
+    except CheckpointCorrupt:
+        # To read it fails also where there is none, out of descriptors for example; to look does not.
+        return Marker(state=MarkerState.UNKNOWN) if storage.exists(marker_name(step)) else None
+    except (ValueError, KeyError, TypeError):
         return Marker(state=MarkerState.UNKNOWN)

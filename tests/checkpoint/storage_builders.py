@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import mmap
 import random
+import resource
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -157,3 +159,14 @@ def assert_holds(storage: Storage, shard: Shard) -> None:
     for entry in shard.layout.entries:
         assert found.read(entry) == shard.read(entry), entry.key
     assert found.buffer.nbytes >= size
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """For this whole process: what is open stays open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

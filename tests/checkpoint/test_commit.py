@@ -43,7 +43,7 @@ from resiliency.testing.storage import (
     StorageKilled,
     Survival,
 )
-from tests.checkpoint.storage_builders import assert_holds, make_shard, save, small_shard
+from tests.checkpoint.storage_builders import assert_holds, make_shard, no_descriptor_left, save, small_shard
 
 FORMATS: list[CheckpointFormat[Shard]] = [LocalFormat(threads=1), DcpFormat(threads=1)]
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda item: item.name)
@@ -552,3 +552,11 @@ def test_a_ticket_that_cannot_work_is_refused(change: dict[str, object], found: 
     good = {"step": 1, "run_id": "r", "save_id": "s", "world_size": 2, "ranks": [0]}
     with pytest.raises(CheckpointError, match=found):
         SaveTicket(**{**good, **change})  # type: ignore[arg-type]
+
+
+def test_out_of_descriptors_no_marker_is_seen_where_there_is_none(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    put_marker(storage, 1, Marker(state=MarkerState.WRITING))
+    with no_descriptor_left():
+        found = [try_read_marker(storage, step) for step in (1, 2)]
+    assert found == [Marker(state=MarkerState.UNKNOWN), None]

@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +27,18 @@ from resiliency.checkpoint.manifest import (
 )
 from resiliency.checkpoint.marker import Marker, MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.peers.blueprint import Blueprint
-from resiliency.checkpoint.peers.replica_store import Receipt, ReplicaKept, ReplicaStore, is_owner
+from resiliency.checkpoint.peers.replica_store import Receipt, ReplicaStore, is_owner
+from resiliency.checkpoint.peers.standing import ReplicaKept
 from resiliency.checkpoint.shard_file import FileRecord
-from resiliency.checkpoint.storage import LocalStorage, Storage, WritableFile, page_memory, read_file
+from resiliency.checkpoint.storage import (
+    LocalStorage,
+    ReadableFile,
+    Storage,
+    WritableFile,
+    page_memory,
+    read_failed,
+    read_file,
+)
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
@@ -469,6 +479,39 @@ def test_a_copy_in_which_a_restore_found_a_bad_shard_is_received_again(
     assert not receive(store, original, 3).is_held
     assert not (replica / "rank=2.corrupt").exists()
     verify(LocalStorage(replica.parent), 3)
+
+
+class OutOfDescriptors(LocalStorage):
+    """For one file that is opened, counted from 0, no descriptor is left."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.opened = 0
+        self.fails_at = -1
+
+    def open(self, name: str) -> ReadableFile:
+        self.opened += 1
+        if self.opened - 1 == self.fails_at:
+            raise read_failed(OSError(errno.EMFILE, "none left"), self.describe(name))
+        return super().open(name)
+
+
+def test_a_replica_is_not_replaced_because_a_descriptor_was_lacking_to_look_at_it(
+    tmp_path: Path, original: LocalStorage
+) -> None:
+    storage = OutOfDescriptors(tmp_path / "replicas" / OWNER)
+    store = ReplicaStore(tmp_path, open_storage=lambda owner: storage)
+    receive(store, original, 1)
+    before = storage.opened
+    assert receive(store, original, 1).is_held
+    looks = storage.opened - before
+    assert looks > 3
+    for number in range(looks):
+        storage.opened, storage.fails_at = 0, number
+        with suppress(CheckpointWriteFailed):  # it cannot be told
+            assert store.begin(OWNER, Blueprint.read(original, 1)).is_held
+        assert_replica(LocalStorage(storage.root), 1)
+    store.close()
 
 
 class FailsOnce(LocalStorage):

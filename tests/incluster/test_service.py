@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +37,7 @@ from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import ConfigError
 from resiliency.testing.leaks import open_descriptors
 from resiliency.testing.processes import Command
+from tests.checkpoint.storage_builders import no_descriptor_left
 from tests.incluster import peer_process
 from tests.incluster.peer_builders import (
     LONG_S,
@@ -212,17 +212,6 @@ def test_a_save_that_is_not_there_or_not_the_one_is_given_up(start: Start) -> No
         host.save(9)
     for host in hosts:
         host.wait_for(Complete, 9)
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """For this whole process: what is open stays open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_save_that_cannot_be_opened_for_now_is_copied_as_soon_as_it_can(start: Start) -> None:

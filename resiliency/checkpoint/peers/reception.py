@@ -32,7 +32,8 @@ from resiliency.checkpoint.peers.messages import (
     Wanted,
     refused,
 )
-from resiliency.checkpoint.peers.replica_store import Receipt, ReplicaKept, ReplicaStore
+from resiliency.checkpoint.peers.replica_store import Receipt, ReplicaStore
+from resiliency.checkpoint.peers.standing import ReplicaKept
 from resiliency.checkpoint.storage import PAGE_BYTES, page_memory
 from resiliency.errors import (
     CheckpointCorrupt,

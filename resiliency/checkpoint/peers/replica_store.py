@@ -24,21 +24,19 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
-from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
+from resiliency.checkpoint.catalog import remove_checkpoint, steps_in
 from resiliency.checkpoint.checksums import digest_function
 from resiliency.checkpoint.commit import open_save
-from resiliency.checkpoint.generations import committed
-from resiliency.checkpoint.manifest import MANIFEST, index_name, parse_index, read_manifest
+from resiliency.checkpoint.manifest import MANIFEST, index_name
 from resiliency.checkpoint.marker import (
     MarkerState,
     lift_marker,
-    marker_name,
     step_directory,
     try_read_marker,
 )
 from resiliency.checkpoint.peers.blueprint import NO_RANK, Blueprint, parents_of
 from resiliency.checkpoint.peers.placement import directory_name
-from resiliency.checkpoint.save_id import save_id_of
+from resiliency.checkpoint.peers.standing import holds, may_go
 from resiliency.checkpoint.shard_file import verify_file
 from resiliency.checkpoint.storage import (
     PAGE_BYTES,
@@ -53,7 +51,6 @@ from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     CheckpointWriteFailed,
-    ConfigError,
     PeerError,
 )
 
@@ -62,10 +59,6 @@ logger = logging.getLogger(__name__)
 #: Directory of all replicas, below the root of the local tier.
 REPLICAS = "replicas"
 _HUNG_S = 10.0
-
-
-class ReplicaKept(PeerError):
-    """What stands at this step is worth more than what was offered."""
 
 
 def is_owner(name: str) -> bool:
@@ -101,7 +94,7 @@ class ReplicaStore:
         Args:
             session: whose saves are not replaced by others.
         Raises:
-            CheckpointWriteFailed: the storage refused, for example because it is full; nothing stays.
+            CheckpointWriteFailed: the storage refused, for example because it is full; nothing of it stays.
             ReplicaKept: a copy of the session's own save, or of another run, stands at this step.
         """
         if not is_owner(owner):
@@ -115,7 +108,7 @@ class ReplicaStore:
             elif partial is not None:
                 self._forget(owner, blueprint.step)
             storage = self._open_storage(owner)
-            if _holds(storage, blueprint, session):
+            if holds(storage, blueprint, session=session):
                 return Receipt(self, owner, None, 0)
             self._sweep(owner, storage, blueprint.step)
             partial = _Partial(storage, blueprint)
@@ -139,7 +132,7 @@ class ReplicaStore:
             storage = self._open_storage(owner)
             for step in (step for step in steps_in(storage) if step < below_step):
                 partial = self._find(owner, step)
-                if (partial is not None and partial.is_active) or not _may_go(storage, step, run_id):
+                if (partial is not None and partial.is_active) or not may_go(storage, step, run_id=run_id):
                     continue
                 self._forget(owner, step)
                 if remove_checkpoint(storage, step):
@@ -421,58 +414,6 @@ class _Partial:
                 self._voted.add(rank)
                 for number in mine:
                     self._missing[number].clear()
-
-
-def _holds(storage: Storage, blueprint: Blueprint, session: str) -> bool:
-    """Whether the copy stands there whole.
-
-    Raises:
-        ReplicaKept: what stands there is another run's, or this session's.
-    """
-    step = blueprint.step
-    standing = committed(storage, step)
-    if standing is None:
-        return False
-    directory = step_directory(step)
-    path = storage.describe(directory)
-    is_whole = inspect(storage, step).condition is Condition.COMPLETE and not is_damaged(storage, step)
-    if read_file(storage, f"{directory}/{MANIFEST}") == blueprint.manifest_bytes:
-        return is_whole
-    offered = _run_of(blueprint)
-    if standing.run_id != offered:
-        raise ReplicaKept(
-            f"{path} is a copy of run {standing.run_id!r}, offered was one of run {offered!r}.",
-            hint="Give each job a local directory of its own, or delete what the other one left.",
-            path=path,
-            step=step,
-        )
-    if is_whole and standing.save_id == save_id_of(session, step) != blueprint.save_id:
-        raise ReplicaKept(
-            f"{path} is a copy of this session's save, offered was save {blueprint.save_id!r}.",
-            path=path,
-            step=step,
-        )
-    return False
-
-
-def _run_of(blueprint: Blueprint) -> str:
-    """The run that an offered copy belongs to; all its ranks say the same."""
-    indexes = (parse_index(content, "an index")[0] for content in blueprint.index_bytes.values())
-    return next((index.run_id for index in indexes), "")
-
-
-def _may_go(storage: Storage, step: int, run_id: str) -> bool:
-    """Whether nobody but `run_id` has a claim on a replica."""
-    # By its name: reading it fails also where there is none, out of descriptors for example.
-    if storage.exists(marker_name(step)):
-        marker = try_read_marker(storage, step)
-        if marker is not None and marker.state is not MarkerState.CORRUPT:
-            return True
-    try:
-        return read_manifest(storage, step_directory(step)).run_id == run_id
-    except (CheckpointIncomplete, CheckpointCorrupt, ConfigError) as error:
-        logger.info("whose copy this is cannot be told, so it stays: %s", error)
-        return False
 
 
 def _remove_hidden(storage: Storage, step: int) -> None:

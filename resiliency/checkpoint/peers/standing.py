@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands where a replica is to be written or deleted, and who has a claim on it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+from resiliency.checkpoint.catalog import is_damaged
+from resiliency.checkpoint.manifest import MANIFEST, parse_index, read_manifest
+from resiliency.checkpoint.marker import MarkerState, step_directory, try_read_marker
+from resiliency.checkpoint.peers.blueprint import Blueprint
+from resiliency.checkpoint.reader import CheckpointReader
+from resiliency.checkpoint.save_id import save_id_of
+from resiliency.checkpoint.shard_file import check_size
+from resiliency.checkpoint.storage import Storage, read_file
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointWriteFailed,
+    ConfigError,
+    PeerError,
+)
+
+logger = logging.getLogger(__name__)
+
+#: What this process lacks, whatever it asks for: of the files it says nothing.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
+class ReplicaKept(PeerError):
+    """What stands at this step is worth more than what was offered."""
+
+
+def holds(storage: Storage, blueprint: Blueprint, *, session: str) -> bool:
+    """Whether the copy that is offered stands there whole; else what is there may be replaced.
+
+    Raises:
+        ReplicaKept: what stands there is another run's, or this session's own.
+        CheckpointWriteFailed: it cannot be told for now.
+    """
+    step = blueprint.step
+    try:
+        standing = CheckpointReader(storage, step)
+        is_same = read_file(storage, f"{step_directory(step)}/{MANIFEST}") == blueprint.manifest_bytes
+    except (CheckpointError, ConfigError) as error:
+        _check_told(error)
+        return False
+    is_whole = _is_whole(storage, standing)
+    if is_same:
+        return is_whole
+    manifest, offered = standing.manifest, _run_of(blueprint)
+    if manifest.run_id != offered:
+        raise ReplicaKept(
+            f"{standing.path} is a copy of run {manifest.run_id!r}, offered was one of run {offered!r}.",
+            hint="Give each job a local directory of its own, or delete what the other one left.",
+            path=standing.path,
+            step=step,
+        )
+    if is_whole and manifest.save_id == save_id_of(session, step) != blueprint.save_id:
+        raise ReplicaKept(
+            f"{standing.path} is a copy of this session's save, offered was save {blueprint.save_id!r}.",
+            path=standing.path,
+            step=step,
+        )
+    return False
+
+
+def may_go(storage: Storage, step: int, *, run_id: str) -> bool:
+    """Whether nobody but `run_id` has a claim on a replica.  What is unfinished is nobody's."""
+    marker = try_read_marker(storage, step)
+    if marker is not None and marker.state is not MarkerState.CORRUPT:
+        return True
+    try:
+        return read_manifest(storage, step_directory(step)).run_id == run_id
+    except (CheckpointIncomplete, CheckpointCorrupt, ConfigError) as error:
+        logger.info("whose copy this is cannot be told, so it stays: %s", error)
+        return False
+
+
+def _is_whole(storage: Storage, standing: CheckpointReader) -> bool:
+    try:
+        for record in standing.files():
+            check_size(storage, record)
+        return not is_damaged(storage, standing.manifest.step)
+    except (CheckpointError, ConfigError) as error:
+        _check_told(error)
+        return False
+
+
+def _run_of(blueprint: Blueprint) -> str:
+    """The run that an offered copy belongs to; all its ranks say the same."""
+    indexes = (parse_index(content, "an index")[0] for content in blueprint.index_bytes.values())
+    return next((index.run_id for index in indexes), "")
+
+
+def _check_told(error: CheckpointError | ConfigError) -> None:
+    """Whether an error says something of the checkpoint, and not only of this process."""
+    if error.fields.get("errno") in _SHORTAGES:
+        raise CheckpointWriteFailed(f"what stands there cannot be told: {error}") from error
