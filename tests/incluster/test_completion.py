@@ -186,6 +186,20 @@ def test_a_save_that_no_host_took_stands_back_behind_newer_ones() -> None:
     assert backlog.take(SESSION) == (name(1290), [name(1280)])
 
 
+def test_saves_of_earlier_sessions_take_turns_when_none_can_be_copied() -> None:
+    backlog = Backlog()
+    even, odd = SaveName(20, "earlier-20"), SaveName(21, "earlier-21")
+    for save in (even, odd):
+        backlog.add(save)
+    taken = []
+    for _ in range(4):
+        save, _ = backlog.take(SESSION)
+        assert save is not None
+        taken.append(save)
+        backlog.failed(save)
+    assert taken == [even, odd, even, odd]
+
+
 # --- the table of peers ---------------------------------------------------------------------------
 
 

@@ -12,12 +12,14 @@ What is older than the save that is taken has been superseded; what is newer goe
 long as copies are quicker than saves, nothing waits and every save is copied.
 
 Saves of earlier sessions wait until none of this one does.  One that could not be copied anywhere
-stands back behind newer ones: what is in its way may not be in theirs.
+stands back behind newer ones, and among those of earlier sessions behind all that were tried less often:
+what is in its way may not be in theirs.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from hashlib import blake2b
 
 from resiliency.checkpoint.peers.completion import SaveName
@@ -31,7 +33,8 @@ class Backlog:
 
     def __init__(self) -> None:
         self._saves: set[SaveName] = set()
-        self._in_vain: set[SaveName] = set()
+        #: How often each was tried in vain.
+        self._failures: Counter[SaveName] = Counter()
         self._lock = threading.Lock()
 
     def add(self, save: SaveName) -> None:
@@ -45,26 +48,29 @@ class Backlog:
         with self._lock:
             live = {save for save in self._saves if save.save_id == save_id_of(session, save.step)}
             if not live:
-                return max(self._saves, key=_preference, default=None), []
+                return max(self._saves, key=self._turn, default=None), []
             newest = max(save.step for save in live)
-            hopeful = {save for save in live if save not in self._in_vain or save.step == newest}
+            hopeful = {save for save in live if not self._failures[save] or save.step == newest}
             chosen = max(hopeful, key=_preference)
             passed = sorted(save for save in live if save.step < chosen.step)
             self._saves.difference_update(passed)
-            self._in_vain &= self._saves
+            for save in self._failures.keys() - self._saves:
+                del self._failures[save]
             return chosen, passed
 
     def failed(self, save: SaveName) -> bool:
         """No host took a copy of it for now.  Returns whether that is news."""
         with self._lock:
-            is_news = save not in self._in_vain
-            self._in_vain.add(save)
-            return is_news
+            self._failures[save] += 1
+            return self._failures[save] == 1
 
     def remove(self, save: SaveName) -> None:
         with self._lock:
             self._saves.discard(save)
-            self._in_vain.discard(save)
+            del self._failures[save]
+
+    def _turn(self, save: SaveName) -> tuple[int, tuple[int, int, int]]:
+        return -self._failures[save], _preference(save)
 
 
 def _preference(save: SaveName) -> tuple[int, int, int]:
