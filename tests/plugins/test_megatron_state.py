@@ -24,11 +24,10 @@ from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins import megatron_ranks
+from tests.plugins.conftest import JOB_S, run
 from tests.plugins.megatron_ranks import BUCKET_SPACE, MODEL_SPACE, STEP, Layout, Part, differing
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
-#: Longest wait for one job of the ranks, or one stock process, on a busy two-core machine, in seconds.
-JOB_S = 150.0
 
 TWO_REPLICAS = Layout(ranks=2)
 TENSOR_PARALLEL = Layout(ranks=2, tensor=2)
@@ -57,7 +56,7 @@ READ_BY_STOCK = [
 
 
 class Ranks:
-    """A pool of ranks that have Megatron in memory, and the checkpoints that they wrote."""
+    """The pool, and the checkpoints that its ranks wrote."""
 
     def __init__(self, pool: RankPool, root: Path) -> None:
         self._pool = pool
@@ -65,10 +64,7 @@ class Ranks:
         self._saved: dict[Layout, list[list[Part]]] = {}
 
     def run(self, fn: Any, layout: Layout, *args: object) -> list[Any]:
-        values: list[Any] = self._pool.run(
-            fn, layout.ranks, layout, *args, timeout=JOB_S, operation_timeout=60.0
-        ).values
-        return values
+        return run(self._pool, fn, layout, *args)
 
     def name(self, layout: Layout) -> str:
         return f"megatron-{os.getpid()}-{layout}"
@@ -85,10 +81,8 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with RankPool() as pool:
-        pool.warm_up(2)
-        yield Ranks(pool, tmp_path_factory.mktemp("megatron"))
+def ranks(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield Ranks(pool, tmp_path_factory.mktemp("megatron"))
     assert list(DEFAULT_ROOT.glob(f"resiliency-megatron-{os.getpid()}-*")) == []
 
 

@@ -3,29 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins import reuse_ranks
+from tests.plugins.conftest import run
 from tests.plugins.megatron_ranks import BUCKET_SPACE, Layout
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
-#: Longest wait for one job of the ranks on a busy two-core machine, in seconds.
-JOB_S = 150.0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as pool:
-        pool.warm_up(2)
-        yield pool
-
-
-def run(pool: RankPool, fn: Any, layout: Layout) -> list[Any]:
-    return list(pool.run(fn, layout.ranks, layout, timeout=JOB_S, operation_timeout=60.0).values)
 
 
 def test_a_tensor_that_came_after_the_first_save_is_written_by_one_rank(pool: RankPool) -> None:
