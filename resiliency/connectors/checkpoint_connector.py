@@ -3,9 +3,10 @@
 
 The idea: rank 0 lists the candidates, all ranks agree on one, all ranks prove it (each reads a
 part of the files against the manifest), all ranks learn the verdict, and only then does a byte
-move into the model.  A candidate that fails is marked ``-unfinished`` and the next older one is
-tried.  When checkpoints exist but none is usable, the job ends with an error: silently starting
-from random weights would lose everything that was trained.
+move into the model.  What one rank alone finds, before or while it loads, is agreed on too, and then all
+ranks turn to the next older candidate.  One whose content is bad is marked ``-unfinished``; one that some
+host could not reach is not.  When checkpoints exist but none is usable, the job ends with an error:
+silently starting from random weights would lose everything that was trained.
 
 With a checkpoint process, every step that the hosts hold between them is a candidate too: in their
 memory, in their local tiers, and in the copies that they keep for each other.  Which rank takes what
@@ -22,18 +23,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
+from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.recovery.verdicts import agree
 from resiliency.checkpoint.restoring import Tier
 from resiliency.checkpoint.tiers import TierName
 from resiliency.errors import (
     CheckpointCorrupt,
+    CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
     ConfigError,
     LayoutMismatch,
+    ResiliencyError,
 )
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import checkpoint_kinds, manifest
@@ -44,8 +48,8 @@ from resiliency.plugins.random_states import set_rng_state
 
 logger = logging.getLogger(__name__)
 
-#: What a load raises, on all ranks alike, when its checkpoint is bad and another may not be.
-_UNUSABLE = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing)
+#: What a load raises, on any rank, when its checkpoint is of no use and another may be.
+_UNUSABLE = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, LayoutMismatch)
 
 _WITH_RANDOM_STATE = (VerifiedCheckpointIO, PersistentCheckpointProcessIO, CombinedCheckpointIO)
 
@@ -147,10 +151,7 @@ class CheckpointConnector(_CheckpointConnector):
         attempts = _Attempts(self._max_attempts)
         for path in self._usable(attempts):
             try:
-                super()._restore_modules_and_callbacks(path)
-            except _UNUSABLE as error:
-                attempts.failed += 1
-                self._condemn(path, [str(error)])
+                problems = self._try_together(path)
             except LayoutMismatch as mismatch:
                 attempts.unfit.append(path)
                 if is_rank_zero():
@@ -160,9 +161,27 @@ class CheckpointConnector(_CheckpointConnector):
                         manifest.step_of(path),
                         mismatch,
                     )
-            else:
+                continue
+            if not problems:
                 return path
+            # Who found it bad has hidden it, if it is bad for everybody.
+            attempts.failed += 1
+            _tell(path, problems)
         return None
+
+    def _try_together(self, path: Path) -> list[str]:
+        """Restore `path`; what ranks found wrong with it, the same on all of them, empty if it was nothing.
+
+        Raises:
+            LayoutMismatch: on all ranks; it is of another parallel layout.
+        """
+        error: ResiliencyError | None = None
+        try:
+            super()._restore_modules_and_callbacks(path)
+        except _UNUSABLE as failure:
+            error = failure
+        bad = agree(Agreement.of_process_group(), error, f"restoring {path}")
+        return sorted(set(bad.values()))
 
     def _newest_usable(self) -> Path | None:
         return next(self._usable(_Attempts(self._max_attempts)), None)
@@ -177,7 +196,7 @@ class CheckpointConnector(_CheckpointConnector):
         process = process_of(self.trainer)
         # Not by their paths: a directory may be called otherwise on each host.
         held = {} if process is None else {step: process.path_of(step) for step in process.captured()}
-        agreed = _agree(self._candidates(held) if is_rank_zero() else [])
+        agreed = self._candidates_together(held)
         candidates = [held[found] if isinstance(found, int) else found for found in agreed]
         if process is not None:
             self._tell_what_is_lost(process, candidates)
@@ -191,7 +210,7 @@ class CheckpointConnector(_CheckpointConnector):
             )
             if problems:
                 attempts.failed += 1
-                self._condemn(path, problems)
+                _tell(path, problems)
                 continue
             if number:
                 logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
@@ -244,15 +263,26 @@ class CheckpointConnector(_CheckpointConnector):
             paths=[str(path) for path in candidates],
         )
 
-    def _condemn(self, path: Path, problems: Sequence[str]) -> None:
-        for problem in problems:
-            logger.error("checkpoint %s is not used: %s", path, problem)
-        # A marker of its own: it was never a candidate on disk, or its reader has hidden it already.
-        if not is_rank_zero() or manifest.marker_of(path).exists():
-            return
-        roots = [root.absolute() for root in self._listed()]  # local ones are the business of the process
-        if path.is_dir() and path.parent.absolute() in roots:
-            checkpoint_kinds.hide(path, problems[0])
+    def _candidates_together(self, held: Mapping[int, Path]) -> list[Path | int]:
+        """Rank 0's list on every rank: what a rank sees on shared storage may lag behind.
+
+        Raises:
+            CheckpointError, PeerError: on all ranks; rank 0 could not list a directory.
+        """
+        ranks = Agreement.of_process_group()
+        error: ResiliencyError | None = None
+        mine: list[Path | int] = []
+        if ranks.rank == 0:
+            try:
+                mine = self._candidates(held)
+            except OSError as failure:
+                error = CheckpointError(
+                    f"checkpoints cannot be listed: {failure}.",
+                    hint="Mend the mount, or name other directories.",
+                    path=str(failure.filename),
+                )
+        ranks.check(error, "listing checkpoints")
+        return ranks.gather(mine)[0]
 
     def _candidates(self, held: Mapping[int, Path]) -> list[Path | int]:
         """Newest first; a number is a step that the hosts hold."""
@@ -301,10 +331,7 @@ class _RestoreRngState(Callback):
             self._state = None
 
 
-def _agree(candidates: Sequence[Path | int]) -> list[Path | int]:
-    """Rank 0's list on every rank: what a rank sees on shared storage may lag behind."""
-    if not dist.is_initialized():
-        return list(candidates)
-    box: list[Any] = [list(candidates)]
-    dist.broadcast_object_list(box, src=0)
-    return list(box[0])
+def _tell(path: Path, problems: Sequence[str]) -> None:
+    if is_rank_zero():
+        for problem in problems:
+            logger.error("checkpoint %s is not used: %s", path, problem)

@@ -8,6 +8,10 @@ NeMo's own (a folder ``weights/``, proven by `resiliency.plugins.manifest`) and 
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -15,10 +19,21 @@ from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.catalog import quarantine
 from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.shard_file import FileRecord, verify_file
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.errors import ResiliencyError
+from resiliency.checkpoint.shard_file import FileRecord, check_size, verify_file
+from resiliency.checkpoint.storage import LocalStorage, Storage
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointMissing,
+    ResiliencyError,
+)
 from resiliency.plugins import manifest
+
+logger = logging.getLogger(__name__)
+
+#: What says that bytes were read, and are not those of a whole checkpoint.
+_BAD = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing)
 
 
 class Kind(str, Enum):
@@ -30,36 +45,106 @@ class Kind(str, Enum):
 
 def kind_of(directory: Path) -> Kind:
     """Told by what is there; a directory that is neither counts as NeMo's, whose checks say what it lacks."""
-    flat = not (directory / manifest.WEIGHTS).is_dir() and (directory / manifest.MANIFEST).is_file()
+    # Not as pathlib asks, which raises where storage gives an error.
+    flat = not os.path.isdir(directory / manifest.WEIGHTS) and os.path.isfile(directory / manifest.MANIFEST)
     step = manifest.step_of(directory)
     named = step is not None and directory.name == step_directory(step)
     return Kind.ENGINE if flat and named else Kind.NEMO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is wrong with a checkpoint, as one rank sees it.
+
+    Attributes:
+        text: a sentence.
+        file: the one that is bad, by its name in the checkpoint; empty: no single one.
+        is_content: it was read, and it is bad; False: it could not be read, and may well be good.
+    """
+
+    text: str
+    file: str = ""
+    is_content: bool
 
 
 def verify(directory: Path, *, part: int = 0, parts: int = 1, skim: bool = False) -> str | None:
     """What is wrong with part `part` of `parts` of a checkpoint, in a sentence; None if nothing is.
 
     Args:
-        skim: the reader verifies what it reads: look only at what is read before, the files that all
-            ranks share.
+        skim: the reader verifies what it reads: of the files of the ranks look at the lengths alone, and
+            read only those that all ranks share.
     """
-    if kind_of(directory) is Kind.NEMO:
-        return manifest.verify(directory, part=part, parts=parts)
-    storage = LocalStorage(directory.parent)
+    problem = find_problem(directory, part=part, parts=parts, skim=skim)
+    return None if problem is None else problem.text
+
+
+def find_problem(
+    directory: Path, *, part: int = 0, parts: int = 1, skim: bool = False, only: str | None = None
+) -> Problem | None:
+    """`verify`, with more than a sentence; whatever this rank cannot reach is a problem and no exception.
+
+    Args:
+        only: of all files, the one of that name.
+    """
     try:
-        reader = _reader(directory)
-        for record in (_shared(reader, directory) if skim else reader.files())[part::parts]:
-            verify_file(storage, record)
+        if kind_of(directory) is Kind.NEMO:
+            manifest.check(directory, part=part, parts=parts, only=only)
+        else:
+            _check(directory, part, parts, skim=skim, only=only)
     except ResiliencyError as error:
-        return str(error)
+        # Of a later version, or of storage that gave an error instead of bytes: nothing is known of it.
+        is_content = isinstance(error, _BAD) and "errno" not in error.fields
+        return Problem(text=str(error), file=_file_of(directory, error), is_content=is_content)
+    except OSError as error:
+        return Problem(text=f"{directory} cannot be read: {error}", is_content=False)
     return None
 
 
+def _check(directory: Path, part: int, parts: int, *, skim: bool, only: str | None) -> None:
+    storage = LocalStorage(directory.parent)
+    reader = _reader(directory)
+    if only is not None:
+        records = [record for record in reader.files() if record.name == f"{directory.name}/{only}"]
+    elif skim:
+        _check_sizes(storage, directory, reader, list(reader.manifest.ranks)[part::parts])
+        records = _shared(reader, directory)[part::parts]
+    else:
+        records = reader.files()[part::parts]
+    for record in records:
+        verify_file(storage, record)
+
+
+def _check_sizes(storage: Storage, directory: Path, reader: CheckpointReader, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        for record in reader.index(rank).files:
+            check_size(storage, record.inside(directory.name))
+
+
 def verify_together(directory: Path, *, skim: bool = False) -> list[str]:
-    """`verify`, each rank a part of the files; every rank gets every problem that any rank found."""
+    """`verify`, each rank a part of the files; every rank gets every problem that any rank found.
+
+    A checkpoint whose content is bad is hidden from all readers, here and now.  One that some rank could not
+    read is not: its host may have lost the storage, and other hosts may have not.
+    """
     ranks = Agreement.of_process_group()
-    problem = verify(directory, part=ranks.rank, parts=ranks.world_size, skim=skim)
-    return sorted({found for found in ranks.gather(problem) if found})
+    mine = find_problem(directory, part=ranks.rank, parts=ranks.world_size, skim=skim)
+    found = [problem for problem in ranks.gather(mine) if problem is not None]
+    if found and ranks.rank == 0:
+        _hide_if_bad(directory, found)
+    return sorted({problem.text for problem in found})
+
+
+def _hide_if_bad(directory: Path, found: Sequence[Problem]) -> None:
+    """In one rank, which reads again what any rank found bad: the fault may be theirs."""
+    for file, why in {problem.file: problem.text for problem in found if problem.is_content}.items():
+        again = find_problem(directory, only=file)
+        if again is None:
+            logger.warning("a rank found %s bad that is good here; does its host see it?  %s", directory, why)
+        elif not again.is_content:
+            logger.warning("%s was not read again: %s", directory, again.text)
+        else:
+            hide(directory, again.text)
+            return
 
 
 def saved_ranks(directory: Path) -> int | None:
@@ -74,11 +159,42 @@ def saved_ranks(directory: Path) -> int | None:
     return committed.world_size if committed is not None else None
 
 
+def saved_ranks_together(directory: Path) -> int | None:
+    """`saved_ranks`, as rank 0 sees it, on all ranks: what they ask for together depends on it.
+
+    Raises:
+        CheckpointError: on all ranks alike.
+    """
+    ranks = Agreement.of_process_group()
+    answer: int | ResiliencyError | None = None
+    if ranks.rank == 0:
+        try:
+            answer = saved_ranks(directory)
+        except ResiliencyError as error:
+            answer = error
+        except OSError as error:
+            answer = CheckpointError(f"{directory} cannot be read: {error}.", path=str(directory))
+    answer = ranks.gather(answer)[0]
+    if isinstance(answer, ResiliencyError):
+        raise answer
+    return answer
+
+
 def hide(directory: Path, reason: str) -> None:
     """Hide a checkpoint that was found bad from all readers; it stays for people to look at."""
     step = manifest.step_of(directory)
     assert step is not None
-    quarantine(LocalStorage(directory.parent), step, reason)
+    if os.path.lexists(manifest.marker_of(directory)) or not os.path.isdir(directory):
+        return  # somebody has done so, or it is gone
+    try:
+        quarantine(LocalStorage(directory.parent), step, reason)
+    except CheckpointError as error:  # then it is found bad again
+        logger.warning("%s", error)
+
+
+def _file_of(directory: Path, error: ResiliencyError) -> str:
+    path = Path(str(error.fields.get("path", "")))
+    return path.relative_to(directory).as_posix() if path.is_relative_to(directory) else ""
 
 
 def _shared(reader: CheckpointReader, directory: Path) -> list[FileRecord]:

@@ -71,9 +71,9 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load, and keep this rank's random state for later in `restored_rng`."""
+        """Load, and keep this rank's random state for later in `restored_rng`; collective."""
         wanted = dict(sharded_state_dict)
-        if checkpoint_kinds.saved_ranks(_checkpoint_dir(Path(path))) == dist.get_world_size():
+        if checkpoint_kinds.saved_ranks_together(_checkpoint_dir(Path(path))) == dist.get_world_size():
             wanted[RNG_KEY] = sharded_per_rank(None)
         else:
             logger.warning(

@@ -177,10 +177,7 @@ def verify(directory: Path, *, part: int = 0, parts: int = 1) -> str | None:
         None when all is well, else one sentence that says what is wrong.
     """
     try:
-        manifest = Manifest.load(directory)
-        if manifest is None:
-            return _foreign_problem(directory)
-        _verify_files(directory, manifest, part, parts)
+        check(directory, part=part, parts=parts)
     except (CheckpointCorrupt, CheckpointIncomplete) as error:
         return str(error)
     except OSError as error:
@@ -188,31 +185,52 @@ def verify(directory: Path, *, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def _foreign_problem(directory: Path) -> str | None:
-    # NeMo and Megatron write these two last; a directory with both, without a marker, is theirs.
-    missing = [n for n in ("metadata.json", ".metadata") if not (directory / WEIGHTS / n).is_file()]
-    if missing:
-        return f"{directory} has no {MANIFEST} and lacks {' and '.join(missing)}: it was never finished"
-    return None
+def check(directory: Path, *, part: int = 0, parts: int = 1, only: str | None = None) -> None:
+    """`verify`, for those who must know more of what is wrong than a sentence.
 
-
-def _verify_files(directory: Path, manifest: Manifest, part: int, parts: int) -> None:
+    Args:
+        only: of all files, the one of that name, if it is one of the checkpoint.
+    Raises:
+        CheckpointCorrupt, CheckpointIncomplete: the content is bad; the field `path` names the file.
+        OSError: it cannot be read, and may well be good.
+    """
+    manifest = Manifest.load(directory)
+    if manifest is None:
+        _check_foreign(directory)
+        return
     if manifest.step != step_of(directory):
-        raise CheckpointCorrupt(f"{directory} holds a manifest of step {manifest.step}.", path=str(directory))
-    for name, expected in sorted(manifest.files.items())[part::parts]:
-        path = directory / name
-        if not path.is_file():
-            raise CheckpointIncomplete(f"{path} is missing.", path=str(path))
-        size = path.stat().st_size
-        if size != expected.size_bytes:
-            raise CheckpointIncomplete(
-                f"{path} has {size} bytes, {expected.size_bytes} were committed.", path=str(path)
-            )
-        found = checksum(path)
-        if found != expected:
-            raise CheckpointCorrupt(
-                f"{path}: checksum {found.xxh3}, {expected.xxh3} was committed.", path=str(path)
-            )
+        path = directory / MANIFEST
+        raise CheckpointCorrupt(f"{directory} holds a manifest of step {manifest.step}.", path=str(path))
+    names = sorted(manifest.files)[part::parts] if only is None else [only]
+    for name in names:
+        if name in manifest.files:
+            _check_file(directory / name, manifest.files[name])
+
+
+def _check_foreign(directory: Path) -> None:
+    # NeMo and Megatron write these two last; a directory with both, without a marker, is theirs.
+    last = [directory / WEIGHTS / name for name in ("metadata.json", ".metadata")]
+    missing = [path for path in last if not path.is_file()]
+    if missing:
+        names = " and ".join(path.name for path in missing)
+        raise CheckpointIncomplete(
+            f"{directory} has no {MANIFEST} and lacks {names}: it was never finished", path=str(missing[0])
+        )
+
+
+def _check_file(path: Path, expected: FileRecord) -> None:
+    if not path.is_file():
+        raise CheckpointIncomplete(f"{path} is missing.", path=str(path))
+    size = path.stat().st_size
+    if size != expected.size_bytes:
+        raise CheckpointIncomplete(
+            f"{path} has {size} bytes, {expected.size_bytes} were committed.", path=str(path)
+        )
+    found = checksum(path)
+    if found != expected:
+        raise CheckpointCorrupt(
+            f"{path}: checksum {found.xxh3}, {expected.xxh3} was committed.", path=str(path)
+        )
 
 
 def _relative(directory: Path, path: Path) -> str:

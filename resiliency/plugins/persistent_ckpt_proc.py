@@ -24,6 +24,7 @@ With a local tier (`resiliency.plugins.in_cluster_local_ckpt`) the same copy ser
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.restoring import Tier
 from resiliency.checkpoint.saves import SaveHandle
+from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.tiers import PRIORITY, TierName
 from resiliency.errors import (
     CheckpointCorrupt,
@@ -330,9 +332,14 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             everyone = Agreement.of_process_group().gather(mine)
             common = next((found for found in everyone if found), common)
         if not common:
-            self.open().restore_with(lambda shard: common.update(load_common(shard)), step=step)
-        if not common:
-            raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
+
+            def look(shard: Shard) -> None:
+                nonlocal common
+                common = load_common(shard)
+
+            # What this rank has found is not asked: the source may have been bad for another one.
+            if self.open().restore_with(look, step=step).tier is Tier.NONE:
+                raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
         return common
 
     def load_checkpoint(
@@ -374,10 +381,9 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     def _kind_on_disk(self, directory: Path) -> Kind | None:
         """Who wrote a persistent checkpoint; None if there is none."""
-        there = (
-            directory.parent.absolute() == self.directories.get(TierName.PERSISTENT) and directory.is_dir()
-        )
         # As rank 0 sees it: storage may show the directory to other ranks later.
+        is_persistent = directory.parent.absolute() == self.directories.get(TierName.PERSISTENT)
+        there = is_persistent and os.path.isdir(directory)
         kinds = Agreement.of_process_group().gather(checkpoint_kinds.kind_of(directory) if there else None)
         return kinds[0]
 

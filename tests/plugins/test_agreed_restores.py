@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank alone finds at a restore is acted on by all of them, or by none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resiliency.plugins import manifest
+from resiliency.testing.rank_pool import RankPool
+from tests.plugins import agreed_ranks
+from tests.plugins.agreed_ranks import ERRORS, NEWEST
+from tests.plugins.conftest import run
+from tests.plugins.megatron_ranks import Layout
+from tests.plugins.test_manifest import write_checkpoint
+
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+
+TWO = Layout(ranks=2)
+
+
+def steps_in(directory: Path) -> list[int | None]:
+    """Of the checkpoints that are not hidden, newest first."""
+    return [manifest.step_of(path) for path in manifest.complete_checkpoints(directory)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_checkpoint_that_one_rank_cannot_load_is_passed_over_by_all_and_not_hidden(
+    pool: RankPool, tmp_path: Path, error: str
+) -> None:
+    for step in (NEWEST - 1, NEWEST):
+        write_checkpoint(tmp_path, step)
+    found = run(pool, agreed_ranks.restored, TWO, tmp_path, error)
+    assert found == [f"step={NEWEST - 1}"] * 2
+    assert steps_in(tmp_path) == [NEWEST, NEWEST - 1]
+
+
+def test_a_checkpoint_that_one_host_does_not_see_is_passed_over_by_all_and_not_hidden(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        write_checkpoint(tmp_path / str(rank) / "storage", NEWEST - 1)
+    write_checkpoint(tmp_path / "0" / "storage", NEWEST)
+    found = run(pool, agreed_ranks.restored_where_it_is_seen, TWO, tmp_path)
+    assert found == [f"step={NEWEST - 1}"] * 2
+    assert steps_in(tmp_path / "0" / "storage") == [NEWEST, NEWEST - 1]
+
+
+def test_where_rank_0_cannot_list_the_checkpoints_no_rank_waits_for_it(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, NEWEST)
+    (tmp_path / "a file").touch()
+    first, second = run(pool, agreed_ranks.refused, TWO, tmp_path, "corrupt")
+    assert first.startswith("CheckpointError: checkpoints cannot be listed")
+    assert second.startswith("PeerError: ")
+    assert "a file" in second
+
+
+def test_a_common_part_that_one_rank_cannot_read_is_read_by_none(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    found = run(pool, agreed_ranks.content_metadata, TWO, tmp_path)
+    assert found == [f"CheckpointMissing: no usable source of step {NEWEST} is left."] * 2
