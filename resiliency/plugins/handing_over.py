@@ -3,25 +3,33 @@
 
 The protocol is told in `resiliency.checkpoint.high_scale`.  Here is when it is spoken: the replicators are
 met before the checkpoint process starts, for they clean the volume; and a step is handed over once it is
-complete on all hosts, at the end of a later step of training.  Nothing that goes wrong then ends training:
-what was not handed over stays in the local tier, and the log says why.
+complete on all hosts, at the end of a later step of training.  A thread does it: what it takes to rename a
+checkpoint in a volume, and to make that durable, training does not wait for.  Nothing that goes wrong then
+ends training: what was not handed over stays in the local tier, and the log says why.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterable
 from datetime import timedelta
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.high_scale import TIMEOUT, Replicator, meet_replicators
 from resiliency.checkpoint.replicated_job import ReplicatedJob
-from resiliency.checkpoint.saves import SaveHandle
-from resiliency.errors import CheckpointError, PeerError
+from resiliency.checkpoint.saves import FINAL, SaveHandle
+from resiliency.checkpoint.tiers import TierName
+from resiliency.errors import ResiliencyError
 
 logger = logging.getLogger(__name__)
 
-#: At the end of a training: until the last step is complete on all hosts.
+#: At the end of a training: until the last step is complete on all hosts, and until it is handed over.
 _LAST_STEP = timedelta(seconds=60)
+#: When a training ends by an error: until the thread has put aside what it is at.
+_STOP = timedelta(seconds=10)
+#: Saves that are followed: of older ones nobody is told that they became complete.
+_FOLLOWED = 16
 
 
 class HandingOver:
@@ -32,13 +40,27 @@ class HandingOver:
         job: as the replicator is told; its directory is the local tier's.
         is_first: of its host.
         timeout: longest wait for the replicator at a start, for each of its two answers.
+        end_timeout: longest wait at the end of a training for the last step to be complete, and as long
+            once more for it to be handed over.
     """
 
-    def __init__(self, job: ReplicatedJob, *, is_first: bool, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(
+        self,
+        job: ReplicatedJob,
+        *,
+        is_first: bool,
+        timeout: timedelta = TIMEOUT,
+        end_timeout: timedelta = _LAST_STEP,
+    ) -> None:
         self.job = job
         self._timeout = timeout
+        self._end_timeout = end_timeout
         self._replicator = Replicator(job) if is_first else None
-        self._waiting: list[SaveHandle] = []
+        self._courier: _Courier | None = None
+
+    def __deepcopy__(self, memo: object) -> HandingOver:
+        # NeMo's trainer copies its plugins, to record them; a copy speaks for the same host.
+        return self
 
     def meet(self) -> None:
         """Announce this start, and wait for what the replicators bring back; collective.
@@ -46,31 +68,135 @@ class HandingOver:
         Raises:
             ReplicatorError, PeerError: on all ranks; a replicator did not do its part.
         """
+        self.stop()
         step = meet_replicators(self._replicator, Agreement.of_process_group(), timeout=self._timeout)
-        if self._replicator is not None and step is not None:
-            logger.info("the replicators brought back step %d", step)
-
-    def saved(self, handle: SaveHandle) -> None:
-        """A save to the local tier has begun."""
-        if self._replicator is not None:
-            self._waiting.append(handle)
-
-    def hand_over_complete(self) -> None:
-        """Hand over the steps that are complete on all hosts: each of them, for all hosts must hand over the
-        same, and may learn of several at once.
-        """
         if self._replicator is None:
             return
-        for handle in [handle for handle in self._waiting if handle.record.complete]:
-            try:
-                if not self._replicator.hand_over(handle.step):
-                    return  # in use: once more after the next step
-            except (CheckpointError, PeerError) as error:
-                logger.error("step %d was not handed over: %s", handle.step, error)
-            self._waiting.remove(handle)
+        if step is not None:
+            logger.info("the replicators brought back step %d", step)
+        self._courier = _Courier(self._replicator)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Steps that were saved, are not handed over, and still may be."""
+        return [] if self._courier is None else self._courier.waiting
+
+    def saved(self, handle: SaveHandle) -> None:
+        """A save has begun."""
+        if self._courier is not None and TierName.LOCAL.value in handle.record.tiers:
+            self._courier.follow(handle)
+
+    def step_done(self) -> None:
+        """A step of training has ended: let that be handed over which is complete; waits for nothing."""
+        if self._courier is not None:
+            self._courier.look()
 
     def finish(self) -> None:
         """Hand over the last step of a training."""
-        if self._waiting:
-            self._waiting[-1].wait_complete(_LAST_STEP)
-        self.hand_over_complete()
+        courier, self._courier = self._courier, None
+        if courier is None:
+            return
+        courier.wait_for_last(self._end_timeout)
+        if not courier.close(self._end_timeout, last_look=True):
+            logger.error(
+                "steps %s were not handed over: %s does not answer", courier.waiting, self.job.directory
+            )
+
+    def stop(self) -> None:
+        """Hand over nothing any more, and wait for nothing but what is being handed over just now."""
+        courier, self._courier = self._courier, None
+        if courier is not None and not courier.close(_STOP, last_look=False):
+            logger.error("a step is still being handed over: %s does not answer", self.job.directory)
+
+
+class _Courier:
+    """Hands over in a thread what training tells it to follow."""
+
+    def __init__(self, replicator: Replicator) -> None:
+        self._replicator = replicator
+        #: By step.
+        self._followed: dict[int, SaveHandle] = {}
+        self._changed = threading.Condition()
+        self._is_asked = self._is_closed = self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="resiliency-hand-over", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> list[int]:
+        with self._changed:
+            return sorted(self._followed)
+
+    def follow(self, handle: SaveHandle) -> None:
+        with self._changed:
+            self._followed[handle.step] = handle
+            self._drop(sorted(self._followed)[:-_FOLLOWED])
+
+    def look(self) -> None:
+        """Hand over what is complete by now, soon."""
+        with self._changed:
+            self._is_asked = True
+            self._changed.notify()
+
+    def wait_for_last(self, timeout: timedelta) -> None:
+        """Wait until the newest save is complete on all hosts, or can not become so any more."""
+        with self._changed:
+            newest = max(self._followed, default=None)
+            handle = None if newest is None else self._followed[newest]
+        if handle is not None:
+            handle.wait_complete(timeout)
+
+    def close(self, timeout: timedelta, *, last_look: bool) -> bool:
+        """End the thread; False if it did not end in time."""
+        with self._changed:
+            self._is_asked, self._is_closed, self._is_stopped = last_look, True, not last_look
+            self._changed.notify()
+        self._thread.join(timeout.total_seconds())
+        return not self._thread.is_alive()
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._await_question():
+            self._hand_over_complete()
+
+    def _await_question(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_asked or self._is_closed)
+            asked, self._is_asked = self._is_asked, False
+            return asked
+
+    def _hand_over_complete(self) -> None:
+        """Each of the steps that are complete on all hosts, in order: all hosts must hand over the same, and
+        may learn of several at once.
+        """
+        for step in self._complete():
+            if self._is_stopped:
+                return
+            try:
+                if not self._replicator.hand_over(step):
+                    logger.debug("step %d is in use: it is handed over after the next step", step)
+                    return
+            # Training goes on whatever is wrong with the volume.
+            except (ResiliencyError, OSError) as error:
+                logger.error("step %d was not handed over: %s", step, error)
+                gone = [step]
+            else:
+                # What was overtaken is not worth handing over, and would come out of order.
+                gone = [older for older in self.waiting if older <= step]
+            with self._changed:
+                self._drop(gone)
+
+    def _complete(self) -> list[int]:
+        with self._changed:
+            self._drop([step for step, handle in self._followed.items() if _is_lost(handle)])
+            return sorted(step for step, handle in self._followed.items() if handle.record.complete)
+
+    def _drop(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._followed.pop(step, None)
+
+
+def _is_lost(handle: SaveHandle) -> bool:
+    """Whether a save has ended without this host's part of it, and so never becomes complete."""
+    record = handle.record
+    return not record.complete and record.state in FINAL and TierName.LOCAL.value not in record.committed_in

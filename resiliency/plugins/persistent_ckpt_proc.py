@@ -231,7 +231,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._newest = handle = self.open().save(step, state, tiers=tiers, wait=wait)
         kept = {tier: saved for tier, saved in self._saved.items() if saved.step == step}
         self._saved = kept | {TierName(tier): handle for tier in handle.record.tiers}
-        if self._handing_over is not None and TierName.LOCAL in tiers:
+        if self._handing_over is not None:
             self._handing_over.saved(handle)
 
     def fence(self) -> None:
@@ -260,7 +260,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             self._last_step = step
             self._checkpointer.step(step, None)
             if self._handing_over is not None:
-                self._handing_over.hand_over_complete()
+                self._handing_over.step_done()
 
     def metrics_text(self) -> str:
         """Counters of this rank's saves in Prometheus' text format; empty before the start."""
@@ -446,9 +446,12 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         checkpointer, self._checkpointer = self._checkpointer, None
         finished, self._finished = self._finished, False  # a trainer may fit again
         self._captured = None
-        if checkpointer is not None:
-            if finished and self._handing_over is not None:
+        if self._handing_over is not None:
+            if finished:
                 self._handing_over.finish()
+            else:
+                self._handing_over.stop()
+        if checkpointer is not None:
             checkpointer.close(finished=finished)
         self.checkpoint_io.teardown()
 

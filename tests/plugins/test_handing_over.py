@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints go to the replicator from a thread beside training, with a real process on the other side."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from resiliency.checkpoint.lease import Lease
+from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.replicated_job import ReplicatedJob
+from resiliency.checkpoint.saves import SaveHandle, SaveState
+from resiliency.checkpoint.storage import LocalStorage
+from resiliency.plugins.handing_over import HandingOver
+from resiliency.testing.processes import Command
+from resiliency.testing.replicator import start_replicator
+from tests.checkpoint.storage_builders import save, small_shard
+
+SOON = timedelta(seconds=60)
+LOCAL = ("local",)
+
+
+class Job:
+    """A training whose local tier is the volume of a replicator."""
+
+    def __init__(self, volume: Path, replicator: Command, end_timeout: timedelta) -> None:
+        self.volume = volume
+        self.replicator = replicator
+        job = ReplicatedJob(directory=volume, job_name="llama-3", node_rank=0, nodes=1)
+        self.handing_over = HandingOver(job, is_first=True, timeout=SOON, end_timeout=end_timeout)
+        self.handing_over.meet()
+
+    def saves(self, step: int, tiers: tuple[str, ...] = LOCAL) -> SaveHandle:
+        handle = SaveHandle(step, tiers)
+        self.handing_over.saved(handle)
+        return handle
+
+    def saved(self, step: int) -> None:
+        """A save that is complete on all hosts."""
+        handle = self.saves(step)
+        save(LocalStorage(self.volume), LocalFormat(), [small_shard(step)])
+        handle.update(state=SaveState.COMMITTED, committed_in=LOCAL, complete=True)
+
+    def step_done(self) -> None:
+        self.handing_over.step_done()
+
+    def wait_for_kept(self, step: int) -> None:
+        self.replicator.wait_for_line(f"kept {step}$", timeout=SOON.total_seconds())
+
+    def wait_for_waiting(self, *steps: int) -> None:
+        wait_until(lambda: self.handing_over.waiting == list(steps))
+
+
+def wait_until(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON.total_seconds()
+    pause = threading.Event()
+    while not ready():
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
+
+
+@contextmanager
+def training(volume: Path, *, end_timeout: timedelta = SOON) -> Iterator[Job]:
+    """It ends by an error, as far as the hand-over knows, if it did not end before."""
+    volume.mkdir(exist_ok=True)
+    with start_replicator(volume) as replicator:
+        job = Job(volume, replicator, end_timeout)
+        try:
+            yield job
+        finally:
+            job.handing_over.stop()
+
+
+class SlowVolume:
+    """What the job reads of the volume before each hand-over does not answer until `answer` is called."""
+
+    def __init__(self, volume: Path) -> None:
+        self._file = volume / "replicator.errors"
+        os.mkfifo(self._file)
+
+    def answer(self) -> None:
+        os.close(os.open(self._file, os.O_WRONLY))
+
+
+def test_steps_are_handed_over_in_order_beside_training_and_the_last_one_at_its_end(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        job.saved(1)
+        job.saved(2)
+        job.step_done()
+        job.wait_for_kept(1)
+        job.wait_for_kept(2)
+        last = job.saves(3)
+        save(LocalStorage(tmp_path), LocalFormat(), [small_shard(3)])
+        later = threading.Timer(
+            0.2, lambda: last.update(state=SaveState.COMMITTED, committed_in=LOCAL, complete=True)
+        )
+        later.start()
+        job.handing_over.finish()
+        job.wait_for_kept(3)
+        later.join()
+
+
+def test_training_does_not_wait_for_a_volume_that_is_slow(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        volume = SlowVolume(tmp_path)
+        job.saved(5)
+        answered = threading.Event()
+
+        def answer_at_last() -> None:  # else a step that waited would never end
+            answered.wait(20)
+            volume.answer()
+
+        helper = threading.Thread(target=answer_at_last)
+        helper.start()
+        job.step_done()
+        still_there = (tmp_path / "step=5").exists()
+        answered.set()
+        helper.join()
+        assert still_there
+        job.wait_for_kept(5)
+
+
+def test_saves_that_can_not_become_complete_any_more_are_forgotten(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        for state in (SaveState.FAILED, SaveState.SKIPPED):
+            job.saves(1).update(state=state)
+            job.step_done()
+            job.wait_for_waiting()
+        job.saves(2, ("local", "persistent")).update(state=SaveState.COMMITTED, committed_in=("persistent",))
+        job.saves(3, ("persistent",))
+        job.step_done()
+        job.wait_for_waiting()
+        # Of this one another host lost its part, and will never say so.
+        job.saves(4).update(state=SaveState.COMMITTED, committed_in=LOCAL)
+        job.saved(5)
+        job.saves(6)
+        job.step_done()
+        job.wait_for_kept(5)
+        job.wait_for_waiting(6)
+        for step in range(7, 107):
+            job.saves(step)
+        assert len(job.handing_over.waiting) < 20
+
+
+def test_a_step_that_is_being_read_is_handed_over_after_a_later_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path) as job, caplog.at_level(logging.DEBUG):
+        job.saved(1)
+        with Lease(LocalStorage(tmp_path), 1):
+            job.step_done()
+            wait_until(lambda: "step 1 is in use" in caplog.text)
+            assert job.handing_over.waiting == [1]
+            assert (tmp_path / "step=1").is_dir()
+        job.saved(2)
+        job.step_done()
+        job.wait_for_kept(1)
+        job.wait_for_kept(2)
+
+
+def test_a_step_that_is_not_whole_is_reported_and_the_next_one_handed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path) as job, caplog.at_level(logging.ERROR):
+        job.saves(1).update(state=SaveState.COMMITTED, committed_in=LOCAL, complete=True)
+        job.saved(2)
+        job.step_done()
+        job.wait_for_kept(2)
+    assert "step 1 was not handed over" in caplog.text
+
+
+def test_a_training_that_fails_hands_over_nothing_more(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        job.saved(1)
+        job.handing_over.stop()
+        job.step_done()
+        job.saves(2)
+        assert (tmp_path / "step=1").is_dir()
+        assert job.handing_over.waiting == []
+
+
+def test_the_end_of_a_training_does_not_wait_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path, end_timeout=timedelta(seconds=0.2)) as job, caplog.at_level(logging.ERROR):
+        volume = SlowVolume(tmp_path)
+        job.saved(5)
+        job.handing_over.finish()
+        assert "steps [5] were not handed over" in caplog.text
+        volume.answer()
+        job.wait_for_kept(5)
+        wait_until(lambda: not any(t.name == "resiliency-hand-over" for t in threading.enumerate()))
+
+
+def test_a_trainer_may_copy_it_with_its_plugins(tmp_path: Path) -> None:
+    job = ReplicatedJob(directory=tmp_path, job_name="llama-3", node_rank=0, nodes=1)
+    handing_over = HandingOver(job, is_first=True)
+    assert copy.deepcopy([handing_over]) == [handing_over]
