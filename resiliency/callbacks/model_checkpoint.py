@@ -100,6 +100,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         self.keep = keep
         self.interval_steps = interval_steps
         self._events = events
+        #: That this training does.
+        self._first_step = 1
 
     @property
     def state_key(self) -> str:
@@ -143,6 +145,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         if AppState().log_dir is not None and _tiers_of(trainer)[0] is self:
             super().on_train_start(trainer, pl_module)
         process = process_of(trainer)
+        self._first_step = trainer.global_step + 1
         # A job that resumes at its last step must not save that step again over itself; but a step
         # that came from elsewhere may not be in this tier yet.
         if process is None or process.restored_from.value in _HELD_BY[self.tier]:
@@ -157,6 +160,9 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         process = process_of(trainer)
         if process is not None:
+            # Not before: then a fresh optimizer has no state yet.
+            if not process.is_prewarmed and trainer.global_step >= self._first_step:
+                process.prewarm(trainer.strategy)
             process.step_done(trainer.global_step)
         if self.is_due(trainer.global_step) and not self._outranked(trainer):
             self._save(trainer)

@@ -90,11 +90,7 @@ class MegatronSaving:
             sharded_state_dict: changed as ``dist_checkpointing.save`` changes it: factories are applied.
             content_metadata: as that function takes it.
         """
-        if content_metadata is not None:
-            sharded_state_dict[CONTENT_METADATA] = dict(content_metadata)
-        self._settle_padding(sharded_state_dict)
-        sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=self._first)
-        force_all_tensors_to_non_fp8(sharded)  # what is loaded into is made so too
+        sharded, common = self._parts(sharded_state_dict, content_metadata, validate=self._first)
         if self._spread is not None:
             self._spread_writing(sharded)
         data = packed(common)
@@ -106,8 +102,31 @@ class MegatronSaving:
                 ", ".join(map(str, common)),
             )
         self._first = False
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return {"sharded": sharded, "common": CommonPart(data, rank)}
+        return _captured(sharded, data)
+
+    def preview(
+        self, sharded_state_dict: dict[str, Any], *, content_metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What `to_capture` would return, but for who writes what; for `Checkpointer.prewarm`.
+
+        It takes as much room, and this talks to no other rank, also before the first save.
+        """
+        sharded, common = self._parts(sharded_state_dict, content_metadata, validate=False)
+        return _captured(sharded, packed(common))
+
+    def _parts(
+        self,
+        sharded_state_dict: dict[str, Any],
+        content_metadata: Mapping[str, Any] | None,
+        *,
+        validate: bool,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        if content_metadata is not None:
+            sharded_state_dict[CONTENT_METADATA] = dict(content_metadata)
+        self._settle_padding(sharded_state_dict)
+        sharded, common = save_preprocess(sharded_state_dict, validate_access_integrity=validate)
+        force_all_tensors_to_non_fp8(sharded)  # what is loaded into is made so too
+        return sharded, common
 
     def _spread_writing(self, sharded: dict[str, Any]) -> None:
         """Distribute the tensors over their writers, as was agreed at the first save.
@@ -132,6 +151,11 @@ class MegatronSaving:
             if where not in self._padding:
                 self._padding[where] = torch.zeros_like(part.data)
             part.data = self._padding[where]
+
+
+def _captured(sharded: dict[str, Any], common: bytes) -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {"sharded": sharded, "common": CommonPart(common, rank)}
 
 
 def padding_in(state: Any) -> Iterator[ShardedTensor]:

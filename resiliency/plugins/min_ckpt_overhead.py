@@ -26,9 +26,12 @@ from resiliency.plugins.dist_ckpt import RNG_KEY, VerifiedCheckpointIO, sharded_
 from resiliency.plugins.megatron_leaves import CommonPart, packed, unpacked
 from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronSaving, padding_in
 from resiliency.plugins.prepared_state import MODEL, OPTIMIZER, NotReusable, PreparedState
-from resiliency.plugins.random_states import RandomStates
+from resiliency.plugins.random_states import RandomStates, rng_state
 
 logger = logging.getLogger(__name__)
+
+#: The form in which the distributed optimizer is saved as it lies in memory, without talking to other ranks.
+_IN_PLACE = "dp_reshardable"
 
 
 class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
@@ -57,15 +60,30 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
 
         Collective at the first call of a job, and at none after it.
         """
-        if self._saving is None:
-            self._saving = MegatronSaving(parallelization_group=self._group())
-            self._random = RandomStates()
+        saving = self._begun()
         self._padding = frozenset(map(id, padding_in(checkpoint.get(OPTIMIZER))))
-        self._built = self._saving.to_capture(
+        self._built = saving.to_capture(
             {**checkpoint, RNG_KEY: self._random_state()},
             content_metadata=(storage_options or {}).get(CONTENT_METADATA),
         )
         return self._built
+
+    def preview(self, strategy: Any) -> dict[str, Any] | None:
+        """What takes as much room as a save of this training; talks to no other rank.
+
+        None: each save gathers the optimizer anew, and so would this.
+        """
+        metadata = strategy.sharded_state_dict_metadata
+        if metadata.get("distrib_optim_sharding_type", _IN_PLACE) != _IN_PLACE:
+            return None
+        state = {
+            MODEL: strategy.megatron_parallel.sharded_state_dict(),
+            # Not `RandomStates`: which of them are alike in a group is found out at the first save.
+            RNG_KEY: sharded_per_rank(rng_state()),
+        }
+        if strategy.ckpt_save_optimizer:
+            state[OPTIMIZER] = [strategy.optimizer_sharded_state_dict()]
+        return self._begun().preview(state, content_metadata=metadata)
 
     def remember(self, strategy: Any) -> None:
         """Keep what the last save built, if it is sure to be the same next time."""
@@ -113,6 +131,12 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
             "sharded": {**prepared.tree, RNG_KEY: self._random_state()},
             "common": CommonPart(packed(common), dist.get_rank()),
         }
+
+    def _begun(self) -> MegatronSaving:
+        if self._saving is None:
+            self._saving = MegatronSaving(parallelization_group=self._group())
+            self._random = RandomStates()
+        return self._saving
 
     def _random_state(self) -> ShardedObject:
         assert self._random is not None

@@ -149,6 +149,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._looked_at: torch.nn.Module | None = None
         self._large_buffers: list[str] = []
         self._last = self._finished = False
+        #: Whether there is room for this training's captures, as far as it could be made before a save.
+        self.is_prewarmed = False
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -233,6 +235,20 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._saved = kept | {TierName(tier): handle for tier in handle.record.tiers}
         if self._handing_over is not None:
             self._handing_over.saved(handle)
+
+    def prewarm(self, strategy: Any) -> None:
+        """Make room for captures now, so that the first saves cost no more than later ones.
+
+        Call it when the optimizer has its state: after the first step.  Collective where this process was
+        not asked for anything before.
+
+        Raises:
+            ConfigError: memory has no room.
+        """
+        self.is_prewarmed = True
+        state = self.checkpoint_io.preview(strategy)
+        if state is not None:
+            self.open().prewarm(state)
 
     def fence(self) -> None:
         """Hold the caller until the state may be written; for whoever is about to."""
@@ -446,6 +462,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         checkpointer, self._checkpointer = self._checkpointer, None
         finished, self._finished = self._finished, False  # a trainer may fit again
         self._captured = None
+        self.is_prewarmed = False
         if self._handing_over is not None:
             if finished:
                 self._handing_over.finish()

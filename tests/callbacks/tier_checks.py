@@ -35,6 +35,9 @@ class TwoTiers(Run):
         class WholeState(MinCkptOverheadCheckpointIO):
             """Captures what Lightning dumps: there is no Megatron here."""
 
+            def preview(self, strategy: Any) -> dict[str, Any]:
+                return {"weights": dict(strategy.model.state_dict())}
+
             def try_reuse(self, strategy: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
                 return {"weights": dict(strategy.model.state_dict()), "step": checkpoint["global_step"]}
 
@@ -86,6 +89,24 @@ def one_copy_serves_all_tiers_that_are_due_and_the_last_step_goes_into_each(dire
     assert sorted(set(run.saved("persistent"))) == [4, 8, 9]
     assert run.names() == ["step=4", "step=8", "step=9"]
     assert {"step=8", "step=9"} <= set(run.names("local"))
+
+
+@check
+def the_memory_for_saves_is_there_before_the_first_of_them(directory: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    run = TwoTiers(directory)
+    allocated: dict[int, list[bool]] = {}
+
+    class Looking(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            slots = (directory / "memory").glob("resiliency-*/rank-0/slot-*")
+            allocated[trainer.global_step] = [slot.stat().st_size > 0 for slot in slots]
+
+    run.train_with(run.process(), 3, Looking(), run.tier(3, "local"), run.tier(3, priority=1))
+    assert run.steps_of("save_started") == [3]
+    # Of a fresh optimizer nothing is known before its first step.
+    assert allocated == {0: [], 1: [True] * 3, 2: [True] * 3}
 
 
 @check

@@ -42,6 +42,23 @@ def prepared_by_one_alone(rank: int, layout: Layout) -> int:
         return 0 if rank else len(saving.to_capture(mine.sharded_state())["sharded"])
 
 
+def room_by_one_alone(rank: int, layout: Layout) -> tuple[int, int]:
+    """Bytes that rank 0 makes room for before any save, alone, and bytes that it then captures."""
+    from megatron.core import parallel_state
+
+    from resiliency.checkpoint.state import StateWalker
+    from resiliency.plugins.megatron_state import MegatronSaving
+
+    def size(state: dict[str, Any]) -> int:
+        return int(StateWalker().snapshot(state).layout.size_bytes)
+
+    with job(rank, layout) as mine:
+        saving = MegatronSaving(parallelization_group=parallel_state.get_data_parallel_group())
+        mine.train(1)
+        made = size(saving.preview(mine.sharded_state())) if rank == 0 else 0
+        return made, size(saving.to_capture(mine.sharded_state()))
+
+
 class Saver:
     """Saves through NeMo's adapter, with as much of NeMo's strategy as it asks for."""
 

@@ -10,7 +10,7 @@ import pytest
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins import reuse_ranks
 from tests.plugins.conftest import run
-from tests.plugins.megatron_ranks import BUCKET_SPACE, Layout
+from tests.plugins.megatron_ranks import BUCKET_SPACE, MODEL_SPACE, Layout
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
@@ -27,6 +27,15 @@ def test_a_tensor_that_came_after_the_first_save_is_written_by_one_rank(pool: Ra
 def test_later_saves_need_no_other_rank_also_where_there_are_no_replicas(pool: RankPool) -> None:
     found = run(pool, reuse_ranks.prepared_by_one_alone, Layout(ranks=2, tensor=2))
     assert found[0] > 0
+
+
+@pytest.mark.parametrize("sharding", [BUCKET_SPACE, MODEL_SPACE])
+def test_the_room_for_saves_is_known_before_the_first_of_them_without_another_rank(
+    pool: RankPool, sharding: str
+) -> None:
+    found = run(pool, reuse_ranks.room_by_one_alone, Layout(ranks=2, sharding=sharding))
+    made, captured = found[0]
+    assert made == captured > 0
 
 
 @pytest.fixture(scope="module")
