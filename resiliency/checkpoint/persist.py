@@ -99,8 +99,13 @@ class Worker:
 
     def close(self, timeout: timedelta) -> None:
         """End after what is queued; with an empty queue at once."""
-        self._queue.put(None, timeout=timeout.total_seconds())
-        self._thread.join(timeout.total_seconds())
+        deadline = time.monotonic() + timeout.total_seconds()
+        try:
+            self._queue.put(None, timeout=timeout.total_seconds())
+        except queue.Full:
+            logger.error("the %s tier still has more to do than it can: its jobs are left", self._tier.value)
+            return
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _count(self, job: Job, change: int) -> None:
         if isinstance(job, SaveJob):
@@ -109,7 +114,10 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._do(job, LocalStorage(_directory(self._tier, _settings(job))))
+            try:
+                self._do(job, LocalStorage(_directory(self._tier, _settings(job))))
+            except Exception:  # the border of this thread: the jobs that wait are not to blame
+                logger.exception("a job of the %s tier failed", self._tier.value)
 
     def _do(self, job: Job, storage: Storage) -> None:
         if isinstance(job, SaveJob):
