@@ -101,7 +101,8 @@ class AgentLink:
         self._options = options or LinkOptions()
         self._outbox = Outbox(attach.rank, is_alone=attach.world_size == 1)
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._wake_lock = threading.Lock()
+        # A signal handler may call `request` while this thread is in it.
+        self._wake_lock = threading.RLock()
         self._is_open = True
         self._closing = threading.Event()
         self._given_up = threading.Event()
@@ -294,7 +295,8 @@ class AgentLink:
             return True
         why = answer.reason if isinstance(answer, Refused) else "it does not answer"
         logger.warning("the launcher starts no checkpoint agent, so this rank does: %s", why)
-        self._host = ""
+        if isinstance(answer, Refused):
+            self._host = ""  # one that could not be reached may be asked for the next agent
         return False
 
     def _ask_host(self) -> Message | None:

@@ -12,6 +12,7 @@ together or not at all.  When a rank is gone, or has not heard of its save by th
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from enum import Enum
@@ -24,6 +25,9 @@ from resiliency.checkpoint.tiers import TierName
 from resiliency.events import EventType
 
 logger = logging.getLogger(__name__)
+
+#: Of the time that is left: how much of it a rank waits to hear of its own save.
+_OWN_SHARE = 0.8
 
 
 class CommonEnd:
@@ -129,8 +133,10 @@ class CommonEnd:
             saver.save(step, state, tiers=tuple(map(TierName, untried)), wait=termination.time_left())
         if not tried:
             return ()
+        patience = termination.time_left() * _OWN_SHARE  # the rest is for telling each other
+        until = time.monotonic() + patience.total_seconds()
         for handle in tried.values():
-            handle.wait(termination.time_left())
+            handle.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
         fates = {tier: fate_of(tier, handle) for tier, handle in tried.items()}
         found = termination.collect(f"{tier}:{fate.value}" for tier, fate in fates.items())
         if found is None:

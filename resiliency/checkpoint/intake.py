@@ -50,6 +50,8 @@ class _Gathering:
         self.missing: dict[int, str] = {}
         #: Of the missing, those that said so themselves.
         self.skipped: set[int] = set()
+        #: Of ranks that skipped it, what they have for the try after this one.
+        self.next_try: list[tuple[Attach, Save]] = []
 
     @property
     def ranks(self) -> set[int]:
@@ -105,6 +107,9 @@ class Intake:
                 missed.append(done)
             if key not in self._handled:
                 gathering = self._gathering_of(member, save.step, tier)
+                if member.rank in gathering.skipped:  # the others have not spoken of the first try
+                    gathering.next_try.append((member, replace(save, tiers=(tier.value,))))
+                    continue
                 gathering.patient |= save.patient
                 self._add(gathering, member, save)
                 self._submit(member, save.step, tier)
@@ -255,7 +260,7 @@ class Intake:
         if missing or is_handled:
             gathering.close()
         if is_handled:
-            return
+            return  # its report reaches them
         job = SaveJob(
             tier=tier,
             step=step,
@@ -270,6 +275,8 @@ class Intake:
             skipped_by=tuple(sorted(gathering.skipped)),
         )
         self._hand_over(job, patient=gathering.patient)
+        for member, save in gathering.next_try:
+            self.save(member, save)
 
     def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
         self.in_work += 1

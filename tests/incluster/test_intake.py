@@ -207,3 +207,17 @@ def test_a_tier_that_is_busy_is_left_out_unless_the_save_is_patient(desk: Desk) 
     assert desk.done.empty()
     desk.hurry.set()
     assert desk.reports(2) == {(1, "persistent"): "", (3, "persistent"): ""}
+
+
+def test_a_second_try_of_one_rank_does_not_take_the_place_of_what_it_said_of_the_first(desk: Desk) -> None:
+    saves = [desk.capture(rank, 1, ("persistent",)) for rank in (0, 1)]
+    for rank, save in enumerate(saves):  # as the link of each tells the next agent, one rank after the other
+        desk.intake.skip(desk.ranks[rank], Skip(step=1, tiers=("persistent",), reason=f"lost by {rank}"))
+        desk.intake.save(desk.ranks[rank], save)
+    outcomes = []
+    for _ in ("first", "second"):
+        job, done = desk.done.get(timeout=60)
+        desk.intake.finish(job, done)
+        outcomes.append(done.error)
+    assert outcomes == ["lost by 0; lost by 1", ""]
+    assert desk.complete("persistent") == [1]
