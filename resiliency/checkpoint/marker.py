@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from resiliency.checkpoint.storage import Storage, read_file, write_file
+from resiliency.checkpoint.storage import SHORTAGES, Storage, read_file, write_file
 from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 MARKER_SUFFIX = "-unfinished"
@@ -101,8 +101,10 @@ def try_read_marker(storage: Storage, step: int) -> Marker | None:
         )
     except CheckpointMissing:
         return None
-    except CheckpointCorrupt:
-        # To read it fails also where there is none, out of descriptors for example; to look does not.
-        return Marker(state=MarkerState.UNKNOWN) if storage.exists(marker_name(step)) else None
+    except CheckpointCorrupt as error:
+        # Out of descriptors, reading fails also where there is none, and looking does not.  What else fails
+        # to be read is there: a checkpoint must not come out of hiding because its device is in trouble.
+        is_absent = error.fields.get("errno") in SHORTAGES and not storage.exists(marker_name(step))
+        return None if is_absent else Marker(state=MarkerState.UNKNOWN)
     except (ValueError, KeyError, TypeError):
         return Marker(state=MarkerState.UNKNOWN)

@@ -150,6 +150,10 @@ _HINTS = {
 }
 
 
+#: What this process lacks, whatever it asks for: of the files it says nothing.
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
 def write_failed(error: OSError, what: str, path: str) -> CheckpointWriteFailed:
     """The one place where the errors of an operating system become ours."""
     number = error.errno or 0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 
 from resiliency.checkpoint.catalog import is_damaged
@@ -13,7 +12,7 @@ from resiliency.checkpoint.peers.blueprint import Blueprint
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.shard_file import check_size
-from resiliency.checkpoint.storage import Storage, read_file
+from resiliency.checkpoint.storage import SHORTAGES, Storage, read_file
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -24,9 +23,6 @@ from resiliency.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
-#: What this process lacks, whatever it asks for: of the files it says nothing.
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class ReplicaKept(PeerError):
@@ -97,5 +93,5 @@ def _run_of(blueprint: Blueprint) -> str:
 
 def _check_told(error: CheckpointError | ConfigError) -> None:
     """Whether an error says something of the checkpoint, and not only of this process."""
-    if error.fields.get("errno") in _SHORTAGES:
+    if error.fields.get("errno") in SHORTAGES:
         raise CheckpointWriteFailed(f"what stands there cannot be told: {error}") from error
