@@ -282,7 +282,25 @@ class CheckpointConnector(_CheckpointConnector):
                     path=str(failure.filename),
                 )
         ranks.check(error, "listing checkpoints")
-        return ranks.gather(mine)[0]
+        agreed = ranks.gather(mine)[0]
+        if not agreed:
+            self._check_nobody_sees_any(ranks, held)
+        return agreed
+
+    def _check_nobody_sees_any(self, ranks: Agreement, held: Mapping[int, Path]) -> None:
+        """An empty directory on rank 0's host alone is a missing mount, and no new training."""
+        try:
+            mine = [str(path) for path in self._candidates(held)]
+        except OSError:
+            mine = []
+        everyone = ranks.gather(mine[:1])
+        for rank, found in enumerate(everyone):
+            if found:
+                raise CheckpointError(
+                    f"rank {rank} sees {found[0]}, and rank 0 sees no checkpoint.",
+                    hint="Mend the mount of rank 0's host; to train from scratch, name an empty directory.",
+                    path=found[0],
+                )
 
     def _candidates(self, held: Mapping[int, Path]) -> list[Path | int]:
         """Newest first; a number is a step that the hosts hold."""

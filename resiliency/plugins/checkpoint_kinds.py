@@ -45,8 +45,7 @@ class Kind(str, Enum):
 
 def kind_of(directory: Path) -> Kind:
     """Told by what is there; a directory that is neither counts as NeMo's, whose checks say what it lacks."""
-    # Not as pathlib asks, which raises where storage gives an error.
-    flat = not os.path.isdir(directory / manifest.WEIGHTS) and os.path.isfile(directory / manifest.MANIFEST)
+    flat = not (directory / manifest.WEIGHTS).is_dir() and (directory / manifest.MANIFEST).is_file()
     step = manifest.step_of(directory)
     named = step is not None and directory.name == step_directory(step)
     return Kind.ENGINE if flat and named else Kind.NEMO

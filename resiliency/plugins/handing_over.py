@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -30,6 +31,8 @@ _LAST_STEP = timedelta(seconds=60)
 _STOP = timedelta(seconds=10)
 #: Saves that are followed: of older ones nobody is told that they became complete.
 _FOLLOWED = 16
+#: At the end: between two looks at a step that is in use.
+_AGAIN_S = 0.5
 
 
 class HandingOver:
@@ -97,10 +100,10 @@ class HandingOver:
         if courier is None:
             return
         courier.wait_for_last(self._end_timeout)
-        if not courier.close(self._end_timeout, last_look=True):
-            logger.error(
-                "steps %s were not handed over: %s does not answer", courier.waiting, self.job.directory
-            )
+        ended = courier.close(self._end_timeout, last_look=True)
+        if courier.waiting:
+            why = "in use, or not complete on all hosts" if ended else f"{self.job.directory} does not answer"
+            logger.error("steps %s were not handed over: %s", courier.waiting, why)
 
     def stop(self) -> None:
         """Hand over nothing any more, and wait for nothing but what is being handed over just now."""
@@ -118,6 +121,8 @@ class _Courier:
         self._followed: dict[int, SaveHandle] = {}
         self._changed = threading.Condition()
         self._is_asked = self._is_closed = self._is_stopped = False
+        #: Until when steps in use are asked for again once it is closed.
+        self._until = 0.0
         self._thread = threading.Thread(target=self._run, name="resiliency-hand-over", daemon=True)
         self._thread.start()
 
@@ -129,7 +134,9 @@ class _Courier:
     def follow(self, handle: SaveHandle) -> None:
         with self._changed:
             self._followed[handle.step] = handle
-            self._drop(sorted(self._followed)[:-_FOLLOWED])
+            # Never a complete one: other hosts hand it over, and the replicators wait for each other.
+            older = sorted(self._followed)[:-_FOLLOWED]
+            self._drop([step for step in older if not self._followed[step].record.complete])
 
     def look(self) -> None:
         """Hand over what is complete by now, soon."""
@@ -149,6 +156,7 @@ class _Courier:
         """End the thread; False if it did not end in time."""
         with self._changed:
             self._is_asked, self._is_closed, self._is_stopped = last_look, True, not last_look
+            self._until = time.monotonic() + timeout.total_seconds() - _AGAIN_S
             self._changed.notify()
         self._thread.join(timeout.total_seconds())
         return not self._thread.is_alive()
@@ -157,13 +165,23 @@ class _Courier:
 
     def _run(self) -> None:
         while self._await_question():
-            self._hand_over_complete()
+            try:
+                self._hand_over_complete()
+            except Exception:  # the border of this thread: the next look may fare better
+                logger.exception("handing over to the replicator failed")
 
     def _await_question(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._is_asked or self._is_closed)
             asked, self._is_asked = self._is_asked, False
-            return asked
+            if asked or self._is_stopped:
+                return asked
+            left = any(handle.record.complete for handle in self._followed.values())
+            return (
+                left
+                and time.monotonic() < self._until
+                and not self._changed.wait_for(lambda: self._is_stopped, _AGAIN_S)
+            )
 
     def _hand_over_complete(self) -> None:
         """Each of the steps that are complete on all hosts, in order: all hosts must hand over the same, and

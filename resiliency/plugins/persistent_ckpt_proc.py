@@ -400,8 +400,12 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         # As rank 0 sees it: storage may show the directory to other ranks later.
         is_persistent = directory.parent.absolute() == self.directories.get(TierName.PERSISTENT)
         there = is_persistent and os.path.isdir(directory)
-        kinds = Agreement.of_process_group().gather(checkpoint_kinds.kind_of(directory) if there else None)
-        return kinds[0]
+        try:
+            mine = checkpoint_kinds.kind_of(directory) if there else None
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", directory, error)
+            mine = None
+        return Agreement.of_process_group().gather(mine)[0]
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.checkpoint_io.remove_checkpoint(path)

@@ -36,6 +36,16 @@ def restored_where_it_is_seen(rank: int, layout: Layout, root: Path) -> str:
     return chosen.name
 
 
+def refused_where_it_is_seen(rank: int, layout: Layout, root: Path) -> str:
+    """The error, where each rank sees storage of its own under one path."""
+    os.chdir(root / str(rank))
+    try:
+        _connector(-1, Path("/proc/self/cwd/storage"), ERRORS["corrupt"])._restore_newest()
+    except ResiliencyError as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return ""
+
+
 def refused(rank: int, layout: Layout, root: Path, error: str) -> str:
     """The error, where rank 0 alone cannot list the checkpoints."""
     place = root / "a file" if rank == 0 else root

@@ -62,3 +62,13 @@ def test_a_common_part_that_one_rank_cannot_read_is_read_by_none(pool: RankPool,
     (tmp_path / "memory").mkdir()
     found = run(pool, agreed_ranks.content_metadata, TWO, tmp_path)
     assert found == [f"CheckpointMissing: no usable source of step {NEWEST} is left."] * 2
+
+
+def test_where_rank_0_alone_sees_no_checkpoint_no_rank_begins_anew(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    write_checkpoint(tmp_path / "1" / "storage", NEWEST)
+    found = run(pool, agreed_ranks.refused_where_it_is_seen, TWO, tmp_path)
+    path = f"/proc/self/cwd/storage/step={NEWEST}"
+    assert [text.partition("  Mend")[0] for text in found] == [
+        f"CheckpointError: rank 1 sees {path}, and rank 0 sees no checkpoint."
+    ] * 2

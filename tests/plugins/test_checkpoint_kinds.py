@@ -6,10 +6,12 @@ The ranks are hosts here: one path leads each of them into a directory of its ow
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,3 +178,21 @@ def test_how_many_ranks_saved_is_what_rank_0_sees(
     first, second = hosts.answers()
     assert first == second
     assert str(first).startswith("CheckpointCorrupt: ")
+
+
+def test_a_device_error_while_its_kind_is_told_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, 10)
+    stat = os.stat
+
+    def failing(path: object, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).endswith(manifest.WEIGHTS):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", failing)
+        assert len(checkpoint_kinds.verify_together(directory)) == 1
+    assert not manifest.marker_of(directory).exists()
+    assert checkpoint_kinds.verify(directory) is None

@@ -205,3 +205,25 @@ def test_a_trainer_may_copy_it_with_its_plugins(tmp_path: Path) -> None:
     job = ReplicatedJob(directory=tmp_path, job_name="llama-3", node_rank=0, nodes=1)
     handing_over = HandingOver(job, is_first=True)
     assert copy.deepcopy([handing_over]) == [handing_over]
+
+
+def test_a_complete_step_that_is_read_for_long_is_handed_over_all_the_same(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        job.saved(1)
+        with Lease(LocalStorage(tmp_path), 1):
+            for step in range(2, 2 + 17):  # more than are followed
+                job.saved(step)
+                job.step_done()
+            assert 1 in job.handing_over.waiting
+        job.step_done()
+        job.wait_for_kept(18)
+        assert not (tmp_path / "step=1").exists()
+
+
+def test_a_last_step_that_stays_in_use_is_named_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path, end_timeout=timedelta(seconds=2)) as job, Lease(LocalStorage(tmp_path), 1):
+        job.saved(1)
+        job.handing_over.finish()
+    assert "steps [1] were not handed over: in use" in caplog.text
