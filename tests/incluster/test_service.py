@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -227,6 +228,29 @@ def test_a_save_that_cannot_be_opened_for_now_is_copied_as_soon_as_it_can(start:
     for host in hosts:
         host.wait_for(Replicated, 10)
         host.wait_for(Complete, 10)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_device_error_in_the_middle_of_a_copy_does_not_end_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    hosts = start("a", "b")
+    sendfile, errors = os.sendfile, [OSError(number, os.strerror(number))]
+
+    def failing_once(*args: int) -> int:
+        if errors:
+            raise errors.pop()
+        return sendfile(*args)
+
+    monkeypatch.setattr(os, "sendfile", failing_once)
+    for host in hosts:
+        host.save(1)
+    for host in hosts:
+        host.wait_for(Complete, 1)
+    assert errors == []
+    assert not any(
+        isinstance(event, NotReplicated) and event.is_final for host in hosts for event in host.seen
+    )
 
 
 def test_a_repair_waits_until_what_it_sends_can_be_opened(

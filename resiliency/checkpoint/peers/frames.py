@@ -96,7 +96,7 @@ class Link:
         Raises:
             PeerError: as `send`.
             LastWord: instead of taking more, it sent something else than a beat.
-            CheckpointCorrupt: the file ends before.
+            CheckpointCorrupt: the file ends before, or cannot be read; with `errno` in the latter case.
         """
         self.wait_to_send()
         self._send(_head(message, size_bytes), more=True)
@@ -111,7 +111,7 @@ class Link:
                 if error.errno in _NO_SENDFILE:
                     count = self._send_copied(fd, offset, end)
                 elif error.errno in _UNREADABLE:
-                    raise CheckpointCorrupt(f"a file cannot be read: {error}.", offset=offset) from error
+                    raise _unread(error, offset) from error
                 else:
                     raise self._gone(error) from error
             if count == 0:
@@ -123,7 +123,7 @@ class Link:
         try:
             data = os.pread(fd, min(end - offset, 1 << 20), offset)
         except OSError as error:
-            raise CheckpointCorrupt(f"a file cannot be read: {error}.", offset=offset) from error
+            raise _unread(error, offset) from error
         self._send(data)
         return len(data)
 
@@ -299,6 +299,10 @@ class LastWord(PeerError):
     def __init__(self, host: str, message: Message) -> None:
         super().__init__(f"{host} said {message.kind}.", host=host)
         self.said = message
+
+
+def _unread(error: OSError, offset: int) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"a file cannot be read: {error}.", offset=offset, errno=error.errno)
 
 
 def _head(message: Message, size_bytes: int) -> bytes:

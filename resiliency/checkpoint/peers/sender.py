@@ -149,12 +149,19 @@ class Source:
             raise CheckpointIncomplete(f"{path} is marked as unfinished.", path=path, step=step)
 
     def send_chunk(self, link: Link, file: int, number: int) -> int:
-        """Send one chunk, unverified: the other side does that.  Returns its size."""
+        """Send one chunk, unverified: the other side does that.  Returns its size.
+
+        Raises:
+            CheckpointCorrupt: the file was cut.
+            SourceUnavailable: the device gave an error instead of bytes.
+        """
         start, length = self.blueprint.extent(file, number)
         try:
             link.send_file(Chunk(file=file, number=number), self._fds[file], start, length)
         except CheckpointCorrupt as error:
             path = self._paths[file]
+            if "errno" in error.fields:
+                raise SourceUnavailable(f"{path} cannot be sent: {error.message}", path=path) from error
             raise CheckpointCorrupt(f"{path} was cut: {error.message}", path=path) from error
         # Training needs the page cache more than we do: this was read once and for all.
         os.posix_fadvise(self._fds[file], start, length, os.POSIX_FADV_DONTNEED)
@@ -165,6 +172,7 @@ class Source:
 
         Raises:
             CheckpointCorrupt: it is not.
+            SourceUnavailable: it cannot be read.
         """
         if not self.blueprint.has(file, number):
             return
@@ -173,7 +181,7 @@ class Source:
         try:
             data = os.pread(self._fds[file], length, start)
         except OSError as error:
-            raise CheckpointCorrupt(f"{self._paths[file]} cannot be read: {error}.") from error
+            raise SourceUnavailable(f"{self._paths[file]} cannot be read: {error}.") from error
         found = digest_function(record.algorithm)(data)
         if found != record.digests[number]:
             raise CheckpointCorrupt(
@@ -221,6 +229,7 @@ class Sender:
             PeerError: the target is dead, stopped, or cannot be reached.
             PeerRefused: it will not have the copy.
             CheckpointCorrupt: our own file is damaged.
+            SourceUnavailable: our own file cannot be read for now.
         """
         began = time.monotonic()
         try:
