@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,14 @@ def test_nothing_is_drawn_where_nobody_looks(
     assert capsys.readouterr().err == ""
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests were started in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class InterruptedStorage(LocalStorage):
     def list(self, name: str) -> list[str]:
         signal.raise_signal(signal.SIGINT)
@@ -180,6 +189,7 @@ class ForbiddenStorage(LocalStorage):
         raise PermissionError(13, "Permission denied", self.describe(name))
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("storage", "code", "text"),
     [(InterruptedStorage, INTERRUPTED, ""), (ForbiddenStorage, USAGE, "cannot read {}: Permission denied\n")],
