@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from resiliency.testing.host_bed import warm_up
+from tests import fork_server
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Before the rank pool, which would start it with less."""
-    warm_up()
+    fork_server.start(session)
