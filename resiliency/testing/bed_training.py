@@ -4,7 +4,9 @@
 Its result is the same on any hosts and in any order of them, and with `replicated` for any number of
 ranks: gradients are made in `MICROBATCHES` parts and added up in the order of these, not of ranks.
 Without `replicated` each rank has, beside the model, a state of its own that enters the loss: a rank
-that gets the shard of another is seen in the next step.
+that gets the shard of another is seen in the next step.  With `shards` there are as many of these states,
+each held alike by every so many-th rank, as in hybrid sharding; then the result is the same for any
+multiple of that number of ranks.
 
     rank 0 restored 4 peers               step and tier; step 0 and "none" at a fresh start
     rank 0 step 5 loss 0x1.8ep-1          exact, in hexadecimal
@@ -53,6 +55,8 @@ class Training:
         persistent_every: the same to `directory`.
         replicas: copies of each host's local checkpoint on other hosts.
         keep: checkpoints that stay, per tier.
+        shards: ranks are of one group, and hold the same, if their numbers are equal modulo this; 0: each
+            rank has a state of its own.
         size: numbers in the state of each rank that is its own.
         park: save this step, then wait to be killed.
         hold: before this step rank 0 waits until `HostBed.open_gate` is called.
@@ -68,6 +72,7 @@ class Training:
     replicas: int = 1
     keep: int = 2
     replicated: bool = False
+    shards: int = 0
     size: int = 1000
     park: int = 0
     hold: int = 0
@@ -84,7 +89,9 @@ class Model:
         generator = torch.Generator().manual_seed(1)
         self.weights = torch.nn.Parameter(torch.randn(_WIDTH, _WIDTH, generator=generator))
         self.optimizer = torch.optim.AdamW([self.weights], lr=0.05)
-        self.own = None if training.replicated else torch.full((training.size,), float(rank + 1))
+        #: Which state it is that this rank has.
+        self.shard = rank % training.shards if training.shards else rank
+        self.own = None if training.replicated else torch.full((training.size,), float(self.shard + 1))
 
     @property
     def state(self) -> dict[str, object]:
@@ -117,7 +124,8 @@ class Model:
         self.weights.grad = total[1:].reshape(_WIDTH, _WIDTH).clone()
         self.optimizer.step()
         if self.own is not None:
-            self.own.mul_(0.9).add_(torch.arange(len(self.own)).remainder(7), alpha=0.01 * (self.rank + step))
+            wave = torch.arange(len(self.own)).remainder(7)
+            self.own.mul_(0.9).add_(wave, alpha=0.01 * (self.shard + step))
         return float(total[0])
 
 
@@ -182,6 +190,7 @@ def _checkpointer(training: Training, info: RunInfo) -> Checkpointer:
         keep=training.keep,
         local=local,
         replicated=training.replicated,
+        group=f"shard {(info.rank or 0) % training.shards}" if training.shards else "",
         info=info,
         options=CheckpointerOptions(
             arena_root=Path(os.environ[MEMORY_ENV]),

@@ -178,21 +178,52 @@ def test_ranks_that_share_a_host_are_lost_and_restored_together(new_bed: Callabl
     is_as_expected(job, WHOLE, PARK, 4)
 
 
-def test_data_parallel_ranks_go_from_three_to_two_to_three(new_bed: Callable[..., HostBed]) -> None:
-    bed = new_bed(3)
-    whole = Training(steps=14, replicated=True, await_copies=True)
-    park(bed, replace(whole, park=6))
-    bed.kill("h2", disk=True)
-    two = replace(whole, park=10)
-    job = bed.start(train, two, order=["h1", "h0"])
-    assert job.restored()[0] == 6
-    job.wait_for_line("parked 10", count=2)
+# --- another number of ranks ---------------------------------------------------------------------
+
+#: Plain data parallelism, and hybrid sharding: two shards, each on every second rank.  No copies are made
+#: of the latter, for the ranks of a group are copies of each other.
+ALIKE = Training(steps=14, replicated=True, await_copies=True)
+HALVES = Training(steps=14, shards=2, replicas=0)
+
+
+def goes_on_until(
+    bed: HostBed, step: int, park_at: int, training: Training, order: Sequence[str]
+) -> list[str]:
+    """`goes_on`, until the ranks wait at a later step; their agents live on."""
+    job = bed.start(train, replace(training, park=park_at), order=order)
+    restored, tiers = job.restored()
+    assert restored == step, bed.tail()
+    job.wait_for_line(f"parked {park_at}", count=len(order))
     losses = job.losses
     job.end()
-    curve = expected_losses(two, 3)
-    assert losses == {step: curve[step] for step in range(7, 11)}
-    bed.add("h3")
-    goes_on(bed, 10, order=["h3", "h0", "h1"], training=whole)
+    # The curve of any number of ranks, since the result does not depend on it.
+    curve = expected_losses(training, 4)
+    assert losses == {at: curve[at] for at in range(step + 1, park_at + 1)}
+    return tiers
+
+
+@pytest.mark.parametrize(
+    ("training", "start", "fewer", "more"),
+    [
+        pytest.param(ALIKE, "012", "10", "301", id="three-two-three"),
+        pytest.param(HALVES, "0123", "12", "415627", id="four-two-six-halves"),
+    ],
+)
+def test_ranks_become_fewer_when_hosts_are_lost_and_more_when_empty_ones_come(
+    new_bed: Callable[..., HostBed], training: Training, start: str, fewer: str, more: str
+) -> None:
+    bed = new_bed(len(start))
+    park(bed, replace(training, park=PARK))
+    for lost in set(start) - set(fewer):
+        bed.kill(f"h{lost}", disk=True)
+    goes_on_until(bed, PARK, 10, training, [f"h{host}" for host in fewer])
+    for new in sorted(set(more) - set(start)):
+        bed.add(f"h{new}")
+    order = [f"h{host}" for host in more]
+    tiers = goes_on(bed, 10, order=order, training=training)
+    assert tiers.count("peers") == len(tiers)
+    # With the last step, which more ranks have saved, as many hosts may be lost again.
+    assert bed.own(training.steps) == sorted(order)
 
 
 # --- damage --------------------------------------------------------------------------------------
