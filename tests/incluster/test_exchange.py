@@ -77,8 +77,8 @@ def test_ranks_that_changed_places_send_each_other_their_shards(
     assert found == [content(make(1, rank, 3, size=size + 1000 * rank if size else 0)) for rank in range(3)]
 
 
-def receive_through(rank: int, plan: Plan, device: str) -> Received:
-    shard = exchange(plan, rank, QUICK, device=torch.device(device))
+def receive_through(rank: int, plan: Plan, device: str | None) -> Received:
+    shard = exchange(plan, rank, QUICK, device=None if device is None else torch.device(device))
     return None if shard is None else content(shard)
 
 
@@ -127,11 +127,76 @@ def test_one_sender_serves_several_ranks_one_after_the_other(tmp_path: Path, ran
     assert found == [None if rank == 2 else content(make(1, rank, 5)) for rank in range(5)]
 
 
-def test_ranks_of_one_group_all_get_the_one_shard_that_is_left(tmp_path: Path, rank_pool: RankPool) -> None:
-    commit_locally(tmp_path, "old", [replace(make(1, 1, 3, size=200_000), group="all")])
-    plan = plan_for(tmp_path, ["new", "old", "other"], groups=["all"] * 3)
-    found = rank_pool.run(receive, 3, plan, timeout=120.0).values
-    assert found == [content(make(1, 1, 3, size=200_000)), None, content(make(1, 1, 3, size=200_000))]
+#: Ranks 0, 2, 3 and 4 want the shard that rank 1 can read.
+ONE_LEFT = ["new", "old", "other", "other", "third"]
+
+
+def one_left(root: Path, size: int = 300_000) -> Plan:
+    commit_locally(root, "old", [replace(make(1, 1, 5, size=size), group="all")])
+    return plan_for(root, ONE_LEFT, groups=["all"] * len(ONE_LEFT))
+
+
+@pytest.mark.parametrize("size", [0, 1, 300_000])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_shard_that_several_ranks_want_is_read_once_and_passed_on_from_each_to_the_next(
+    tmp_path: Path, rank_pool: RankPool, size: int, device: str | None
+) -> None:
+    plan = one_left(tmp_path, size)
+    [[chain]] = rounds(plan)
+    assert chain.ranks == (1, 0, 2, 3, 4)
+    found = rank_pool.run(receive_through, 5, plan, device, timeout=120.0).values
+    expected = content(make(1, 1, 5, size=size))
+    assert found == [None if rank == 1 else expected for rank in range(5)]
+
+
+def test_who_passes_a_shard_on_may_send_one_of_its_own_host_meanwhile(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    commit_locally(tmp_path, "a", [replace(make(1, 0, 4, size=300_000), group="even")])
+    commit_locally(tmp_path, "b", [replace(make(1, 1, 4, size=200_000), group="odd")])
+    # Each of the first two has what the other and one more want.
+    plan = plan_for(tmp_path, ["b", "a", "c", "d"], groups=["even", "odd"] * 2)
+    assert [[chain.ranks for chain in chains] for chains in rounds(plan)] == [[(1, 0, 2), (0, 1, 3)]]
+    found = rank_pool.run(receive, 4, plan, timeout=120.0).values
+    shards = [content(make(1, 0, 4, size=300_000)), content(make(1, 1, 4, size=200_000))]
+    assert found == shards * 2
+
+
+def test_a_bad_shard_that_is_passed_on_is_refused_by_all_that_wanted_it(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    plan = one_left(tmp_path)
+    flip(local_of(tmp_path, "old") / "step=1" / "rank=1" / "slot.bin", 290_000)
+    found = rank_pool.run(receive, 5, plan, timeout=120.0).values
+    texts = [text for rank, text in enumerate(found) if rank != 1]
+    assert all(re.match("CheckpointCorrupt: .* of old has other bytes 0 to ", str(text)) for text in texts)
+    # And one that cannot be sent.
+    (local_of(tmp_path, "old") / "step=1" / "rank=1" / "slot.bin").unlink()
+    found = rank_pool.run(receive, 5, plan, timeout=120.0).values
+    texts = [text for rank, text in enumerate(found) if rank != 1]
+    assert all(re.match("CheckpointIncomplete: .* could not be sent", str(text)) for text in texts)
+
+
+def killed_while_passing_on(rank: int, plan: Plan) -> Received:
+    """Rank 2, in the middle of the chain, dies when some messages have come."""
+    if rank == 2:
+        incoming = Incoming(plan.picks[2].holding, 0, QUICK.message_bytes)
+        for _, message in zip(range(4), incoming.messages(), strict=False):
+            dist.irecv(torch.frombuffer(message, dtype=torch.uint8), 0).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return receive(rank, plan)
+
+
+def test_when_a_rank_that_passes_on_is_killed_those_beside_it_are_told(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    plan = one_left(tmp_path)
+    report = rank_pool.run(killed_while_passing_on, 5, plan, timeout=120.0)
+    assert report[2].outcome is Outcome.DIED
+    for beside in (0, 3):
+        text = report[beside].value
+        assert isinstance(text, str)
+        assert text.startswith(f"PeerError: rank {beside} lost rank ")
 
 
 def test_the_shards_of_a_lost_host_come_from_the_host_that_kept_its_copies(
@@ -150,18 +215,27 @@ def test_the_shards_of_a_lost_host_come_from_the_host_that_kept_its_copies(
 
 
 def any_placement(root: Path, seed: int) -> Plan:
-    """Five shards and their copies anywhere on four hosts; five ranks on some of them and on new ones."""
+    """Five shards and their copies anywhere on four hosts; five ranks on some of them and on new ones.
+
+    In every second placement there are no copies, and the ranks are of two groups.
+    """
     chance = random.Random(seed)  # noqa: S311
     old = [chance.choice("abcd") for _ in range(5)]
+    groups = [chance.choice("xxy") if seed % 2 else "" for _ in range(5)]
     for host in sorted(set(old)):
-        shards = [make(1, rank, 5, size=chance.randrange(200_000)) for rank in range(5) if old[rank] == host]
+        shards = [
+            replace(make(1, rank, 5, size=chance.randrange(200_000)), group=groups[rank])
+            for rank in range(5)
+            if old[rank] == host
+        ]
         commit_locally(root, host, shards)
-        for keeper in chance.sample("abcd", 3):
+        for keeper in chance.sample("abcd", 0 if seed % 2 else 3):
             if keeper != host:
                 replicate(root, host, 1, to=keeper)
     while True:
         with contextlib.suppress(IndexError):  # with these hosts, too much is lost
-            return plan_for(root, [chance.choice(["a", "b", "c", "d", *["new"] * 6]) for _ in range(5)])
+            hosts = [chance.choice(["a", "b", "c", "d", *["new"] * 6]) for _ in range(5)]
+            return plan_for(root, hosts, groups=groups)
 
 
 def receive_all(rank: int, plans: list[Plan]) -> list[Received]:
@@ -173,10 +247,11 @@ def test_any_placement_of_shards_and_ranks_brings_each_rank_its_shard(
 ) -> None:
     plans = [any_placement(tmp_path / str(seed), seed) for seed in range(12)]
     assert max(len(rounds(plan)) for plan in plans) > 2
+    assert max(len(chain.ranks) for plan in plans for chains in rounds(plan) for chain in chains) > 2
     found = rank_pool.run(receive_all, 5, plans, timeout=120.0).values
     for number, plan in enumerate(plans):
         for pick in plan.picks:
-            shard = open_holding(pick.holding).read_shard(pick.rank)
+            shard = open_holding(pick.holding).read_shard(pick.holding.rank)
             assert found[pick.rank][number] == (None if pick.sender is None else content(shard))
 
 

@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards on their way from ranks that can read them to ranks that want them.
 
-The process group of the job carries them, in rounds: in each, a rank sends at most one shard and
-receives at most one.  No round waits for ranks that have no part in it.  What a shard looks like on
-its way, and how its bytes are verified, is in `resiliency.checkpoint.recovery.shipping`.
+The process group of the job carries them, in rounds: in each, a rank sends at most one shard of its
+host and receives at most one.  A shard that several ranks want goes from one to the next of them: each
+passes a message on while the next one comes.  So it is read once, no rank sends it twice, and all have it
+in little more than the time that one would take.
 
-A file that is bad or gone changes nothing for anyone but the rank that wanted it, and that one
-learns of it when the exchange is over.  What does end an exchange is a rank that dies or falls silent:
-each wait has a deadline.
+    sender --> a --> b --> c        message 3 to a, while a passes 2 on to b, and b passes 1 on to c
+
+No round waits for ranks that have no part in it.  What a shard looks like on its way, and how its
+bytes are verified, is in `resiliency.checkpoint.recovery.shipping`.
+
+A file that is bad or gone changes nothing for anyone but the ranks that wanted it, and these learn of
+it when the exchange is over; what a rank finds bad it passes on as it came, for the next one to judge.
+What does end an exchange is a rank that dies or falls silent: each wait has a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from resiliency.checkpoint.recovery.planner import Pick, Plan
+from resiliency.checkpoint.recovery.holdings import Holding
+from resiliency.checkpoint.recovery.planner import Plan
 from resiliency.checkpoint.recovery.shipping import Incoming, Messages, Outgoing
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import PeerError
@@ -41,18 +48,42 @@ class ExchangeOptions:
     stall: timedelta = timedelta(minutes=2)
     slowest_bytes_per_s: int = 20_000_000
 
+    def granted(self, size_bytes: int) -> timedelta:
+        """What so many bytes may take."""
+        return timedelta(seconds=size_bytes / self.slowest_bytes_per_s)
 
-def rounds(plan: Plan) -> list[list[Pick]]:
-    """The sends of `plan`, so that in each round a rank sends and receives at most one shard.
 
-    Each rank wants one shard only, so it is the senders alone that need more than one round.
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One shard, and the ranks that it goes through: from the one that reads it to the last that wants it."""
+
+    holding: Holding
+    ranks: tuple[int, ...]
+
+    def before(self, rank: int) -> int | None:
+        """Whom `rank` has it from; None: from nobody."""
+        place = self.ranks.index(rank) if rank in self.ranks else 0
+        return self.ranks[place - 1] if place else None
+
+    def after(self, rank: int) -> int | None:
+        """Whom `rank` gives it to; None: to nobody."""
+        return next((to for by, to in zip(self.ranks, self.ranks[1:], strict=False) if by == rank), None)
+
+
+def rounds(plan: Plan) -> list[list[Chain]]:
+    """The sends of `plan`, so that in each round a rank reads and sends at most one shard.
+
+    Each rank wants one shard only, so it is the readers alone that need more than one round.
     """
-    by_sender: dict[int, list[Pick]] = defaultdict(list)
-    for pick in plan.picks:
+    wanted: dict[tuple[int, Holding], list[int]] = defaultdict(list)
+    for pick in plan.picks:  # ranks of one host follow each other, so most links of a chain are inside one
         if pick.sender is not None:
-            by_sender[pick.sender].append(pick)
+            wanted[pick.sender, pick.holding].append(pick.rank)
+    by_sender: dict[int, list[Chain]] = defaultdict(list)
+    for (sender, holding), ranks in wanted.items():
+        by_sender[sender].append(Chain(holding, (sender, *ranks)))
     most = max(map(len, by_sender.values()), default=0)
-    return [[picks[i] for picks in by_sender.values() if i < len(picks)] for i in range(most)]
+    return [[chains[i] for chains in by_sender.values() if i < len(chains)] for i in range(most)]
 
 
 def exchange(
@@ -81,39 +112,49 @@ def exchange(
     if not turns:  # a job of one rank has no group
         return None
     options = options or ExchangeOptions()
-    sends = Counter(pick.holding for pick in plan.picks if pick.sender is not None)
     carrier = _Carrier(rank, device or _device_of_group())
     received: Incoming | None = None
     patience = options.stall
-    for picks in turns:
-        out = next((pick for pick in picks if pick.sender == rank), None)
-        into = next((pick for pick in picks if pick.rank == rank), None)
+    for chains in turns:
+        # Each link that a message passes may take its time for it.
+        longest = max(len(chain.ranks) - 2 for chain in chains)
+        patience += options.granted(longest * options.message_bytes)
+        out = next((chain for chain in chains if chain.ranks[0] == rank), None)
+        into = next((chain for chain in chains if chain.before(rank) is not None), None)
         with contextlib.ExitStack() as ends:
-            outgoing = incoming = None
+            outgoing = incoming = onward = None
             if out is not None:
-                direct = sends[out.holding] == 1
-                outgoing = Outgoing(out.holding, out.rank, options.message_bytes, direct=direct)
+                outgoing = Outgoing(out.holding, out.ranks[1], options.message_bytes)
                 ends.callback(outgoing.close)
-            if into is not None and into.sender is not None:
-                received = incoming = Incoming(into.holding, into.sender, options.message_bytes)
+            if into is not None:
+                source, onward = into.before(rank), into.after(rank)
+                assert source is not None
+                received = incoming = Incoming(into.holding, source, options.message_bytes)
                 ends.callback(incoming.close)
-            carrier.run(outgoing, incoming, patience)
+            carrier.run(outgoing, incoming, onward, patience)
         # In later rounds a peer, or the peer of a peer, may first have to finish this one with others.
-        largest = max(pick.holding.size_bytes for pick in picks)
-        patience += timedelta(seconds=largest / options.slowest_bytes_per_s)
+        patience += options.granted(max(chain.holding.size_bytes for chain in chains))
     return None if received is None else received.shard()
 
 
 class _Carrier:
-    """Moves one message out and one in at a time, through memory that the group's backend reaches."""
+    """Moves one message out, in and onward at a time, through memory that the group's backend reaches."""
 
     def __init__(self, rank: int, device: torch.device | None) -> None:
         self._rank = rank
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def run(self, outgoing: Outgoing | None, incoming: Incoming | None, timeout: timedelta) -> None:
-        """One round; `timeout` is the longest wait for each message."""
+    def run(
+        self, outgoing: Outgoing | None, incoming: Incoming | None, onward: int | None, timeout: timedelta
+    ) -> None:
+        """One round.
+
+        Args:
+            onward: rank that gets what comes in, a message later.
+            timeout: longest wait for each message.
+        """
+        passed: memoryview | None = None
         with contextlib.ExitStack() as open_ends:
             outs = open_ends.enter_context(contextlib.closing(_messages(outgoing)))
             intos = open_ends.enter_context(contextlib.closing(_messages(incoming)))
@@ -121,7 +162,9 @@ class _Carrier:
                 out, into = next(outs, None), next(intos, None)
                 operations = []
                 if out is not None and outgoing is not None:
-                    operations.append(dist.P2POp(dist.isend, self._lift(out), outgoing.peer))
+                    operations.append(dist.P2POp(dist.isend, self._lift("out", out), outgoing.peer))
+                if passed is not None and onward is not None:
+                    operations.append(dist.P2POp(dist.isend, self._lift("onward", passed), onward))
                 if into is not None and incoming is not None:
                     operations.append(dist.P2POp(dist.irecv, self._landing(into), incoming.peer))
                 if not operations:
@@ -129,6 +172,8 @@ class _Carrier:
                 self._wait(operations, timeout)
                 if into is not None:
                     self._drop(into)
+                # Its memory is left alone until the message after the next one comes.
+                passed = None if onward is None else into
 
     def _wait(self, operations: list[dist.P2POp], timeout: timedelta) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
@@ -143,9 +188,9 @@ class _Carrier:
                 rank=self._rank,
             ) from error
 
-    def _lift(self, message: memoryview) -> torch.Tensor:
+    def _lift(self, name: str, message: memoryview) -> torch.Tensor:
         host = torch.frombuffer(message, dtype=torch.uint8)
-        return host if self._device is None else self._buffer("out", message.nbytes).copy_(host)
+        return host if self._device is None else self._buffer(name, message.nbytes).copy_(host)
 
     def _landing(self, target: memoryview) -> torch.Tensor:
         if self._device is None:

@@ -251,11 +251,15 @@ class _Shards:
 
 
 class _Loads:
-    """Who sends how much so far: the next send goes to the host with the least, and to the rank there."""
+    """Who sends how much so far: the next send goes to the host with the least, and to the rank there.
+
+    What one rank of a host sends is sent by no other, for who wants it passes it on.
+    """
 
     def __init__(self, ranks_on: dict[str, list[int]]) -> None:
         self._hosts = dict.fromkeys(ranks_on, 0)
         self._ranks = {host: [(0, rank) for rank in ranks] for host, ranks in ranks_on.items()}
+        self._senders: dict[Holding, int] = {}
 
     def send(self, lot: _Lot, need: Need) -> Pick:
         """Have one of the hosts of `lot` send."""
@@ -267,11 +271,13 @@ class _Loads:
             heapq.heapreplace(lot.queue, (self._hosts[host], host))
         host = lot.queue[0][1]
         holding = lot.far[host]
-        sent, sender = self._ranks[host][0]
         weight = max(1, holding.size_bytes)
-        heapq.heapreplace(self._ranks[host], (sent + weight, sender))
-        self._hosts[host] += weight
-        return Pick(need.rank, holding, sender)
+        if holding not in self._senders:
+            sent, sender = self._ranks[host][0]
+            heapq.heapreplace(self._ranks[host], (sent + weight, sender))
+            self._senders[holding] = sender
+        self._hosts[host] += weight  # also for the next one, so that all who have it begin a chain
+        return Pick(need.rank, holding, self._senders[holding])
 
 
 def _plan(

@@ -65,14 +65,13 @@ class Outgoing:
     Args:
         peer: rank that gets it.
         message_bytes: of the payload that travel at once; whole pages.  Three times that is in memory.
-        direct: read past the page cache; not worth it for what is sent more than once.
     """
 
-    def __init__(self, holding: Holding, peer: int, message_bytes: int, *, direct: bool = True) -> None:
+    def __init__(self, holding: Holding, peer: int, message_bytes: int) -> None:
         self.peer = peer
         self._holding = holding
         self._message_bytes = message_bytes
-        self._storage = LocalStorage(holding.root, direct=direct)
+        self._storage = LocalStorage(holding.root, direct=True)  # it is read once
         self._held = contextlib.ExitStack()
         self._error = ""
         self._files: list[tuple[int, FileRecord, ReadableFile]] = []
@@ -143,6 +142,9 @@ class Outgoing:
 
 class Incoming:
     """The receiver's end of one shard.
+
+    A message stays in the memory that it came to until the one after the next is asked for, so that it
+    can be passed on as it came.
 
     Args:
         peer: rank that it comes from.
