@@ -12,13 +12,14 @@ With a checkpoint process, every step that the hosts hold between them is a cand
 memory, in their local tiers, and in the copies that they keep for each other.  Which rank takes what
 from where is the process's business, and what it wrote is proven while it is read.  Such a step that
 turns out to be cut for another parallel layout is passed over, and an older one of the persistent tier is
-cut anew.
+cut anew.  If that one cannot be, for the form in which its optimizer was saved, the job ends: going back
+further could lose much, and a person can start the layout that fits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,8 +68,12 @@ class _Attempts:
 
     longest: int
     failed: int = 0
-    #: What only the hosts hold, of another parallel layout.
+    #: Candidates that the hosts hold; the same steps on all ranks.
+    held: Collection[Path] = ()
+    #: Of these, what is of another parallel layout.
     unfit: list[Path] = field(default_factory=list)
+    #: What was wrong with the last of them.
+    mismatch: str = ""
 
 
 class CheckpointConnector(_CheckpointConnector):
@@ -147,13 +152,20 @@ class CheckpointConnector(_CheckpointConnector):
         return {} if process_of(self.trainer) is not None else super()._get_lightning_module_state_dict()
 
     def _restore_newest(self) -> Path | None:
-        """Restore the newest candidate that is good; None if there is no candidate."""
+        """Restore the newest candidate that is good; None if there is no candidate.
+
+        Raises:
+            LayoutMismatch: on all ranks; a persistent checkpoint cannot be cut anew for this layout.
+        """
         attempts = _Attempts(self._max_attempts)
         for path in self._usable(attempts):
             try:
                 problems = self._try_together(path)
             except LayoutMismatch as mismatch:
+                if path not in attempts.held:
+                    raise
                 attempts.unfit.append(path)
+                attempts.mismatch = str(mismatch)
                 if is_rank_zero():
                     logger.warning(
                         "the hosts hold step %s for another parallel layout, and only persistent checkpoints"
@@ -196,6 +208,7 @@ class CheckpointConnector(_CheckpointConnector):
         process = process_of(self.trainer)
         # Not by their paths: a directory may be called otherwise on each host.
         held = {} if process is None else {step: process.path_of(step) for step in process.captured()}
+        attempts.held = held.values()
         agreed = self._candidates_together(held)
         candidates = [held[found] if isinstance(found, int) else found for found in agreed]
         if process is not None:
@@ -251,7 +264,7 @@ class CheckpointConnector(_CheckpointConnector):
             steps = ", ".join(str(manifest.step_of(path)) for path in attempts.unfit)
             raise LayoutMismatch(
                 f"the hosts hold steps {steps} for another parallel layout, and there is no persistent"
-                " checkpoint that could be cut anew.",
+                f" checkpoint that could be cut anew: {attempts.mismatch}",
                 hint="Start with the layout that saved them; to train from scratch, name empty directories.",
                 paths=[str(path) for path in attempts.unfit],
             )

@@ -29,13 +29,18 @@ from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
-from resiliency.errors import CheckpointWriteFailed
+from resiliency.errors import CheckpointWriteFailed, LayoutMismatch
 from resiliency.plugins import checkpoint_kinds, manifest
 from resiliency.plugins.random_states import rng_state
 
 logger = logging.getLogger(__name__)
 
 RNG_KEY = "resiliency_rng"
+#: The form in which the distributed optimizer is saved as it lies in memory, in buckets, without talking to
+#: other ranks; NeMo's default.
+IN_PLACE = "dp_reshardable"
+#: How the keys of that form begin.
+_BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 
 class VerifiedCheckpointIO(MegatronCheckpointIO):
@@ -71,7 +76,11 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load, and keep this rank's random state for later in `restored_rng`; collective."""
+        """Load, and keep this rank's random state for later in `restored_rng`; collective.
+
+        Raises:
+            LayoutMismatch: on all ranks; the form of the optimizer cannot be cut anew for this layout.
+        """
         wanted = dict(sharded_state_dict)
         if checkpoint_kinds.saved_ranks_together(_checkpoint_dir(Path(path))) == dist.get_world_size():
             wanted[RNG_KEY] = sharded_per_rank(None)
@@ -79,7 +88,8 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
             logger.warning(
                 "%s has no random state for %d ranks; it is drawn anew", path, dist.get_world_size()
             )
-        checkpoint: dict[str, Any] = super().load_checkpoint(path, wanted, *args, **kwargs)
+        with _form_errors(path):
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, wanted, *args, **kwargs)
         self.restored_rng = checkpoint.pop(RNG_KEY, None)
         return checkpoint
 
@@ -121,6 +131,29 @@ def _write_then_record(
 ) -> None:
     write(*args, **kwargs)
     manifest.record_rank_files(directory, rank)
+
+
+@contextlib.contextmanager
+def _form_errors(path: str | Path) -> Iterator[None]:
+    """Say what the form of the optimizer cannot do, where Megatron finds buckets of other sizes.
+
+    It compares them while ranks plan what to read, so nothing was read, and torch tells all ranks of a
+    failure of any: this raises on all of them.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        cause = _root_cause(error)
+        if _BUCKETS not in cause:
+            raise
+        raise LayoutMismatch(
+            f"{path} holds the optimizer in the form {IN_PLACE}, for another tensor, pipeline or expert"
+            " parallel layout; this form can be cut anew for other numbers of data-parallel ranks only"
+            f" ({cause}).",
+            hint="Start with the layout that saved it.  To go on with another one, save from there with"
+            " MegatronStrategy(ckpt_optim_fully_reshardable=True) first.",
+            path=str(path),
+        ) from error
 
 
 @contextlib.contextmanager

@@ -22,16 +22,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from resiliency.plugins.dist_ckpt import RNG_KEY, VerifiedCheckpointIO, sharded_per_rank
+from resiliency.plugins.dist_ckpt import IN_PLACE, RNG_KEY, VerifiedCheckpointIO, sharded_per_rank
 from resiliency.plugins.megatron_leaves import CommonPart, packed, unpacked
 from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronSaving, padding_in
 from resiliency.plugins.prepared_state import MODEL, OPTIMIZER, NotReusable, PreparedState
 from resiliency.plugins.random_states import RandomStates, rng_state
 
 logger = logging.getLogger(__name__)
-
-#: The form in which the distributed optimizer is saved as it lies in memory, without talking to other ranks.
-_IN_PLACE = "dp_reshardable"
 
 
 class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
@@ -74,7 +71,7 @@ class MinCkptOverheadCheckpointIO(VerifiedCheckpointIO):
         None: each save gathers the optimizer anew, and so would this.
         """
         metadata = strategy.sharded_state_dict_metadata
-        if metadata.get("distrib_optim_sharding_type", _IN_PLACE) != _IN_PLACE:
+        if metadata.get("distrib_optim_sharding_type", IN_PLACE) != IN_PLACE:
             return None
         state = {
             MODEL: strategy.megatron_parallel.sharded_state_dict(),

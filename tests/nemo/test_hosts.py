@@ -156,13 +156,18 @@ def test_where_the_optimizer_is_replicated_a_rank_goes_on_from_the_shard_of_anot
     assert hosts.job.losses() == uninterrupted(TWO_REPLICAS)
 
 
-def test_another_number_of_ranks_cuts_the_persistent_checkpoint_anew_and_says_what_hosts_hold(
+def test_another_layout_cuts_the_persistent_checkpoint_anew_if_its_form_allows_it(
     new_hosts: Callable[[Layout], Hosts],
 ) -> None:
     hosts = new_hosts(TWO_REPLICAS)
     shared = ("--persistent-ckpt-dir", hosts.directory / "shared", "--persistent-ckpt-interval", 30)
     both = (*shared, "--enable-optimized-async-ckpt", "--global-bs", 4)
     hosts.die(["a", "b"], *both)
+    for command in hosts.run(["a", "b"], *both, *TENSOR_PARALLEL.flags):
+        assert command.returncode == 1, command.output
+        assert "step=30 holds the optimizer in the form dp_reshardable" in command.output
+        assert "ckpt_optim_fully_reshardable=True" in command.output
+        command.kill()
     output = hosts.finish(["a"], *both, "--max-steps", NEWEST + 2)
     assert "the hosts hold newer checkpoints that cannot be used" in output
     assert f"step {NEWEST}" in output

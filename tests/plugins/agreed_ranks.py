@@ -24,8 +24,11 @@ SOON = timedelta(seconds=60)
 
 
 def restored(rank: int, layout: Layout, root: Path, error: str) -> str:
-    """What this rank restores, where rank 1 alone cannot load the newest checkpoint."""
-    chosen = _connector(rank, root, ERRORS[error])._restore_newest()
+    """What this rank restores, or the error, where rank 1 alone cannot load the newest checkpoint."""
+    try:
+        chosen = _connector(rank, root, ERRORS[error])._restore_newest()
+    except ResiliencyError as failure:
+        return f"{type(failure).__name__}: {failure}"
     return chosen.name
 
 

@@ -337,6 +337,22 @@ def loaded_with_another_layout(rank: int, layout: Layout, directory: Path, name:
         return parts_of(fresh.sharded_state())
 
 
+def loaded_by_nemo(rank: int, layout: Layout, directory: Path) -> list[Part] | str:
+    """What NeMo's reader loads for another layout, or why it refuses."""
+    from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO
+
+    with job(rank, layout) as fresh:
+        wanted = fresh.sharded_state(loading=True)
+        wanted.pop("random")  # an object per saved rank
+        try:
+            state = VerifiedCheckpointIO().load_checkpoint(directory / f"step={STEP}", wanted)
+        except LayoutMismatch as mismatch:
+            return str(mismatch)
+        fresh.model.module.load_state_dict(state["state_dict"])
+        fresh.optimizer.load_state_dict(state["optimizer"][0])
+        return parts_of(fresh.sharded_state())
+
+
 #: What rank 1 wants instead of what was saved.
 CHANGES = ("key", "shape", "object")
 

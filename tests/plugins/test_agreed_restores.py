@@ -25,14 +25,25 @@ def steps_in(directory: Path) -> list[int | None]:
     return [manifest.step_of(path) for path in manifest.complete_checkpoints(directory)]
 
 
-@pytest.mark.parametrize("error", ERRORS)
 def test_a_checkpoint_that_one_rank_cannot_load_is_passed_over_by_all_and_not_hidden(
-    pool: RankPool, tmp_path: Path, error: str
+    pool: RankPool, tmp_path: Path
 ) -> None:
     for step in (NEWEST - 1, NEWEST):
         write_checkpoint(tmp_path, step)
-    found = run(pool, agreed_ranks.restored, TWO, tmp_path, error)
+    found = run(pool, agreed_ranks.restored, TWO, tmp_path, "corrupt")
     assert found == [f"step={NEWEST - 1}"] * 2
+    assert steps_in(tmp_path) == [NEWEST, NEWEST - 1]
+
+
+def test_a_good_checkpoint_that_does_not_fit_one_rank_ends_the_job_on_all(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for step in (NEWEST - 1, NEWEST):
+        write_checkpoint(tmp_path, step)
+    first, second = run(pool, agreed_ranks.restored, TWO, tmp_path, "unfit")
+    assert second == f"LayoutMismatch: {ERRORS['unfit']}"
+    assert first.startswith("LayoutMismatch: rank 1, while restoring")
+    assert str(ERRORS["unfit"]) in first
     assert steps_in(tmp_path) == [NEWEST, NEWEST - 1]
 
 

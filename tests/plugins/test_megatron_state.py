@@ -182,6 +182,40 @@ def test_another_parallel_layout_is_refused_and_the_same_template_loads_with_sto
     assert differing([part for parts in found for part in parts], expected) == []
 
 
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        (Layout(ranks=2, tensor=2, sharding=BUCKET_SPACE), Layout(sharding=BUCKET_SPACE)),
+        (Layout(sharding=BUCKET_SPACE), Layout(ranks=2, tensor=2, sharding=BUCKET_SPACE)),
+    ],
+    ids=str,
+)
+def test_buckets_of_another_tensor_parallel_layout_are_refused_on_all_ranks_with_what_to_set(
+    ranks: Ranks, saver: Layout, loader: Layout
+) -> None:
+    ranks.saved(saver)
+    for text in ranks.run(megatron_ranks.loaded_by_nemo, loader, ranks.directory(saver)):
+        assert f"step={STEP} holds the optimizer in the form dp_reshardable" in text
+        assert "Global shape mismatch" in text
+        assert "ckpt_optim_fully_reshardable=True" in text
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        (BUCKETS, Layout(sharding=BUCKET_SPACE)),
+        (Layout(ranks=2, tensor=2, sharding=GATHERED.sharding), Layout(sharding=GATHERED.sharding)),
+    ],
+    ids=str,
+)
+def test_what_a_form_can_be_cut_anew_for_is_loaded_with_the_same_bits(
+    ranks: Ranks, saver: Layout, loader: Layout
+) -> None:
+    expected = [part for parts in ranks.saved(saver) for part in parts]
+    found = ranks.run(megatron_ranks.loaded_by_nemo, loader, ranks.directory(saver))
+    assert differing([part for parts in found for part in parts], expected) == []
+
+
 def test_one_rank_that_wants_another_state_makes_all_refuse_and_nothing_changes(ranks: Ranks) -> None:
     ranks.saved(TWO_REPLICAS)
     place = ranks.directory(TWO_REPLICAS), ranks.name(TWO_REPLICAS)
