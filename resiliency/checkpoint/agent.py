@@ -288,12 +288,18 @@ class Agent:
                 break
             self._intake.finish(job, done)
             self._tell(job.session, done)
-            is_ours = self._last is not None and job.session == self._last.session
-            if job.tier is TierName.LOCAL and not done.error and is_ours:
+            last = self._last
+            if last is None or done.error or job.session != last.session:
+                continue
+            if job.tier is TierName.LOCAL:
                 self._replication.committed(job.step)
+            else:
+                self._intake.free_others(last, job.tier, job.step)
         for event in self._replication.take_events():
             if isinstance(event, RetireJob):
                 self._intake.retire(event)
+                if self._last is not None:
+                    self._intake.free_others(self._last, TierName.LOCAL, max(event.complete))
             else:
                 self._tell(event.session, event)
 

@@ -3,6 +3,7 @@
 
     /dev/shm/resiliency-<job>-<uid>/     directory of one job on this host, mode 0700
         job.lock                         shared lock: trainers, agent, launcher of a living job
+        removed-rank-<r>/                a rank that ran here before, while it is being deleted
         rank-<r>/
             owner.lock                   exclusive lock: the one process that captures for rank r
             layout-<fingerprint>.json    what the bytes of a slot mean
@@ -31,7 +32,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,10 +40,12 @@ from pathlib import Path
 from resiliency.checkpoint.job_memory import (
     DEATH_TIMEOUT_S,
     LOOK_S,
+    OWNER_LOCK,
     hold_job,
     owner_in,
     remove_if_dead,
     remove_rank,
+    try_remove_rank,
 )
 from resiliency.checkpoint.preflight import check_room, is_leaving, process_start_ticks
 from resiliency.checkpoint.slots import (
@@ -101,7 +104,6 @@ class RankArena:
         self.group = group
         self._job = hold_job(directory)
         self._where = rank_directory(directory, rank)
-        self._where.mkdir(mode=0o700, exist_ok=True)
         self._owner = self._own()
         self._start = process_start_ticks(os.getpid()) or 0
         self.slots = [SlotFile(self._where / f"slot-{i}") for i in range(slots)]
@@ -110,9 +112,13 @@ class RankArena:
         self._changed = threading.Condition()
 
     def _own(self) -> FileLock:
-        lock = FileLock(self._where / "owner.lock", create=True)
+        lock = self._open_lock()
         deadline = time.monotonic() + DEATH_TIMEOUT_S
-        while not lock.try_lock(exclusive=True):
+        while not (locked := lock.try_lock(exclusive=True)) or not lock.is_current():
+            if locked:  # what was there has been removed meanwhile
+                lock.close()
+                lock = self._open_lock()
+                continue
             owner = owner_in(os.pread(lock.fd, 200, 0))
             if owner is not None and is_leaving(owner) and time.monotonic() < deadline:
                 threading.Event().wait(LOOK_S)  # for the predecessor that this process replaces
@@ -129,6 +135,12 @@ class RankArena:
         os.ftruncate(lock.fd, 0)
         os.pwrite(lock.fd, str(os.getpid()).encode(), 0)
         return lock
+
+    def _open_lock(self) -> FileLock:
+        while True:
+            self._where.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # removed since
+                return FileLock(self._where / OWNER_LOCK, create=True)
 
     def try_take(self) -> SlotFile | None:
         """A slot to capture into, held exclusively: never the newest capture; None if all are lent."""
@@ -375,6 +387,20 @@ def peek(directory: Path, rank: int) -> list[tuple[Path, SlotHeader]]:
 def ranks_in(directory: Path) -> list[int]:
     """Ranks that have slots in `directory`."""
     return sorted(int(path.name.removeprefix("rank-")) for path in directory.glob("rank-*"))
+
+
+def free_others(directory: Path, present: Collection[int], *, step: int) -> None:
+    """Give back the memory of ranks that run on this host no more, as far as it holds no step after `step`.
+
+    Args:
+        present: ranks of this host.
+        step: that nobody needs an older one than.
+    """
+    for rank in sorted(set(ranks_in(directory)) - set(present)):
+        if all(header.step <= step for _, header in peek(directory, rank)) and try_remove_rank(
+            rank_directory(directory, rank)
+        ):
+            logger.info("gave back the memory of rank %d, which does not run on this host any more", rank)
 
 
 def open_captured(directory: Path, rank: int, *, step: int | None = None) -> CapturedSlot:

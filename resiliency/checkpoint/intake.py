@@ -25,7 +25,7 @@ from resiliency.checkpoint.arena import (
     try_open_slot,
 )
 from resiliency.checkpoint.generations import committed_save
-from resiliency.checkpoint.jobs import CleanJob, Loan, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.jobs import CleanJob, FreeJob, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.persist import Worker
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage
@@ -197,6 +197,14 @@ class Intake:
         """Delete what is needless in the local tier, after what is being written there."""
         if not self._workers[TierName.LOCAL].try_put(job):
             logger.info("old checkpoints stay until the next step is complete")
+
+    def free_others(self, attach: Attach, tier: TierName, step: int) -> None:
+        """`step` of this session is safe in `tier`: ranks that run elsewhere now need no captures here."""
+        if set(ranks_in(self._arena)) - set(attach.local_ranks):
+            job = FreeJob(
+                settings=attach.settings, arena=self._arena, local_ranks=attach.local_ranks, step=step
+            )
+            self._workers[tier].try_put(job)  # if it is busy, after the next step
 
     def captures_are_spent(self) -> bool:
         """Whether every newest capture here is committed in some tier."""

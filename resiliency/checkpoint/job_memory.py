@@ -23,6 +23,10 @@ from resiliency.errors import ConfigError
 
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 (the point of the arena)
 PREFIX = "resiliency-"
+#: In the directory of each rank: held by the process that is the rank.
+OWNER_LOCK = "owner.lock"
+#: How the name of a rank's directory begins that is being removed.
+_ASIDE = "removed-"
 #: How often a wait looks at the locks of other processes.
 LOOK_S = 0.02
 _HOLD_TIMEOUT_S = 30.0
@@ -69,6 +73,28 @@ def owner_in(text: bytes) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def try_remove_rank(where: Path) -> bool:
+    """Remove what a rank keeps in `where`, unless the rank lives.
+
+    It is put aside before it is deleted, so a process that becomes this rank meanwhile finds all of it, or
+    nothing and begins anew.
+    """
+    aside = where.with_name(f"{_ASIDE}{where.name}")
+    remove_rank(aside)  # left by a kill
+    try:
+        lock = FileLock(where / OWNER_LOCK, create=False)
+    except FileNotFoundError:
+        return False
+    try:
+        if not (lock.try_lock(exclusive=True) and lock.is_current()):
+            return False
+        where.rename(aside)
+    finally:
+        lock.close()
+    remove_rank(aside)
+    return True
+
+
 def remove_rank(where: Path) -> None:
     for path in where.iterdir() if where.is_dir() else ():
         path.unlink(missing_ok=True)
@@ -88,7 +114,7 @@ def remove_if_dead(directory: Path, *, only_empty: bool = False) -> bool:
         ranks = list(directory.glob("rank-*"))
         if not lock.try_lock(exclusive=True) or not lock.is_current() or (only_empty and ranks):
             return False
-        for where in ranks:
+        for where in (*ranks, *directory.glob(f"{_ASIDE}*")):
             remove_rank(where)
         lock.path.unlink()
         with contextlib.suppress(OSError):  # a file that is not ours
@@ -109,7 +135,7 @@ def remove_when_dead(directory: Path) -> bool:
 
 
 def _owners_leave(directory: Path) -> bool:
-    for path in directory.glob("rank-*/owner.lock"):
+    for path in directory.glob(f"rank-*/{OWNER_LOCK}"):
         with contextlib.suppress(FileNotFoundError):
             owner = owner_in(path.read_bytes())
             if owner is None or not is_leaving(owner):

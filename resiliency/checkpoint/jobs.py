@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from resiliency.checkpoint.arena import CapturedSlot
 from resiliency.checkpoint.save_id import save_id_of
@@ -102,6 +103,16 @@ class CleanJob:
     """Delete what unfinished saves of dead attempts left in a tier."""
 
     settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeJob:
+    """A step is safe: give back what older captures take of ranks that run on this host no more."""
+
+    settings: Settings
+    arena: Path
+    local_ranks: tuple[int, ...]
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
 
+from resiliency.checkpoint.arena import free_others
 from resiliency.checkpoint.catalog import clean_unfinished, forget_failed, free_failed, try_prune
 from resiliency.checkpoint.commit import CheckpointFormat, SaveTicket, commit
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.dcp_leaves import PlainLeaves
 from resiliency.checkpoint.generations import make_way, retire
-from resiliency.checkpoint.jobs import CleanJob, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.jobs import CleanJob, FreeJob, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
 from resiliency.checkpoint.megatron_format import MegatronFormat
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 #: Beyond that many, saves are refused; slots end long before.
 QUEUE_LIMIT = 16
 
-Job: TypeAlias = "SaveJob | RefuseJob | CleanJob | RetireJob"
+Job: TypeAlias = "SaveJob | RefuseJob | CleanJob | FreeJob | RetireJob"
 
 
 class Pace:
@@ -126,6 +127,8 @@ class Worker:
             _refuse(storage, job, self._attempts)
         elif isinstance(job, CleanJob):
             _try(lambda: _log_gone("unfinished", clean_unfinished(storage)))
+        elif isinstance(job, FreeJob):
+            free_others(job.arena, job.local_ranks, step=job.step)
         else:
             _try(lambda: _retire(storage, job))
 

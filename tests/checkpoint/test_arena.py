@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,9 +26,10 @@ from resiliency.checkpoint import (
     materialize,
     open_captured,
 )
-from resiliency.checkpoint.arena import peek, rank_directory, try_open_slot
-from resiliency.checkpoint.job_memory import hold_job, remove_if_dead, remove_when_dead
+from resiliency.checkpoint.arena import free_others, peek, rank_directory, ranks_in, try_open_slot
+from resiliency.checkpoint.job_memory import OWNER_LOCK, hold_job, remove_if_dead, remove_when_dead
 from resiliency.checkpoint.preflight import check_room, is_leaving, rooms
+from resiliency.checkpoint.slots import FileLock
 from resiliency.errors import CheckpointMissing, ConfigError
 from tests.checkpoint.capture_builders import SOON, save
 from tests.checkpoint.capturing_until_killed import TENSORS, state_of
@@ -83,6 +85,59 @@ def test_a_kill_while_capturing_leaves_the_other_slot_whole(piece: object, tmp_p
         assert capture.wait(SOON)
         assert [h.step for _, h in peek(directory, 0)] == [3, step]
     assert [file.stat().st_ino for file in files] == inodes
+
+
+def capture(arena: RankArena, step: int) -> None:
+    slot = arena.try_take()
+    assert slot is not None
+    arena.begin(slot, LAYOUT, b"", step)
+    arena.publish(slot, b"")
+
+
+def open_files(path: Path) -> int:
+    """How often this process has a file open."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += os.readlink(fd) == str(path)
+    return found
+
+
+def test_ranks_that_run_elsewhere_lose_their_captures_up_to_a_step_unless_they_live(tmp_path: Path) -> None:
+    directory = job_directory("job", tmp_path)
+    for rank, step in enumerate((7, 8, 9)):
+        with RankArena(directory, rank=rank) as arena:
+            capture(arena, step)
+    with RankArena(directory, rank=3) as living:
+        capture(living, 1)
+        free_others(directory, [0], step=8)
+        assert ranks_in(directory) == [0, 2, 3]
+        assert [header.step for _, header in peek(directory, 3)] == [1]
+    # Another rank may take the number again.
+    with RankArena(directory, rank=1) as again:
+        capture(again, 10)
+    assert [header.step for _, header in peek(directory, 1)] == [10]
+
+
+def test_a_rank_that_waits_for_a_directory_which_is_removed_makes_a_new_one(tmp_path: Path) -> None:
+    directory = job_directory("job", tmp_path)
+    with RankArena(directory, rank=0) as arena:
+        capture(arena, 1)
+    where = rank_directory(directory, 0)
+    (where / OWNER_LOCK).write_text(str(2**22 + 1))  # of a dead process: no number is as large
+    removing = FileLock(where / OWNER_LOCK, create=False)
+    assert removing.try_lock(exclusive=True)
+    with futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(RankArena, directory, rank=0)
+        deadline = time.monotonic() + SOON.total_seconds()
+        while open_files(removing.path) < 2:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+        where.rename(tmp_path / "aside")
+        removing.close()
+        with waiting.result(60) as arena:
+            capture(arena, 2)
+            assert [header.step for _, header in peek(directory, 0)] == [2]
 
 
 def test_clean_up_removes_what_the_dead_left_and_nothing_of_the_living(tmp_path: Path) -> None:

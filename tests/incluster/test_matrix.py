@@ -226,6 +226,27 @@ def test_ranks_become_fewer_when_hosts_are_lost_and_more_when_empty_ones_come(
     assert bed.own(training.steps) == sorted(order)
 
 
+def test_memory_of_ranks_that_left_a_host_is_given_back_once_a_later_step_is_complete(
+    new_bed: Callable[..., HostBed],
+) -> None:
+    def captured(host: str) -> set[str]:
+        return {path.name for path in bed[host].memory.glob("*/rank-*")}
+
+    bed = new_bed(2)
+    park(bed)
+    bed.make_gate(PARK + 2)
+    job = bed.start(train, replace(WHOLE, hold=PARK + 2, park=PARK + 2), order=["h1", "h0"])
+    job.wait_for_line(f"held {PARK + 2}")
+    assert job.restored()[0] == PARK
+    assert captured("h0") == captured("h1") == {"rank-0", "rank-1"}  # it may still be needed
+    bed.open_gate(PARK + 2)
+    job.wait_for_line(f"parked {PARK + 2}", count=2)
+    for host, rank in (("h1", "rank-0"), ("h0", "rank-1")):
+        bed.wait_until(lambda host=host, rank=rank: captured(host) == {rank}, f"{host} keeps more")  # type: ignore[misc]
+    job.end()
+    goes_on(bed, PARK + 2, order=["h0", "h1"])
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 
