@@ -15,14 +15,14 @@ All ranks of one save pass the same `save_id`, and no two saves share one (run, 
 make one without talking): files that a dead attempt left at the same step are never counted.
 
 A save that failed may be tried again, under its id.  What stands then is the leader's word on the try
-before, and a follower may see it before the leader has cleared it.  So every try of the leader has a random
-`attempt`, which all its markers carry, and a follower heeds none that it knows from a try that is over.
+before, and a follower may see it before the leader has cleared it; or a follower is late with its part of a
+try that the leader has left.  So all ranks number the tries alike, the leader's markers and the refusals of
+followers carry the number, and nobody heeds what is of an earlier try (`_Save._heeds`).
 """
 
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ from resiliency.checkpoint.manifest import (
     write_manifest,
 )
 from resiliency.checkpoint.marker import (
+    UNNUMBERED,
     Marker,
     MarkerState,
     lift_marker,
@@ -82,7 +83,8 @@ class SaveTicket:
     """What all ranks of one save agree on beforehand.
 
     Args:
-        save_id: the same on all ranks, different for every attempt to save.
+        save_id: the same on all ranks, and for all tries of one save.
+        try_number: from 1, the same on all ranks; a later try is made when the one before is over.
         ranks: ranks that must vote; on a local tier those of this host.
         restored_step: where this start of the job went on, 0 for nowhere.  Committed by an earlier start,
             that step is the one to save; any other may be of a branch that the job has left.
@@ -95,16 +97,18 @@ class SaveTicket:
     save_id: str
     world_size: int
     ranks: Collection[int]
+    try_number: int = 1
     restored_step: int = 0
     timeout: timedelta = timedelta(minutes=10)
     poll: timedelta = timedelta(milliseconds=50)
 
     def __post_init__(self) -> None:
         outside = [rank for rank in self.ranks if not 0 <= rank < self.world_size]
-        if outside or not self.ranks or self.step < 0 or not self.save_id:
+        if outside or not self.ranks or self.step < 0 or not self.save_id or self.try_number < 1:
             raise CheckpointError(
-                f"a save needs a step >= 0, a save id and ranks in 0..{self.world_size - 1}, "
-                f"found step {self.step}, save id {self.save_id!r}, ranks {sorted(self.ranks)}.",
+                f"a save needs a step >= 0, a save id, a try >= 1 and ranks in 0..{self.world_size - 1},"
+                f" found step {self.step}, save id {self.save_id!r}, try {self.try_number},"
+                f" ranks {sorted(self.ranks)}.",
                 step=self.step,
             )
 
@@ -118,7 +122,7 @@ class Committed:
     size_bytes: int
 
 
-def open_save(storage: Storage, step: int, save_id: str, attempt: str = "") -> None:
+def open_save(storage: Storage, step: int, save_id: str, try_number: int = UNNUMBERED) -> None:
     """Hide `step` and empty its directory; its ranks may write once this returns.
 
     For the leader, and only where nothing stands that is worth keeping.
@@ -127,9 +131,9 @@ def open_save(storage: Storage, step: int, save_id: str, attempt: str = "") -> N
     if storage.exists(directory) or try_read_marker(storage, step) is not None:
         # Followers must not write before the leftovers are gone: the marker that names this
         # save, which they wait for, comes after.
-        put_marker(storage, step, Marker(state=MarkerState.CLEARING, save_id=save_id, attempt=attempt))
+        put_marker(storage, step, Marker(state=MarkerState.CLEARING, save_id=save_id, try_number=try_number))
         storage.remove_tree(directory)
-    put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=save_id, attempt=attempt))
+    put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=save_id, try_number=try_number))
     # Its name need not be durable before the marker is lifted, and that makes it so.
     storage.make_dir(directory)
 
@@ -141,7 +145,6 @@ def commit(
     shards: Mapping[int, ShardT],
     *,
     leads: bool,
-    attempts: set[str] | None = None,
     clock: Clock | None = None,
     cancel: threading.Event | None = None,
 ) -> Committed:
@@ -153,16 +156,13 @@ def commit(
     Args:
         shards: rank to what `format` writes for it.
         leads: True in exactly one process of the save.
-        attempts: of the leader, that a follower knows from its earlier tries of this save; this one is
-            added.  Pass the same set to each.
         cancel: ends the waits early; the save fails.
     Raises:
         CheckpointWriteFailed: the storage refused, here or at another rank; or something else stands at
             this step.
         CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
     """
-    save = _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel, attempts)
-    return save.run()
+    return _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel).run()
 
 
 class _Save(Generic[ShardT]):
@@ -177,7 +177,6 @@ class _Save(Generic[ShardT]):
         leads: bool,
         clock: Clock,
         cancel: threading.Event | None,
-        attempts: set[str] | None,
     ) -> None:
         self._storage = storage
         self._format = format
@@ -191,10 +190,6 @@ class _Save(Generic[ShardT]):
         self._indexes: dict[int, RankIndex] = {}
         self._digests: dict[int, str] = {}
         self._error: CheckpointError | None = None
-        #: This try's; a follower learns it from the leader's marker.
-        self._attempt = uuid.uuid4().hex if leads else ""
-        self._attempts = set() if attempts is None else attempts
-        self._over = frozenset(self._attempts)
 
     def run(self) -> Committed:
         actions: dict[State, Callable[[], Event]] = {
@@ -235,7 +230,7 @@ class _Save(Generic[ShardT]):
         if leftovers and not marked and storage.list(self._directory):
             self._check_kept()
             return Event.EXISTS
-        open_save(storage, step, self._ticket.save_id, self._attempt)
+        open_save(storage, step, self._ticket.save_id, self._ticket.try_number)
         return Event.DONE
 
     def _check_kept(self) -> None:
@@ -286,7 +281,7 @@ class _Save(Generic[ShardT]):
         )
 
     def _check_refusal(self, rank: int) -> None:
-        name = _refusal_name(self._directory, rank)
+        name = self._refusal_name(rank)
         if self._storage.exists(name):
             raise CheckpointWriteFailed(
                 f"step {self._ticket.step}: rank {rank} could not write its part.",
@@ -326,14 +321,8 @@ class _Save(Generic[ShardT]):
             if marker is None:
                 found[:] = [Event.EXISTS]
                 return self._is_committed(of_this_save=False)
-            self._check_marker(marker)
             found[:] = [Event.DONE]
-            is_ours = marker.state is MarkerState.WRITING and marker.save_id == self._ticket.save_id
-            # Its leader has ended it: the name alone may be seen late.
-            if not is_ours or marker.attempt in self._over:
-                return False
-            self._take_part(marker)
-            return True
+            return self._heeds(marker) and marker.state is MarkerState.WRITING
 
         if not self._wait(open_for_us):
             raise self._leader_silent("did not open the save")
@@ -346,7 +335,7 @@ class _Save(Generic[ShardT]):
             marker = try_read_marker(self._storage, self._ticket.step)
             if marker is None:
                 return self._is_committed(of_this_save=True)
-            self._check_marker(marker)
+            self._heeds(marker)
             return False
 
         if not self._wait(published):
@@ -365,20 +354,35 @@ class _Save(Generic[ShardT]):
         self._check_branch(manifest)
         return True
 
-    def _take_part(self, marker: Marker) -> None:
-        self._attempt = marker.attempt
-        if marker.attempt:
-            self._attempts.add(marker.attempt)
+    def _heeds(self, marker: Marker) -> bool:
+        """Whether the leader's word is on this try: what it said of an earlier one is over.
 
-    def _check_marker(self, marker: Marker) -> None:
-        if marker.save_id != self._ticket.save_id or marker.attempt in self._over:
-            return
+        Raises:
+            CheckpointWriteFailed: it has given this try up.
+        """
+        if self._is_overtaken(marker):
+            raise CheckpointWriteFailed(
+                f"step {self._ticket.step}: this part is of try {self._ticket.try_number}, and its leader is"
+                f" at try {marker.try_number} by now.",
+                step=self._ticket.step,
+            )
+        if not self._is_of_this_save(marker) or marker.try_number not in (
+            UNNUMBERED,
+            self._ticket.try_number,
+        ):
+            return False
         if marker.state is MarkerState.FAILED:
-            self._take_part(marker)
             raise CheckpointWriteFailed(
                 f"step {self._ticket.step}: the save was given up by its leader: {marker.reason}",
                 step=self._ticket.step,
             )
+        return True
+
+    def _is_of_this_save(self, marker: Marker) -> bool:
+        return marker.save_id == self._ticket.save_id
+
+    def _is_overtaken(self, marker: Marker) -> bool:
+        return self._is_of_this_save(marker) and marker.try_number > self._ticket.try_number
 
     def _check_still_open(self) -> None:
         """The leader may have given up and begun another try, and our files went with the first.
@@ -386,14 +390,8 @@ class _Save(Generic[ShardT]):
         An index in the second would vouch for them.
         """
         marker = try_read_marker(self._storage, self._ticket.step)
-        if marker is None or marker.save_id != self._ticket.save_id:
-            return
-        self._check_marker(marker)
-        if marker.attempt != self._attempt:
-            raise CheckpointWriteFailed(
-                f"step {self._ticket.step}: its leader gave up and tries again; this part is of another try.",
-                step=self._ticket.step,
-            )
+        if marker is not None:
+            self._heeds(marker)
 
     def _leader_silent(self, what: str) -> CheckpointIncomplete:
         return CheckpointIncomplete(
@@ -445,14 +443,24 @@ class _Save(Generic[ShardT]):
     def _give_up(self) -> Event:
         reason = str(self._error)
         if self._leads:
-            put_marker(self._storage, self._ticket.step, self._marker(MarkerState.FAILED, reason))
-        else:
+            put_marker(self._storage, self._ticket.step, self._failed_marker(reason))
+            return Event.DONE
+        marker = try_read_marker(self._storage, self._ticket.step)
+        if marker is None or not self._is_overtaken(marker):  # else nobody waits for it
             for rank in self._shards:
-                write_file(self._storage, _refusal_name(self._directory, rank), reason.encode())
+                write_file(self._storage, self._refusal_name(rank), reason.encode())
         return Event.DONE
 
-    def _marker(self, state: MarkerState, reason: str = "") -> Marker:
-        return Marker(state=state, save_id=self._ticket.save_id, reason=reason, attempt=self._attempt)
+    def _failed_marker(self, reason: str) -> Marker:
+        return Marker(
+            state=MarkerState.FAILED,
+            save_id=self._ticket.save_id,
+            reason=reason,
+            try_number=self._ticket.try_number,
+        )
+
+    def _refusal_name(self, rank: int) -> str:
+        return f"{self._directory}/rank={rank}.try={self._ticket.try_number}.failed"
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
         """Look until `ready`; False when the deadline passed or the save was cancelled.
@@ -464,7 +472,3 @@ class _Save(Generic[ShardT]):
             if left_s <= 0 or self._cancel.wait(min(self._ticket.poll.total_seconds(), left_s)):
                 return False
         return True
-
-
-def _refusal_name(directory: str, rank: int) -> str:
-    return f"{directory}/rank={rank}.failed"

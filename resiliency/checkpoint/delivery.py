@@ -57,8 +57,8 @@ class Delivery:
         #: Newest step that is whole in memory; -1: none.
         self.captured_step = -1
         self._committed_step = -1
-        #: The last saves to the local tier, which hear more after their end.
-        self._local_saves: dict[int, SaveHandle] = {}
+        #: The last saves to the local tier and their tries, which hear more after their end.
+        self._local_saves: dict[int, tuple[SaveHandle, ...]] = {}
         self._lock = threading.Lock()
         self._under_way: dict[Part, _Saving] = {}
         #: Of them, those that a second agent was asked for.
@@ -87,12 +87,16 @@ class Delivery:
         Args:
             patient: see `Save`.
         """
-        step, tiers = handle.step, handle.record.tiers
+        step, tiers, number = handle.step, handle.record.tiers, handle.try_number
         saving = _Saving(handle=handle, capture=capture, patient=patient, outcomes=TierOutcomes(tiers))
         with self._lock:
-            self._under_way.update({(step, tier): saving for tier in tiers})
+            self._under_way.update({(step, tier, number): saving for tier in tiers})
             if TierName.LOCAL.value in tiers:
-                self._local_saves[step] = handle
+                before = self._local_saves.get(step, ())
+                if before:  # its copies are not told of again
+                    known = before[-1].record
+                    handle.update(copies_on=known.copies_on, complete=known.complete)
+                self._local_saves[step] = (*before, handle)
             if len(self._local_saves) > _REMEMBERED:
                 del self._local_saves[min(self._local_saves)]
         self._captures.put(saving)
@@ -101,7 +105,8 @@ class Delivery:
         """A save ended before it began; the agent tells the other ranks."""
         # After the captures before it: the agent takes a rank's steps to come in order.
         reason = f"rank {self._attach.rank}: {why}"
-        self._captures.put(Skip(step=handle.step, tiers=handle.record.tiers, reason=reason))
+        tiers, number = handle.record.tiers, handle.try_number
+        self._captures.put(Skip(step=handle.step, tiers=tiers, reason=reason, try_number=number))
         logger.warning("save of step %d %s: %s", handle.step, state.value, why)
         self._emit(EventType.SAVE_FAILED, handle.step, cause=why, outcome=state.value)
         self.log.add(replace(handle.record, state=state, why=why, held_s=held_s))
@@ -119,7 +124,7 @@ class Delivery:
         attach = self._attach
         if not attach.settings.replicas or len(attach.local_ranks) == attach.world_size:
             return
-        last = self._local_saves[max(self._local_saves)] if self._local_saves else None
+        last = self._local_saves[max(self._local_saves)][-1] if self._local_saves else None
         if last is not None and "local" in last.record.committed_in and not last.wait_complete(timeout):
             logger.error("step %d still lacks copies on other hosts", last.step)
 
@@ -140,31 +145,35 @@ class Delivery:
             if isinstance(item, Skip):
                 self.link.request(item)
                 continue
-            capture, tiers = item.capture, item.handle.record.tiers
+            capture, tiers, number = item.capture, item.handle.record.tiers, item.handle.try_number
             capture.wait(timedelta(days=1))  # the capturer settles every capture, by its own deadlines
             if capture.outcome is Outcome.CAPTURED:
                 self.captured_step = capture.step
                 item.handle.update(state=SaveState.CAPTURED)
-                slot = capture.slot_path.name
-                self.link.request(Save(step=capture.step, slot=slot, tiers=tiers, patient=item.patient))
+                self.link.request(
+                    Save(
+                        step=capture.step,
+                        slot=capture.slot_path.name,
+                        tiers=tiers,
+                        try_number=number,
+                        patient=item.patient,
+                    )
+                )
             else:
                 why = f"rank {self._attach.rank}: its capture was dropped: {capture.error}"
-                self.link.request(Skip(step=capture.step, tiers=tiers, reason=why))
+                self.link.request(Skip(step=capture.step, tiers=tiers, reason=why, try_number=number))
                 for tier in tiers:
-                    self._finish(capture.step, tier, why)
+                    self._finish((capture.step, tier, number), why)
 
     def _done(self, done: Done) -> None:
         """In the link's thread: the agent reports the end of a save in one tier."""
-        # Else it was settled when it was not captured, and a second try may be under way.
-        if self._attach.rank not in done.skipped_by:
-            self._finish(
-                done.step,
-                done.tier,
-                done.error,
-                left_out=done.left_out,
-                queued_s=done.queued_s,
-                commit_s=done.commit_s,
-            )
+        self._finish(
+            (done.step, done.tier, done.try_number),
+            done.error,
+            left_out=done.left_out,
+            queued_s=done.queued_s,
+            commit_s=done.commit_s,
+        )
 
     def _lost(self, why: str, parts: frozenset[Part]) -> list[Save]:
         """In the link's thread: an agent is gone, with the saves that it held; returns what to ask the next.
@@ -173,17 +182,17 @@ class Delivery:
         other hosts wait.
         """
         saves = []
-        for step, tier in sorted(parts):
-            save = self._another_try(step) if tier == TierName.LOCAL.value else None
+        for part in sorted(parts):
+            save = self._save_of(part) if part[1] == TierName.LOCAL.value else None
             if save is None:
-                self._finish(step, tier, why)
+                self._finish(part, why)
             else:
                 saves.append(save)
         return saves
 
-    def _another_try(self, step: int) -> Save | None:
+    def _save_of(self, part: Part) -> Save | None:
         """The next agent may save the local part of a step, once."""
-        part = step, TierName.LOCAL.value
+        step, tier, number = part
         with self._lock:
             saving = self._under_way.get(part)
             if saving is None or saving.capture.outcome is not Outcome.CAPTURED or part in self._asked_again:
@@ -191,7 +200,7 @@ class Delivery:
             self._asked_again = {other for other in self._asked_again if other in self._under_way} | {part}
         logger.info("the next agent is asked to save step %d to the local tier", step)
         slot = saving.capture.slot_path.name
-        return Save(step=step, slot=slot, tiers=(TierName.LOCAL.value,), patient=True, again=True)
+        return Save(step=step, slot=slot, tiers=(tier,), try_number=number, patient=True, again=True)
 
     def _copied(self, copies: Copies) -> None:
         """In the link's thread: what became of a step in the local tier after its commit."""
@@ -202,18 +211,18 @@ class Delivery:
         )
         if copies.error:
             logger.warning("step %d lacks copies on other hosts: %s", copies.step, copies.error)
-        handle = self._local_saves.get(copies.step)
-        is_news = copies.complete and (handle is None or not handle.record.complete)
+        with self._lock:
+            handles = self._local_saves.get(copies.step, ())
+            is_news = copies.complete and not any(handle.record.complete for handle in handles)
+            for handle in handles:
+                hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
+                handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)
         if is_news and self._attach.rank == 0:
             self._emit(EventType.CHECKPOINT_SAVED, copies.step, tier=TierName.LOCAL.value)
-        if handle is not None:
-            hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
-            handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)
 
     def _finish(
         self,
-        step: int,
-        tier: str,
+        part: Part,
         error: str = "",
         *,
         left_out: bool = False,
@@ -221,9 +230,10 @@ class Delivery:
         commit_s: float = 0.0,
     ) -> None:
         """One tier has ended its part of a save."""
+        step, tier, _ = part
         with self._lock:
-            saving = self._under_way.pop((step, tier), None)
-            if saving is None:  # reported before
+            saving = self._under_way.pop(part, None)
+            if saving is None:  # reported before, or settled when it was not captured
                 return
             saving.outcomes.report(tier, error, left_out=left_out, queued_s=queued_s, commit_s=commit_s)
             changes, is_final = saving.outcomes.changes(), saving.outcomes.are_final

@@ -2,8 +2,9 @@
 """From what the ranks of a host say of their steps to jobs for the workers, one per tier.
 
 A step is handed over to a tier once every rank of the host has said what it has for that tier: it may
-have given the step up in one and not in another.  One capture serves all its tiers.  Each tier reports
-each save once; what it said is remembered for a while, for ranks that ask again.
+have given the step up in one and not in another.  One capture serves all its tiers.  A step may be tried
+several times: ranks number their tries alike, and what they say of one counts for that one alone.  Each
+tier reports each try once; what it said is remembered for a while, for ranks that ask again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from resiliency.checkpoint.arena import (
     try_open_slot,
 )
 from resiliency.checkpoint.generations import committed_save
-from resiliency.checkpoint.jobs import CleanJob, FreeJob, Loan, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.jobs import CleanJob, FreeJob, JobKey, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.persist import Worker
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage
@@ -40,7 +41,7 @@ _REMEMBERED = 128
 
 
 class _Gathering:
-    """The ranks of this host that have said what they have of one step for one tier."""
+    """The ranks of this host that have said what they have of one step for one try in one tier."""
 
     def __init__(self, session: str, run_id: str) -> None:
         self.session = session
@@ -48,10 +49,6 @@ class _Gathering:
         self.patient = False
         self.slots: dict[int, CapturedSlot] = {}
         self.missing: dict[int, str] = {}
-        #: Of the missing, those that said so themselves.
-        self.skipped: set[int] = set()
-        #: Of ranks that skipped it, what they have for the try after this one.
-        self.next_try: list[tuple[Attach, Save]] = []
 
     @property
     def ranks(self) -> set[int]:
@@ -75,11 +72,12 @@ class Intake:
         self._arena = arena
         self._on_done = on_done
         self._workers = {tier: Worker(tier, on_done, hurry) for tier in TierName}
-        self._gathering: dict[tuple[int, TierName], _Gathering] = {}
+        #: By step, number of the try and tier.
+        self._gathering: dict[tuple[int, int, TierName], _Gathering] = {}
         #: Reports that are still to come.
         self.in_work = 0
         #: The last saves that were handed to a worker, and how they ended if they have.
-        self._handled: dict[tuple[str, int, TierName], Done | None] = {}
+        self._handled: dict[JobKey, Done | None] = {}
 
     def begin_session(self, attach: Attach) -> None:
         """Another start of the job: what was gathered for the one before is over."""
@@ -97,47 +95,46 @@ class Intake:
         """A rank has a step; returns what it may have missed, as a rescue was faster."""
         missed = []
         for tier in map(TierName, save.tiers):
-            key = (member.session, save.step, tier)
+            key = (member.session, save.step, tier, save.try_number)
             if save.again and tier is TierName.LOCAL and key not in self._handled:
-                self._recall(member, save.step)
-            done = self._handled.get(key)
-            if done is not None and done.error:
-                del self._handled[key]  # another try
-            elif done is not None:
-                missed.append(done)
+                self._recall(member, save)
             if key not in self._handled:
-                gathering = self._gathering_of(member, save.step, tier)
-                if member.rank in gathering.skipped:  # the others have not spoken of the first try
-                    gathering.next_try.append((member, replace(save, tiers=(tier.value,))))
-                    continue
+                gathering = self._gathering_of(member, save, tier)
                 gathering.patient |= save.patient
                 self._add(gathering, member, save)
-                self._submit(member, save.step, tier)
+                self._submit(member, save.step, save.try_number, tier)
+            elif (done := self._handled[key]) is not None:
+                missed.append(done)
         return missed
 
-    def _recall(self, member: Attach, step: int) -> None:
+    def _recall(self, member: Attach, save: Save) -> None:
         """An agent before this one may have committed the step, and died before all heard of it.
 
         Then it is reported once more, as if it had been committed now: to all ranks, and for its copies.
         """
         storage = LocalStorage(member.settings.local_directory)
         try:
-            found = committed_save(storage, step)
+            found = committed_save(storage, save.step)
         except CheckpointError as error:
             logger.warning("the local tier cannot be looked at: %s", error)
             return
-        if found != save_id_of(member.session, step):
+        if found != save_id_of(member.session, save.step):
             return
         job = SaveJob(
             tier=TierName.LOCAL,
-            step=step,
+            step=save.step,
             session=member.session,
             run_id=member.run_id,
             world_size=member.world_size,
             ranks=tuple(sorted(member.local_ranks)),
             loan=Loan({}),
             settings=member.settings,
+            try_number=save.try_number,
         )
+        self._report_committed(job)
+
+    def _report_committed(self, job: SaveJob) -> None:
+        """Nothing is left to do for a step that is here already."""
         self.in_work += 1
         self._handled[job.key] = None
         self._on_done(job, job.ended())
@@ -145,10 +142,8 @@ class Intake:
     def skip(self, member: Attach, skip: Skip) -> None:
         """A rank has no capture of a step."""
         for tier in map(TierName, skip.tiers):
-            gathering = self._gathering_of(member, skip.step, tier)
-            gathering.missing[member.rank] = skip.reason
-            gathering.skipped.add(member.rank)
-            self._submit(member, skip.step, tier)
+            self._gathering_of(member, skip, tier).missing[member.rank] = skip.reason
+            self._submit(member, skip.step, skip.try_number, tier)
 
     def rescue(self, last: Attach) -> None:
         """Commit the newest step that every rank of this host has whole in memory, where it is quickest."""
@@ -158,15 +153,22 @@ class Intake:
             for rank in last.local_ranks
         ]
         for step in sorted(set.intersection(*steps), reverse=True)[:1]:
-            if (last.session, step, tier) in self._handled or self._is_committed(last.session, step):
+            handled = [number for *save, number in self._handled if save == [last.session, step, tier]]
+            number = self._gathered_try(step, tier) or 1
+            if max(handled, default=0) >= number or self._is_committed(last.session, step):
                 return
             for wanted in TierName:
                 # Where some ranks have already sent it, it goes as well.
-                if wanted is tier or (step, wanted) in self._gathering:
-                    self._rescue_into(wanted, last, step)
+                number = self._gathered_try(step, wanted) or int(wanted is tier)
+                if number:
+                    self._rescue_into(wanted, last, step, number)
 
-    def _rescue_into(self, tier: TierName, last: Attach, step: int) -> None:
-        gathering = self._gathering.get((step, tier)) or _Gathering(last.session, last.run_id)
+    def _gathered_try(self, step: int, tier: TierName) -> int:
+        """The newest try that some ranks have spoken of and others not; 0: none."""
+        return max((number for s, number, t in self._gathering if (s, t) == (step, tier)), default=0)
+
+    def _rescue_into(self, tier: TierName, last: Attach, step: int, number: int) -> None:
+        gathering = self._gathering.get((step, number, tier)) or _Gathering(last.session, last.run_id)
         with ExitStack() as opened:
             try:
                 found = {
@@ -182,8 +184,8 @@ class Intake:
         logger.warning("committing step %d, which its ranks left in memory, in the %s tier", step, tier.value)
         gathering.slots.update(found)
         gathering.patient = True
-        self._gathering[step, tier] = gathering
-        self._submit(last, step, tier)
+        self._gathering[step, number, tier] = gathering
+        self._submit(last, step, number, tier)
 
     def finish(self, job: SaveJob, done: Done) -> None:
         """Take note of a report."""
@@ -218,12 +220,19 @@ class Intake:
             gathering.close()
         self._gathering.clear()  # and with them the mappings of slots
 
-    def _is_committed(self, session: str, step: int) -> bool:
-        reports = (self._handled.get((session, step, tier)) for tier in TierName)
-        return any(done is not None and not done.error for done in reports)
+    def _is_committed(self, session: str, step: int, tier: TierName | None = None) -> bool:
+        """By any try, and in any tier if none is named."""
+        return any(
+            (of_session, of_step) == (session, step)
+            and tier in (None, of_tier)
+            and done is not None
+            and not done.error
+            for (of_session, of_step, of_tier, _), done in self._handled.items()
+        )
 
-    def _gathering_of(self, member: Attach, step: int, tier: TierName) -> _Gathering:
-        return self._gathering.setdefault((step, tier), _Gathering(member.session, member.run_id))
+    def _gathering_of(self, member: Attach, said: Save | Skip, tier: TierName) -> _Gathering:
+        key = (said.step, said.try_number, tier)
+        return self._gathering.setdefault(key, _Gathering(member.session, member.run_id))
 
     def _add(self, gathering: _Gathering, member: Attach, save: Save) -> None:
         slot = self._borrow(member, save)
@@ -233,9 +242,6 @@ class Intake:
             slot.close()
         else:
             gathering.slots[member.rank] = slot
-            # It may have been skipped before: another try, while others are awaited.
-            gathering.missing.pop(member.rank, None)
-            gathering.skipped.discard(member.rank)
 
     def _borrow(self, member: Attach, save: Save) -> CapturedSlot | None:
         if not save.slot or "/" in save.slot:
@@ -250,25 +256,22 @@ class Intake:
         slot.close()
         return None
 
-    def _submit(self, attach: Attach, step: int, tier: TierName) -> None:
-        """Hand a step over to a tier once all ranks of this host have spoken."""
-        gathering = self._gathering[step, tier]
+    def _submit(self, attach: Attach, step: int, number: int, tier: TierName) -> None:
+        """Hand a try over to a tier once all ranks of this host have spoken."""
+        gathering = self._gathering[step, number, tier]
         if gathering.ranks != set(attach.local_ranks):
             return
-        del self._gathering[step, tier]
-        # Ranks pass the steps of a tier in order, so an older one that is still incomplete never will be
+        del self._gathering[step, number, tier]
+        # Ranks pass the tries of a tier in order, so an older one that is still incomplete never will be
         # whole.  Of another tier it may be: after the loss of an agent they speak of one tier at a time.
-        for old in sorted(old for old, other in self._gathering if other is tier and old < step):
-            incomplete = self._gathering[old, tier]
+        older = [key for key in self._gathering if key[2] is tier and key[:2] < (step, number)]
+        for old_step, old_number, _ in sorted(older, key=lambda key: key[:2]):
+            incomplete = self._gathering[old_step, old_number, tier]
             for rank in set(attach.local_ranks) - incomplete.ranks:
                 incomplete.missing[rank] = f"rank {rank} went on without it"
-            self._submit(attach, old, tier)  # those that wait for it are told
-        missing = "; ".join(gathering.missing.values())
-        is_handled = (gathering.session, step, tier) in self._handled
-        if missing or is_handled:
-            gathering.close()
-        if is_handled:
-            return  # its report reaches them
+            self._submit(attach, old_step, old_number, tier)  # those that wait for it are told
+        is_committed = self._is_committed(gathering.session, step, tier)
+        missing = "" if is_committed else "; ".join(gathering.missing.values())
         job = SaveJob(
             tier=tier,
             step=step,
@@ -276,15 +279,20 @@ class Intake:
             run_id=gathering.run_id,
             world_size=attach.world_size,
             ranks=tuple(sorted(attach.local_ranks)),
-            loan=Loan({} if missing else gathering.slots),
+            loan=Loan({} if missing or is_committed else gathering.slots),
             settings=attach.settings,
+            try_number=number,
             restored_step=attach.restored_step,
             missing=missing,
-            skipped_by=tuple(sorted(gathering.skipped)),
         )
-        self._hand_over(job, patient=gathering.patient)
-        for member, save in gathering.next_try:
-            self.save(member, save)
+        if missing or is_committed or job.key in self._handled:
+            gathering.close()
+        if job.key in self._handled:
+            return  # its report reaches them
+        if is_committed:  # by an earlier try, of which some ranks were not told
+            self._report_committed(job)
+        else:
+            self._hand_over(job, patient=gathering.patient)
 
     def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
         self.in_work += 1
@@ -302,7 +310,7 @@ class Intake:
                 return
             del self._handled[job.key]
             why = "too many saves wait for storage"
-        # Nothing is remembered of it: another try may come before all know.
+        # Nothing is remembered of it: what was not even begun may still be rescued.
         job.loan.give_back()
         refused = replace(job, loan=Loan({}), missing=why)
         if job.concerns_others:

@@ -7,11 +7,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from resiliency.checkpoint.arena import CapturedSlot
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.wire import Done, Settings
+
+#: Session, step, tier and number of the try.
+JobKey: TypeAlias = "tuple[str, int, TierName, int]"
 
 
 class Loan:
@@ -31,7 +35,6 @@ class SaveJob:
 
     `restored_step`: where this start of the job went on; 0: nowhere.
     `missing`: why there is nothing to write; then nobody's part can become a checkpoint in this tier.
-    `skipped_by`: ranks that said so themselves.
     """
 
     tier: TierName
@@ -42,19 +45,19 @@ class SaveJob:
     ranks: tuple[int, ...]
     loan: Loan
     settings: Settings
+    try_number: int = 1
     restored_step: int = 0
     missing: str = ""
-    skipped_by: tuple[int, ...] = ()
     queued: float = field(default_factory=time.monotonic)
 
     @property
     def save_id(self) -> str:
-        """The name of the save, the same on all hosts and in all tiers."""
+        """The name of the save, the same on all hosts, in all tiers and for all tries."""
         return save_id_of(self.session, self.step)
 
     @property
-    def key(self) -> tuple[str, int, TierName]:
-        return self.session, self.step, self.tier
+    def key(self) -> JobKey:
+        return self.session, self.step, self.tier, self.try_number
 
     @property
     def leads(self) -> bool:
@@ -82,8 +85,8 @@ class SaveJob:
             session=self.session,
             tier=self.tier.value,
             error=error,
+            try_number=self.try_number,
             left_out=left_out,
-            skipped_by=self.skipped_by,
             size_bytes=0,
             queued_s=0.0,
             commit_s=0.0,

@@ -3,7 +3,7 @@
 
 The presence of the marker alone decides: a marker that is empty, torn or of another program hides
 its checkpoint as well.  Its content only tells why it is there, and to the ranks of one save that
-they mean the same attempt.
+they mean the same try.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 MARKER_SUFFIX = "-unfinished"
 _STEP = re.compile(r"step=(\d+)")
+#: The number of a try where nobody counts.
+UNNUMBERED = 0
 
 
 class MarkerState(str, Enum):
@@ -35,14 +37,14 @@ class MarkerState(str, Enum):
 class Marker:
     """Why a step is hidden.
 
-    `attempt` tells the tries of one save apart, which share its id; empty where nobody asks, and in
-    markers of older versions.
+    `try_number` tells the tries of one save apart, which share its id; `UNNUMBERED` where there is but
+    one, and in markers of older versions.
     """
 
     state: MarkerState
     save_id: str = ""
     reason: str = ""
-    attempt: str = ""
+    try_number: int = UNNUMBERED
 
 
 def step_directory(step: int) -> str:
@@ -97,7 +99,7 @@ def try_read_marker(storage: Storage, step: int) -> Marker | None:
             state=MarkerState(record["state"]),
             save_id=str(record["save_id"]),
             reason=str(record["reason"]),
-            attempt=str(record.get("attempt", "")),
+            try_number=int(record.get("try_number", UNNUMBERED)),
         )
     except CheckpointMissing:
         return None

@@ -19,8 +19,8 @@ from resiliency.checkpoint.wire import Attach, Bye, Done, Hurry, Peers, Repair, 
 logger = logging.getLogger(__name__)
 
 Request: TypeAlias = "Attach | Peers | Repair | Save | Skip | Hurry | Bye"
-#: A save of one step in one tier.
-Part: TypeAlias = "tuple[int, str]"
+#: One try to save a step to one tier: step, tier and number of the try.
+Part: TypeAlias = "tuple[int, str, int]"
 
 #: Agents that are told of one repair: it may be what they die of.
 _REPAIR_AGENTS = 3
@@ -44,8 +44,6 @@ class Outbox:
         self._waiting: deque[Request] = deque()
         #: What an agent was told of and has not reported yet, by the newest request for it.
         self._told: dict[Part, Save | Skip] = {}
-        #: Those of it that it was told of again, after a try without a capture.
-        self._tried_again: set[Part] = set()
         self._repairs: dict[Repair, None] = {}
         self._repair_agents: Counter[Repair] = Counter()
         #: Said once, it holds for every agent to come.
@@ -64,10 +62,7 @@ class Outbox:
 
     def reported(self, done: Done) -> None:
         """An agent said how a save ended in a tier."""
-        part = done.step, done.tier
-        if self._rank not in done.skipped_by or part not in self._tried_again:
-            self._told.pop(part, None)
-        self._tried_again.discard(part)  # with the first report it was of the first try
+        self._told.pop((done.step, done.tier, done.try_number), None)
 
     def repair_reported(self, done: RepairDone) -> None:
         """An agent said how a repair ended."""
@@ -98,20 +93,20 @@ class Outbox:
                 is told, so that other ranks and hosts need not wait for this one's part of them.
             why: the agent was lost.
         """
-        saved_again = {(save.step, tier) for save in again for tier in save.tiers}
+        saved_again = {part for save in again for part in _parts(save)}
         given_up = [part for part in sorted(self._told) if part not in saved_again][-_MOST_GIVEN_UP:]
         skips = [] if self._is_alone else [self._skip(part, why) for part in given_up]
-        self._told, self._tried_again = {}, set()
+        self._told = {}
         undone: list[Save | Skip] = [*again, *skips]
-        undone.sort(key=lambda request: request.step)
+        undone.sort(key=lambda request: (request.step, request.try_number))
         # No order holds between saves and repairs.
         self._waiting.extendleft(reversed([*self._unfinished_repairs(), *undone]))
 
     def _skip(self, part: Part, why: str) -> Skip:
-        step, tier = part
+        step, tier, number = part
         told = self._told[part]
         reason = told.reason if isinstance(told, Skip) else f"rank {self._rank}: {why}"
-        return Skip(step=step, tiers=(tier,), reason=reason)
+        return Skip(step=step, tiers=(tier,), reason=reason, try_number=number)
 
     def _unfinished_repairs(self) -> list[Repair]:
         repairs, self._repairs = list(self._repairs), {}
@@ -125,11 +120,13 @@ class Outbox:
 
     def _note(self, request: Request) -> None:
         if isinstance(request, Save | Skip):
-            parts = {(request.step, tier) for tier in request.tiers}
-            self._tried_again |= parts & self._told.keys()
-            self._told.update(dict.fromkeys(parts, request))
+            self._told.update(dict.fromkeys(_parts(request), request))
         elif isinstance(request, Repair):
             self._repairs[request] = None
             self._repair_agents[request] += 1
         elif isinstance(request, Hurry):
             self.in_hurry = True
+
+
+def _parts(request: Save | Skip) -> list[Part]:
+    return [(request.step, tier, request.try_number) for tier in request.tiers]

@@ -76,8 +76,6 @@ class Worker:
         self._hurry = hurry
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
         self._saves = 0
-        #: Of saves that failed; only this worker's thread looks.
-        self._attempts: set[str] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
         self._thread.start()
@@ -124,7 +122,7 @@ class Worker:
         if isinstance(job, SaveJob):
             self._run_save(storage, job)
         elif isinstance(job, RefuseJob):
-            _refuse(storage, job, self._attempts)
+            _refuse(storage, job)
         elif isinstance(job, CleanJob):
             _try(lambda: _log_gone("unfinished", clean_unfinished(storage)))
         elif isinstance(job, FreeJob):
@@ -162,7 +160,7 @@ class Worker:
             session=job.session,
             tier=self._tier.value,
             error=error,
-            skipped_by=job.skipped_by,
+            try_number=job.try_number,
             size_bytes=size,
             queued_s=began - job.queued,
             commit_s=time.monotonic() - began,
@@ -175,9 +173,7 @@ class Worker:
             make_way(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
         shards = {rank: slot.shard for rank, slot in job.loan.slots.items()}
         layout = self._format(job.settings)
-        done = commit(storage, layout, _ticket(job), shards, leads=job.leads, attempts=self._attempts)
-        self._attempts.clear()  # what comes now is another save
-        return done.size_bytes
+        return commit(storage, layout, _ticket(job), shards, leads=job.leads).size_bytes
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         if self._tier is TierName.LOCAL:
@@ -201,6 +197,7 @@ def _ticket(job: SaveJob) -> SaveTicket:
         step=job.step,
         run_id=job.run_id,
         save_id=job.save_id,
+        try_number=job.try_number,
         world_size=job.world_size,
         ranks=job.voters,
         restored_step=job.restored_step,
@@ -236,18 +233,11 @@ def _try(tidy_up: Callable[[], None]) -> None:
         logger.warning("needless files were not deleted: %s", error)
 
 
-def _refuse(storage: Storage, job: RefuseJob, attempts: set[str]) -> None:
+def _refuse(storage: Storage, job: RefuseJob) -> None:
     """As a commit that fails where it would write: this way the other hosts learn of it."""
     unwritten = dict.fromkeys(job.save.ranks)
     try:
-        commit(
-            storage,
-            _Unwritable(job.why),
-            _ticket(job.save),
-            unwritten,
-            leads=job.save.leads,
-            attempts=attempts,
-        )
+        commit(storage, _Unwritable(job.why), _ticket(job.save), unwritten, leads=job.save.leads)
     except ResiliencyError as error:
         logger.info("step %d is not saved: %s", job.save.step, error)
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Begins saves, and no tier's twice.
+    """Begins saves, and numbers the tries of a step; all ranks alike, as they save alike.
 
     Args:
         tiers: that the job has.
@@ -147,10 +147,12 @@ class Saver:
         return handle is None or (handle.state in FINAL and tier not in handle.record.committed_in)
 
     def _register(self, step: int, tiers: tuple[str, ...]) -> SaveHandle:
-        handle = SaveHandle(step, tiers)
+        number = 1
         if self._newest is None or step > self._newest.step:
             self._saved_in.clear()
-        self._newest = handle
+        else:
+            number = self._newest.try_number + 1  # whatever it is for: so one number will do for all tiers
+        self._newest = handle = SaveHandle(step, tiers, try_number=number)
         self._saved_in.update(dict.fromkeys(tiers, handle))
         return handle
 

@@ -57,10 +57,15 @@ class SaveRecord:
 
 
 class SaveHandle:
-    """A save under way or done.  Any thread may ask."""
+    """A save under way or done.  Any thread may ask.
 
-    def __init__(self, step: int, tiers: tuple[str, ...] = ()) -> None:
+    Attributes:
+        try_number: which try to save the step it is, from 1; the same on all ranks.
+    """
+
+    def __init__(self, step: int, tiers: tuple[str, ...] = (), *, try_number: int = 1) -> None:
         self.step = step
+        self.try_number = try_number
         self._record = SaveRecord(step=step, state=SaveState.QUEUED, tiers=tiers)
         self._changed = threading.Condition()
 

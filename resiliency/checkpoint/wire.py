@@ -138,34 +138,34 @@ class Save:
 
     `patient`: the slot may stay lent while a tier still writes an earlier save; else such a tier is left
     out, for the sake of the others.  `again`: an agent that is gone was told before, and may have done it.
+    `try_number`: of this step, from 1, the same on all ranks.
     """
 
     kind: ClassVar[str] = "save"
     step: int
     slot: str
     tiers: tuple[str, ...]
+    try_number: int = 1
     patient: bool = False
     again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """This rank has no capture of `step`, so nobody's can become a checkpoint in `tiers`."""
+    """This rank has no capture of `step` for this try, so nobody's can become a checkpoint in `tiers`."""
 
     kind: ClassVar[str] = "skip"
     step: int
     reason: str
     tiers: tuple[str, ...]
+    try_number: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """How the save of `step` ended in `tier`; `error` is empty if it was committed.
+    """How one try to save `step` ended in `tier`; `error` is empty if it is committed.
 
     `left_out`: the tier was still writing an earlier save and did not even begin.
-
-    `skipped_by`: ranks of this host that had said `Skip`.  To them it says nothing new, and nothing about
-    another try of theirs that may be on its way.
     """
 
     kind: ClassVar[str] = "done"
@@ -173,8 +173,8 @@ class Done:
     session: str
     tier: str
     error: str
+    try_number: int = 1
     left_out: bool = False
-    skipped_by: tuple[int, ...] = ()
     size_bytes: int
     queued_s: float
     commit_s: float

@@ -130,7 +130,7 @@ def save(
     ranks: Sequence[int] | None = None,
     leads: bool = True,
     restored_step: int = 0,
-    attempts: set[str] | None = None,
+    try_number: int = 1,
     timeout: timedelta = timedelta(seconds=20),
     cancel: threading.Event | None = None,
 ) -> Committed:
@@ -141,12 +141,13 @@ def save(
         save_id=save_id,
         world_size=shards[0].world_size,
         ranks=range(shards[0].world_size) if ranks is None else ranks,
+        try_number=try_number,
         restored_step=restored_step,
         timeout=timeout,
         poll=timedelta(milliseconds=2),
     )
     by_rank = {shard.rank: shard for shard in shards}
-    return commit(storage, format, ticket, by_rank, leads=leads, attempts=attempts, cancel=cancel)
+    return commit(storage, format, ticket, by_rank, leads=leads, cancel=cancel)
 
 
 def assert_holds(storage: Storage, shard: Shard) -> None:

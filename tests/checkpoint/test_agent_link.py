@@ -20,7 +20,7 @@ from resiliency.checkpoint.agent_link import AgentLink, LinkOptions
 from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.delivery import Delivery
-from resiliency.checkpoint.saves import SaveHandle
+from resiliency.checkpoint.saves import SaveHandle, SaveState
 from resiliency.checkpoint.wire import (
     Attach,
     Attached,
@@ -28,6 +28,7 @@ from resiliency.checkpoint.wire import (
     Bye,
     Channel,
     Copies,
+    Done,
     Hurry,
     Message,
     Peers,
@@ -170,6 +171,63 @@ def test_a_save_made_while_the_loss_of_an_agent_is_seen_to_comes_after_those_tha
     assert by_tier["local"] == [(Save, 1), (Save, 2), (Save, 3)]
     assert by_tier["persistent"] == [(Skip, 1), (Skip, 2), (Save, 3)]
     assert [r.again for r in heard if isinstance(r, Save)] == [True, True, False]
+
+
+def test_what_an_agent_says_or_takes_with_it_of_a_first_try_does_not_end_the_second(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    arena = RankArena(tmp_path / "arena", rank=1, world_size=2, slots=3, run_id="s")
+    capturer = Capturer(arena)
+    agent = agent_of(tmp_path / "arena")
+    delivery = Delivery(
+        tmp_path / "arena", second_rank(tmp_path), emit=lambda *_, **__: None, options=PATIENT
+    )
+
+    def done(number: int, error: str) -> Done:
+        return Done(
+            step=1,
+            session="s",
+            tier="local",
+            error=error,
+            try_number=number,
+            size_bytes=0,
+            queued_s=0.0,
+            commit_s=0.0,
+        )
+
+    try:
+        agent.attach()
+        first, second = SaveHandle(1, ("local",)), SaveHandle(1, ("local",), try_number=2)
+        delivery.not_captured(first, SaveState.SKIPPED, "no slot", 0.0)
+        capture = capturer.begin({"weights": torch.ones(1000)}, 1, wait=SOON)
+        assert capture is not None
+        capturer.fence()
+        delivery.send(second, capture, patient=False)
+        told = [request for request in agent.hear(2) if isinstance(request, Save | Skip)]
+        assert [(type(request), request.try_number) for request in told] == [(Skip, 1), (Save, 2)]
+        agent.die()
+        agent = agent_of(tmp_path / "arena")
+        agent.attach()
+        told = [request for request in agent.hear(2) if isinstance(request, Save | Skip)]
+        assert [(type(request), request.try_number) for request in told] == [(Skip, 1), (Save, 2)]
+        assert agent.channel is not None
+        agent.channel.send(done(1, "rank 1: no slot"))
+        agent.channel.send(done(2, ""))
+        assert second.wait(SOON)
+        assert (first.state, second.state) == (SaveState.SKIPPED, SaveState.COMMITTED)
+        agent.channel.send(Copies(step=1, session="s", hosts=("h2",), complete=True))
+        assert second.wait_complete(SOON)
+        third = SaveHandle(1, ("local",), try_number=3)
+        capture = capturer.begin({"weights": torch.ones(1000)}, 1, wait=SOON)
+        assert capture is not None
+        capturer.fence()
+        delivery.send(third, capture, patient=False)
+        assert (third.record.copies_on, third.record.complete) == (("h2",), True)  # said once
+    finally:
+        capturer.close()
+        delivery.end_captures(SOON)
+        delivery.link.close(goodbye=False)
+        arena.close(remove=True)
 
 
 def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -441,16 +441,19 @@ class Pair:
 
     storage: Storage
     pool: ThreadPoolExecutor
-    known: set[str] = field(default_factory=set)
+    try_number: int = 1
 
     def lead(self, format: LocalFormat) -> Committed:
-        return save(self.storage, format, [small_shard(2, world_size=2)])
+        return save(self.storage, format, [small_shard(2, world_size=2)], try_number=self.try_number)
 
-    def follow(self, format: LocalFormat, looked: Looked | None = None) -> Committed:
+    def follow(
+        self, format: LocalFormat, looked: Looked | None = None, *, try_number: int | None = None
+    ) -> Committed:
         looked = looked or Looked()
+        number = self.try_number if try_number is None else try_number
         try:
             shards = [small_shard(2, rank=1, world_size=2)]
-            return save(self.storage, format, shards, leads=False, attempts=self.known, cancel=looked)
+            return save(self.storage, format, shards, leads=False, try_number=number, cancel=looked)
         finally:
             looked.now.set()
 
@@ -473,6 +476,7 @@ class Pair:
                 self.lead(LocalFormat())
             with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):
                 follower.result(timeout=60)
+        self.try_number += 1
 
 
 @pytest.fixture
@@ -514,21 +518,62 @@ def test_a_follower_does_not_vote_in_another_try_for_files_that_went_with_the_fi
             self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
         ) -> RankIndex:
             index = super().write_rank(storage, directory, shard, run_id=run_id, save_id=save_id)
-            open_save(storage, 2, save_id, "another")
+            open_save(storage, 2, save_id, 2)
             return index
 
-    open_save(pair.storage, 2, "attempt-0", "first")
-    with pytest.raises(CheckpointWriteFailed, match="its leader gave up and tries again"):
+    open_save(pair.storage, 2, "attempt-0", 1)
+    with pytest.raises(CheckpointWriteFailed, match="of try 1, and its leader is at try 2"):
         pair.follow(Overtaken())
-    assert pair.storage.list("step=2") == ["rank=1.failed"]  # which tells the leader
+    assert pair.storage.list("step=2") == []  # nor does it refuse the second one
 
 
-def test_a_marker_of_an_older_version_is_a_verdict_as_well(pair: Pair) -> None:
-    content = b'{"state": "failed", "save_id": "attempt-0", "reason": "no space"}'
-    write_file(pair.storage, marker_name(2), content)
-    for _ in range(2):
+def test_a_follower_that_is_late_with_its_refusal_of_one_try_does_not_refuse_the_next(pair: Pair) -> None:
+    pair.fail_by("leader")
+    leader = pair.pool.submit(pair.lead, LocalFormat())
+    wait_for_marker(pair.storage, Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2))
+    with pytest.raises(CheckpointWriteFailed, match="of try 1, and its leader is at try 2"):
+        pair.follow(Refusing(), try_number=1)
+    assert not pair.follow(LocalFormat()).kept
+    assert not leader.result(timeout=60).kept
+
+
+def test_a_refusal_that_lands_in_the_next_try_concerns_its_own_alone(pair: Pair) -> None:
+    """Between a follower's last look and its write its leader may have begun anew."""
+    open_save(pair.storage, 2, "attempt-0", 1)
+    with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):
+        pair.follow(Refusing())
+    (refusal,) = pair.storage.list("step=2")
+    pair.try_number = 2
+    leader = pair.pool.submit(pair.lead, LocalFormat())
+    wait_for_marker(pair.storage, Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2))
+    pair.storage.make_dir("step=2")  # the leader makes it after its marker
+    write_file(pair.storage, f"step=2/{refusal}", b"late")
+    assert not pair.follow(LocalFormat()).kept
+    assert not leader.result(timeout=60).kept
+
+
+def wait_for_marker(storage: Storage, wanted: Marker) -> None:
+    pause = threading.Event()
+    for _ in range(6000):
+        if try_read_marker(storage, 2) == wanted:
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"{try_read_marker(storage, 2)} is not {wanted}")
+
+
+@pytest.mark.parametrize("older", ["", ', "attempt": "0b5"'], ids=["first", "with-random-names-of-tries"])
+def test_a_marker_of_an_older_version_which_has_no_number_is_of_any_try(pair: Pair, older: str) -> None:
+    def put(state: str) -> None:
+        content = f'{{"state": "{state}", "save_id": "attempt-0", "reason": "no space"{older}}}'
+        write_file(pair.storage, marker_name(2), content.encode())
+
+    for pair.try_number in (1, 2):
+        put("failed")
         with pytest.raises(CheckpointWriteFailed, match="given up by its leader: no space"):
             pair.follow(LocalFormat())
+        put("writing")
+        with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):  # it takes part
+            pair.follow(Refusing())
 
 
 def test_a_cancelled_save_ends_its_wait_at_once() -> None:
@@ -544,7 +589,12 @@ def test_a_cancelled_save_ends_its_wait_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("change", "found"),
-    [({"step": -1}, "step -1"), ({"save_id": ""}, "save id ''"), ({"ranks": [2]}, r"ranks \[2\]")],
+    [
+        ({"step": -1}, "step -1"),
+        ({"save_id": ""}, "save id ''"),
+        ({"try_number": 0}, "try 0"),
+        ({"ranks": [2]}, r"ranks \[2\]"),
+    ],
 )
 def test_a_ticket_that_cannot_work_is_refused(change: dict[str, object], found: str) -> None:
     from resiliency.checkpoint.commit import SaveTicket

@@ -15,17 +15,18 @@ from resiliency.checkpoint.wire import Bye, Done, Hurry, Peers, Repair, RepairDo
 BOTH = ("local", "persistent")
 
 
-def a_save(step: int, tiers: tuple[str, ...] = BOTH, *, again: bool = False) -> Save:
-    return Save(step=step, slot=f"slot-{step}", tiers=tiers, patient=again, again=again)
+def a_save(step: int, tiers: tuple[str, ...] = BOTH, *, number: int = 1, again: bool = False) -> Save:
+    slot = f"slot-{step}"
+    return Save(step=step, slot=slot, tiers=tiers, try_number=number, patient=again, again=again)
 
 
-def a_skip(step: int, tiers: tuple[str, ...] = BOTH, why: str = "no slot") -> Skip:
-    return Skip(step=step, tiers=tiers, reason=why)
+def a_skip(step: int, tiers: tuple[str, ...] = BOTH, why: str = "no slot", *, number: int = 1) -> Skip:
+    return Skip(step=step, tiers=tiers, reason=why, try_number=number)
 
 
-def reported(step: int, tier: str, *, skipped_by: tuple[int, ...] = (), error: str = "") -> Done:
+def reported(step: int, tier: str, number: int = 1, *, error: str = "") -> Done:
     return Done(
-        step=step, session="s", tier=tier, error=error, skipped_by=skipped_by, size_bytes=0, queued_s=0.0,
+        step=step, session="s", tier=tier, error=error, try_number=number, size_bytes=0, queued_s=0.0,
         commit_s=0.0,
     )  # fmt: skip
 
@@ -40,7 +41,8 @@ def pass_all_on(outbox: Outbox) -> list[Request]:
 
 
 def local_parts(parts: frozenset[Part]) -> list[Save]:
-    return [a_save(step, ("local",), again=True) for step, tier in sorted(parts) if tier == "local"]
+    local = [(step, number) for step, tier, number in sorted(parts) if tier == "local"]
+    return [a_save(step, ("local",), number=number, again=True) for step, number in local]
 
 
 def test_what_an_agent_left_undone_goes_ahead_of_what_waits_for_the_next() -> None:
@@ -67,7 +69,7 @@ def test_what_no_agent_has_in_hand_is_not_lost_with_it() -> None:
     for request in (a_save(1), a_save(2), Hurry(), Bye()):
         outbox.put(request)
     outbox.passed_on()
-    assert outbox.unreported == {(1, "local"), (1, "persistent")}
+    assert outbox.unreported == {(1, "local", 1), (1, "persistent", 1)}
     outbox.start_over([], "it died.")
     assert not outbox.in_hurry
     assert pass_all_on(outbox)[2:] == [a_save(2), Hurry(), Bye()]
@@ -79,7 +81,7 @@ def test_where_no_agent_can_be_had_the_saves_are_lost_and_the_rest_waits_on() ->
     for request in (Peers(path="/table"), a_save(1), a_skip(2), Bye()):
         outbox.put(request)
     outbox.give_up_waiting()
-    assert outbox.unreported == {(step, tier) for step in (1, 2) for tier in BOTH}
+    assert outbox.unreported == {(step, tier, 1) for step in (1, 2) for tier in BOTH}
     outbox.start_over([], "none answered.")
     heard = pass_all_on(outbox)
     assert heard[-2:] == [Peers(path="/table"), Bye()]
@@ -100,13 +102,27 @@ def test_nobody_waits_for_a_rank_that_is_alone() -> None:
 
 def test_the_report_of_a_first_try_says_nothing_of_the_second() -> None:
     outbox = Outbox(1, is_alone=False)
-    for request in (a_skip(1, ("local",)), a_save(1, ("local",))):
+    for request in (a_skip(1, ("local",)), a_save(1, ("local",), number=2)):
         outbox.put(request)
     pass_all_on(outbox)
-    outbox.reported(reported(1, "local", skipped_by=(1,), error="rank 1: no slot"))
-    assert outbox.unreported == {(1, "local")}
-    outbox.reported(reported(1, "local"))
+    outbox.reported(reported(1, "local", 1, error="rank 1: no slot"))
+    assert outbox.unreported == {(1, "local", 2)}
+    outbox.reported(reported(1, "local", 2))
     assert outbox.unreported == frozenset()
+
+
+def test_the_next_agent_hears_of_every_try_that_the_last_one_took_with_it() -> None:
+    outbox = Outbox(1, is_alone=False)
+    for request in (a_skip(1), a_save(1, number=2)):
+        outbox.put(request)
+    pass_all_on(outbox)
+    outbox.start_over([a_save(1, ("local",), number=2, again=True)], "it died.")
+    assert pass_all_on(outbox) == [
+        a_skip(1, ("local",)),
+        a_skip(1, ("persistent",)),
+        a_save(1, ("local",), number=2, again=True),
+        a_skip(1, ("persistent",), "rank 1: it died.", number=2),
+    ]
 
 
 def test_of_what_was_given_up_over_a_long_time_without_agents_the_newest_is_told() -> None:
@@ -150,7 +166,8 @@ def test_a_repair_that_agents_die_of_is_given_up(caplog: pytest.LogCaptureFixtur
 
 
 OPERATIONS = st.lists(
-    st.sampled_from(["save", "save-local", "skip", "pass", "pass", "report", "die", "none"]), max_size=40
+    st.sampled_from(["save", "save-local", "skip", "again", "pass", "pass", "report", "die", "none"]),
+    max_size=40,
 )
 
 
@@ -167,11 +184,14 @@ def test_every_agent_hears_the_steps_of_a_tier_in_order_and_the_last_one_of_all_
         assert_in_order(heard)
         heard.clear()
 
-    for step, operation in enumerate(operations):
+    step, number = 0, 1
+    for operation in operations:
+        step, number = (step, number + 1) if operation == "again" else (step + 1, 1)
         tiers = ("local",) if operation == "save-local" else BOTH
-        if operation in ("save", "save-local", "skip"):
-            outbox.put(a_skip(step, tiers) if operation == "skip" else a_save(step, tiers))
-            asked += [(step, tier) for tier in tiers]
+        if operation in ("save", "save-local", "skip", "again"):
+            is_skip = operation == "skip"
+            outbox.put(a_skip(step, tiers, number=number) if is_skip else a_save(step, tiers, number=number))
+            asked += [(step, tier, number) for tier in tiers]
         elif operation == "pass" and (request := outbox.first()) is not None:
             heard.append(request)
             outbox.passed_on()
@@ -186,11 +206,11 @@ def test_every_agent_hears_the_steps_of_a_tier_in_order_and_the_last_one_of_all_
             succeed()
     heard += pass_all_on(outbox)
     assert_in_order(heard)
-    known = {(r.step, tier) for r in heard if isinstance(r, Save | Skip) for tier in r.tiers}
+    known = {(r.step, tier, r.try_number) for r in heard if isinstance(r, Save | Skip) for tier in r.tiers}
     assert set(asked) <= known | closed
 
 
 def assert_in_order(heard: Sequence[Request]) -> None:
     for tier in BOTH:
-        steps = [r.step for r in heard if isinstance(r, Save | Skip) and tier in r.tiers]
-        assert steps == sorted(set(steps))
+        tries = [(r.step, r.try_number) for r in heard if isinstance(r, Save | Skip) and tier in r.tiers]
+        assert tries == sorted(set(tries))

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,8 @@ from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.intake import Intake
 from resiliency.checkpoint.jobs import SaveJob
+from resiliency.checkpoint.marker import Marker, MarkerState, put_marker, try_read_marker
+from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
@@ -27,29 +31,39 @@ BOTH = ("local", "persistent")
 
 
 class Desk:
-    """An intake for ranks 0 and 1 of one host, and what it reported."""
+    """An intake for some of two ranks, on one host, and what it reported."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, local_ranks: tuple[int, ...] = (0, 1), host: str = "") -> None:
         self.root = root
+        own = root / host
+        own.mkdir(exist_ok=True)
         self.done: queue.SimpleQueue[tuple[SaveJob, Done]] = queue.SimpleQueue()
         self.hurry = Event()
         self.arenas = [
-            RankArena(root / "arena", rank=rank, world_size=2, slots=3, run_id="s") for rank in (0, 1)
+            RankArena(own / "arena", rank=rank, world_size=2, slots=3, run_id="s") for rank in local_ranks
         ]
-        self.capturers = [Capturer(arena) for arena in self.arenas]
-        self.intake = Intake(root / "arena", lambda job, done: self.done.put((job, done)), self.hurry)
+        self.capturers = {arena.rank: Capturer(arena) for arena in self.arenas}
+        self.intake = Intake(own / "arena", lambda job, done: self.done.put((job, done)), self.hurry)
         settings = Settings(
             directory=str(root / "persistent"),
             keep=3,
             replicated=False,
             bytes_per_s=0,
             save_timeout_s=60.0,
-            local_directory=str(root / "local"),
+            local_directory=str(own / "local"),
         )
-        first = Attach(
-            rank=0, world_size=2, local_ranks=(0, 1), run_id="run", session="s", host="h", settings=settings
-        )
-        self.ranks = [first, replace(first, rank=1)]
+        self.ranks = [
+            Attach(
+                rank=rank,
+                world_size=2,
+                local_ranks=local_ranks,
+                run_id="run",
+                session="s",
+                host=host,
+                settings=settings,
+            )
+            for rank in local_ranks
+        ]
 
     def capture(self, rank: int, step: int, tiers: tuple[str, ...] = BOTH) -> Save:
         state = {"weights": torch.full((1000,), float(step))}
@@ -75,8 +89,8 @@ class Desk:
 
     def close(self) -> None:
         self.intake.close(SOON)
-        for capturer, arena in zip(self.capturers, self.arenas, strict=True):
-            capturer.close()
+        for arena in self.arenas:
+            self.capturers[arena.rank].close()
             arena.close(remove=True)
 
 
@@ -189,7 +203,7 @@ def test_a_rank_without_a_capture_fails_the_step_in_all_its_tiers_and_another_tr
     desk.intake.save(desk.ranks[0], desk.capture(0, 1))
     assert desk.reports(2) == {(1, "local"): "no room", (1, "persistent"): "no room"}
     for rank in (0, 1):
-        desk.intake.save(desk.ranks[rank], desk.capture(rank, 1))
+        desk.intake.save(desk.ranks[rank], replace(desk.capture(rank, 1), try_number=2))
     assert desk.reports(2) == {(1, "local"): "", (1, "persistent"): ""}
 
 
@@ -209,15 +223,119 @@ def test_a_tier_that_is_busy_is_left_out_unless_the_save_is_patient(desk: Desk) 
     assert desk.reports(2) == {(1, "persistent"): "", (3, "persistent"): ""}
 
 
-def test_a_second_try_of_one_rank_does_not_take_the_place_of_what_it_said_of_the_first(desk: Desk) -> None:
-    saves = [desk.capture(rank, 1, ("persistent",)) for rank in (0, 1)]
-    for rank, save in enumerate(saves):  # as the link of each tells the next agent, one rank after the other
-        desk.intake.skip(desk.ranks[rank], Skip(step=1, tiers=("persistent",), reason=f"lost by {rank}"))
-        desk.intake.save(desk.ranks[rank], save)
-    outcomes = []
-    for _ in ("first", "second"):
+def outcomes(desk: Desk, count: int) -> list[tuple[int, str]]:
+    """Number and error of the next reports, in order."""
+    found = []
+    for _ in range(count):
         job, done = desk.done.get(timeout=60)
         desk.intake.finish(job, done)
-        outcomes.append(done.error)
-    assert outcomes == ["lost by 0; lost by 1", ""]
+        found.append((done.try_number, done.error))
+    assert desk.done.empty()
+    return found
+
+
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1, 1]))))
+def test_ranks_may_be_at_different_tries_and_each_try_is_reported_once_for_what_they_said_of_it(
+    desk: Desk, order: tuple[int, ...]
+) -> None:
+    """As their links tell an agent, each in its own order."""
+    told: dict[int, list[Save | Skip]] = {
+        rank: [
+            Skip(step=1, tiers=("persistent",), reason=f"lost by {rank}"),
+            replace(desk.capture(rank, 1, ("persistent",)), try_number=2),
+        ]
+        for rank in (0, 1)
+    }
+    for rank in order:
+        said = told[rank].pop(0)
+        if isinstance(said, Skip):
+            desk.intake.skip(desk.ranks[rank], said)
+        else:
+            assert desk.intake.save(desk.ranks[rank], said) == []
+    found = outcomes(desk, 2)
+    assert sorted(error for _, error in found) == ["", found[0][1]]
+    assert found[0][0] == 1
+    assert sorted(found[0][1].split("; ")) == ["lost by 0", "lost by 1"]
+    assert found[1] == (2, "")
     assert desk.complete("persistent") == [1]
+
+
+@pytest.mark.parametrize("tier", BOTH)
+def test_every_rank_hears_that_a_step_is_committed_also_of_a_try_that_comes_after(
+    desk: Desk, tier: str
+) -> None:
+    for number in (1, 2):
+        for rank in (0, 1):
+            assert outcomes(desk, 0) == []
+            save = replace(desk.capture(rank, 1, (tier,)), try_number=number)
+            assert desk.intake.save(desk.ranks[rank], save) == []
+        assert outcomes(desk, 1) == [(number, "")]
+    # Without a capture, too: what is committed does not fail.
+    for rank in (0, 1):
+        skip = Skip(step=1, tiers=(tier,), reason="no slot", try_number=3)
+        desk.intake.skip(desk.ranks[rank], skip)
+    assert outcomes(desk, 1) == [(3, "")]
+    late = replace(desk.capture(0, 1, (tier,)), try_number=2)
+    (missed,) = desk.intake.save(desk.ranks[0], late)
+    assert (missed.try_number, missed.error) == (2, "")
+    assert desk.complete(tier) == [1]
+
+
+def test_a_rank_that_asks_late_of_a_try_that_failed_hears_that_and_another_try_is_rescued_as_well(
+    desk: Desk,
+) -> None:
+    (desk.root / "local").write_text("in the way")
+    saves = [desk.capture(rank, 1, ("local",)) for rank in (0, 1)]
+    desk.intake.rescue(desk.ranks[0])
+    ((number, why),) = outcomes(desk, 1)
+    assert number == 1
+    (missed,) = desk.intake.save(desk.ranks[1], saves[1])
+    assert (missed.try_number, missed.error) == (1, why)
+    (desk.root / "local").unlink()
+    desk.intake.rescue(desk.ranks[0])  # it had failed, and nobody asks for more
+    assert outcomes(desk, 0) == []
+    assert desk.intake.save(desk.ranks[0], replace(saves[0], try_number=2)) == []
+    desk.intake.rescue(desk.ranks[0])
+    assert outcomes(desk, 1) == [(2, "")]
+
+
+# --- two hosts ------------------------------------------------------------------------------------
+
+
+def test_a_refusal_of_the_first_try_that_still_waits_on_one_host_does_not_refuse_the_second(
+    tmp_path: Path,
+) -> None:
+    """The follower's tier is busy with step 1 while all refuse step 2, and while all try that again."""
+    storage = LocalStorage(tmp_path / "persistent")
+    refused = Skip(step=2, tiers=("persistent",), reason="no slot")
+    with ExitStack() as stack:
+        leader, follower = (
+            stack.enter_context(closing(Desk(tmp_path, local_ranks=(rank,), host=f"h{rank}")))
+            for rank in (0, 1)
+        )
+        follower.intake.save(follower.ranks[0], follower.capture(1, 1))
+        assert follower.reports(1) == {(1, "local"): ""}
+        for host in (follower, leader):  # the leader never heard of step 1
+            host.intake.skip(host.ranks[0], refused)
+            assert outcomes(host, 1) == [(1, "no slot")]
+        for rank, host in enumerate((leader, follower)):
+            save = replace(host.capture(rank, 2), try_number=2, patient=True)
+            host.intake.save(host.ranks[0], save)
+            assert host.reports(1) == {(2, "local"): ""}
+        wait_for_marker(storage, 2, MarkerState.WRITING)
+        put_marker(storage, 1, Marker(state=MarkerState.FAILED, save_id=save_id_of("s", 1), reason="no more"))
+        ((_, why), second) = outcomes(follower, 2)
+        assert "no more" in why
+        assert second == (2, "")
+        assert outcomes(leader, 1) == [(2, "")]
+        assert leader.complete("persistent") == [2]
+
+
+def wait_for_marker(storage: LocalStorage, step: int, state: MarkerState) -> None:
+    pause = Event()
+    for _ in range(6000):
+        marker = try_read_marker(storage, step)
+        if marker is not None and marker.state is state:
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"step {step}: the marker is {marker}")
