@@ -57,7 +57,7 @@ def main() -> None:
             optimizer.zero_grad()
             checkpoints.step(step, state)
             print(f"rank {rank} step {step} loss {loss.item():.6f}", flush=True)
-        # The interval's saves give way to training; the last one waits for storage.  Saved already: no work.
+        # The interval's saves give way to training; the last one waits for storage.  What is there stays.
         checkpoints.save(options.steps, state, wait=timedelta(minutes=10))
 
     whole = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +198,24 @@ class ModelCheckpoint(NeMoModelCheckpoint):
                 self._save_checkpoint(trainer, f"{path}{self.FILE_EXTENSION}")
 
     def _capture(
-        self, trainer: Any, process: PersistentCheckpointProcessIO, path: Path, *, last: bool = False
+        self,
+        trainer: Any,
+        process: PersistentCheckpointProcessIO,
+        path: Path,
+        *,
+        last: bool = False,
+        held: Collection[Tier] = (),
     ) -> None:
-        """What Lightning does to save, without its barrier: the process needs none."""
+        """What Lightning does to save, without its barrier: the process needs none.
+
+        Args:
+            held: these have the step already, as all ranks know.
+        """
         step = trainer.global_step
         sharing = [
-            c for c in _tiers_of(trainer) if c._process(trainer) is process and (last or c.is_due(step))
+            c
+            for c in _tiers_of(trainer)
+            if c._process(trainer) is process and (last or c.is_due(step)) and c.tier not in held
         ]
         tiers = tuple({self.tier: None} | {c.tier: None for c in sharing})
         self._emit(EventType.SAVE_STARTED, step)
@@ -236,7 +248,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             held = process.committed_in(step)
             if not self._is_enough(held, process):
                 logger.error("the last step, %d, was not saved; trying once more", step)
-                self._capture(trainer, process, path, last=True)
+                self._capture(trainer, process, path, last=True, held=held)
                 process.wait()
                 held = process.committed_in(step)
             if not self._is_enough(held, process):

@@ -119,6 +119,7 @@ class Checkpointer:
             self._delivery,
             self._schedule,
             tiers=settings.tiers,
+            is_alone=self._attach.world_size == 1,
             optimizers=optimizers,
             options=options,
             emit=self._emit,
@@ -250,8 +251,9 @@ class Checkpointer:
         """Save `state` as of `step`; returns while it is still being copied or written.
 
         All ranks must save the same steps to the same tiers, in growing order; where a step is saved
-        already, or being saved, it is not saved again.  A skipped or failed one may be tried again, by
-        all ranks together.
+        already, or being saved, it is not saved again.  Of several ranks one may know that a step was skipped
+        or failed, and another not yet: so it is tried again by none of them without `wait`, and by all with
+        it, whatever each knows.  What turns out to be committed then stays as it is.
 
         The state may be changed by the optimizers that this object knows, and by nothing else before
         they step (see `CheckpointerOptions.overlap` and `fence`).
@@ -260,7 +262,8 @@ class Checkpointer:
             tiers: None means all that there are.
             wait: for storage to catch up, at most so long, before the save is skipped; for the last one of
                 a job.  None: as `CaptureOptions.when_full` says, by default not at all.  A tier that still
-                writes an earlier save is then left out of this one, if there is another tier.
+                writes an earlier save is then left out of this one, if there is another tier.  All ranks
+                give one, or none does.
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
         """

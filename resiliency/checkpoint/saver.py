@@ -33,6 +33,7 @@ class Saver:
 
     Args:
         tiers: that the job has.
+        is_alone: what this rank knows of a save is what all ranks know.
         optimizers: that write the state without being part of it.
         emit: reports events.
     """
@@ -44,6 +45,7 @@ class Saver:
         schedule: Schedule,
         *,
         tiers: tuple[str, ...],
+        is_alone: bool,
         optimizers: Iterable[Any],
         options: CheckpointerOptions,
         emit: Callable[..., None],
@@ -52,6 +54,7 @@ class Saver:
         self._delivery = delivery
         self._schedule = schedule
         self.tiers = tiers
+        self._is_alone = is_alone
         self._optimizers = list(optimizers)
         self._options = options
         self._emit = emit
@@ -76,7 +79,7 @@ class Saver:
         wait: timedelta | None = None,
     ) -> SaveHandle:
         """See `Checkpointer.save`."""
-        wanted = self._wanted(step, tiers)
+        wanted = self._wanted(step, tiers, is_last=wait is not None)
         self._schedule.saved(step, [TierName(tier) for tier in tiers or self.tiers])
         if not wanted:
             assert self._newest is not None
@@ -123,8 +126,8 @@ class Saver:
             hook.remove()
         self._hooks.clear()
 
-    def _wanted(self, step: int, tiers: Collection[TierName] | None) -> tuple[str, ...]:
-        """The tiers that do not have the step and are not about to."""
+    def _wanted(self, step: int, tiers: Collection[TierName] | None, *, is_last: bool) -> tuple[str, ...]:
+        """The tiers to try now, the same on all ranks."""
         known = self.tiers
         asked = known if tiers is None else tuple(TierName(tier).value for tier in tiers)
         if not asked or not set(asked) <= set(known):
@@ -139,12 +142,25 @@ class Saver:
             raise ConfigError(
                 f"step {step} comes after step {newest.step}: steps are saved in growing order.", step=step
             )
-        return tuple(tier for tier in asked if self._may_try(tier))
+        return tuple(tier for tier in asked if self._may_try(tier, is_last=is_last))
 
-    def _may_try(self, tier: str) -> bool:
-        """Whether the newest step is not in that tier, nor on its way there."""
+    def _may_try(self, tier: str, *, is_last: bool) -> bool:
+        """Whether to try the newest step in that tier now.
+
+        Of several ranks one may have heard that a try failed, and another not yet: who went by that would
+        wait for the others in vain.
+        """
         handle = self._saved_in.get(tier)
-        return handle is None or (handle.state in FINAL and tier not in handle.record.committed_in)
+        if handle is None or (is_last and not self._is_alone):
+            return True
+        has_failed = handle.state in FINAL and tier not in handle.record.committed_in
+        if has_failed and not self._is_alone:
+            logger.warning(
+                "step %d is not in the %s tier (%s), and not tried again, as other ranks may not know: save"
+                " another step, or this one with wait=... on all ranks",
+                *(handle.step, tier, handle.record.why),
+            )
+        return has_failed and self._is_alone
 
     def _register(self, step: int, tiers: tuple[str, ...]) -> SaveHandle:
         number = 1

@@ -226,6 +226,36 @@ def test_a_save_that_one_rank_cannot_make_fails_on_all_by_name_and_keeps_nobody_
     assert complete(place) == [2, 4]
 
 
+def save_again_where_one_had_no_room(rank: int, root: str, job: str) -> tuple[list[bool], list[str]]:
+    """In a rank: whether the program's second saves of a step were new tries, and what became of the last.
+
+    Rank 1 has no room the first time, and knows it at once; rank 0 hears of it later.
+    """
+    world_size = dist.get_world_size()
+    info = RunInfo(job_name=job, host="here", rank=rank, world_size=world_size)
+    state = make_state(1, size=1 << 20)
+    with Checkpointer(Path(root), replicated=True, info=info) as checkpoints:
+        if rank == 1:
+            with little_room(), pytest.raises(ConfigError):
+                checkpoints.save(1, state)
+        first = checkpoints.save(1, state)  # of rank 1 the second call
+        were_tries = [checkpoints.save(1, state) is not first]
+        assert saved(first) is SaveState.FAILED
+        were_tries.append(checkpoints.save(1, state) is not first)
+        states = [saved(checkpoints.save(1, state, wait=SOON)).value]
+        states.append(saved(checkpoints.save(1, state, wait=SOON)).value)  # it stays
+        states.append(saved(checkpoints.save(2, state)).value)
+    return were_tries, states
+
+
+def test_a_failed_step_is_tried_again_by_all_ranks_or_by_none_whatever_each_knows_of_it(
+    place: Place, rank_pool: RankPool
+) -> None:
+    report = rank_pool.run(save_again_where_one_had_no_room, 2, str(place.directory), place.job, timeout=240)
+    assert report.values == [([False, False], ["committed"] * 3)] * 2
+    assert complete(place) == [1, 2]
+
+
 def shared_memory(place: Place) -> list[tuple[str, int]]:
     files = DEFAULT_ROOT.glob(f"resiliency-*{place.root.name}*/rank-*/*")
     return sorted((path.name, path.stat().st_size) for path in files)
