@@ -257,9 +257,14 @@ def _bar_summary(report: Report) -> list[str]:
     rows = [["bar", "limit", *judged]]
     for number, name in enumerate(names):
         found = [column[number] for column in columns]
-        cells = [f"{_figure(bar, bar.value)}{'' if bar.is_met else ' **missed**'}" for bar in found]
-        rows.append([name, _figure(found[0], found[0].limit), *cells])
+        rows.append([name, _figure(found[0], found[0].limit), *map(_judged, found)])
     return _table(rows)
+
+
+def _judged(bar: Bar) -> str:
+    if bar.value is None:
+        return bar.verdict
+    return _figure(bar, bar.value) + ("" if bar.is_met else " **missed**")
 
 
 def as_png(report: Report) -> Any:

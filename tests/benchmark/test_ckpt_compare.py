@@ -115,7 +115,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_what_was_not_measured_is_no_success_and_is_said() -> None:
-    result = cell_result()
+    result = cell_result(disk_restore_s=2.0)
     bar = next(bar for bar in bars(result) if bar.name == "restore from memory / copy")
     assert (bar.is_met, bar.verdict) == (False, "not measured")
     result.outcomes[RIVAL] = Outcome(contestant=RIVAL, error="rank 1: OSError: no space left\nTraceback")
@@ -132,7 +132,10 @@ def test_what_was_not_measured_is_no_success_and_is_said() -> None:
     )
     failure = f"1 GiB x 1 rank, {RIVAL}: rank 1: OSError: no space left"
     assert failure in as_text(report)
-    assert failure in as_markdown(report)
+    note = as_markdown(report)
+    assert failure in note
+    assert f"| {bar.name} | 1.25 x | not measured |" in note
+    assert "| restore from disk / read | 1.20 x | 2.00 x **missed** |" in note
     assert "2 GiB x 1 rank: everything" in as_markdown(report)
     assert len(as_png(report).axes) == 4
 
