@@ -77,7 +77,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointWriteFailed(CheckpointError):
-    """Storage refused the bytes: full, read-only, over quota or failing."""
+    """Storage refused the bytes (full, read-only, over quota, failing), or the save was given up."""
 
 
 class LayoutMismatch(CheckpointError):

@@ -9,7 +9,9 @@ the slots back.  It never touches a GPU and runs no training code.  What happens
   also if its save was never requested; then the agent waits for the ranks to come back;
 * all come back within the grace: they attach as a new session, with their captures still there;
 * nobody does: the agent leaves, and takes the captures along if they are all committed;
-* the agent dies: its locks vanish, its trainers notice, report the save as failed and start another.
+* the agent dies: its locks vanish, its trainers notice, report the save as failed and start another;
+* storage hangs: the save is reported as failed, later ones as skipped until it answers, and the agent
+  leaves when it is time to, without the thread that waits (`resiliency.checkpoint.persist`).
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ BEAT_S = 0.5
 _SILENCE_S = 30.0
 #: How long ranks may take to leave after the agent was told to.
 _LAST_RANKS_S = 60.0
+#: From then on, how long one call of the storage may take.
+_LAST_CALL = timedelta(seconds=60)
 #: How long a last step may take to get its copies when everybody else has left.
 _LAST_COPIES_S = 60.0
 _AT_ONCE = timedelta(0)
@@ -100,6 +104,7 @@ class Agent:
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT_S
                 self._beat()
+                self._intake.look_for_hang(self._patience)
         logger.info("nothing left to do: the agent leaves")
 
     def install_signals(self) -> None:
@@ -310,6 +315,11 @@ class Agent:
     def _hurry_up(self) -> None:
         self._hurry.set()
         self._replication.hurry()
+
+    @property
+    def _patience(self) -> timedelta | None:
+        """The longest time for a call of the storage, if it is shorter than for a save."""
+        return None if self._leave_by is None else _LAST_CALL
 
     # --- the end ---------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.agent import Agent
+from resiliency.checkpoint.terminated import end_process
 from resiliency.checkpoint.wire import listen
 from resiliency.errors import ConfigError
 from resiliency.log import configure
@@ -90,4 +91,5 @@ def yield_disk() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not by the interpreter's end, which may wait for a thread that the storage does not let go.
+    end_process(main())

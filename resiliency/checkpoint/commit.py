@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from resiliency.checkpoint.commit_protocol import FINAL, Event, State, next_state
+from resiliency.checkpoint.errands import side_by_side
 from resiliency.checkpoint.manifest import (
     Manifest,
     RankIndex,
@@ -156,10 +157,10 @@ def commit(
     Args:
         shards: rank to what `format` writes for it.
         leads: True in exactly one process of the save.
-        cancel: ends the waits early; the save fails.
+        cancel: ends the waits early and lets nothing more begin but what tells others that the save failed.
     Raises:
         CheckpointWriteFailed: the storage refused, here or at another rank; or something else stands at
-            this step.
+            this step; or the save was cancelled.
         CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
     """
     return _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel).run()
@@ -206,6 +207,7 @@ class _Save(Generic[ShardT]):
         state = next_state(State.NEW, Event.LEAD if self._leads else Event.FOLLOW, leads=self._leads)
         while state not in FINAL:
             try:
+                self._check_cancel(state)
                 event = actions[state]()
             except CheckpointError as error:
                 # The first failure is the cause; failing to report it is not.
@@ -219,6 +221,13 @@ class _Save(Generic[ShardT]):
             kept=state is State.KEPT,
             size_bytes=sum(index.size_bytes for index in self._indexes.values()),
         )
+
+    def _check_cancel(self, state: State) -> None:
+        if self._cancel.is_set() and state is not State.GIVING_UP:
+            raise CheckpointWriteFailed(
+                f"step {self._ticket.step}: the save was cancelled before {state.value}.",
+                step=self._ticket.step,
+            )
 
     # --- leader --------------------------------------------------------------------------------
 
@@ -417,9 +426,9 @@ class _Save(Generic[ShardT]):
 
     def _write(self) -> Event:
         # Side by side: one file after the other would leave the device idle at each sync between them.
-        with ThreadPoolExecutor(max(1, len(self._shards)), thread_name_prefix="resiliency-rank") as pool:
-            for index in pool.map(self._write_rank, self._shards.values()):
-                self._indexes[index.rank] = index
+        tasks = [partial(self._write_rank, shard) for shard in self._shards.values()]
+        for index in side_by_side(tasks, "resiliency-rank"):
+            self._indexes[index.rank] = index
         return Event.DONE
 
     def _write_rank(self, shard: ShardT) -> RankIndex:

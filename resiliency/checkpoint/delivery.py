@@ -57,6 +57,8 @@ class Delivery:
         #: Newest step that is whole in memory; -1: none.
         self.captured_step = -1
         self._committed_step = -1
+        #: Of each tier whose storage hangs, what the agent said first.
+        self._hangs: dict[str, str] = {}
         #: The last saves to the local tier and their tries, which hear more after their end.
         self._local_saves: dict[int, tuple[SaveHandle, ...]] = {}
         self._lock = threading.Lock()
@@ -80,6 +82,14 @@ class Delivery:
     def is_spent(self) -> bool:
         """Whether the newest capture is committed in some tier."""
         return self.captured_step <= self._committed_step
+
+    @property
+    def why_full(self) -> str:
+        """Why no slot is free for a capture."""
+        # As few as two slots: one lent to a call that does not return, in the other the newest capture.
+        if hangs := dict(self._hangs):
+            return f"no slot is free: {'; '.join(hangs.values())}"
+        return "storage is slower than the interval: all slots still wait to be written"
 
     def send(self, handle: SaveHandle, capture: Capture, *, patient: bool) -> None:
         """Follow a save from here on.
@@ -167,6 +177,11 @@ class Delivery:
 
     def _done(self, done: Done) -> None:
         """In the link's thread: the agent reports the end of a save in one tier."""
+        if not done.hangs:
+            self._hangs.pop(done.tier, None)
+        elif done.tier not in self._hangs:
+            self._hangs[done.tier] = f"at step {done.step}, {done.error}"
+        self.log.set_hung(len(self._hangs))
         self._finish(
             (done.step, done.tier, done.try_number),
             done.error,
@@ -181,6 +196,8 @@ class Delivery:
         To the local tier this host saves alone, so its next agent can still do it.  For the persistent one
         other hosts wait.
         """
+        self._hangs.clear()
+        self.log.set_hung(0)
         saves = []
         for part in sorted(parts):
             save = self._save_of(part) if part[1] == TierName.LOCAL.value else None

@@ -10,6 +10,7 @@ tier reports each try once; what it said is remembered for a while, for ranks th
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -213,9 +214,16 @@ class Intake:
         newest = [peek(self._arena, rank)[:1] for rank in ranks_in(self._arena)]
         return all(self._is_committed(header.run_id, header.step) for found in newest for _, header in found)
 
-    def close(self, timeout: timedelta) -> None:
+    def look_for_hang(self, patience: timedelta | None = None) -> None:
+        """Have reported what waits for storage that does not answer; see `Worker.look_for_hang`."""
         for worker in self._workers.values():
-            worker.close(timeout)
+            worker.look_for_hang(patience)
+
+    def close(self, timeout: timedelta) -> None:
+        """End the workers; those whose storage does not answer are left behind."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        for worker in self._workers.values():
+            worker.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
         for gathering in self._gathering.values():
             gathering.close()
         self._gathering.clear()  # and with them the mappings of slots
@@ -297,6 +305,10 @@ class Intake:
     def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
         self.in_work += 1
         worker = self._workers[job.tier]
+        hang = worker.why_hung()
+        if hang and not job.missing:
+            worker.leave_out(job, hang)
+            return
         why, left_out = job.missing, False
         if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving:
             # Its slot would be lent for as long, and there is one for each tier.
@@ -315,4 +327,4 @@ class Intake:
         refused = replace(job, loan=Loan({}), missing=why)
         if job.concerns_others:
             worker.try_put(RefuseJob(save=refused, why=why))
-        self._on_done(refused, refused.failed(why, left_out=left_out))
+        self._on_done(refused, refused.failed(why, left_out=left_out, hangs=bool(hang)))

@@ -74,11 +74,11 @@ class SaveJob:
         """Whether agents of other hosts wait for this host's part."""
         return len(self.voters) > len(self.ranks)
 
-    def failed(self, why: str, *, left_out: bool = False) -> Done:
+    def failed(self, why: str, *, left_out: bool = False, hangs: bool = False) -> Done:
         """The report that it came to nothing."""
-        return self.ended(why, left_out=left_out)
+        return self.ended(why, left_out=left_out, hangs=hangs)
 
-    def ended(self, error: str = "", *, left_out: bool = False) -> Done:
+    def ended(self, error: str = "", *, left_out: bool = False, hangs: bool = False) -> Done:
         """The report that there is nothing (more) to do for it."""
         return Done(
             step=self.step,
@@ -87,6 +87,7 @@ class SaveJob:
             error=error,
             try_number=self.try_number,
             left_out=left_out,
+            hangs=hangs,
             size_bytes=0,
             queued_s=0.0,
             commit_s=0.0,

@@ -53,7 +53,8 @@ class CheckpointerOptions:
             as slowly as it likes and leaves room for the other.
         capture: see `CaptureOptions`.
         bytes_per_s: bandwidth cap of what this host writes to the persistent tier; 0 means none.
-        save_timeout: longest wait of a save for the agents of other hosts.
+        save_timeout: longest wait of a save for the agents of other hosts, and for one call of the storage:
+            one that takes longer is taken for hung.
         close_timeout: longest wait for saves under way at the end.
         link: deadlines between trainer and agent.
         arena_root: where the captures live; must be memory.

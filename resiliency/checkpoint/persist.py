@@ -4,6 +4,10 @@
 What a worker is given stays lent to it until it is done, so a trainer cannot overwrite it and may die.
 It reports every save exactly once; a save that fails touches nothing older.  Tiers share nothing but
 the slots that they read: one that is slow or full neither delays nor fails the other.
+
+A call of the storage that does not return (a dead file server, a stuck device) keeps its thread, and
+the slots of its save, which the device may still read.  All else goes on: whoever calls `look_for_hang`
+has what waits for it reported.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
@@ -23,7 +29,7 @@ from resiliency.checkpoint.commit import CheckpointFormat, SaveTicket, commit
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.dcp_leaves import PlainLeaves
 from resiliency.checkpoint.generations import make_way, retire
-from resiliency.checkpoint.jobs import CleanJob, FreeJob, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.jobs import CleanJob, FreeJob, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
 from resiliency.checkpoint.megatron_format import MegatronFormat
@@ -32,6 +38,7 @@ from resiliency.checkpoint.shard_file import FileRecord
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.watched_storage import WatchedStorage
 from resiliency.checkpoint.wire import Done, Settings
 from resiliency.errors import CheckpointWriteFailed, ResiliencyError
 
@@ -61,22 +68,40 @@ class Pace:
             self._stop.wait(begins - now)
 
 
+@dataclass
+class _Work:
+    """The job that the thread is at.  `given_up`: its storage hangs; `reported`: of a save, how it ended."""
+
+    job: Job
+    storage: WatchedStorage
+    given_up: threading.Event = field(default_factory=threading.Event)
+    reported: bool = False
+
+
 class Worker:
-    """Runs the jobs of one tier one after the other.  `on_done` is called from its thread.
+    """Runs the jobs of one tier one after the other.  `on_done` is called from its thread, or from that
+    which looks for a hang.
 
     Args:
         hurry: once set, the bandwidth cap is off: the host is about to go.
+        open_storage: of a directory.
     """
 
     def __init__(
-        self, tier: TierName, on_done: Callable[[SaveJob, Done], None], hurry: threading.Event
+        self,
+        tier: TierName,
+        on_done: Callable[[SaveJob, Done], None],
+        hurry: threading.Event,
+        open_storage: Callable[[str], Storage] = LocalStorage,
     ) -> None:
         self._tier = tier
         self._on_done = on_done
         self._hurry = hurry
+        self._open_storage = open_storage
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
         self._saves = 0
         self._lock = threading.Lock()
+        self._work: _Work | None = None
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
         self._thread.start()
 
@@ -96,31 +121,104 @@ class Worker:
             return False
         return True
 
+    def why_hung(self, patience: timedelta | None = None) -> str:
+        """Which call of the storage has not returned for longer than a save may take; empty: none.
+
+        Args:
+            patience: the longest time for a call, if that is shorter.
+        """
+        with self._lock:
+            work = self._work
+        return "" if work is None else _why_hung(work, patience)
+
+    def look_for_hang(self, patience: timedelta | None = None) -> None:
+        """Report what waits for a call that hangs: the save that made it as failed, others as skipped.
+
+        Args:
+            patience: see `why_hung`.
+        """
+        with self._lock:
+            work = self._work
+        if work is None or not (why := _why_hung(work, patience)):
+            return
+        if not work.given_up.is_set():
+            work.given_up.set()
+            work.storage.give_up_files()
+            logger.error("the %s tier hangs: %s", self._tier.value, why)
+            if isinstance(work.job, SaveJob) and self._may_report(work):
+                self._on_done(work.job, work.job.failed(why, hangs=True))
+        for job in self._take_waiting_saves():
+            self.leave_out(job, why)
+
+    def leave_out(self, job: SaveJob, why: str) -> None:
+        """Report a save that is not written because the storage hangs."""
+        job.loan.give_back()
+        left = replace(job, loan=Loan({}))
+        if job.concerns_others:
+            self.try_put(RefuseJob(save=left, why=why))
+        self._on_done(left, left.failed(why, left_out=True, hangs=True))
+
     def close(self, timeout: timedelta) -> None:
-        """End after what is queued; with an empty queue at once."""
+        """End after what is queued; with an empty queue at once.
+
+        A thread whose call does not return is left behind: it keeps nobody, not even the end of the process.
+        """
         deadline = time.monotonic() + timeout.total_seconds()
         try:
             self._queue.put(None, timeout=timeout.total_seconds())
         except queue.Full:
             logger.error("the %s tier still has more to do than it can: its jobs are left", self._tier.value)
-            return
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.why_hung(timeout):  # else it has had its time
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            why = self.why_hung(timedelta(0)) or "it is still busy."
+            logger.error("the agent leaves without the %s tier: %s", self._tier.value, why)
 
     def _count(self, job: Job, change: int) -> None:
         if isinstance(job, SaveJob):
             with self._lock:
                 self._saves += change
 
+    def _take_waiting_saves(self) -> list[SaveJob]:
+        saves: list[SaveJob] = []
+        others: list[Job | None] = []
+        with suppress(queue.Empty):
+            while True:
+                job = self._queue.get_nowait()
+                if isinstance(job, SaveJob):
+                    saves.append(job)
+                    self._count(job, -1)
+                else:
+                    others.append(job)
+        for other in others:
+            self._queue.put_nowait(other)
+        return saves
+
+    def _may_report(self, work: _Work) -> bool:
+        """True for who asks first."""
+        with self._lock:
+            first, work.reported = not work.reported, True
+            return first
+
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
+            work = _Work(job, WatchedStorage(self._open_storage(_directory(self._tier, _settings(job)))))
+            with self._lock:
+                self._work = work
             try:
-                self._do(job, LocalStorage(_directory(self._tier, _settings(job))))
+                self._do(work)
             except Exception:  # the border of this thread: the jobs that wait are not to blame
                 logger.exception("a job of the %s tier failed", self._tier.value)
+            finally:
+                with self._lock:
+                    self._work = None
+                if work.given_up.is_set():
+                    logger.warning("the storage of the %s tier answers again", self._tier.value)
 
-    def _do(self, job: Job, storage: Storage) -> None:
+    def _do(self, work: _Work) -> None:
+        job, storage = work.job, work.storage
         if isinstance(job, SaveJob):
-            self._run_save(storage, job)
+            self._run_save(work, job)
         elif isinstance(job, RefuseJob):
             _refuse(storage, job)
         elif isinstance(job, CleanJob):
@@ -130,21 +228,22 @@ class Worker:
         else:
             _try(lambda: _retire(storage, job))
 
-    def _run_save(self, storage: Storage, job: SaveJob) -> None:
-        done = self._save(storage, job)
+    def _run_save(self, work: _Work, job: SaveJob) -> None:
+        done = self._save(work, job)
         # The slots first: who hears that the save is done may want them.
         job.loan.give_back()
         self._count(job, -1)
-        self._on_done(job, done)
+        if self._may_report(work):
+            self._on_done(job, done)
         # Nobody waits for this: to delete a large file takes a good part of writing it.
         if job.leads and not done.error:
-            _tidy(storage, job)
+            _tidy(work.storage, job)
 
-    def _save(self, storage: Storage, job: SaveJob) -> Done:
+    def _save(self, work: _Work, job: SaveJob) -> Done:
         began = time.monotonic()
         error, size = "", 0
         try:
-            size = self._commit(storage, job)
+            size = self._commit(work, job)
             logger.info(
                 "step %d committed in the %s tier: %d bytes in %.2f s",
                 *(job.step, self._tier.value, size, time.monotonic() - began),
@@ -166,14 +265,16 @@ class Worker:
             commit_s=time.monotonic() - began,
         )
 
-    def _commit(self, storage: Storage, job: SaveJob) -> int:
+    def _commit(self, work: _Work, job: SaveJob) -> int:
+        storage = work.storage
         if job.leads:
             _try(lambda: free_failed(storage))
         if self._tier is TierName.LOCAL:
             make_way(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
         shards = {rank: slot.shard for rank, slot in job.loan.slots.items()}
         layout = self._format(job.settings)
-        return commit(storage, layout, _ticket(job), shards, leads=job.leads).size_bytes
+        ticket = _ticket(job)
+        return commit(storage, layout, ticket, shards, leads=job.leads, cancel=work.given_up).size_bytes
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         if self._tier is TierName.LOCAL:
@@ -182,6 +283,20 @@ class Worker:
         if settings.format == MegatronFormat.name:
             return MegatronFormat(pace=pace)
         return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)
+
+
+def _why_hung(work: _Work, patience: timedelta | None) -> str:
+    """See `Worker.why_hung`."""
+    call = work.storage.oldest_call()
+    longest_s = _settings(work.job).save_timeout_s
+    if patience is not None:
+        longest_s = min(longest_s, patience.total_seconds())
+    if call is None or call.age_s < longest_s:
+        return ""
+    return (
+        f"the storage does not answer: {call.what} {call.path} has not returned for {call.age_s:.0f} s.  "
+        "See dmesg, and whether the file server is up.  Older checkpoints are as they were."
+    )
 
 
 def _directory(tier: TierName, settings: Settings) -> str:
@@ -212,13 +327,14 @@ def _tidy(storage: Storage, job: SaveJob) -> None:
     _try(lambda: forget_failed(storage, below=job.step))
 
 
-def _retire(storage: Storage, job: RetireJob) -> None:
+def _retire(storage: WatchedStorage, job: RetireJob) -> None:
     settings = job.settings
     gone = retire(storage, run_id=job.run_id, complete=job.complete, keep=settings.local_keep)
     _log_gone("old", gone)
     local = Path(settings.local_directory)
-    for owner, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
-        _log_gone(f"{owner}'s old", steps)
+    with storage.noted("delete copies in", ""):
+        for owner, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
+            _log_gone(f"{owner}'s old", steps)
 
 
 def _log_gone(what: str, steps: list[int]) -> None:
@@ -234,10 +350,17 @@ def _try(tidy_up: Callable[[], None]) -> None:
 
 
 def _refuse(storage: Storage, job: RefuseJob) -> None:
-    """As a commit that fails where it would write: this way the other hosts learn of it."""
-    unwritten = dict.fromkeys(job.save.ranks)
+    """As a commit that fails where it would write: this way the other hosts learn of it.
+
+    They do not wait for longer than a save may take, and neither does this.
+    """
+    ticket = _ticket(job.save)
+    left = ticket.timeout - timedelta(seconds=time.monotonic() - job.save.queued)
+    if left <= timedelta(0):
+        return
+    ticket, unwritten = replace(ticket, timeout=left), dict.fromkeys(job.save.ranks)
     try:
-        commit(storage, _Unwritable(job.why), _ticket(job.save), unwritten, leads=job.save.leads)
+        commit(storage, _Unwritable(job.why), ticket, unwritten, leads=job.save.leads)
     except ResiliencyError as error:
         logger.info("step %d is not saved: %s", job.save.step, error)
 

@@ -104,8 +104,7 @@ class Saver:
             self._capturer.fence()
         self._emit(EventType.SAVE_RELEASED, step)
         if capture is None:
-            why = "storage is slower than the interval: all slots still wait to be written"
-            self._delivery.not_captured(handle, SaveState.SKIPPED, why, self._held_s)
+            self._delivery.not_captured(handle, SaveState.SKIPPED, self._delivery.why_full, self._held_s)
             return handle
         handle.update(size_bytes=capture.layout.size_bytes, held_s=self._held_s)
         patient = wait is not None or self._options.capture.when_full is WhenFull.WAIT

@@ -183,7 +183,7 @@ class SaveLog:
         self._held_s = self._commit_s = self._excess_s = 0.0
         self._bytes = 0
         self._last_step = 0
-        self._copies = self._missing_copies = self._complete_step = 0
+        self._copies = self._missing_copies = self._complete_step = self._hung = 0
 
     def add(self, record: SaveRecord) -> None:
         """A save has ended."""
@@ -203,6 +203,11 @@ class SaveLog:
     def add_excess(self, excess_s: float) -> None:
         with self._lock:
             self._excess_s += excess_s
+
+    def set_hung(self, tiers: int) -> None:
+        """In how many tiers storage does not answer."""
+        with self._lock:
+            self._hung = tiers
 
     def add_copies(self, *, verified: int, missing: bool, complete_step: int = 0) -> None:
         """What the agent says of the copies of a step."""
@@ -227,6 +232,7 @@ class SaveLog:
                 "copies_verified_total": ("counter", self._copies),
                 "copies_missing_total": ("counter", self._missing_copies),
                 "last_complete_step": ("gauge", self._complete_step),
+                "hung_tiers": ("gauge", self._hung),
             }
         lines = ["# TYPE resiliency_checkpoint_saves_total counter"]
         for state, count in counts.items():

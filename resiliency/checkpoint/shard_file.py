@@ -13,10 +13,10 @@ import bisect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from resiliency.checkpoint.checksums import DEFAULT_ALGORITHM, Digest, digest_function
+from resiliency.checkpoint.errands import side_by_side
 from resiliency.checkpoint.storage import (
     PAGE_BYTES,
     Buffer,
@@ -406,7 +406,4 @@ def _in_parallel(
         if count:
             run()
         return
-    with ThreadPoolExecutor(workers, thread_name_prefix="resiliency-shard") as pool:
-        futures = [pool.submit(run) for _ in range(workers)]
-    for future in futures:
-        future.result()
+    side_by_side([run] * workers, "resiliency-shard")

@@ -166,6 +166,8 @@ class Done:
     """How one try to save `step` ended in `tier`; `error` is empty if it is committed.
 
     `left_out`: the tier was still writing an earlier save and did not even begin.
+
+    `hangs`: its storage does not answer, see `resiliency.checkpoint.persist`.
     """
 
     kind: ClassVar[str] = "done"
@@ -175,6 +177,7 @@ class Done:
     error: str
     try_number: int = 1
     left_out: bool = False
+    hangs: bool = False
     size_bytes: int
     queued_s: float
     commit_s: float

@@ -44,6 +44,8 @@ logger = logging.getLogger("resiliency.launch.agent_host_main")
 
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
+#: What the kernel may take to end a process that is killed; one in a call of its own may never end.
+_DEATH_S = 3.0
 #: An agent that fails sooner after its start than this will fail again: the rank shall know.
 _TOO_SOON_S = 5.0
 _AT_ONCE = timedelta(0)
@@ -126,7 +128,16 @@ class Starter:
         self._listener.close()  # who asks now is told by the kernel that there is no host
         for pid in self._agents:
             os.kill(pid, signal.SIGTERM)  # not reaped yet, so the number is theirs
-        deadline = time.monotonic() + timeout.total_seconds()
+        self._await_agents(timeout.total_seconds())
+        for pid in self._agents:
+            logger.error("checkpoint agent %d did not end in time and is killed", pid)
+            os.kill(pid, signal.SIGKILL)
+        self._await_agents(_DEATH_S)
+        for pid in self._agents:
+            logger.error("checkpoint agent %d does not die: its storage hangs in the kernel", pid)
+
+    def _await_agents(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while self._agents and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
                 if key.fileobj == self._wake_in:
@@ -134,11 +145,6 @@ class Starter:
                 else:
                     self._selector.unregister(key.fileobj)
             self._reap()
-        for pid in self._agents:
-            logger.error("checkpoint agent %d did not end in time and is killed", pid)
-            os.kill(pid, signal.SIGKILL)
-        for pid in self._agents:
-            os.waitpid(pid, 0)
 
     # --- events ----------------------------------------------------------------------------------
 

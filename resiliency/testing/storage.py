@@ -219,6 +219,7 @@ class FaultKind(enum.Enum):
     SHORT_WRITE = "short write"  # half of the bytes are written and nobody is told
     BIT_FLIP = "bit flip"  # one bit of the bytes written or read differs
     SLOW = "slow"  # this operation and all later ones take `delay`
+    HANG = "hang"  # this operation does not begin before `FaultyStorage.answers` is set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +267,8 @@ class FaultyStorage:
     ) -> None:
         self.inner = inner
         self.operations: list[str] = []
+        #: At a `HANG`: whether it has come to that, and what ends it.
+        self.hangs, self.answers = threading.Event(), threading.Event()
         self._fault = fault
         self._count_reads = count_reads
         self._on_kill = on_kill
@@ -333,6 +336,10 @@ class FaultyStorage:
             return None
         if fault.kind is FaultKind.SLOW:
             time.sleep(fault.delay.total_seconds())  # the slowness itself, ordering nothing
+            return None
+        if fault.kind is FaultKind.HANG and number == fault.operation:
+            self.hangs.set()
+            self.answers.wait()  # as in the kernel: without a deadline
             return None
         if fault.kind is FaultKind.ERROR_FROM or (
             fault.kind is FaultKind.ERROR and number == fault.operation

@@ -576,15 +576,17 @@ def test_a_marker_of_an_older_version_which_has_no_number_is_of_any_try(pair: Pa
             pair.follow(Refusing())
 
 
-def test_a_cancelled_save_ends_its_wait_at_once() -> None:
+def test_a_cancelled_save_does_not_begin() -> None:
     from resiliency.checkpoint.commit import SaveTicket, commit
 
     cancel = threading.Event()
     cancel.set()
     shard = small_shard(1, world_size=2)
     ticket = SaveTicket(step=1, run_id="r", save_id="s", world_size=2, ranks=range(2))
-    with pytest.raises(CheckpointIncomplete):
-        commit(MemoryStorage(), LocalFormat(), ticket, {0: shard}, leads=True, cancel=cancel)
+    storage = FaultyStorage(MemoryStorage())
+    with pytest.raises(CheckpointWriteFailed, match="step 1: the save was cancelled before claiming"):
+        commit(storage, LocalFormat(), ticket, {0: shard}, leads=True, cancel=cancel)
+    assert storage.operations == []
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
+from resiliency.checkpoint.errands import Errands
 from resiliency.checkpoint.peers.blueprint import Blueprint
 from resiliency.checkpoint.peers.counters import Counters
-from resiliency.checkpoint.peers.errands import Errands
 from resiliency.checkpoint.peers.frames import Link
 from resiliency.checkpoint.peers.messages import (
     RANGES,

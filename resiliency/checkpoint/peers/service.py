@@ -28,10 +28,10 @@ from types import TracebackType
 from typing import TypeAlias
 
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.errands import Errands
 from resiliency.checkpoint.peers.backlog import Backlog
 from resiliency.checkpoint.peers.completion import SaveName
 from resiliency.checkpoint.peers.counters import Counters
-from resiliency.checkpoint.peers.errands import Errands
 from resiliency.checkpoint.peers.frames import Links, Patience
 from resiliency.checkpoint.peers.placement import choose_targets, directory_name
 from resiliency.checkpoint.peers.replica_store import REPLICAS, ReplicaStore

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that does what it is given, in order, and that nobody has to wait for.
+"""Threads that do what they are given, and that nobody has to wait for.
 
 Disks may hang for ever, and with them the thread that asked.  An executor of the standard library
 would then keep the whole process: when the interpreter ends, it waits for the threads of all of them.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Errands:
-    """One such thread, which lives until it is closed.
+    """One such thread, which does its work in order and lives until it is closed.
 
     Args:
         name: of the thread.
@@ -50,6 +50,28 @@ class Errands:
         while (errand := self._queue.get()) is not None:
             errand()
             del errand  # while this waits for the next one, it holds nothing of the last
+
+
+def side_by_side(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
+    """Do all `tasks` at once, each in a thread of its own; returns what they returned, in their order.
+
+    All have ended when this returns, and when it raises the error of the first that failed.
+
+    Args:
+        name: of the threads; their number follows.
+    Raises:
+        RuntimeError: this process may have no more threads.
+    """
+    threads: list[Errands] = []
+    try:
+        for number in range(len(tasks)):
+            threads.append(Errands(f"{name}_{number}"))
+        futures = [thread.submit(task) for thread, task in zip(threads, tasks, strict=True)]
+    finally:
+        for thread in threads:
+            thread.close()
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _carry_out(work: Callable[[], _T], future: Future[_T]) -> None:

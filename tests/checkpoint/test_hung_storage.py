@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage that does not answer: a call of the system that does not return.
+
+A pipe in the place of a file is that for real: who opens it waits for the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resiliency.checkpoint.arena import RankArena, open_captured
+from resiliency.checkpoint.capture import Capturer
+from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.jobs import CleanJob, Loan, SaveJob
+from resiliency.checkpoint.marker import Marker, MarkerState, put_marker
+from resiliency.checkpoint.persist import Worker
+from resiliency.checkpoint.restoring import Tier
+from resiliency.checkpoint.saves import SaveState
+from resiliency.checkpoint.slots import FileLock
+from resiliency.checkpoint.storage import LocalStorage, Storage
+from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.wire import Done, Settings
+from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault
+from tests.checkpoint.test_checkpointer import Place, make_state
+
+SOON = timedelta(seconds=60)
+#: Of a call, in these tests.
+PATIENCE = timedelta(seconds=0.2)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON.total_seconds()
+    while not holds():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def complete(storage: Storage) -> list[int]:
+    return [found.step for found in list_checkpoints(storage) if found.condition is Condition.COMPLETE]
+
+
+def lent(rank_directory: Path) -> int:
+    """How many slots somebody reads."""
+    with ExitStack() as opened:
+        locks = [FileLock(path, create=False) for path in rank_directory.glob("slot-*")]
+        for lock in locks:
+            opened.callback(lock.close)
+        return sum(not lock.try_lock(exclusive=True) for lock in locks)
+
+
+# --- a worker, and every operation of a commit ------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """A worker over a storage that hangs at one operation, and captures to give it."""
+
+    root: Path
+    arena: RankArena
+    capturer: Capturer
+    storage: FaultyStorage
+    worker: Worker
+    done: queue.SimpleQueue[Done]
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(
+            directory="", keep=9, replicated=False, bytes_per_s=0, save_timeout_s=PATIENCE.total_seconds()
+        )
+
+    def save(self, step: int) -> None:
+        capture = self.capturer.begin(make_state(step), step, wait=SOON)
+        assert capture is not None
+        self.capturer.fence()
+        assert capture.wait(SOON)
+        slot = open_captured(self.root, 0, step=step)
+        assert self.worker.try_put(
+            SaveJob(
+                tier=TierName.PERSISTENT,
+                step=step,
+                session="s",
+                run_id="run",
+                world_size=1,
+                ranks=(0,),
+                loan=Loan({0: slot}),
+                settings=self.settings,
+            )
+        )
+
+    def report(self) -> Done:
+        return self.done.get(timeout=60)
+
+    def lent(self) -> int:
+        return lent(self.root / "rank-0")
+
+
+@contextmanager
+def bench(root: Path, operation: int) -> Iterator[Bench]:
+    storage = FaultyStorage(MemoryStorage(), StorageFault(operation=operation, kind=FaultKind.HANG))
+    done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+    with ExitStack() as opened:
+        arena = RankArena(root, rank=0, world_size=1, slots=3, run_id="s")
+        opened.callback(arena.close, remove=True)
+        capturer = Capturer(arena)
+        opened.callback(capturer.close)
+        worker = Worker(
+            TierName.PERSISTENT, lambda _, told: done.put(told), threading.Event(), lambda _: storage
+        )
+        opened.callback(worker.close, SOON)
+        opened.callback(wait_until, lambda: not worker.why_hung())
+        opened.callback(storage.answers.set)
+        yield Bench(root, arena, capturer, storage, worker, done)
+
+
+def operations_of_a_save(root: Path) -> list[str]:
+    with bench(root, operation=-1) as made:
+        made.save(1)
+        assert made.report().error == ""
+        return list(made.storage.operations)
+
+
+def test_a_save_whose_storage_hangs_at_any_operation_fails_by_name_and_keeps_only_its_own_slot(
+    tmp_path: Path,
+) -> None:
+    operations = operations_of_a_save(tmp_path / "whole")
+    commits_at = operations.index("remove step=1-unfinished")
+    assert commits_at > 10
+    for number, operation in enumerate(operations):
+        with bench(tmp_path / str(number), operation=number) as made:
+            made.save(1)
+            made.save(2)
+            assert made.storage.hangs.wait(60)
+            wait_until(made.worker.why_hung)
+            made.worker.look_for_hang()
+            made.worker.look_for_hang()  # says nothing twice
+            first, second = made.report(), made.report()
+            what, _, name = operation.partition(" ")
+            call = f"{what} memory:/{name} has not returned for ".replace("make_dir", "create directory")
+            assert call.replace("sync_dir", "sync directory") in first.error, operation
+            assert (first.step, first.left_out) == (1, False)
+            assert (second.step, second.left_out) == (2, True)
+            assert second.error == first.error
+            assert made.lent() == 1
+            # Else the interpreter would not end before the storage answers.
+            assert [thread for thread in threading.enumerate() if not thread.daemon] == [
+                threading.main_thread()
+            ]
+            made.storage.answers.set()
+            wait_until(lambda made=made: made.lent() == 0)
+            made.save(3)
+            assert (made.report().error, made.lent()) == ("", 0)
+            # What was given up is not shown, unless it was whole already.
+            assert complete(made.storage) == ([1, 3] if number >= commits_at else [3]), operation
+            assert made.done.empty()
+
+
+def test_a_hang_while_nothing_is_saved_is_no_failed_save_but_leaves_out_those_that_wait(
+    tmp_path: Path,
+) -> None:
+    with bench(tmp_path, operation=0) as made:
+        put_marker(made.storage.inner, 7, Marker(state=MarkerState.REMOVING))
+        assert made.worker.try_put(CleanJob(settings=made.settings))
+        assert made.storage.hangs.wait(60)
+        made.save(8)
+        wait_until(made.worker.why_hung)
+        made.worker.look_for_hang()
+        report = made.report()
+        assert (report.step, report.left_out) == (8, True)
+        assert "step=7" in report.error
+        assert made.lent() == 0
+        assert made.done.empty()
+
+
+def test_a_worker_whose_storage_hangs_is_left_behind_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bench(tmp_path, operation=3) as made:
+        made.save(1)
+        assert made.storage.hangs.wait(60)
+        began = time.monotonic()
+        made.worker.close(PATIENCE)
+        assert time.monotonic() - began < 30
+        assert "the agent leaves without the persistent tier: the storage does not answer" in caplog.text
+        assert made.lent() == 1
+
+
+# --- a trainer and its agent ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path, f"hung-{os.getpid()}-{tmp_path.name}")
+    yield place
+    assert [path for path in DEFAULT_ROOT.glob("resiliency-*") if tmp_path.name in path.name] == []
+
+
+class Hang:
+    """From now on, who asks whether `step` is marked does not get an answer."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self._pipe = directory / f"step={step}-unfinished"
+        os.mkfifo(self._pipe)
+
+    def end(self) -> None:
+        """Who waits gets an answer."""
+        aside = self._pipe.with_name("aside")
+        self._pipe.rename(aside)
+        os.close(os.open(aside, os.O_RDWR | os.O_NONBLOCK))
+        aside.unlink()
+
+    def take_away(self) -> None:
+        """Only who asks from now on gets one."""
+        self._pipe.unlink()
+
+
+def test_training_goes_on_beside_hung_storage_says_what_was_not_saved_and_saves_when_it_answers(
+    place: Place,
+) -> None:
+    with place.open(save_timeout=timedelta(seconds=1)) as checkpoints:
+        agent = checkpoints.agent_pid
+        assert checkpoints.save(1, make_state(1)).wait(SOON)
+        hang = Hang(place.directory, 2)
+        handles = [checkpoints.save(step, make_state(step)) for step in (2, 3)]
+        assert all(handle.wait(SOON) for handle in handles)
+        for step in (4, 5, 6):  # its slots are lent, and the newest capture stays
+            handles.append(checkpoints.save(step, make_state(step)))
+            assert handles[-1].wait(SOON)
+        assert [handle.state for handle in handles] == [SaveState.FAILED, *[SaveState.SKIPPED] * 4]
+        for handle in handles:
+            assert f"open {place.directory}/step=2-unfinished has not returned for" in handle.record.why
+        text = checkpoints.metrics_text()
+        assert 'saves_total{rank="0",outcome="failed"} 1' in text
+        assert 'saves_total{rank="0",outcome="skipped"} 4' in text
+        assert 'checkpoint_hung_tiers{rank="0"} 1' in text
+        slots = next(DEFAULT_ROOT.glob(f"resiliency-*{place.root.name}*/rank-0"))
+        assert lent(slots) == 1
+        hang.end()
+        wait_until(lambda: lent(slots) == 0)
+        assert checkpoints.save(7, make_state(7)).wait(SOON)
+        assert 'checkpoint_hung_tiers{rank="0"} 0' in checkpoints.metrics_text()
+        assert checkpoints.agent_pid == agent
+    assert complete_in(place) == [1, 7]
+
+
+def complete_in(place: Place) -> list[int]:
+    return complete(LocalStorage(place.directory))
+
+
+def test_trainer_and_agent_end_at_once_beside_hung_storage_and_nothing_is_lost(place: Place) -> None:
+    with place.open(save_timeout=timedelta(seconds=1)) as checkpoints:
+        agent = psutil.Process(checkpoints.agent_pid)
+        assert checkpoints.save(1, make_state(1)).wait(SOON)
+        hang = Hang(place.directory, 2)
+        assert checkpoints.save(2, make_state(2)).wait(SOON)
+        began = time.monotonic()
+    agent.send_signal(signal.SIGTERM)
+    psutil.wait_procs([agent], timeout=60)
+    assert not agent.is_running()
+    assert time.monotonic() - began < 30  # less than its grace and what a thread is waited for
+    hang.take_away()
+    assert complete_in(place) == [1]
+    state = make_state(0)
+    with place.open() as checkpoints:
+        restored = checkpoints.restore(state)
+        assert (restored.step, restored.tier, state["lr"]) == (2, Tier.MEMORY, 2)
+        assert checkpoints.save(3, state).wait(SOON)
+    assert complete_in(place) == [1, 3]
