@@ -29,6 +29,7 @@ from pathlib import Path
 from threading import Event
 from types import FrameType
 
+from resiliency.checkpoint.agent_output import AgentOutput
 from resiliency.checkpoint.intake import Intake
 from resiliency.checkpoint.job_memory import hold_job, remove_when_dead
 from resiliency.checkpoint.jobs import RetireJob, SaveJob
@@ -72,13 +73,22 @@ class Agent:
     Args:
         directory: arena of the job.
         listener: socket that listens at its address; the agent owns it.
+        output: where it says things, if that is a trainer's.
     """
 
-    def __init__(self, directory: Path, listener: socket.socket, *, grace: timedelta) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        listener: socket.socket,
+        *,
+        grace: timedelta,
+        output: AgentOutput | None = None,
+    ) -> None:
         self._directory = directory
         self._job = hold_job(directory)
         self._listener = listener
         self._grace_s = grace.total_seconds()
+        self._output = output
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -101,6 +111,8 @@ class Agent:
         while not self._is_over():
             for key, _ in self._selector.select(timeout=min(BEAT_S, self._grace_s) / 2):
                 self._handle(key.fileobj)
+            if self._output is not None and self._is_deserted():
+                self._output.left_alone()
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT_S
                 self._beat()
@@ -222,6 +234,8 @@ class Agent:
         if self._last is None or attach.session != self._last.session:
             self._begin_session(attach)
         self._last = attach
+        if self._output is not None:
+            self._output.joined_by(channel.pid)
         self._replication.introduced(attach)
         for other, member in list(self._members.items()):
             if other is not channel and member is not None and member.rank == attach.rank:
@@ -334,6 +348,10 @@ class Agent:
         if self._leave_by is not None:
             return not self._members
         return self._everybody_left() or now >= self._deserted_at + self._grace_s
+
+    def _is_deserted(self) -> bool:
+        """Whether there were ranks and none is left, though they have not come to their end."""
+        return self._last is not None and not self._members and not self._everybody_left()
 
     def _everybody_left(self) -> bool:
         return self._last is not None and self._said_bye >= set(self._last.local_ranks)

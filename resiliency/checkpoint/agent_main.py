@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.agent import Agent
+from resiliency.checkpoint.agent_output import AgentOutput
 from resiliency.checkpoint.terminated import end_process
 from resiliency.checkpoint.wire import listen
 from resiliency.errors import ConfigError
@@ -50,11 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     configure(RunInfo.from_env())
     yield_cpu()
-    return serve(options.arena, grace=timedelta(seconds=options.grace_s))
+    return serve(
+        options.arena, grace=timedelta(seconds=options.grace_s), output=AgentOutput(options.arena.name)
+    )
 
 
-def serve(arena: Path, *, grace: timedelta) -> int:
+def serve(arena: Path, *, grace: timedelta, output: AgentOutput | None = None) -> int:
     """Be the agent of `arena` in this process; returns its exit code.
+
+    Args:
+        output: where it says things, if its standard error is a trainer's.
 
     SIGTERM may be blocked by the caller, so that none is lost before this can act on it.
     """
@@ -64,7 +70,7 @@ def serve(arena: Path, *, grace: timedelta) -> int:
         print(error, file=sys.stderr)
         return 2
     yield_disk()
-    agent = Agent(arena, listener, grace=grace)
+    agent = Agent(arena, listener, grace=grace, output=output)
     agent.install_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:

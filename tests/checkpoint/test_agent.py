@@ -57,7 +57,8 @@ def job(tmp_path: Path) -> Iterator[str]:
 
 def train(job: str, directory: Path, *arguments: object) -> Command:
     argv = [sys.executable, "-m", "tests.checkpoint.training_until_killed", directory, *map(str, arguments)]
-    return Command(argv, env={"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1"})
+    environment = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory.parent)}
+    return Command(argv, env=environment)
 
 
 def said(line: re.Match[str]) -> list[str]:
@@ -108,6 +109,30 @@ def test_what_a_dead_trainer_had_captured_is_committed_and_then_nothing_is_left(
         trainer.signal(signal.SIGKILL)
         assert ended(int(agent[1]), 60)
     assert complete(tmp_path) == [5]
+
+
+def test_who_reads_a_dead_trainer_sees_its_end_while_the_agent_goes_on_and_no_word_of_that_is_lost(
+    tmp_path: Path, job: str
+) -> None:
+    directory = tmp_path / "ckpt"
+    # 8 MB at 4 MB/s: what the trainer had captured is committed after its death.
+    slowly = ("rate=4000000", "size=700000")
+    with train(job, directory, 10, 5, "park=5", *slowly) as first:
+        agent = said(first.wait_for_line("agent", timeout=60))
+        first.wait_for_line("parked 5 captured", timeout=60)
+        first.signal(signal.SIGKILL)
+        with pytest.raises(EOFError):  # the other end of its pipe is closed, which it shared with the agent
+            first.wait_for_line("the end", timeout=30)
+        assert psutil.pid_exists(int(agent[1]))
+        log = Path(first.lines[-1].split()[-1])
+        assert log.parent == tmp_path
+        with train(job, directory, 10, 5, *slowly) as second:
+            assert said(second.wait_for_line("agent", timeout=60)) == agent
+            assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "5", "memory"]
+            second.wait_for_line("step 10 committed in the persistent tier", timeout=60)
+            assert second.wait(timeout=60) == 0
+    assert "step 5 committed in the persistent tier" in log.read_text()
+    assert "step 10 committed" not in log.read_text()
 
 
 def test_after_an_exception_the_capture_is_committed_and_its_memory_given_back(

@@ -230,7 +230,7 @@ class Hang:
 def test_training_goes_on_beside_hung_storage_says_what_was_not_saved_and_saves_when_it_answers(
     place: Place,
 ) -> None:
-    with place.open(save_timeout=timedelta(seconds=1)) as checkpoints:
+    with place.open(save_timeout=timedelta(seconds=2)) as checkpoints:
         agent = checkpoints.agent_pid
         assert checkpoints.save(1, make_state(1)).wait(SOON)
         hang = Hang(place.directory, 2)
@@ -261,7 +261,7 @@ def complete_in(place: Place) -> list[int]:
 
 
 def test_trainer_and_agent_end_at_once_beside_hung_storage_and_nothing_is_lost(place: Place) -> None:
-    with place.open(save_timeout=timedelta(seconds=1)) as checkpoints:
+    with place.open(save_timeout=timedelta(seconds=2)) as checkpoints:
         agent = psutil.Process(checkpoints.agent_pid)
         assert checkpoints.save(1, make_state(1)).wait(SOON)
         hang = Hang(place.directory, 2)
