@@ -22,7 +22,9 @@ from resiliency.checkpoint.dcp_storage import DcpStorageReader, DcpStorageWriter
 from resiliency.checkpoint.job_memory import clean_up, job_directory
 from resiliency.checkpoint.leaves import Placement, ShardedView, register_sharded_type
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
-from resiliency.checkpoint.restoring import Restored, Source, Tier
+from resiliency.checkpoint.recovery.inventory import Inventory
+from resiliency.checkpoint.recovery.sources import Source, Tier
+from resiliency.checkpoint.restoring import Restored
 from resiliency.checkpoint.saves import SaveHandle, SaveRecord, SaveState
 from resiliency.checkpoint.state import Restore, StateWalker, materialize, plan_restore, restore_into
 from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView
@@ -42,6 +44,7 @@ __all__ = [
     "DcpStorageReader",
     "DcpStorageWriter",
     "Interval",
+    "Inventory",
     "LocalTier",
     "Outcome",
     "Placement",

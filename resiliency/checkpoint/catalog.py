@@ -10,7 +10,7 @@ was never seen as whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,15 +72,25 @@ class Found:
 
 def steps_in(storage: Storage) -> list[int]:
     """Steps that have a directory or a marker, lowest first."""
-    found = {parse_step(name.removesuffix(MARKER_SUFFIX)) for name in storage.list("")}
-    return sorted(step for step in found if step is not None)
+    return list_steps(storage)[0]
+
+
+def list_steps(storage: Storage) -> tuple[list[int], list[int]]:
+    """`steps_in`, and those of them without a marker, by one listing; lowest first."""
+    names = storage.list("")
+    marked = _steps_of(name.removesuffix(MARKER_SUFFIX) for name in names if name.endswith(MARKER_SUFFIX))
+    there = _steps_of(names)
+    return sorted(there | marked), sorted(there - marked)
 
 
 def _marked_steps(storage: Storage) -> list[int]:
     """Steps with a marker, lowest first: one listing, where reading all markers would ask for each step."""
-    names = (name for name in storage.list("") if name.endswith(MARKER_SUFFIX))
-    found = {parse_step(name.removesuffix(MARKER_SUFFIX)) for name in names}
-    return sorted(step for step in found if step is not None)
+    everything, unmarked = list_steps(storage)
+    return sorted(set(everything) - set(unmarked))
+
+
+def _steps_of(names: Iterable[str]) -> set[int]:
+    return {step for name in names if (step := parse_step(name)) is not None}
 
 
 def inspect(storage: Storage, step: int) -> Found:

@@ -34,7 +34,8 @@ from resiliency.checkpoint.delivery import Delivery
 from resiliency.checkpoint.intervals import Advice
 from resiliency.checkpoint.joining import Neighbors, join
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier, intervals_of, settings_of
-from resiliency.checkpoint.restoring import Fill, Restored, Restorer, Source
+from resiliency.checkpoint.recovery.inventory import Inventory
+from resiliency.checkpoint.restoring import Fill, Restored, Restorer
 from resiliency.checkpoint.saver import Saver
 from resiliency.checkpoint.saves import SaveHandle
 from resiliency.checkpoint.schedule import Schedule
@@ -147,16 +148,34 @@ class Checkpointer:
         """Process id of this host's agent; 0 while this rank is not attached to one."""
         return self._delivery.link.agent_pid
 
-    def restore(self, state: object) -> Restored:
+    def take_inventory(self) -> Inventory:
+        """Look once at all that could be restored, and from where; collective, the same on all ranks.
+
+        For programs that choose: `sources` of it lists the steps, and whatever this start then restores is
+        taken from it without looking again.  It tells of now: what is saved later is not in it, and
+        what is gone or damaged by then is passed over when it is read.
+
+        Raises:
+            CheckpointError: the persistent tier cannot be listed; on the other ranks PeerError.
+        """
+        return self._restorer().take_inventory()
+
+    def restore(
+        self, state: object, *, step: int | None = None, inventory: Inventory | None = None
+    ) -> Restored:
         """Bring the newest state back, in place; collective over all ranks.
 
         It comes from this host's memory if every rank finds its capture there, else from the newest step
         that can be made whole from the tiers and verifies.  A bad checkpoint is hidden and the one
         before it taken.
 
+        Args:
+            step: take this one or nothing; None means the newest.
+            inventory: of `take_inventory`, the same on all ranks; None: take it now.
         Returns:
             The step and where it came from; step 0 if there is nothing, and `state` is as it was.
         Raises:
+            ConfigError: the ranks gave different inventories.
             LayoutMismatch: the names, shapes or number of ranks are not those that were saved, on any rank.
             CheckpointCorrupt: the last checkpoint there was turned out bad when a part of it was in `state`.
             PeerError: another rank failed to restore.
@@ -165,22 +184,20 @@ class Checkpointer:
         def fill(shard: Shard) -> Callable[[], object]:
             return plan_restore(state, shard, allow=self._options.allow)
 
-        return self.restore_with(fill)
+        return self.restore_with(fill, step=step, inventory=inventory)
 
-    def sources(self) -> list[Source]:
-        """The steps that could be restored, best first; collective, the same on all ranks."""
-        return self._restorer().sources()
-
-    def restore_with(self, fill: Fill, *, step: int | None = None) -> Restored:
+    def restore_with(
+        self, fill: Fill, *, step: int | None = None, inventory: Inventory | None = None
+    ) -> Restored:
         """Like `restore`, for states that are not filled along their tree.
 
         Args:
             fill: checks whether the shard of this rank fits, and returns what fills the state from it (or
                 None); that runs only when all ranks fit.  The shard is valid until then.
-            step: take this one or nothing; None means the newest.
+            step, inventory: as for `restore`.
         """
         self._emit(EventType.RESTORE_STARTED)
-        restored = self._restorer().restore(fill, step=step)
+        restored = self._restorer().restore(fill, step=step, inventory=inventory)
         attach = replace(
             self._attach,
             run_id=restored.run_id or self._attach.run_id,

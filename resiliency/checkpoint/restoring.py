@@ -2,10 +2,11 @@
 """Bring a state back: from memory, this host's disk, other hosts, or storage that all see.
 
 The ranks agree once on what is left and where (`resiliency.checkpoint.recovery.inventory`), and plan
-alike from that: the newest save of which every rank gets a shard, each from the place that costs
-least.  Shards of one save may come from any mix of places; saves are never mixed.  No byte of the state
-changes before every rank has found that its shard fits.  A source that turns out bad for any rank is
-passed over on all of them and the rest is planned anew: another copy, else an older save.
+alike from that, as often as they restore at one start: the newest save of which every rank gets a
+shard, each from the place that costs least.  Shards of one save may come from any mix of places; saves
+are never mixed.  No byte of the state changes before every rank has found that its shard fits.  A source
+that turns out bad for any rank is passed over on all of them and the rest is planned anew: another copy,
+else an older save.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -38,7 +38,8 @@ from resiliency.checkpoint.recovery.inventory import (
     take_inventory,
     try_set_aside,
 )
-from resiliency.checkpoint.recovery.planner import Pick, Plan, each_plan, explain_loss, plans
+from resiliency.checkpoint.recovery.planner import Pick, Plan, each_plan, explain_loss
+from resiliency.checkpoint.recovery.sources import Tier, tier_of, tier_of_pick
 from resiliency.checkpoint.recovery.verdicts import agree
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage, Storage
@@ -47,6 +48,7 @@ from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
+    ConfigError,
     LayoutMismatch,
     PeerError,
     ResiliencyError,
@@ -57,16 +59,6 @@ logger = logging.getLogger(__name__)
 #: Finds out whether a state fits what its rank had captured (else LayoutMismatch), changing nothing, and
 #: returns what fills it, which runs once all ranks fit; None: nothing is to be filled.
 Fill = Callable[[Shard], Callable[[], object] | None]
-
-
-class Tier(str, Enum):
-    """Where a state came from; of several, the last of these."""
-
-    NONE = "none"
-    MEMORY = "memory"
-    LOCAL = "local"  # this host's own disk
-    PEERS = "peers"  # the disks of other hosts
-    DISK = "disk"  # storage that all hosts see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +80,6 @@ class Restored:
     save_id: str = ""
     bytes_by_tier: Mapping[Tier, int] = field(default_factory=dict)
     holdings: tuple[Holding, ...] = field(default=(), compare=False, repr=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A step that could be restored."""
-
-    step: int
-    tier: Tier
-    save_id: str = ""  # two attempts may have come to one step differently
-    run_id: str = ""
 
 
 class Restorer:
@@ -134,28 +116,30 @@ class Restorer:
         #: Whether a source turned out bad when some of it had been put into the state already.
         self._overwritten = False
 
-    def restore(self, fill: Fill, *, step: int | None = None) -> Restored:
+    def restore(self, fill: Fill, *, step: int | None = None, inventory: Inventory | None = None) -> Restored:
         """Let `fill` bring back the newest step, or exactly `step`; collective.
 
+        Args:
+            inventory: what there is, from `take_inventory`; None: take it now.
         Raises:
             LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank.
             CheckpointCorrupt: there are checkpoints, and all of them turned out bad.
             CheckpointIncomplete: there are parts of several saves, and not one save is whole.
+            ConfigError: the ranks were given different inventories.
             PeerError: another rank could not restore, or died.
         """
-        inventory = self._take_inventory()
-        bad: set[Holding] = set()
+        inventory = self._agreed(inventory)
         self._overwritten = False
-        plan = self._choose(inventory, bad, step)
+        plan = self._choose(inventory, step)
         self._tell_losses(inventory, plan, step)
         while plan is not None:
             size, found_bad = self._try(plan, fill)
             if not found_bad:
-                return _restored(inventory, plan, size, bad, self._agreement.rank)
-            bad |= self._pass_over(plan, inventory, found_bad)
+                return _restored(inventory, plan, size, self._agreement.rank)
+            inventory.bad |= self._pass_over(plan, inventory, found_bad)
             # Whoever reads a bad shard again takes its time: not at the cost of an exchange's deadlines.
             self._agreement.gather(None)
-            plan = self._choose(inventory, bad, step)
+            plan = self._choose(inventory, step)
         if self._overwritten:
             raise CheckpointCorrupt(
                 "a checkpoint turned out bad when a part of it was in the state already; there is no other.",
@@ -163,16 +147,16 @@ class Restorer:
                 rank=self._agreement.rank,
             )
         if step is None:
-            self._refuse_to_begin_anew(inventory, bad)
+            self._refuse_to_begin_anew(inventory)
         return Restored(step=0, tier=Tier.NONE)
 
-    def _refuse_to_begin_anew(self, inventory: Inventory, bad: Collection[Holding]) -> None:
+    def _refuse_to_begin_anew(self, inventory: Inventory) -> None:
         """Where much was saved and nothing can be used, a person decides what becomes of it.
 
         Parts of a single save are no reason: it may be the first, which had not ended.
         """
-        if bad:
-            tried = len({holding.save_id for holding in bad})
+        if inventory.bad:
+            tried = len({holding.save_id for holding in inventory.bad})
             raise CheckpointCorrupt(
                 f"none of the {tried} checkpoints that are left can be used; the log says what is wrong.",
                 hint=_BEGIN_ANEW,
@@ -182,27 +166,14 @@ class Restorer:
             why = explain_loss(inventory.needs, parts)
             raise CheckpointIncomplete(f"of several saves none is whole: {why}", hint=_BEGIN_ANEW)
 
-    def sources(self) -> list[Source]:
-        """Best first: newest, and of one step the quickest; the same list on all ranks; collective."""
-        inventory = self._take_inventory()
-        found = {
-            Source(step=save.step, tier=Tier.DISK, save_id=save.save_id, run_id=save.run_id): None
-            for save in inventory.saves
-        }
-        used: set[tuple[str, Place]] = set()
-        while True:
-            left = [h for h in inventory.holdings if (h.save_id, h.place) not in used]
-            made = plans(inventory.needs, left)
-            if not made:
-                return sorted(found, key=lambda s: (-s.step, _COST.index(s.tier), s.save_id))
-            for plan in made:
-                source = Source(step=plan.step, tier=_tier_of(plan), save_id=plan.save_id, run_id=plan.run_id)
-                found[source] = None
-                used.update((plan.save_id, pick.holding.place) for pick in plan.picks)
-
     # --- choosing --------------------------------------------------------------------------------
 
-    def _take_inventory(self) -> Inventory:
+    def take_inventory(self) -> Inventory:
+        """Look at what is left and where; collective.
+
+        Raises:
+            CheckpointError, PeerError: rank 0 could not list the storage that all see.
+        """
         # Without a name of the host, each rank is one by itself.
         host = self._host or f"rank-{self._agreement.rank}"
 
@@ -222,8 +193,35 @@ class Restorer:
             storage=self._storage,
         )
 
-    def _choose(self, inventory: Inventory, bad: Collection[Holding], step: int | None) -> Plan | None:
-        plan = next(each_plan(inventory.needs, inventory.holdings, bad=bad, step=step), None)
+    def _agreed(self, given: Inventory | None) -> Inventory:
+        """The inventory to restore from: one for all, for from two the ranks would plan differently."""
+        names = self._agreement.gather(None if given is None else given.name)
+        if len(set(names)) > 1:
+            without = names.count(None)
+            raise ConfigError(
+                f"{len(names)} ranks restore together, {without} of them without an inventory and the others"
+                f" with {len(set(names) - {None})} different ones.",
+                hint="Take one inventory on all ranks and give it to `restore` on all, or on none.",
+                rank=self._agreement.rank,
+            )
+        return self.take_inventory() if given is None else given
+
+    def _choose(self, inventory: Inventory, step: int | None) -> Plan | None:
+        """The best that is left, looking into no more checkpoints than that takes; collective."""
+        if step is not None:
+            plan = self._best(inventory, step)
+            if plan is None:
+                inventory.look_at(step)
+                plan = self._best(inventory, step)
+            return plan
+        plan = self._best(inventory, None)
+        while inventory.has_newer(None if plan is None else plan.step):
+            inventory.look_further()
+            plan = self._best(inventory, None)
+        return plan
+
+    def _best(self, inventory: Inventory, step: int | None) -> Plan | None:
+        plan = next(each_plan(inventory.needs, inventory.holdings, bad=inventory.bad, step=step), None)
         for save in sorted(inventory.saves, key=lambda save: -save.step):
             if step not in (None, save.step) or (plan is not None and save.step <= plan.step):
                 continue
@@ -246,7 +244,9 @@ class Restorer:
         newer = [
             holding
             for holding in inventory.holdings
-            if step in (None, holding.step) and (plan is None or holding.step > plan.step)
+            if step in (None, holding.step)
+            and (plan is None or holding.step > plan.step)
+            and holding not in inventory.bad  # which was told when it was found
         ]
         if newer and self._agreement.rank == 0:
             logger.warning("not restored: %s", explain_loss(inventory.needs, newer))
@@ -255,7 +255,7 @@ class Restorer:
 
     def _try(self, plan: Plan, fill: Fill) -> tuple[int, dict[int, str]]:
         """Bytes of this rank, and the ranks whose source is bad; if there are any, nothing is restored."""
-        rank, doing = self._agreement.rank, f"restoring from {_tier_of(plan).value}"
+        rank, doing = self._agreement.rank, f"restoring from {tier_of(plan).value}"
         with ExitStack() as held:
             if rank == 0 and self._storage is not None and _uses(plan, Place.PERSISTENT):
                 held.enter_context(try_lease(self._storage, plan.step))
@@ -320,7 +320,7 @@ class Restorer:
     def _pass_over(self, plan: Plan, inventory: Inventory, why: Mapping[int, str]) -> set[Holding]:
         """What not to try again, now or in another start."""
         first = why[min(why)]
-        logger.error("step %d from %s passed over: %s", plan.step, _tier_of(plan).value, first)
+        logger.error("step %d from %s passed over: %s", plan.step, tier_of(plan).value, first)
         bad = {plan.picks[rank].holding: text for rank, text in why.items()}
         for holding, text in bad.items():
             on_host = holding.place in _ON_HOSTS
@@ -341,6 +341,9 @@ def _try_quarantine(storage: Storage, step: int, ranks: Collection[int], why: st
 
     It is read again: a host that cannot see the directory must not cost the job its checkpoints.
     """
+    if not storage.exists(step_directory(step)):
+        logger.warning("%s is gone since it was listed", storage.describe(step_directory(step)))
+        return
     try:
         reader = CheckpointReader(storage, step)
         for rank in ranks:
@@ -372,36 +375,18 @@ def _named(failure: Exception) -> ResiliencyError:
 #: What may befall one rank alone, and must not change what the others do.  OSError: mmap without memory.
 _OWN_ERRORS = (ResiliencyError, MemoryError, OSError, torch.OutOfMemoryError)
 _BEGIN_ANEW = "Mend what the log names, or name other directories to begin anew on purpose."
-#: What one would rather read from first.
-_COST = tuple(Tier)
-_TIERS = {
-    Place.MEMORY: Tier.MEMORY,
-    Place.LOCAL: Tier.LOCAL,
-    Place.REPLICA: Tier.LOCAL,
-    Place.PERSISTENT: Tier.DISK,
-}
 _ON_HOSTS = (Place.LOCAL, Place.REPLICA)
-
-
-def _tier(pick: Pick) -> Tier:
-    return _TIERS[pick.holding.place] if pick.sender is None else Tier.PEERS
-
-
-def _tier_of(plan: Plan) -> Tier:
-    return max(map(_tier, plan.picks), key=_COST.index)
 
 
 def _uses(plan: Plan, place: Place) -> bool:
     return any(pick.holding.place is place for pick in plan.picks)
 
 
-def _restored(
-    inventory: Inventory, plan: Plan, size_bytes: int, bad: Collection[Holding], rank: int
-) -> Restored:
+def _restored(inventory: Inventory, plan: Plan, size_bytes: int, rank: int) -> Restored:
     moved: Counter[Tier] = Counter()
     for pick in plan.picks:
-        moved[_tier(pick)] += pick.holding.size_bytes
-    tier = _tier_of(plan)
+        moved[tier_of_pick(pick)] += pick.holding.size_bytes
+    tier = tier_of(plan)
     level = logging.DEBUG if rank else logging.INFO  # all ranks alike
     amounts = ", ".join(f"{size} bytes from {tier.value}" for tier, size in moved.items())
     logger.log(level, "restored step %d from %s (%s)", plan.step, tier.value, amounts)
@@ -415,7 +400,7 @@ def _restored(
         holdings=tuple(
             holding
             for holding in inventory.holdings
-            if holding.save_id == plan.save_id and holding.place in _ON_HOSTS and holding not in bad
+            if holding.save_id == plan.save_id and holding.place in _ON_HOSTS and holding not in inventory.bad
         ),
     )
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,8 +29,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.marker import step_directory
+from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.recovery.verdicts import agree
-from resiliency.checkpoint.restoring import Tier
 from resiliency.checkpoint.tiers import TierName
 from resiliency.errors import (
     CheckpointCorrupt,
@@ -297,15 +299,15 @@ class CheckpointConnector(_CheckpointConnector):
         ranks.check(error, "listing checkpoints")
         agreed = ranks.gather(mine)[0]
         if not agreed:
-            self._check_nobody_sees_any(ranks, held)
+            self._check_nobody_sees_any(ranks)
         return agreed
 
-    def _check_nobody_sees_any(self, ranks: Agreement, held: Mapping[int, Path]) -> None:
+    def _check_nobody_sees_any(self, ranks: Agreement) -> None:
         """An empty directory on rank 0's host alone is a missing mount, and no new training."""
-        try:
-            mine = [str(path) for path in self._candidates(held)]
-        except OSError:
-            mine = []
+        mine: list[str] = []
+        if ranks.rank:  # rank 0 has just looked
+            with suppress(OSError):
+                mine = [str(path) for root in self._listed() for path in manifest.complete_checkpoints(root)]
         everyone = ranks.gather(mine[:1])
         for rank, found in enumerate(everyone):
             if found:
@@ -317,11 +319,18 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _candidates(self, held: Mapping[int, Path]) -> list[Path | int]:
         """Newest first; a number is a step that the hosts hold."""
-        found = [path for root in self._listed() for path in manifest.complete_checkpoints(root)]
+        found = [path for root in self._listed() for path in self._checkpoints_in(root)]
         steps: list[tuple[int, Path | int]] = [(step, step) for step in held]
         steps += [(manifest.step_of(p) or 0, p) for p in found if p.absolute() not in held.values()]
         # The sort is stable: of equal steps what is nearer stays first.
         return [candidate for _, candidate in sorted(steps, key=lambda item: item[0], reverse=True)]
+
+    def _checkpoints_in(self, root: Path) -> list[Path]:
+        """As rank 0 sees them; where the process writes, as it found them at this start."""
+        process = process_of(self.trainer)
+        if process is None or root.absolute() != process.directories.get(TierName.PERSISTENT):
+            return manifest.complete_checkpoints(root)
+        return [root / step_directory(step) for step in process.inventory().stored]
 
     def _listed(self) -> list[Path]:
         """Directories in which this rank sees all there is; the process knows what the hosts have."""

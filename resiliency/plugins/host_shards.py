@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.recovery.inventory import list_local, open_holding, take_inventory
+from resiliency.checkpoint.recovery.holdings import Place
+from resiliency.checkpoint.recovery.inventory import Inventory, open_holding
 from resiliency.checkpoint.recovery.planner import explain_loss
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import CheckpointError
@@ -43,13 +43,14 @@ class Filling:
         return state, None if saved is None else adopted(saved, owner=self._owner, rank=rank)
 
 
-def content_metadata(root: Path, step: int) -> dict[str, Any]:
+def content_metadata(inventory: Inventory, rank: int, step: int) -> dict[str, Any]:
     """The part of a common part that NeMo builds its template from, of any shard of `step` on this disk.
 
     Empty if there is none.  All ranks have saved the same.
     """
-    for holding in list_local(root, ""):
-        if holding.step == step:
+    host = inventory.needs[rank].host
+    for holding in inventory.holdings:
+        if holding.step == step and holding.host == host and holding.place in _ON_DISKS:
             with suppress(CheckpointError):  # the next one; and the restore itself says what is wrong
                 common = load_common(open_holding(holding).open_shard(holding.rank))
                 return {CONTENT_METADATA: common.get(CONTENT_METADATA)}
@@ -71,23 +72,20 @@ class Unusable:
     saves: int = 0
 
 
-def find_unusable(root: Path, host: str, group: str, *, above: int) -> Unusable:
-    """Look at the steps above `above` in the local tiers of all hosts; collective."""
-    everyone = Agreement.of_process_group()
-    found = take_inventory(
-        everyone,
-        host=host,
-        group=group,
-        interchangeable=False,
-        list_here=lambda is_first: list_local(root, host) if is_first else [],
-        storage=None,
-    )
-    holdings = [holding for holding in found.holdings if holding.step > above]
+def find_unusable(inventory: Inventory, *, above: int) -> Unusable:
+    """The steps above `above` in the local tiers of all hosts."""
+    world_size = len(inventory.needs)
+    holdings = [
+        holding for holding in inventory.holdings if holding.step > above and holding.place in _ON_DISKS
+    ]
     if not holdings:
         return Unusable()
     saved_by: dict[tuple[str, int], set[int]] = {}
     for holding in holdings:
         saved_by.setdefault((holding.save_id, holding.world_size), set()).add(holding.rank)
-    whole = [size for (_, size), ranks in saved_by.items() if len(ranks) == size != everyone.world_size]
+    whole = [size for (_, size), ranks in saved_by.items() if len(ranks) == size != world_size]
     saves = len({holding.save_id for holding in holdings})
-    return Unusable(why=explain_loss(found.needs, holdings), ranks=max(whole, default=0), saves=saves)
+    return Unusable(why=explain_loss(inventory.needs, holdings), ranks=max(whole, default=0), saves=saves)
+
+
+_ON_DISKS = (Place.LOCAL, Place.REPLICA)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, AsyncFinalizableCheckpointIO
 
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
-from resiliency.checkpoint.restoring import Tier
+from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.tiers import TierName
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream

@@ -42,7 +42,8 @@ from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.capture import EAGER_BELOW_BYTES
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
-from resiliency.checkpoint.restoring import Tier
+from resiliency.checkpoint.recovery.inventory import Inventory
+from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.saves import SaveHandle
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.tiers import PRIORITY, TierName
@@ -142,7 +143,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._newest: SaveHandle | None = None
         #: The newest step: who saves it to which tier.
         self._saved: dict[TierName, SaveHandle] = {}
-        self._captured: dict[int, Tier] | None = None
+        #: What this start found, from which it restores whatever it restores.
+        self._inventory: Inventory | None = None
         self._last_step = -1
         self._overlaps = False
         self._tiers: tuple[TierName, ...] = ()
@@ -229,6 +231,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     def _begin(self, step: int, state: object) -> None:
         tiers, self._tiers = self._tiers, ()
+        self._inventory = None  # it knows nothing of this save
         wait = self.patience() if self._last else None
         self._newest = handle = self.open().save(step, state, tiers=tiers, wait=wait)
         kept = {tier: saved for tier, saved in self._saved.items() if saved.step == step}
@@ -306,24 +309,22 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     # --- loading ---------------------------------------------------------------------------------
 
+    def inventory(self) -> Inventory:
+        """What this start may restore; collective at the first call, and looked at anew only after a save."""
+        if self._inventory is None:
+            self._inventory = self.open().take_inventory()
+        return self._inventory
+
     def captured(self) -> dict[int, Tier]:
         """Steps that the hosts of this job hold between them, newest first, and the nearest place of each.
 
-        Collective at the first call; later ones tell what was there at the start.
+        Collective where `inventory` is.
         """
-        if self._captured is None:
-            self._captured = {}
-            for source in self.open().sources():
-                if source.tier is not Tier.DISK:
-                    self._captured.setdefault(source.step, source.tier)
-        return self._captured
+        return self.inventory().on_hosts
 
     def unusable(self, *, above: int) -> Unusable:
-        """What local tiers hold above the newest step that can be restored; collective."""
-        if self._local is None:
-            return Unusable()
-        root = self.directories[TierName.LOCAL]
-        return find_unusable(root, self._info().host, self._group(), above=above)
+        """What local tiers hold above the newest step that can be restored; collective as `inventory` is."""
+        return find_unusable(self.inventory(), above=above)
 
     def path_of(self, step: int) -> Path:
         """How a step that the hosts hold is named to a trainer."""
@@ -344,8 +345,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         common: dict[str, Any] = {}
         if self.captured()[step] is Tier.PEERS:
             # Not through the engine, which would move whole shards between hosts for it.
-            mine = content_metadata(self.directories[TierName.LOCAL], step)
-            everyone = Agreement.of_process_group().gather(mine)
+            ranks = Agreement.of_process_group()
+            everyone = ranks.gather(content_metadata(self.inventory(), ranks.rank, step))
             common = next((found for found in everyone if found), common)
         if not common:
 
@@ -354,7 +355,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
                 common = load_common(shard)
 
             # What this rank has found is not asked: the source may have been bad for another one.
-            if self.open().restore_with(look, step=step).tier is Tier.NONE:
+            found = self.open().restore_with(look, step=step, inventory=self.inventory())
+            if found.tier is Tier.NONE:
                 raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
         return common
 
@@ -377,7 +379,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         if step is not None:
             filling = Filling(sharded_state_dict)
             try:
-                restored = self.open().restore_with(filling.fill, step=step)
+                restored = self.open().restore_with(filling.fill, step=step, inventory=self.inventory())
             except LayoutMismatch as mismatch:
                 if self._kind_on_disk(directory) is None:
                     raise
@@ -465,7 +467,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         """Lightning's end of a training, good or bad.  Captures of a bad one stay for the agent."""
         checkpointer, self._checkpointer = self._checkpointer, None
         finished, self._finished = self._finished, False  # a trainer may fit again
-        self._captured = None
+        self._inventory = None
         self.is_prewarmed = False
         if self._handing_over is not None:
             if finished:

@@ -21,7 +21,8 @@ from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.dcp_storage import DcpStorageWriter
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
-from resiliency.checkpoint.restoring import Restored, Tier
+from resiliency.checkpoint.recovery.sources import Tier
+from resiliency.checkpoint.restoring import Restored
 from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard

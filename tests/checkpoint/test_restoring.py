@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +15,9 @@ import torch
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Shard, plan_restore
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
-from resiliency.checkpoint.restoring import Restored, Tier
-from resiliency.errors import CheckpointCorrupt, LayoutMismatch, PeerError, ResiliencyError
+from resiliency.checkpoint.recovery.sources import Tier
+from resiliency.checkpoint.restoring import Restored
+from resiliency.errors import CheckpointCorrupt, ConfigError, LayoutMismatch, PeerError, ResiliencyError
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
 
@@ -48,10 +50,10 @@ def job(tmp_path: Path) -> Iterator[str]:
 def test_the_sources_are_listed_best_first_and_any_step_can_be_asked_for(tmp_path: Path, job: str) -> None:
     seen = []
     with opened(tmp_path, job) as checkpoints:
-        assert checkpoints.sources() == []
+        assert checkpoints.take_inventory().sources() == []
         for step in (1, 2):
             assert checkpoints.save(step, state(step)).wait(SOON)
-        found = [(source.step, source.tier) for source in checkpoints.sources()]
+        found = [(source.step, source.tier) for source in checkpoints.take_inventory().sources()]
         assert found == [(2, Tier.MEMORY), (2, Tier.DISK), (1, Tier.MEMORY), (1, Tier.DISK)]
         target = state(0)
         assert checkpoints.restore_with(filling(target), step=1).step == 1
@@ -85,7 +87,7 @@ def test_bytes_that_turn_out_bad_on_their_way_into_the_state_are_replaced_by_tho
     target = state(9, SEVERAL_CHUNKS)
     with opened(tmp_path, job) as checkpoints:
         assert checkpoints.restore(target).step == 1
-        assert [source.step for source in checkpoints.sources()] == [1]
+        assert [source.step for source in checkpoints.take_inventory().sources()] == [1]
     assert torch.equal(target["weights"], torch.full((SEVERAL_CHUNKS,), 1.0))  # type: ignore[arg-type]
 
 
@@ -96,7 +98,58 @@ def test_a_state_that_was_partly_overwritten_is_never_handed_back_as_good(tmp_pa
     with opened(tmp_path, job) as checkpoints:
         with pytest.raises(CheckpointCorrupt, match="in the state already; there is no other"):
             checkpoints.restore(state(9, SEVERAL_CHUNKS))
-        assert checkpoints.sources() == []
+        assert checkpoints.take_inventory().sources() == []
+
+
+def test_what_is_gone_when_it_is_read_is_passed_over_for_the_next_of_the_same_inventory(
+    tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, job) as checkpoints:
+        for step in (1, 2, 3):
+            assert checkpoints.save(step, state(step)).wait(SOON)
+    target = state(9)
+    with opened(tmp_path, job) as checkpoints:
+        inventory = checkpoints.take_inventory()
+        assert [source.step for source in inventory.sources()] == [3, 2, 1]
+        shutil.rmtree(tmp_path / "step=3")
+        assert checkpoints.restore(target, inventory=inventory).step == 2
+        assert torch.equal(target["weights"], torch.full((1000,), 2.0))  # type: ignore[arg-type]
+        assert [source.step for source in inventory.sources()] == [2, 1]
+        caplog.clear()
+        assert checkpoints.restore(target, inventory=inventory).step == 2
+        assert "passed over" not in caplog.text  # known by now
+        assert checkpoints.restore(target, step=3, inventory=inventory).step == 0
+        for step in (1, 2):
+            shutil.rmtree(tmp_path / f"step={step}")
+        with pytest.raises(CheckpointCorrupt, match="none of the 3 checkpoints that are left can be used"):
+            checkpoints.restore(target, inventory=inventory)
+        assert torch.equal(target["weights"], torch.full((1000,), 2.0))  # type: ignore[arg-type]
+        # There is nothing any more, and whoever looks now may begin.
+        assert checkpoints.restore(target).tier is Tier.NONE
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def not_of_one_mind(rank: int, directory: Path, job: str) -> list[str]:
+    """Restore with inventories that differ between the ranks."""
+    texts = []
+    with opened(directory, job, rank, 2) as checkpoints:
+        assert checkpoints.save(1, state(3)).wait(SOON)
+        older, newer = checkpoints.take_inventory(), checkpoints.take_inventory()
+        for mine in (older if rank else None, older if rank else newer):
+            with pytest.raises(ConfigError) as caught:
+                checkpoints.restore(state(9), inventory=mine)
+            texts.append(str(caught.value))
+        assert checkpoints.restore(state(9), inventory=older).step == 1
+    return texts
+
+
+def test_ranks_that_restore_from_different_inventories_are_refused_on_all(
+    tmp_path: Path, job: str, rank_pool: RankPool
+) -> None:
+    report = rank_pool.run(not_of_one_mind, 2, tmp_path, job, timeout=120.0, operation_timeout=60.0)
+    for without, different in report.values:
+        assert without.startswith("2 ranks restore together, 1 of them without an inventory")
+        assert different.startswith("2 ranks restore together, 0 of them without an inventory and the others")
 
 
 def one_rank_does_not_fit(rank: int, directory: Path, job: str) -> list[str]:
@@ -106,7 +159,7 @@ def one_rank_does_not_fit(rank: int, directory: Path, job: str) -> list[str]:
         with opened(directory, job, rank, 2) as checkpoints:
             if tier == "memory":
                 assert checkpoints.save(1, state(3)).wait(SOON)
-            assert checkpoints.sources()[0].tier.value == tier
+            assert checkpoints.take_inventory().sources()[0].tier.value == tier
             target = state(9, size=2000 if rank else 1000)
             with pytest.raises(LayoutMismatch) as caught:
                 checkpoints.restore_with(filling(target))

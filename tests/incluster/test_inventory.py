@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import RankArena
-from resiliency.checkpoint.catalog import quarantine
+from resiliency.checkpoint.catalog import quarantine, remove_checkpoint
 from resiliency.checkpoint.dcp_format import DcpFormat
+from resiliency.checkpoint.marker import Marker, MarkerState, lift_marker, put_marker
 from resiliency.checkpoint.recovery.holdings import Holding, Need, Place
 from resiliency.checkpoint.recovery.inventory import (
     Inventory,
+    Save,
+    find_save,
     list_local,
     list_memory,
-    list_saves,
     open_holding,
     take_inventory,
     try_set_aside,
@@ -156,20 +158,34 @@ def test_a_checkpoint_for_all_holds_the_shards_of_all_its_ranks(tmp_path: Path) 
     storage = commit_for_all(tmp_path, [make(5, rank, 3) for rank in range(3)])
     commit_for_all(tmp_path, [make(6, rank, 3) for rank in range(3)])
     quarantine(storage, 6, "it was bad")
-    [found] = list_saves(storage)
+    assert find_save(storage, 6) is None
+    found = find_save(storage, 5)
+    assert found is not None
     assert (found.step, found.save_id, found.world_size, found.run_id) == (5, "session-5", 3, "run")
     assert {(h.rank, h.host, h.place) for h in found.holdings()} == {
         (r, "", Place.PERSISTENT) for r in range(3)
     }
 
 
-def inventory_of(rank: int, root: Path, hosts: list[str], groups: list[str], together: bool) -> Inventory:
+@dataclass(frozen=True)
+class Taken:
+    """What a rank's inventory told it."""
+
+    name: str
+    needs: tuple[Need, ...]
+    holdings: tuple[Holding, ...]
+    saves: tuple[Save, ...]
+    stored: tuple[int, ...]
+    firsts: tuple[int, ...]
+
+
+def inventory_of(rank: int, root: Path, hosts: list[str], groups: list[str], together: bool) -> Taken:
     def list_here(is_first: bool) -> list[Holding]:
         assert is_first == (hosts.index(hosts[rank]) == rank)
         return list_local(local_of(root, hosts[rank]), hosts[rank]) if is_first else []
 
     storage = LocalStorage(root / "persistent") if rank == 0 else LocalStorage(root / "not here")
-    return take_inventory(
+    found = take_inventory(
         Agreement.of_process_group(),
         host=hosts[rank],
         group=groups[rank],
@@ -177,6 +193,8 @@ def inventory_of(rank: int, root: Path, hosts: list[str], groups: list[str], tog
         list_here=list_here,
         storage=storage,
     )
+    firsts = tuple(map(found.first_on, dict.fromkeys(hosts)))
+    return Taken(found.name, found.needs, found.holdings, found.saves, found.stored, firsts)
 
 
 def test_all_ranks_come_to_the_same_inventory(tmp_path: Path, rank_pool: RankPool) -> None:
@@ -198,9 +216,54 @@ def test_all_ranks_come_to_the_same_inventory(tmp_path: Path, rank_pool: RankPoo
         (2, 1, "b", 4),
         (2, 2, "a", 4),
     ]
-    assert (first.first_on("a"), first.first_on("b")) == (0, 1)
+    assert (first.stored, first.firsts) == ((1,), (0, 1))
     [same, *_] = rank_pool.run(inventory_of, 3, *arguments, True, timeout=120.0).values
     assert {(thing.group, thing.world_size) for thing in (*same.needs, *same.holdings)} == {("replicated", 3)}
+
+
+def of_shared_storage(root: Path) -> Inventory:
+    return take_inventory(
+        Agreement(0, 1),
+        host="a",
+        group="",
+        interchangeable=False,
+        list_here=lambda is_first: [],
+        storage=LocalStorage(root / "persistent"),
+    )
+
+
+def test_shared_storage_is_looked_into_newest_first_and_only_as_far_as_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3, 4):
+        storage = commit_for_all(tmp_path, [make(step, 0, 1)])
+    for step in (2, 4):
+        (tmp_path / "persistent" / f"step={step}" / "manifest.json").unlink()
+    inventory = of_shared_storage(tmp_path)
+    assert (inventory.stored, [save.step for save in inventory.saves]) == ((4, 3, 2, 1), [3])
+    assert ("step=4" in caplog.text, "step=2" in caplog.text) == (True, False)
+    assert (inventory.has_newer(2), inventory.has_newer(1), inventory.has_newer(None)) == (False, True, True)
+    inventory.look_at(1)
+    assert [save.step for save in inventory.saves] == [3, 1]
+    inventory.look_further()
+    assert "step=2" in caplog.text
+    assert not inventory.has_newer(None)
+    # What comes or goes after the look is not in it.
+    commit_for_all(tmp_path, [make(5, 0, 1)])
+    remove_checkpoint(storage, 1)
+    assert [source.step for source in inventory.sources()] == [3, 1]
+    inventory.bad.update(holding for holding in inventory.holdings if holding.step == 3)
+    assert [source.step for source in inventory.sources()] == [1]
+
+
+def test_a_step_that_is_committed_while_a_job_starts_can_be_asked_for(tmp_path: Path) -> None:
+    storage = commit_for_all(tmp_path, [make(1, 0, 1)])
+    put_marker(storage, 1, Marker(state=MarkerState.WRITING))
+    inventory = of_shared_storage(tmp_path)
+    assert (inventory.stored, inventory.saves, inventory.sources()) == ((), (), [])
+    lift_marker(storage, 1)
+    inventory.look_at(1)
+    assert [save.step for save in inventory.saves] == [1]
 
 
 def test_storage_that_cannot_be_listed_fails_all_ranks(tmp_path: Path, rank_pool: RankPool) -> None:

@@ -22,7 +22,8 @@ from resiliency.checkpoint.peers.placement import Peer
 from resiliency.checkpoint.recovery.holdings import Holding
 from resiliency.checkpoint.recovery.inventory import list_local
 from resiliency.checkpoint.recovery.repairs import repairs
-from resiliency.checkpoint.restoring import Restorer, Tier
+from resiliency.checkpoint.recovery.sources import Tier
+from resiliency.checkpoint.restoring import Restorer
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
@@ -363,7 +364,10 @@ def test_a_newer_checkpoint_of_another_number_of_ranks_is_refused_and_an_older_o
 
 def sources(rank: int, job: Job) -> list[tuple[int, str]]:
     with ExitStack() as held:
-        return [(source.step, source.tier.value) for source in restorer(rank, job, held).sources()]
+        return [
+            (source.step, source.tier.value)
+            for source in restorer(rank, job, held).take_inventory().sources()
+        ]
 
 
 def test_sources_name_each_tier_from_which_a_step_could_come(tmp_path: Path, rank_pool: RankPool) -> None:

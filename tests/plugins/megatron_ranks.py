@@ -267,7 +267,10 @@ def saved(rank: int, layout: Layout, directory: Path, name: str) -> list[Part]:
             handle = checkpoints.save(STEP, state)
             trained.train(2)
             assert differing(parts_of(trained.sharded_state()), expected)
-            assert next((s.step, s.tier.value) for s in checkpoints.sources()) == (STEP, "memory")
+            assert next((s.step, s.tier.value) for s in checkpoints.take_inventory().sources()) == (
+                STEP,
+                "memory",
+            )
             state = restore(trained, checkpoints, "memory")
             compare(trained, state, expected)
             assert torch.equal(state["random"]["torch"], draws)

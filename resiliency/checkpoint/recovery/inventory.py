@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a job that starts want, and which shards are left: agreed once, by all.
+"""What the ranks of a job that starts want, and which shards are left: looked at once, agreed by all.
 
 Listing reads headers, manifests and indexes, and no data: a shard that is listed may turn out bad or
 gone when it is read, and whoever reads it verifies it.  One that shows its damage without being read
@@ -9,19 +9,22 @@ gone when it is read, and whoever reads it verifies it.  One that shows its dama
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import peek, ranks_in
-from resiliency.checkpoint.catalog import SET_ASIDE, Condition, list_checkpoints, steps_in
+from resiliency.checkpoint.catalog import SET_ASIDE, Condition, inspect, list_steps, steps_in
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.megatron_format import MegatronFormat
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.recovery.holdings import Holding, Need, Place, decode, encode
+from resiliency.checkpoint.recovery.sources import Source, Tier, nearest_on_hosts, sources_of
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.shard_file import check_size, verify_file
 from resiliency.checkpoint.storage import LocalStorage, Storage, write_file
@@ -56,22 +59,126 @@ class Save:
         ]  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Inventory:
-    """The same on all ranks.
+    """What a start may restore, and from where; the same on all ranks.
 
-    Args:
+    What hosts hold is listed in full.  Checkpoints on storage that all see are looked into newest first,
+    and only as far as is asked for: of hundreds of them a start needs one.  What has turned out bad since
+    is noted here, and not tried again by whoever restores from the same inventory.
+
+    Attributes:
         needs: one per rank, in their order.
-        saves: on persistent storage, also those that another number of ranks saved.
+        holdings: shards that are known so far, also those that turned out bad.
+        saves: on persistent storage, as far as known; also those that another number of ranks saved.
+        bad: holdings that were found damaged or gone.
+        stored: steps that had a directory and no marker on persistent storage, newest first, whoever wrote
+            them and whatever they are worth.
+        name: of this very inventory, to tell whether all ranks mean the same.
     """
 
-    needs: tuple[Need, ...]
-    holdings: tuple[Holding, ...]
-    saves: tuple[Save, ...] = ()
+    def __init__(
+        self, agreement: Agreement, storage: Storage | None, needs: tuple[Need, ...], *, interchangeable: bool
+    ) -> None:
+        self._agreement = agreement
+        self._storage = storage
+        self._interchangeable = interchangeable
+        self.needs = needs
+        self.holdings: tuple[Holding, ...] = ()
+        self.saves: tuple[Save, ...] = ()
+        self.bad: set[Holding] = set()
+        self.stored: tuple[int, ...] = ()
+        self.name = ""
+        self._listed: frozenset[int] = frozenset()
+        self._unseen: list[int] = []
+
+    def sources(self) -> list[Source]:
+        """What could be restored, best first: newest, and of one step the quickest; collective.
+
+        The first call looks into every checkpoint on storage that all see.
+        """
+        if self._unseen:
+            self._look_into(self._unseen, all_of_them=True)
+        good = [holding for holding in self.holdings if holding not in self.bad]
+        stored = {holding.save_id for holding in good if holding.place is Place.PERSISTENT}
+        saves = [
+            Source(step=save.step, tier=Tier.DISK, save_id=save.save_id, run_id=save.run_id)
+            for save in self.saves
+            if save.save_id in stored
+        ]
+        return sources_of(self.needs, good, saves)
+
+    @cached_property
+    def on_hosts(self) -> dict[int, Tier]:
+        """Steps that the hosts held between them, newest first, and the nearest place of each."""
+        return nearest_on_hosts(self.needs, self.holdings, self.bad)
 
     def first_on(self, host: str) -> int:
         """The rank that acts for `host`."""
         return min(need.rank for need in self.needs if need.host == host)
+
+    def has_newer(self, step: int | None) -> bool:
+        """Whether there are checkpoints above `step` that nobody has looked into; None: any at all."""
+        return bool(self._unseen) and (step is None or self._unseen[0] > step)
+
+    def look_further(self) -> None:
+        """Look into older checkpoints until one can be restored; collective."""
+        self._look_into(self._unseen)
+
+    def look_at(self, step: int) -> None:
+        """Look into one step; collective.
+
+        Also where it was unfinished before: agents go on committing while a job starts.
+        """
+        if step in self._listed and all(save.step != step for save in self.saves):
+            self._look_into([step])
+
+    def _look_into(self, steps: Sequence[int], *, all_of_them: bool = False) -> None:
+        """Have rank 0 look, and tell all what it found."""
+        error: ResiliencyError | None = None
+        looked = _Looked()
+        if self._agreement.rank == 0 and self._storage is not None:
+            try:
+                looked = _look_for_saves(self._storage, steps, all_of_them=all_of_them)
+            except CheckpointError as failure:
+                error = failure
+        self._agreement.check(error, "looking into checkpoints")
+        self._add(self._agreement.gather(looked)[0])
+
+    def _add(self, looked: _Looked) -> None:
+        self.saves += tuple(looked.saves)
+        self._unseen = [step for step in self._unseen if step not in looked.steps]
+        self._hold(holding for save in looked.saves for holding in save.holdings())
+
+    def _hold(self, found: Iterable[Holding]) -> None:
+        if self._interchangeable:
+            # As if as many ranks had saved as want it now: a rank then prefers the shard of its own number,
+            # which holds what is not the same on all ranks.
+            found = (replace(holding, group=_EVERYONE, world_size=len(self.needs)) for holding in found)
+        self.holdings = tuple(dict.fromkeys((*self.holdings, *found)))
+
+    def _begin(self, stored: _Stored, held: Iterable[Holding]) -> None:
+        self.name, self.stored = stored.name, stored.unmarked
+        self._listed, self._unseen = frozenset(stored.listed), list(stored.listed)
+        self._hold(held)
+        self._add(stored.looked)
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """Steps that were looked into, and the checkpoints that were found there."""
+
+    steps: tuple[int, ...] = ()
+    saves: tuple[Save, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What rank 0 knows of the storage that all see; steps newest first."""
+
+    name: str
+    listed: tuple[int, ...] = ()
+    unmarked: tuple[int, ...] = ()
+    looked: _Looked = field(default_factory=_Looked)
 
 
 def take_inventory(
@@ -100,28 +207,47 @@ def take_inventory(
         Need(rank=rank, host=host, world_size=world_size, group=_EVERYONE if interchangeable else group)
         for rank, (host, group) in enumerate(everyone)
     )
-    is_first = agreement.rank == min(need.rank for need in needs if need.host == host)
+    inventory = Inventory(agreement, storage, needs, interchangeable=interchangeable)
     error: ResiliencyError | None = None
-    saves: list[Save] = []
-    if storage is not None and agreement.rank == 0:
+    stored = None
+    if agreement.rank == 0:
         try:
-            saves = list_saves(storage)
+            stored = _list_stored(storage)
         except CheckpointError as failure:
             error = failure
     agreement.check(error, "listing checkpoints")
-    gathered = agreement.gather((encode(list_here(is_first)), saves))
-    saves = gathered[0][1]
-    holdings = [holding for encoded, _ in gathered for holding in decode(encoded)]
-    holdings += [holding for save in saves for holding in save.holdings()]
-    if interchangeable:
-        # As if as many ranks had saved as want it now: a rank then prefers the shard of its own number,
-        # which holds what is not the same on all ranks.
-        holdings = [replace(holding, group=_EVERYONE, world_size=world_size) for holding in holdings]
-    return Inventory(needs, tuple(dict.fromkeys(holdings)), tuple(saves))
+    is_first = agreement.rank == inventory.first_on(host)
+    gathered = agreement.gather((encode(list_here(is_first)), stored))
+    of_storage = gathered[0][1]
+    assert of_storage is not None  # rank 0's
+    inventory._begin(of_storage, [holding for encoded, _ in gathered for holding in decode(encoded)])
+    return inventory
 
 
 #: Group of all ranks of a job whose ranks all train the same tensors.
 _EVERYONE = "replicated"
+
+
+def _list_stored(storage: Storage | None) -> _Stored:
+    name = secrets.token_hex(8)
+    if storage is None:
+        return _Stored(name)
+    marked_too, unmarked = (steps[::-1] for steps in list_steps(storage))
+    # The newest is always needed: its run is the one that goes on.
+    return _Stored(name, tuple(marked_too), tuple(unmarked), _look_for_saves(storage, marked_too))
+
+
+def _look_for_saves(storage: Storage, steps: Sequence[int], *, all_of_them: bool = False) -> _Looked:
+    """Look into `steps` in this order, until one can be restored."""
+    looked, saves = [], []
+    for step in steps:
+        looked.append(step)
+        save = find_save(storage, step)
+        if save is not None:
+            saves.append(save)
+            if not all_of_them:
+                break
+    return _Looked(tuple(looked), tuple(saves))
 
 
 def list_memory(directory: Path, host: str, ranks: Iterable[int] | None = None) -> list[Holding]:
@@ -145,36 +271,33 @@ def list_local(local: Path, host: str) -> list[Holding]:
     return found
 
 
-def list_saves(storage: Storage) -> list[Save]:
-    """Complete checkpoints that hold what was captured; of the others it logs why they are none.
+def find_save(storage: Storage, step: int) -> Save | None:
+    """A complete checkpoint that holds what was captured; of any other it logs why it is none.
 
     Raises:
-        CheckpointCorrupt: the storage cannot be listed.
+        CheckpointCorrupt: the storage cannot be read.
     """
-    saves = []
-    for found in list_checkpoints(storage):
-        manifest = found.manifest
-        if found.condition is Condition.BAD:
-            logger.warning("passing over %s: %s", found.path, found.why)
-        elif found.condition is Condition.STOCK:  # good, but for other readers
-            logger.info("passing over %s: %s", found.path, found.why)
-        elif manifest is not None and manifest.format not in _RESTORABLE:
-            logger.warning(
-                "passing over %s: it has format %r; load it with torch.distributed.checkpoint.load",
-                found.path,
-                manifest.format,
-            )
-        elif manifest is not None:
-            saves.append(
-                Save(
-                    step=found.step,
-                    save_id=manifest.save_id,
-                    run_id=manifest.run_id,
-                    world_size=manifest.world_size,
-                    size_bytes=found.size_bytes,
-                )
-            )
-    return saves
+    found = inspect(storage, step)
+    manifest = found.manifest
+    if found.condition is Condition.BAD:
+        logger.warning("passing over %s: %s", found.path, found.why)
+    elif found.condition is Condition.STOCK:  # good, but for other readers
+        logger.info("passing over %s: %s", found.path, found.why)
+    elif manifest is not None and manifest.format not in _RESTORABLE:
+        logger.warning(
+            "passing over %s: it has format %r; load it with torch.distributed.checkpoint.load",
+            found.path,
+            manifest.format,
+        )
+    elif manifest is not None:
+        return Save(
+            step=found.step,
+            save_id=manifest.save_id,
+            run_id=manifest.run_id,
+            world_size=manifest.world_size,
+            size_bytes=found.size_bytes,
+        )
+    return None
 
 
 def open_holding(holding: Holding) -> CheckpointReader:

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much one start of a NeMo job asks of storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resiliency.testing.rank_pool import RankPool
+from tests.plugins import starting_ranks
+from tests.plugins.conftest import run
+from tests.plugins.megatron_ranks import Layout
+
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+
+
+def test_a_start_lists_each_place_once_and_looks_into_no_older_checkpoint(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    first, second = run(pool, starting_ranks.start, Layout(ranks=2), tmp_path)
+    for found in (first, second):
+        assert (found["step"], found["tier"], found["weights"]) == ("step=3", "local", [3.0] * 4)
+    listed = {
+        place: times for place, times in first["listed"].items() if not place.startswith("other-memory")
+    }
+    assert listed == {"persistent": 1, "persistent/step=3": 1, "local": 1, "local/replicas": 1}
+    assert max(first["listed"].values()) == 1
+    assert second["listed"] == {}  # the first rank of a host looks for all
