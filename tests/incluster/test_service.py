@@ -230,6 +230,26 @@ def test_a_save_that_cannot_be_opened_for_now_is_copied_as_soon_as_it_can(start:
         host.wait_for(Complete, 10)
 
 
+def test_what_an_earlier_agent_left_is_copied_also_where_the_disk_could_not_be_listed_at_first(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody asks for these copies again: ranks know that the save was committed."""
+    hosts = start("a", "b")
+    for host in hosts:
+        commit_step(host.storage, 10, session="next")
+    again = table_of([host.peer for host in hosts], session="next")
+    with no_descriptor_left():
+        for host in hosts:
+            host.service.update(again)
+        wait_until(
+            lambda: caplog.text.count("what an earlier agent left is looked for again") >= len(hosts),
+            "it was never looked for",
+        )
+        assert "EMFILE" in caplog.text
+    for host in hosts:
+        assert host.wait_for(Complete, 10).save_id == save_name(10, "next")
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_device_error_in_the_middle_of_a_copy_does_not_end_it(
     start: Start, monkeypatch: pytest.MonkeyPatch, number: int

@@ -27,8 +27,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
-from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.catalog import steps_in
 from resiliency.checkpoint.errands import Errands
+from resiliency.checkpoint.manifest import read_manifest
+from resiliency.checkpoint.marker import step_directory, try_read_marker
 from resiliency.checkpoint.peers.backlog import Backlog
 from resiliency.checkpoint.peers.completion import SaveName
 from resiliency.checkpoint.peers.counters import Counters
@@ -42,7 +44,14 @@ from resiliency.checkpoint.peers.server import Server
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.checkpoint.recovery.repairs import Push
 from resiliency.checkpoint.storage import LocalStorage
-from resiliency.errors import CheckpointError, ConfigError, PeerError, ResiliencyError
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    ConfigError,
+    PeerError,
+    ResiliencyError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +106,27 @@ class NotRepaired:
 
 
 PeerEvent: TypeAlias = "Replicated | NotReplicated | Complete | Repaired | NotRepaired"
+
+
+class _Leftovers:
+    """When to look for what agents before this one left: once for each session, until a look succeeds."""
+
+    def __init__(self, pause: timedelta) -> None:
+        self._pause_s = pause.total_seconds()
+        self._done_for = ""
+        self._not_before = 0.0
+
+    def are_due(self, session: str) -> bool:
+        return session != self._done_for and time.monotonic() >= self._not_before
+
+    def due_in_s(self, session: str) -> float | None:
+        """None: never."""
+        return None if session == self._done_for else max(0.0, self._not_before - time.monotonic())
+
+    def looked(self, session: str, *, is_done: bool) -> None:
+        if is_done:
+            self._done_for = session
+        self._not_before = 0.0 if is_done else time.monotonic() + self._pause_s
 
 
 class PeerService:
@@ -197,7 +227,6 @@ class PeerService:
         self._throttle.bytes_per_s = table.bytes_per_s
         if is_new:
             self._throttle.restore()
-            self._try_tidy(lambda: self._take_up(table))
         self._roll_call.update(table)
         self._news.set()
 
@@ -256,14 +285,17 @@ class PeerService:
 
     def _copy_saves(self) -> None:
         pause_s = 0.0
+        leftovers = _Leftovers(self._patience.longest_pause)
         while not self._closing.is_set():
             table = self._table
+            if table is not None and leftovers.are_due(table.session):
+                leftovers.looked(table.session, is_done=self._try_take_up(table))
             save, passed = (None, []) if table is None else self._backlog.take(table.session)
             for other in passed:
                 if other not in self._taken_up:  # of those, nobody knows whether it had been before
                     self._not_replicated(other, f"superseded by step {save.step if save else 0}.")
             if save is None or table is None:
-                self._news.wait()
+                self._news.wait(None if table is None else leftovers.due_in_s(table.session))
                 self._news.clear()
                 continue
             why = self._try_copy(save, table)
@@ -320,15 +352,36 @@ class PeerService:
         logger.warning("step %d is not replicated: %s", save.step, why)
         self._emit(NotReplicated(step=save.step, save_id=save.save_id, why=why, is_final=True))
 
-    def _take_up(self, table: PeerTable) -> None:
-        """What an agent before this one may have left undone."""
-        for found in list_checkpoints(LocalStorage(self._root)):
-            manifest = found.manifest
-            if found.condition is Condition.COMPLETE and manifest is not None:
-                save = SaveName(found.step, manifest.save_id)
-                if table.is_of_session(save.step, save.save_id):
-                    self._taken_up.add(save)
-                    self.replicate(save.step, save.save_id)
+    def _try_take_up(self, table: PeerTable) -> bool:
+        """Go on with what an agent before this one may have left undone; False: look again later."""
+        try:
+            return self._take_up(table)
+        except CheckpointError as error:
+            logger.warning("what an earlier agent left is looked for again: %s", error)
+            return False
+        except Exception:  # the border of this thread: saves to come are copied all the same
+            logger.exception("what an earlier agent left is not copied")
+            return True
+
+    def _take_up(self, table: PeerTable) -> bool:
+        storage = LocalStorage(self._root)
+        is_all = True
+        for step in steps_in(storage):
+            if try_read_marker(storage, step) is not None:
+                continue
+            try:
+                save = SaveName(step, read_manifest(storage, step_directory(step)).save_id)
+            except (CheckpointIncomplete, ConfigError):
+                continue
+            except CheckpointCorrupt as error:
+                if "errno" in error.fields:  # it could not be read, and may be whole
+                    logger.warning("what an earlier agent left is looked for again: %s", error)
+                    is_all = False
+                continue
+            if table.is_of_session(step, save.save_id) and save not in self._taken_up:
+                self._taken_up.add(save)
+                self.replicate(step, save.save_id)
+        return is_all
 
     # --- repairs ----------------------------------------------------------------------------------
 
