@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resiliency.checkpoint.arena import rank_directory
@@ -43,6 +43,13 @@ def table_path(arena: Path, first_rank: int) -> Path:
     It goes with the rank's slots when the job has ended well.
     """
     return rank_directory(arena, first_rank) / "peers.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked(Push):
+    """A repair, and the session that asked for it: another one may have begun before it ends."""
+
+    session: str
 
 
 class Replication:
@@ -123,7 +130,8 @@ class Replication:
             why = "this agent and those of other hosts do not reach each other."
             self._put(RepairDone(session=self._attach.session, repair=repair, error=why))
             return
-        push = Push(
+        push = _Asked(
+            session=self._attach.session,
             holder=self._attach.host,
             owner=repair.owner,
             step=repair.step,
@@ -197,11 +205,11 @@ class Replication:
             self._put(news)
 
     def _repaired(self, push: Push, error: str = "") -> None:
-        assert self._attach is not None, "nobody else asks for repairs"
+        assert isinstance(push, _Asked), "nobody else asks for repairs"
         repair = Repair(
             step=push.step, save_id=push.save_id, owner=push.owner, root=push.root, target=push.target
         )
-        self._put(RepairDone(session=self._attach.session, repair=repair, error=error))
+        self._put(RepairDone(session=push.session, repair=repair, error=error))
 
     def _table_of(self, attach: Attach) -> PeerTable | None:
         """The table that this session's ranks left for an agent before this one."""

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from resiliency.checkpoint.peers.placement import Peer
 from resiliency.checkpoint.replication import Replication
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Repair, RepairDone, Settings
-from tests.incluster.peer_builders import LONG_S, commit_step, save_name, table_of, tree
+from tests.incluster.peer_builders import LONG_S, commit_step, save_name, table_of, tree, wait_until
 
 SESSION = "now"
 
@@ -35,7 +38,7 @@ class Host:
             local_directory=str(self.disk),
             replicas=1,
         )
-        attach = Attach(
+        self.attach = Attach(
             rank=rank,
             world_size=2,
             local_ranks=(rank,),
@@ -45,7 +48,7 @@ class Host:
             peer_address=address,
             settings=settings,
         )
-        self.replication.begin_session(attach)
+        self.replication.begin_session(self.attach)
 
     def answers(self, count: int) -> list[RepairDone]:
         """What the ranks hear of repairs."""
@@ -85,6 +88,35 @@ def test_a_repair_that_was_done_before_is_done_at_once_and_changes_nothing(hosts
         a.replication.repair(repair)
     assert a.answers(2) == [RepairDone(session=SESSION, repair=repair)] * 2
     assert tree(b.disk / "replicas" / "a") == copy
+
+
+def opened_for_writing(fifo: Path) -> int | None:
+    """None while nobody reads there."""
+    try:
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return None
+
+
+def test_the_end_of_a_repair_is_told_to_those_who_asked_and_not_to_the_ranks_of_a_later_start(
+    tmp_path: Path, hosts: tuple[Host, Host]
+) -> None:
+    a, _ = hosts
+    hanging = tmp_path / "hanging" / "step=7" / "manifest.json"  # as a disk does
+    hanging.parent.mkdir(parents=True)
+    os.mkfifo(hanging)
+    a.replication.repair(repair_of(7, tmp_path / "hanging"))
+    found: list[int] = []
+    wait_until(lambda: bool(found.extend(filter(None, [opened_for_writing(hanging)])) or found), "unread")
+    a.replication.begin_session(replace(a.attach, session="later"))
+    hanging.unlink()
+    os.close(found[0])
+    asked_later = repair_of(8, a.disk)
+    a.replication.repair(asked_later)
+    (answer,) = a.answers(1)
+    assert (answer.session, answer.repair) == ("later", asked_later)
 
 
 def test_a_repair_that_cannot_be_done_is_reported_with_the_reason(
