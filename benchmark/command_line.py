@@ -186,7 +186,7 @@ def _writing_flags(group: argparse._ArgumentGroup) -> None:
         "--enable-dist-ckpt",
         action="store_true",
         help="spread each save and load over all "
-        "data-parallel ranks, instead of leaving it to the first replica",
+        "data-parallel ranks, instead of leaving it to the first of them",
     )
     group.add_argument(
         "--enable-async-ckpt",
