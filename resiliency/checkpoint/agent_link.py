@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.outbox import Outbox, Part
+from resiliency.checkpoint.storage import SHORTAGES
 from resiliency.checkpoint.wire import (
     Attach,
     Attached,
@@ -283,7 +284,10 @@ class AgentLink:
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             )
         except OSError as error:
-            raise PeerError(f"the checkpoint agent cannot be started: {error}.") from error
+            if error.errno not in SHORTAGES:
+                raise PeerError(f"the checkpoint agent cannot be started: {error}.") from error
+            # It may pass, and there may be an agent that this process cannot connect to for want of the same.
+            logger.warning("the checkpoint agent cannot be started for now: %s", error)
 
     def _launcher_starts_it(self) -> bool:
         """Ask the launcher, whose agents outlive a restart of its workers and have torch imported already."""

@@ -243,9 +243,14 @@ class Intake:
         return self._gathering.setdefault(key, _Gathering(member.session, member.run_id))
 
     def _add(self, gathering: _Gathering, member: Attach, save: Save) -> None:
-        slot = self._borrow(member, save)
+        try:
+            slot = self._borrow(member, save)
+            why = f"{save.slot} does not hold that step"
+        except (CheckpointError, OSError) as error:  # no descriptor is left, for instance
+            slot, why = None, str(error)  # a kept record of the error itself would keep slots mapped
+            logger.warning("rank %d, step %d: %s", member.rank, save.step, why)
         if slot is None:
-            gathering.missing[member.rank] = f"rank {member.rank}: {save.slot} does not hold that step"
+            gathering.missing[member.rank] = f"rank {member.rank}: {why}"
         elif member.rank in gathering.slots:
             slot.close()
         else:
@@ -254,11 +259,7 @@ class Intake:
     def _borrow(self, member: Attach, save: Save) -> CapturedSlot | None:
         if not save.slot or "/" in save.slot:
             return None
-        try:
-            slot = try_open_slot(rank_directory(self._arena, member.rank) / save.slot)
-        except CheckpointError as error:
-            logger.warning("rank %d, step %d: %s", member.rank, save.step, error)
-            return None
+        slot = try_open_slot(rank_directory(self._arena, member.rank) / save.slot)
         if slot is None or (slot.header.step, slot.header.run_id) == (save.step, member.session):
             return slot
         slot.close()

@@ -39,6 +39,8 @@ from resiliency.checkpoint.wire import (
     Skip,
     listen,
 )
+from tests.checkpoint.storage_builders import no_descriptor_left
+from tests.incluster.peer_builders import wait_until
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -114,12 +116,14 @@ def second_rank(root: Path) -> Attach:
     )
 
 
-def link_at(root: Path, on_copies: Callable[[Copies], None] = lambda copies: None) -> AgentLink:
+def link_at(
+    root: Path, on_copies: Callable[[Copies], None] = lambda copies: None, *, starts: bool = False
+) -> AgentLink:
     """Of a rank that has nothing to save."""
     return AgentLink(
         root,
         second_rank(root),
-        starts=False,
+        starts=starts,
         on_done=lambda done: None,
         on_lost=lambda why, parts: [],
         on_copies=on_copies,
@@ -253,6 +257,25 @@ def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(
         third.attach()
         link.request(Peers(path="/table"))
         assert third.hear(1) == [Peers(path="/table")]
+    finally:
+        link.close(goodbye=False)
+
+
+def test_a_save_waits_while_no_descriptor_is_left_to_reach_or_start_an_agent(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = agent_of(tmp_path)
+    save = Save(step=7, slot="slot-0", tiers=("local",))
+    link = link_at(tmp_path, starts=True)
+    try:
+        agent.attach()
+        with no_descriptor_left():
+            assert agent.channel is not None
+            agent.channel.close()
+            link.request(save)
+            wait_until(lambda: "cannot be started" in caplog.text, "it was not noticed")
+        agent.attach()
+        assert agent.hear(1) == [save]
     finally:
         link.close(goodbye=False)
 

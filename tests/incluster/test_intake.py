@@ -25,6 +25,7 @@ from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
+from tests.checkpoint.storage_builders import no_descriptor_left
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -110,6 +111,20 @@ def test_a_step_goes_to_its_tiers_once_all_ranks_have_it_and_its_slots_are_given
     assert desk.complete("local") == [1, 2, 3, 4, 5]  # nobody said that one is complete on all hosts
     assert desk.complete("persistent")[-1] == 5
     assert desk.intake.captures_are_spent()
+
+
+def test_a_slot_that_cannot_be_opened_for_now_costs_that_save_and_not_the_agent(desk: Desk) -> None:
+    saves = [desk.capture(rank, 1) for rank in (0, 1)]
+    with no_descriptor_left():
+        assert desk.intake.save(desk.ranks[0], saves[0]) == []
+    assert desk.intake.save(desk.ranks[1], saves[1]) == []
+    for why in desk.reports(2).values():
+        assert why.startswith("rank 0: ")
+        assert "Too many open files" in why
+    # As any failed save it may be tried again, by all ranks together.
+    for rank in (0, 1):
+        assert desk.intake.save(desk.ranks[rank], saves[rank]) == []
+    assert desk.reports(2) == {(1, "local"): "", (1, "persistent"): ""}
 
 
 def test_what_ranks_left_in_memory_is_rescued_where_it_is_quickest(desk: Desk) -> None:
