@@ -4,7 +4,7 @@
 A file is a row of chunks of `CHUNK_BYTES`; each has its own digest, computed from the very memory
 that is handed to the storage (write) or that came from it (read).  Within a chunk, long runs of
 whole pages that lie aligned in memory go straight to or from the device; only what is between
-them passes through a page-aligned buffer, one per thread.  Nothing is read without being verified.
+them passes through a page-aligned buffer.  Nothing is read without being verified.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from resiliency.checkpoint.checksums import DEFAULT_ALGORITHM, Digest, digest_function
 from resiliency.checkpoint.errands import side_by_side
+from resiliency.checkpoint.pipeline import prepare_and_move
 from resiliency.checkpoint.storage import (
     PAGE_BYTES,
     Buffer,
@@ -30,12 +31,18 @@ from resiliency.checkpoint.storage import (
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing
 
 CHUNK_BYTES = 4 << 20
+#: Chunks that go to the storage in one write.  Between two writes a device may stand still; chunks stay
+#: smaller than writes, since who reads a single tensor reads whole chunks.
+_CHUNKS_PER_WRITE = 2
+#: Writes or reads of a file that are under way at a time.  With two, the device has the next one at hand
+#: when one ends, and network and parallel file systems serve both.  More need processors that belong to
+#: training.
 DEFAULT_THREADS = 2
 #: Shorter runs are copied: a call to the device costs more.
 _DIRECT_FROM_BYTES = 256 << 10
 
-#: Called with the size of each chunk before it is moved: bandwidth cap, heartbeat, progress.  It
-#: may block, and it may raise to stop the transfer.
+#: Called with the size of each part (one or a few chunks) before it is moved: bandwidth cap, heartbeat,
+#: progress.  It may block, and it may raise to stop the transfer.
 Pace = Callable[[int], None]
 
 
@@ -95,13 +102,15 @@ def write_shard_file(
 
     The record that comes back names the file relative to `directory`.
 
+    Args:
+        threads: writes that are under way at a time; one more thread gathers and digests what comes next.
     Raises:
         CheckpointWriteFailed: the storage refused; the file is left as it is.
     """
     file = storage.create(f"{directory}/{name}", size_bytes)
     job = _Writer(file, pieces, size_bytes, chunk_bytes, digest_function(algorithm), pace)
     try:
-        _in_parallel(job.write_chunk, len(job.digests), threads, chunk_bytes)
+        prepare_and_move(job.prepare, job.write, job.parts, movers=threads, buffer_bytes=job.buffer_bytes)
         file.sync()
     finally:
         file.close()
@@ -190,6 +199,15 @@ def _read_chunks(
         file.close()
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one write puts at `start`: all whole pages, but for the end of the file."""
+
+    start: int
+    length: int
+    views: list[memoryview]
+
+
 class _Writer:
     def __init__(
         self,
@@ -200,58 +218,71 @@ class _Writer:
         digest: Digest,
         pace: Pace | None,
     ) -> None:
-        self.file = file
         self.digests = [""] * -(-size_bytes // chunk_bytes)
-        self._pieces = [Piece(p.offset, memoryview(p.data).cast("B")) for p in pieces if p.end > p.offset]
-        self._starts = [piece.offset for piece in self._pieces]
-        self._ends = [piece.end for piece in self._pieces]
+        self.parts = -(-len(self.digests) // _CHUNKS_PER_WRITE)
+        #: No more than a small file needs.
+        self.buffer_bytes = min(_CHUNKS_PER_WRITE * chunk_bytes, size_bytes) + PAGE_BYTES
+        self._file = file
+        views = ((piece.offset, memoryview(piece.data).cast("B")) for piece in pieces)
+        self._ranges = [(offset, view) for offset, view in views if view.nbytes]
+        self._starts = [offset for offset, _ in self._ranges]
+        self._ends = [offset + view.nbytes for offset, view in self._ranges]
         self._size = size_bytes
         self._chunk = chunk_bytes
         self._digest = digest
         self._pace = pace
 
-    def write_chunk(self, number: int, buffer: memoryview) -> None:
-        start = number * self._chunk
-        length = min(self._chunk, self._size - start)
+    def prepare(self, number: int, buffer: memoryview) -> _Part:
+        """Gather and digest the chunks of a part."""
+        first = number * _CHUNKS_PER_WRITE
+        start = first * self._chunk
+        length = min(_CHUNKS_PER_WRITE * self._chunk, self._size - start)
         if self._pace is not None:
             self._pace(length)
-        end = start + length
-        pieces = self._overlapping(start, end)
-        ranges = [(piece.offset, memoryview(piece.data)) for piece in pieces]
+        views: list[memoryview] = []
+        for chunk in range(first, min(first + _CHUNKS_PER_WRITE, len(self.digests))):
+            low = chunk * self._chunk
+            high = min(low + self._chunk, self._size)
+            gathered = self._gathered(low, high, buffer[low - start :])
+            self.digests[chunk] = self._digest(*gathered)
+            views += gathered
+        return _Part(start, length, views)
+
+    def write(self, part: _Part) -> None:
+        # Only the end of the file is no whole page: the pages before it still go directly.
+        rest = part.length % PAGE_BYTES
+        *views, last = part.views
+        if part.length > rest:
+            self._file.write_at(part.start, *views, last[: last.nbytes - rest])
+        if rest:
+            self._file.write_at(part.start + part.length - rest, last[last.nbytes - rest :])
+
+    def _gathered(self, start: int, end: int, buffer: memoryview) -> list[memoryview]:
+        """The bytes of a chunk: where they lie, or in `buffer`."""
+        first = bisect.bisect_right(self._ends, start)
+        ranges = self._ranges[first : bisect.bisect_left(self._starts, end)]
         segments = _segments(start, end, ranges, buffer)
         for segment in segments:
             if not segment.in_place:
-                self._gather(segment, pieces)
-        self.digests[number] = self._digest(*(segment.view for segment in segments))
-        # Only the end of the file is no whole page: the pages before it still go directly.
-        rest = length % PAGE_BYTES
-        views = [segment.view for segment in segments]
-        last = views.pop()
-        if length > rest:
-            self.file.write_at(start, *views, last[: last.nbytes - rest])
-        if rest:
-            self.file.write_at(end - rest, last[last.nbytes - rest :])
+                _gather(segment, ranges)
+        return [segment.view for segment in segments]
 
-    def _overlapping(self, start: int, end: int) -> list[Piece]:
-        first = bisect.bisect_right(self._ends, start)
-        return self._pieces[first : bisect.bisect_left(self._starts, end)]
 
-    def _gather(self, segment: _Segment, pieces: Sequence[Piece]) -> None:
-        at, start, end = segment.start, segment.start, segment.end
-        for piece in pieces:
-            low, high = max(piece.offset, start), min(piece.end, end)
-            if low >= high:
-                continue
-            segment.view[at - start : low - start] = bytes(low - at)
-            source = memoryview(piece.data)[low - piece.offset : high - piece.offset]
-            copy_bytes(segment.view[low - start : high - start], source)
-            at = high
-        segment.view[at - start :] = bytes(end - at)
+def _gather(segment: _Segment, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    at, start, end = segment.start, segment.start, segment.end
+    for offset, view in ranges:
+        low, high = max(offset, start), min(offset + view.nbytes, end)
+        if low >= high:
+            continue
+        segment.view[at - start : low - start] = bytes(low - at)
+        copy_bytes(segment.view[low - start : high - start], view[low - offset : high - offset])
+        at = high
+    segment.view[at - start :] = bytes(end - at)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Part of a chunk: its bytes are where they belong (`in_place`), or in the thread's buffer."""
+    """Part of a chunk: its bytes are where they belong (`in_place`), or in the buffer."""
 
     start: int
     view: memoryview
