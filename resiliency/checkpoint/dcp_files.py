@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from resiliency.checkpoint._compat import StorageInfo
 from resiliency.checkpoint.manifest import BlobRecord, TensorRecord
-from resiliency.checkpoint.shard_file import FileRecord, write_shard_file
-from resiliency.checkpoint.storage import PAGE_BYTES, Storage, address_of
+from resiliency.checkpoint.shard_file import FileRecord, Piece, write_shard_file
+from resiliency.checkpoint.storage import PAGE_BYTES, Buffer, Storage, address_of
 from resiliency.checkpoint.torch_record import RecordFile, memory_of
 from resiliency.errors import InternalError
 
@@ -73,15 +73,16 @@ class PlannedFiles:
                 file.add_tensor(item, path, data.detach())
             else:
                 file.add_bytes(item, path, data)
-        if file.pieces:
+        if file.parts:
             self._finish(file)
 
     def _new_file(self) -> _ItemFile:
         return _ItemFile(file_name(self._rank, len(self.records)))
 
     def _finish(self, file: _ItemFile) -> None:
+        pieces = [Piece(position, data) for position, data in file.parts]
         record = write_shard_file(
-            self._storage, self._directory, file.name, file.pieces, file.end, threads=self._threads
+            self._storage, self._directory, file.name, pieces, file.end, threads=self._threads
         )
         self.records.append(record)
         self.tensors += file.tensors
@@ -94,7 +95,7 @@ def _tensors_last(plan: SavePlan) -> Iterator[WriteItem]:
     yield from (item for item in plan.items if item.type is not WriteItemType.BYTE_IO)
 
 
-class _ItemFile(RecordFile):
+class _ItemFile(RecordFile[Buffer]):
     """What comes where in one file."""
 
     def __init__(self, name: str) -> None:
@@ -108,7 +109,7 @@ class _ItemFile(RecordFile):
 
     def add_bytes(self, item: WriteItem, path: Path, data: io.BytesIO) -> None:
         content = data.getbuffer()
-        position = self.put(content)
+        position = self.put(content, content.nbytes)
         self._note_blob(item, path, position, content.nbytes)
 
     def add_tensor(self, item: WriteItem, path: Path, tensor: torch.Tensor) -> None:

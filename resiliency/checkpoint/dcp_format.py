@@ -44,10 +44,16 @@ from resiliency.errors import CheckpointIncomplete, LayoutMismatch
 logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
+#: More ranks than save from one host; their plans are kept.
+_MOST_PLANS = 32
+#: Of more tensors the metadata is not kept: those of all ranks of a job take about a kilobyte each.
+_MOST_DESCRIBED = 50_000
 
 Path = tuple[str | int, ...]
 #: Gives the leaves of a shard's state that are no tensors, each with its place in the tree.
 Leaves = Callable[[Shard], Iterable[tuple[Path, object]]]
+#: Gives the metadata of a checkpoint from all its indexes: of their ranks, tensors and leaves alone.
+Describe = Callable[[Sequence[RankIndex]], Metadata]
 #: Gives the keys and bytes of a shard's objects that stock readers look up by name, from every rank.
 Objects = Callable[[Shard], Iterable[tuple[str, bytes]]]
 
@@ -67,15 +73,18 @@ class DcpFormat:
 
     Of identical copies (`TensorEntry.replica_id`) only number 0 is written.
 
+    What depends on the layout alone is kept from one save to the next: use one object for all of them.
+
     Args:
         spread_unsharded: tensors that no rank shards are the same on all ranks (plain data
             parallelism): each is written by one rank, and the bytes are balanced.  Without it
             every rank writes its own, since they might differ.
         leaves: values that stock readers shall find as well; rank 0's are written.
         objects: records of `torch.save` that stock readers shall find as well; of all ranks.
-        threads: writers per rank.
+        threads: writes per rank that are under way at a time.
         pace: called before each chunk with its size, see `resiliency.checkpoint.shard_file.Pace`.
         extra_files: files of other readers to put beside (name to bytes), such as Megatron's.
+        describe: gives what is written as `.metadata`; called anew only when its answer may differ.
     """
 
     name = "dcp"
@@ -89,6 +98,7 @@ class DcpFormat:
         threads: int = DEFAULT_THREADS,
         pace: Pace | None = None,
         extra_files: dict[str, bytes] | None = None,
+        describe: Describe | None = None,
     ) -> None:
         self._spread = spread_unsharded
         self._leaves = leaves
@@ -96,38 +106,28 @@ class DcpFormat:
         self._threads = threads
         self._pace = pace
         self._extra_files = dict(extra_files or {})
+        self._describe = describe or dcp_metadata
+        self._plans: dict[int, _FilePlan] = {}
+        self._described: tuple[object, bytes] | None = None
 
     def write_rank(
         self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
     ) -> RankIndex:
-        flat = [entry.key for entry in shard.layout.entries if not _is_block(entry)]
-        if flat:
-            logger.warning(
-                "rank %d: %d tensors are no blocks of their global tensors (first: %s); "
-                "stock readers will not find them",
-                shard.rank,
-                len(flat),
-                flat[0],
-            )
-        plan = _FilePlan(f"__{shard.rank}_0.distcp", shard)
-        others = _written_elsewhere(shard) if self._spread else frozenset()
-        for entry in shard.layout.entries:
-            if entry.replica_id == 0 and entry.key not in others:
-                plan.add_entry(entry)
-        for view in shard.layout.views:
-            if view.replica_id == 0 and view.base not in others:
-                plan.add_view(view)
+        plan = self._plan(shard)
+        content = _Values(plan)
         for path, value in self._leaves(shard) if shard.rank == 0 else ():
-            plan.add_leaf(path, value)
-        for key, content in self._objects(shard):
-            plan.add_object(key, content, (key,))
-        blobs = add_blobs(plan.pieces, plan.file, shard)
-        data = write_shard_file(
+            content.add_leaf(path, value)
+        for key, data in self._objects(shard):
+            content.add_object(key, data, (key,))
+        pieces = [Piece(position, _source(shard, source)) for position, source in plan.parts]
+        pieces += [Piece(position, data) for position, data in content.parts]
+        blobs = add_blobs(pieces, plan.file, shard)
+        file = write_shard_file(
             storage,
             directory,
             plan.file,
-            plan.pieces,
-            plan.pieces[-1].end,
+            pieces,
+            pieces[-1].end,
             threads=self._threads,
             pace=self._pace,
         )
@@ -137,19 +137,35 @@ class DcpFormat:
             run_id=run_id,
             save_id=save_id,
             fingerprint=shard.layout.fingerprint,
-            files=(data,),
-            tensors=tuple(plan.tensors),
-            blobs=(*plan.blobs, *blobs),
+            files=(file,),
+            tensors=plan.records,
+            blobs=(*content.blobs, *blobs),
         )
+
+    def _plan(self, shard: Shard) -> _FilePlan:
+        """Of this very layout, which is the same object as long as the structure of the state holds."""
+        plan = self._plans.get(shard.rank)
+        if plan is None or plan.layout is not shard.layout or plan.world_size != shard.world_size:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            others = _written_elsewhere(shard) if self._spread else frozenset()
+            plan = self._plans[shard.rank] = _FilePlan(shard, others)
+        return plan
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
         """Write `.metadata` from all indexes, and the extra files."""
-        return self.seal_with(storage, directory, dcp_metadata(indexes))
-
-    def seal_with(self, storage: Storage, directory: str, metadata: Metadata) -> Sequence[FileRecord]:
-        """Write `metadata` and the extra files: for formats that add to the metadata."""
-        content = {**self._extra_files, METADATA: pickle.dumps(metadata)}
+        content = {**self._extra_files, METADATA: self._metadata(indexes)}
         return [write_whole_file(storage, directory, name, data) for name, data in content.items()]
+
+    def _metadata(self, indexes: Sequence[RankIndex]) -> bytes:
+        # Compared by content, which is quick: what did not change is mostly the same object.
+        of = [(index.rank, index.tensors, [blob for blob in index.blobs if blob.path]) for index in indexes]
+        if self._described is not None and self._described[0] == of:
+            return self._described[1]
+        content = pickle.dumps(self._describe(indexes))
+        is_kept = sum(len(index.tensors) for index in indexes) <= _MOST_DESCRIBED
+        self._described = (of, content) if is_kept else None
+        return content
 
 
 def write_whole_file(storage: Storage, directory: str, name: str, data: bytes) -> FileRecord:
@@ -175,54 +191,50 @@ def _written_elsewhere(shard: Shard) -> frozenset[str]:
     return frozenset(others)
 
 
-class _FilePlan(RecordFile):
-    """What comes where in the file of one rank."""
+class _FilePlan(RecordFile["TensorEntry | TensorView"]):
+    """What of one rank's tensors comes where in its file.  Of the layout alone: it holds no bytes of them."""
 
-    def __init__(self, file: str, shard: Shard) -> None:
+    def __init__(self, shard: Shard, others: frozenset[str]) -> None:
         super().__init__()
-        self.file = file
-        self.tensors: list[TensorRecord] = []
-        self.blobs: list[BlobRecord] = []
-        self._shard = shard
+        self.file = f"__{shard.rank}_0.distcp"
+        self.layout = shard.layout
+        self.world_size = shard.world_size
+        self._tensors: list[TensorRecord] = []
+        _warn_of_flat(shard)
+        for entry in self.layout.entries:
+            if entry.replica_id == 0 and entry.key not in others:
+                self._add_entry(entry)
+        for view in self.layout.views:
+            if view.replica_id == 0 and view.base not in others:
+                self._add_view(view)
+        self.records = tuple(self._tensors)
 
-    def add_entry(self, entry: TensorEntry) -> None:
-        data = self._shard.read(entry)
+    def _add_entry(self, entry: TensorEntry) -> None:
         residue = entry.offset_bytes % PAGE_BYTES
         hidden = entry.is_base or not _is_block(entry)
         if hidden:
             # Only this library reads it; the views of a base are written out for all others.
             self.end += (residue - self.end) % PAGE_BYTES
-            position, record = self.put(data), None
+            position, record = self.put(entry, entry.size_bytes), None
         else:
-            position, record = self.put_record(stored_dtype(entry.dtype), entry.shape, data, residue)
+            position, record = self.put_record(stored_dtype(entry.dtype), entry.shape, entry, residue)
         self._note(entry, position, entry.size_bytes, record, hidden=hidden)
 
-    def add_view(self, view: TensorView) -> None:
+    def _add_view(self, view: TensorView) -> None:
         """A tied tensor shares its record; any other window gets bytes of its own."""
-        twin = next((t for t in self.tensors if t.record and self._is_whole(view, t)), None)
+        twin = next((t for t in self._tensors if t.record and self._is_whole(view, t)), None)
         if twin is not None:
             self._note(view, twin.position, twin.size_bytes, twin.record)
             return
-        data = _window(self._shard, view)
-        position, record = self.put_record(stored_dtype(view.dtype), view.shape, data, 0)
-        self._note(view, position, memoryview(data).nbytes, record)
-
-    def add_leaf(self, path: Path, value: object) -> None:
-        file = io.BytesIO()
-        torch.save(value, file)
-        self.add_object(".".join(str(part) for part in path), file.getvalue(), path)
-
-    def add_object(self, key: str, data: bytes, path: Path) -> None:
-        position = self.put(data)
-        self.blobs.append(
-            BlobRecord(key=key, file=self.file, position=position, size_bytes=len(data), path=path)
-        )
+        dtype = stored_dtype(view.dtype)
+        position, record = self.put_record(dtype, view.shape, view, 0)
+        self._note(view, position, math.prod(view.shape) * dtype.itemsize, record)
 
     def _is_whole(self, view: TensorView, twin: TensorRecord) -> bool:
-        base = self._shard.layout.by_key[view.base]
+        base = self.layout.by_key[view.base]
         return (
             not base.is_base
-            and twin.key == self._shard.layout.disk_names[base.key]
+            and twin.key == self.layout.disk_names[base.key]
             and twin.offsets == base.global_offset
             and (view.dtype, view.shape, view.offset_bytes) == (base.dtype, base.shape, 0)
             and view.stride == contiguous_stride(view.shape)
@@ -237,9 +249,9 @@ class _FilePlan(RecordFile):
         *,
         hidden: bool = False,
     ) -> None:
-        self.tensors.append(
+        self._tensors.append(
             TensorRecord(
-                key=self._shard.layout.disk_names[item.key],
+                key=self.layout.disk_names[item.key],
                 dtype=item.dtype,
                 global_shape=item.global_shape,
                 offsets=item.global_offset,
@@ -255,6 +267,38 @@ class _FilePlan(RecordFile):
         )
 
 
+def _warn_of_flat(shard: Shard) -> None:
+    flat = [entry.key for entry in shard.layout.entries if not _is_block(entry)]
+    if flat:
+        logger.warning(
+            "rank %d: %d tensors are no blocks of their global tensors (first: %s); "
+            "stock readers will not find them",
+            shard.rank,
+            len(flat),
+            flat[0],
+        )
+
+
+class _Values(RecordFile[bytes]):
+    """What follows the tensors in the file, another at each save: leaves and objects."""
+
+    def __init__(self, plan: _FilePlan) -> None:
+        super().__init__(plan.end)
+        self.blobs: list[BlobRecord] = []
+        self._file = plan.file
+
+    def add_leaf(self, path: Path, value: object) -> None:
+        file = io.BytesIO()
+        torch.save(value, file)
+        self.add_object(".".join(str(part) for part in path), file.getvalue(), path)
+
+    def add_object(self, key: str, data: bytes, path: Path) -> None:
+        position = self.put(data, len(data))
+        self.blobs.append(
+            BlobRecord(key=key, file=self._file, position=position, size_bytes=len(data), path=path)
+        )
+
+
 _QUANTIZED = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 
 
@@ -262,6 +306,12 @@ def stored_dtype(dtype: str) -> torch.dtype:
     """The dtype that stock readers see: quantized tensors appear as their integers."""
     found: torch.dtype = _QUANTIZED.get(dtype) or getattr(torch, dtype)
     return found
+
+
+def _source(shard: Shard, source: bytes | TensorEntry | TensorView) -> Buffer:
+    if isinstance(source, bytes):
+        return source
+    return shard.read(source) if isinstance(source, TensorEntry) else _window(shard, source)
 
 
 def _window(shard: Shard, view: TensorView) -> Buffer:

@@ -23,7 +23,7 @@ from resiliency.checkpoint.nodes import (
     StatefulNode,
     ValueNode,
 )
-from resiliency.checkpoint.skeleton import from_bytes
+from resiliency.checkpoint.skeleton import tree_of
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.values import Allowed, decode, load_values
 from resiliency.errors import CheckpointError, ConfigError
@@ -59,7 +59,7 @@ class PlainLeaves:
                 logger.debug("a value is left out of the persistent tier's stock form: %s", error)
                 return _Unknown()
 
-        return list(_walk((), from_bytes(shard.layout.skeleton), value))
+        return list(_walk((), tree_of(shard.layout.skeleton), value))
 
 
 def _walk(path: Path, node: Node, value: Callable[[int], object]) -> Iterator[tuple[Path, object]]:

@@ -9,6 +9,7 @@ anywhere is found, and by whom it was written is known.  All of it is JSON, read
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -117,7 +118,7 @@ def index_name(directory: str, rank: int) -> str:
 
 def write_index(storage: Storage, directory: str, index: RankIndex) -> str:
     """Vote: everything of this rank is durable.  Returns the digest."""
-    content, digest = _sealed(asdict(index))
+    content, digest = _sealed(_index_body(index))
     write_file(storage, index_name(directory, index.rank), content)
     return digest
 
@@ -169,7 +170,7 @@ def parse_index(content: bytes, path: str, digest: str | None = None) -> tuple[R
 
 
 def write_manifest(storage: Storage, directory: str, manifest: Manifest) -> None:
-    write_file(storage, f"{directory}/{MANIFEST}", _sealed(asdict(manifest))[0])
+    write_file(storage, f"{directory}/{MANIFEST}", _sealed(_json(asdict(manifest)))[0])
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
@@ -219,8 +220,25 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         )
 
 
-def _sealed(record: Mapping[str, object]) -> tuple[bytes, str]:
-    body = json.dumps(record, separators=(",", ":"))
+def _index_body(index: RankIndex) -> str:
+    before = {name: getattr(index, name) for name in ("rank", "step", "run_id", "save_id", "fingerprint")}
+    before["files"] = [vars(file) for file in index.files]
+    after = {"blobs": [vars(blob) for blob in index.blobs], "group": index.group}
+    return f'{_json(before)[:-1]},"tensors":{_tensors_json(index.tensors)},{_json(after)[1:]}'
+
+
+# By content, not by layout.  The tensors of a rank are the same at every save, and to render thousands
+# takes longer than to write them.  As many as two tiers of a large host need.
+@functools.lru_cache(maxsize=32)
+def _tensors_json(tensors: tuple[TensorRecord, ...]) -> str:
+    return _json([vars(tensor) for tensor in tensors])
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _sealed(body: str) -> tuple[bytes, str]:
     digest = digest_function(DEFAULT_ALGORITHM)(body.encode())
     return f"{_header(DEFAULT_ALGORITHM, digest)}\n{body}\n}}\n".encode(), digest
 

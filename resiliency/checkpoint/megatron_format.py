@@ -16,6 +16,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from resiliency.checkpoint.dcp_format import DcpFormat, dcp_metadata, write_whole_file
 from resiliency.checkpoint.leaves import Placement
 from resiliency.checkpoint.manifest import RankIndex
@@ -56,6 +58,7 @@ class MegatronFormat:
             threads=threads,
             pace=pace,
             extra_files={CONFIG_FILE: json.dumps(_CONFIG).encode()},
+            describe=_metadata,
         )
 
     def write_rank(
@@ -71,10 +74,14 @@ class MegatronFormat:
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
         """Write `.metadata`, with what Megatron adds to it, and `metadata.json`."""
-        metadata = dcp_metadata(indexes)
-        # Megatron has a subclass with this field; its readers ask for the attribute only.
-        metadata.mcore_data = _original_shapes(indexes)  # type: ignore[attr-defined]
-        return self._dcp.seal_with(storage, directory, metadata)
+        return self._dcp.seal(storage, directory, indexes)
+
+
+def _metadata(indexes: Sequence[RankIndex]) -> Metadata:
+    metadata = dcp_metadata(indexes)
+    # Megatron has a subclass with this field; its readers ask for the attribute only.
+    metadata.mcore_data = _original_shapes(indexes)  # type: ignore[attr-defined]
+    return metadata
 
 
 def _original_shapes(indexes: Iterable[RankIndex]) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -100,6 +100,8 @@ class Worker:
         self._open_storage = open_storage
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
         self._saves = 0
+        #: Of the last save, and what of the settings it was made for: it knows the layouts of this host.
+        self._layout: tuple[object, CheckpointFormat[Shard]] | None = None
         self._lock = threading.Lock()
         self._work: _Work | None = None
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
@@ -277,6 +279,12 @@ class Worker:
         return commit(storage, layout, ticket, shards, leads=job.leads, cancel=work.given_up).size_bytes
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
+        of = settings.format, settings.replicated, settings.bytes_per_s
+        if self._layout is None or self._layout[0] != of:
+            self._layout = of, self._new_format(settings)
+        return self._layout[1]
+
+    def _new_format(self, settings: Settings) -> CheckpointFormat[Shard]:
         if self._tier is TierName.LOCAL:
             return LocalFormat()
         pace = Pace(settings.bytes_per_s, self._hurry) if settings.bytes_per_s else None

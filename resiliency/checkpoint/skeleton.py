@@ -6,6 +6,7 @@ The tree names tensors by their key in the table and values by their position; i
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import fields
 from typing import Any
@@ -122,6 +123,13 @@ def from_bytes(data: bytes) -> Node:
         return _parse(json.loads(data))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorrupt(f"the skeleton of a state layout cannot be read: {error!r}.") from error
+
+
+# Every save looks at it, and it seldom changes.  As many as two tiers of a large host need.
+@functools.lru_cache(maxsize=32)
+def tree_of(data: bytes) -> Node:
+    """As `from_bytes`, parsed once: for those who only look at the tree."""
+    return from_bytes(data)
 
 
 def _parse(node: Any) -> Node:

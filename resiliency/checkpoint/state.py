@@ -21,7 +21,7 @@ from resiliency.checkpoint.aliases import dtype_name, stored_tensors
 from resiliency.checkpoint.copying import Copier, Piece, fetches, memory_pieces, pieces
 from resiliency.checkpoint.leaves import Leaf, Placement
 from resiliency.checkpoint.nodes import Gathered, Node, StructureChanged, TensorNode
-from resiliency.checkpoint.skeleton import Builder, from_bytes, to_bytes
+from resiliency.checkpoint.skeleton import Builder, from_bytes, to_bytes, tree_of
 from resiliency.checkpoint.skeleton import sharded_objects as skeleton_objects
 from resiliency.checkpoint.storage import address_of
 from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView, item_bytes
@@ -304,7 +304,7 @@ def sharded_objects(
 ) -> list[tuple[Placement, Any]]:
     """The objects of registered sharded types that hold no tensor, with their place: for other formats."""
     found, allowed = load_values(values), Allowed(allow)
-    nodes = skeleton_objects(from_bytes(layout.skeleton))
+    nodes = skeleton_objects(tree_of(layout.skeleton))
     return [(node.placement, decode(found[node.index], allowed)) for node in nodes]
 
 

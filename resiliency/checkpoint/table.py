@@ -193,6 +193,10 @@ class StateLayout:
 
     def to_json(self) -> str:
         """One line; `from_json` is its inverse."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:  # every save writes it
         return f'{{"version":{LAYOUT_VERSION},"fingerprint":"{self.fingerprint}","layout":{self._body()}}}'
 
     def _body(self) -> str:

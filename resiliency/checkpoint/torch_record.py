@@ -20,11 +20,13 @@ import sys
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
-from resiliency.checkpoint.shard_file import Piece
-from resiliency.checkpoint.storage import PAGE_BYTES, Buffer
+from resiliency.checkpoint.storage import PAGE_BYTES
+
+SourceT = TypeVar("SourceT")
 
 _UTF8 = 0x0800
 _NO_ZIP64 = 0xFFFFFFFF
@@ -85,29 +87,33 @@ def _envelope(dtype: torch.dtype, shape: tuple[int, ...], residue: int, alignmen
     return Envelope(head=bytes(archive.head), tail=archive.tail(size))
 
 
-class RecordFile:
-    """Plans a file of records, in order, without copying what goes into it."""
+class RecordFile(Generic[SourceT]):
+    """Plans a file of records, in order, without touching what goes into it.
 
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self.end = 0
+    `parts` has what comes where: bytes, or what stands for the bytes of a tensor.
+    """
 
-    def put(self, data: Buffer) -> int:
+    def __init__(self, end: int = 0) -> None:
+        self.parts: list[tuple[int, bytes | SourceT]] = []
+        self.end = end
+
+    def put(self, data: bytes | SourceT, size_bytes: int) -> int:
         """Append bytes; returns their position."""
         position = self.end
-        self.pieces.append(Piece(position, data))
-        self.end += memoryview(data).nbytes
+        self.parts.append((position, data))
+        self.end += size_bytes
         return position
 
     def put_record(
-        self, dtype: torch.dtype, shape: tuple[int, ...], data: Buffer, residue: int
+        self, dtype: torch.dtype, shape: tuple[int, ...], data: SourceT, residue: int
     ) -> tuple[int, tuple[int, int]]:
         """Append a tensor; returns the position of its bytes, and start and length of its record.
 
         Args:
             residue: a large tensor begins there within a page of the file, best as in memory.
         """
-        large = memoryview(data).nbytes >= _PAGE_ALIGNED_FROM_BYTES
+        size = math.prod(shape) * dtype.itemsize
+        large = size >= _PAGE_ALIGNED_FROM_BYTES
         around = envelope(
             dtype,
             shape,
@@ -115,9 +121,9 @@ class RecordFile:
             alignment=PAGE_BYTES if large else _STORAGE_ALIGNMENT,
             residue=residue if large else 0,
         )
-        start = self.put(around.head)
-        position = self.put(data)
-        self.put(around.tail)
+        start = self.put(around.head, len(around.head))
+        position = self.put(data, size)
+        self.put(around.tail, len(around.tail))
         return position, (start, self.end - start)
 
 

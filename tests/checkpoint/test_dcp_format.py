@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +24,12 @@ from resiliency.checkpoint.dcp_format import METADATA, DcpFormat, dcp_metadata
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.reader import CheckpointReader, Target
 from resiliency.checkpoint.stock import read_stock_tensors
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.storage import LocalStorage, read_file
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.torch_record import envelope, memory_of
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
 from resiliency.testing.storage import FaultyStorage, MemoryStorage
-from tests.checkpoint.storage_builders import Part, Tie, assert_holds, make_shard, save
+from tests.checkpoint.storage_builders import Part, Tie, assert_holds, make_shard, save, small_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -356,3 +359,61 @@ def test_a_damaged_stock_checkpoint_is_a_named_error(tmp_path: Path) -> None:
         read_stock_tensors(path, [target])
     with pytest.raises(CheckpointIncomplete, match=r"no \.metadata"):
         read_stock_tensors(tmp_path, [target])
+
+
+def test_what_a_format_keeps_between_saves_never_mixes_layouts_ranks_or_values() -> None:
+    storage = MemoryStorage()
+    kept = noting_format()
+    halves = [torch.zeros(300, 4), torch.zeros(4, 300), torch.zeros(7).to(torch.bfloat16)]
+    blocks = [[half_of(half, rank) for rank in range(2)] for half in halves]
+    for step in range(1, 10):
+        # Each layout twice in a row, and again later.
+        shards = [
+            replace(shard, step=step, values=b"v" * step, buffer=memoryview(os.urandom(shard.buffer.nbytes)))
+            for shard in blocks[step // 2 % 3]
+        ]
+        save(storage, kept, shards)
+        for shard in shards:
+            assert_holds(storage, shard)
+        assert_as_by_a_new_format(storage, noting_format(), shards)
+
+
+def test_who_writes_what_all_ranks_have_is_decided_anew_for_another_number_of_ranks() -> None:
+    kept = DcpFormat(spread_unsharded=True)
+    first = small_shard(1)
+    for step, world_size in ((1, 1), (2, 1), (3, 2), (4, 1)):
+        storage = MemoryStorage()
+        shards = [
+            replace(first, step=step, rank=rank, world_size=world_size, values=bytes(step))
+            for rank in range(world_size)
+        ]
+        save(storage, kept, shards)
+        assert_as_by_a_new_format(storage, DcpFormat(spread_unsharded=True), shards)
+
+
+def noting_format() -> DcpFormat:
+    return DcpFormat(leaves=lambda shard: [(("note",), shard.values)])
+
+
+def half_of(half: torch.Tensor, rank: int) -> Shard:
+    length, *others = half.shape
+    part = Part(half, (2 * length, *others), (rank * length, *(0 for _ in others)))
+    return make_shard({"w": part}, rank=rank, world_size=2)
+
+
+def assert_as_by_a_new_format(storage: MemoryStorage, format: DcpFormat, shards: Sequence[Shard]) -> None:
+    """`storage` holds the very bytes that `format` writes of `shards`."""
+    expected = MemoryStorage()
+    save(expected, format, shards)
+    for shard in shards:
+        for file in (METADATA, f"__{shard.rank}_0.distcp", f"rank={shard.rank}.json"):
+            name = f"step={shard.step}/{file}"
+            assert read_file(storage, name) == read_file(expected, name), name
+
+
+def test_an_index_is_the_json_of_its_fields() -> None:
+    storage = MemoryStorage()
+    save(storage, DcpFormat(), [small_shard(1)])
+    index = CheckpointReader(storage, 1).indexes()[0]
+    body = read_file(storage, "step=1/rank=0.json").split(b"\n")[1]
+    assert body.decode() == json.dumps(asdict(index), separators=(",", ":"))
