@@ -242,7 +242,7 @@ class Agent:
                 self._drop(other)  # its end is not read yet; the arena's lock lets no two live
         self._members[channel] = attach
         self._send(channel, Attached(peer_port=self._replication.port))
-        if (copies := self._replication.newest_complete) is not None:
+        for copies in self._replication.complete:
             self._send(channel, copies)
         logger.debug("rank %d attached (pid %d)", attach.rank, channel.pid)
 

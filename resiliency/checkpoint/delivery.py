@@ -61,6 +61,8 @@ class Delivery:
         self._hangs: dict[str, str] = {}
         #: The last saves to the local tier and their tries, which hear more after their end.
         self._local_saves: dict[int, tuple[SaveHandle, ...]] = {}
+        #: Newest step that was told to be complete on all hosts.
+        self._complete_step = -1
         self._lock = threading.Lock()
         self._under_way: dict[Part, _Saving] = {}
         #: Of them, those that a second agent was asked for.
@@ -230,7 +232,11 @@ class Delivery:
             logger.warning("step %d lacks copies on other hosts: %s", copies.step, copies.error)
         with self._lock:
             handles = self._local_saves.get(copies.step, ())
-            is_news = copies.complete and not any(handle.record.complete for handle in handles)
+            # Another agent, or the same one to a rank that comes back, repeats what it knows.
+            told = any(handle.record.complete for handle in handles)
+            is_news = copies.complete and not (told if handles else copies.step <= self._complete_step)
+            if copies.complete:
+                self._complete_step = max(self._complete_step, copies.step)
             for handle in handles:
                 hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
                 handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)

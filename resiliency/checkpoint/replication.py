@@ -16,6 +16,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.arena import rank_directory
 from resiliency.checkpoint.jobs import RetireJob
+from resiliency.checkpoint.peers.completion import REMEMBERED
 from resiliency.checkpoint.peers.service import (
     Complete,
     NotRepaired,
@@ -153,11 +154,12 @@ class Replication:
                 found += [event] if isinstance(event, RepairDone) else self._act_on(event, self._attach)
 
     @property
-    def newest_complete(self) -> Copies | None:
-        """The news of the newest complete step, for a rank that may have missed it."""
-        if self._attach is None or not self._complete:
-            return None
-        return Copies(step=max(self._complete), session=self._attach.session, complete=True)
+    def complete(self) -> list[Copies]:
+        """The news of the last complete steps, oldest first, for a rank that may have missed them."""
+        if self._attach is None:
+            return []
+        session, steps = self._attach.session, sorted(self._complete)[-REMEMBERED:]
+        return [Copies(step=step, session=session, complete=True) for step in steps]
 
     @property
     def is_settled(self) -> bool:

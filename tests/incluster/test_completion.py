@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resiliency.checkpoint.peers.backlog import Backlog
-from resiliency.checkpoint.peers.completion import Ledger, SaveName, Tally
+from resiliency.checkpoint.peers.completion import REMEMBERED, Ledger, SaveName, Tally
 from resiliency.checkpoint.peers.placement import Peer
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.errors import ConfigError
@@ -45,6 +45,28 @@ def test_hosts_that_ask_late_hear_of_the_newest_complete_save() -> None:
     for step in (10, 20):
         for host in HOSTS:
             tally.seal(host, name(step))
+    assert tally.seal("b", name(10)) == name(20)
+
+
+def test_the_last_complete_saves_are_remembered_in_order_however_they_became_known() -> None:
+    tally, ledger = Tally(("a",)), Ledger()
+    for step in (30, 10, 20, *range(40, 40 + 10 * REMEMBERED, 10)):
+        assert tally.completed(name(step))
+        assert ledger.completed(name(step))
+    last = [name(step) for step in range(40, 40 + 10 * REMEMBERED, 10)]
+    assert tally.complete == ledger.complete == last
+    for old in (30, 40):
+        assert not tally.completed(name(old))
+        assert not ledger.completed(name(old))
+    assert ledger.retire_below == last[-1].step
+
+
+def test_what_is_known_to_be_complete_needs_no_more_seals() -> None:
+    tally = Tally(HOSTS)
+    for step in (10, 20, 30):
+        tally.seal("a", name(step))
+    tally.completed(name(20))
+    assert tally.awaited() == {name(30): {"b", "c"}}
     assert tally.seal("b", name(10)) == name(20)
 
 

@@ -23,6 +23,7 @@ from typing import TypeVar
 import pytest
 
 from resiliency.checkpoint.catalog import Condition, inspect, steps_in
+from resiliency.checkpoint.peers.completion import SaveName
 from resiliency.checkpoint.peers.frames import Patience
 from resiliency.checkpoint.peers.placement import Peer, choose_targets
 from resiliency.checkpoint.peers.service import (
@@ -143,6 +144,59 @@ def test_copies_of_hosts_that_left_the_job_go_with_the_others_and_those_of_anoth
         host.save(20)
     wait_until(lambda: replica_steps(hosts, "left") == {}, "the copies of a host that left stay")
     assert replica_steps(hosts, "stranger") == {"a": [5, 15]}
+
+
+@pytest.mark.parametrize("late", [10, 30])
+def test_a_host_that_was_cut_off_hears_of_every_save_that_became_complete_meanwhile(
+    start: Start, late: int
+) -> None:
+    """From step `late` on c had sealed what b had not, and lost its link to the leader."""
+    a, b, c = hosts = start("a", "b", "c", replicas=0)
+    steps = (10, 20, 30, 40)
+    for step in steps:
+        for host in hosts:
+            if host is not b or step < late:
+                host.save(step)
+
+    def seals_have_come() -> bool:
+        tally = a.service._roll_call._tally  # nothing else tells which have
+        return tally is not None and tally.awaited() == {
+            SaveName(step, save_name(step)): {"b"} for step in steps if step >= late
+        }
+
+    wait_until(seals_have_come, "the leader has not heard of all")
+    c.service.update(table_of([replace(a.peer, port=1), b.peer, c.peer], replicas=0))
+    wait_until(lambda: c.service._roll_call._leader is None, "the link stays")
+    for step in steps:
+        if step >= late:
+            b.save(step)
+    for host in (a, b):
+        host.wait_for(Complete, 40)
+    c.service.update(table_of([host.peer for host in hosts], replicas=0))
+    assert [c.wait_for(Complete).step for _ in steps] == list(steps)
+
+
+def test_a_leader_that_was_started_anew_hears_from_the_others_what_had_been_complete(
+    tmp_path: Path, start: Start
+) -> None:
+    """Also of saves that are on its own disk no more, as after a hand-over."""
+    a, b = start("a", "b", replicas=0)
+    for step in (10, 20, 30):
+        for host in (a, b):
+            host.save(step)
+        for host in (a, b):
+            host.wait_for(Complete, step)
+    a.service.close()
+    for step in (10, 20, 30):
+        a.storage.remove_tree(f"step={step}")
+    again = Host("a", tmp_path / "a")
+    try:
+        table = table_of([again.peer, b.peer], replicas=0)
+        for host in (again, b):
+            host.service.update(table)
+        assert [again.wait_for(Complete).step for _ in range(3)] == [10, 20, 30]
+    finally:
+        again.service.close()
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])

@@ -9,17 +9,24 @@ over as soon as a newer one is complete.
     host:    committed and copied -> seals -> hears of completion -> may retire what is older
     leader:  sealed by some ......... sealed by all = complete, told to all, and to who asks later
 
-Nothing needs to be kept on disk.  Hosts repeat what they have sealed, from the newest complete save
-on, whenever they reach a leader: one that has just started soon knows all that counts.
+Who asks later hears of the last `REMEMBERED` complete saves, not of the newest alone: a host that was cut off
+has to do with each of them what the others did, such as handing it over.
+
+Nothing needs to be kept on disk.  Hosts repeat what they know to be complete, and what they have sealed
+from the newest complete save on, whenever they reach a leader: one that has just started soon knows all
+that counts.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 #: Saves that wait for hosts; far more than disks hold.
 _MOST_OPEN = 256
+#: Complete saves that are told to who may have missed them; as many as a rank follows.
+REMEMBERED = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -36,11 +43,16 @@ class Tally:
 
     Args:
         hosts: all hosts of the session.
+        complete: what is known to be complete, oldest first; the last `REMEMBERED`.
     """
 
     hosts: Collection[str]
-    newest: SaveName | None = None
+    complete: list[SaveName] = field(default_factory=list)
     _sealed: dict[SaveName, set[str]] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> SaveName | None:
+        return self.complete[-1] if self.complete else None
 
     def seal(self, host: str, save: SaveName) -> SaveName | None:
         """Count one seal, repeated or not.
@@ -55,12 +67,19 @@ class Tally:
         sealed = self._sealed.setdefault(save, set())
         sealed.add(host)
         if sealed >= set(self.hosts):
-            self.newest = save
-            self._sealed = {other: by for other, by in self._sealed.items() if other.step > save.step}
+            self.completed(save)
             return save
         while len(self._sealed) > _MOST_OPEN:
             del self._sealed[min(self._sealed)]
         return None
+
+    def completed(self, save: SaveName) -> bool:
+        """Take note that `save` is complete, as a host says that heard it before; True if that is news."""
+        if not _note(self.complete, save, REMEMBERED):
+            return False
+        newest = self.complete[-1]
+        self._sealed = {other: by for other, by in self._sealed.items() if other.step > newest.step}
+        return True
 
     def awaited(self) -> dict[SaveName, set[str]]:
         """Saves that are not complete, and the hosts that have not sealed them."""
@@ -76,12 +95,9 @@ class Ledger:
     """
 
     keep: int = 1
+    #: Oldest first.
+    complete: list[SaveName] = field(default_factory=list)
     _sealed: set[SaveName] = field(default_factory=set)
-    _complete: list[SaveName] = field(default_factory=list)
-
-    @property
-    def newest(self) -> SaveName | None:
-        return self._complete[-1] if self._complete else None
 
     def seal(self, save: SaveName) -> None:
         self._sealed.add(save)
@@ -91,14 +107,23 @@ class Ledger:
         return sorted(self._sealed)
 
     def completed(self, save: SaveName) -> bool:
-        """Take note that `save` is complete; True if that is news."""
-        if self.newest is not None and save.step <= self.newest.step:
+        """Take note that `save` is complete; True if that is news.  They may come in any order."""
+        if not _note(self.complete, save, max(self.keep, REMEMBERED)):
             return False
-        self._complete = [*self._complete, save][-self.keep :]
-        self._sealed = {other for other in self._sealed if other.step >= save.step}
+        newest = self.complete[-1]
+        self._sealed = {other for other in self._sealed if other.step >= newest.step}
         return True
 
     @property
     def retire_below(self) -> int | None:
         """Step of the oldest complete generation that stays: what is older may go.  None: nothing may."""
-        return self._complete[0].step if len(self._complete) == self.keep else None
+        return self.complete[-self.keep].step if len(self.complete) >= self.keep else None
+
+
+def _note(complete: list[SaveName], save: SaveName, most: int) -> bool:
+    """Add a save to those known to be complete, in order; False if it is known, or too old to be."""
+    if save in complete or (len(complete) >= most and save < complete[0]):
+        return False
+    insort(complete, save)
+    del complete[:-most]
+    return True

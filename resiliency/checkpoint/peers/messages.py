@@ -3,7 +3,7 @@
 
     handshake    Hello -> Challenge -> Proof -> Welcome
     a copy       Offer -> Wanted -> Chunk, Chunk, ... End -> Verified       or, at once: Held
-    completion   Join, then Sealed (to the leader) and Complete (from it), in any order
+    completion   Join, then Sealed (to the leader) and Complete (from it; to one that may not know)
     always       Refused instead of any answer, and Beat: "I am alive and at work"
 
 Each is a small record with fields of plain types, checked when it arrives.  Bytes (manifests,

@@ -146,7 +146,8 @@ class RollCall:
         self._table = table
         self._hang_up()
         leads = table.leader == self._host
-        self._tally = Tally([peer.host for peer in table.peers]) if leads else None
+        hosts = [peer.host for peer in table.peers]
+        self._tally = Tally(hosts, complete=list(self._ledger.complete)) if leads else None
         self._dial_at = self._pause_s = 0.0
         for save in self._ledger.to_say():
             self._count(self._host, save)
@@ -161,13 +162,13 @@ class RollCall:
             self._say(self._leader, Sealed(step=save.step, save_id=save.save_id))
 
     def _welcome(self, link: Link) -> None:
-        """A host has joined: what it seals will be counted."""
+        """A host has joined: what it seals will be counted, and it hears of all that it may have missed."""
         if self._tally is None:
             link.close()  # the table has changed meanwhile; it tries again
             return
         self._add(link)
-        if self._tally.newest is not None:
-            self._say(link, _complete(self._tally.newest))
+        for save in self._tally.complete:
+            self._say(link, _complete(save))
 
     def _listen(self, link: Link) -> None:
         try:
@@ -185,8 +186,8 @@ class RollCall:
             logger.info("%s speaks of step %d of another session", link.host, message.step)
         elif isinstance(message, Sealed) and self._tally is not None:
             self._count(link.host, SaveName(message.step, message.save_id), link)
-        elif isinstance(message, Complete) and link is self._leader:
-            self._completed(SaveName(message.step, message.save_id))
+        elif isinstance(message, Complete) and (link is self._leader or self._tally is not None):
+            self._hear_complete(SaveName(message.step, message.save_id), link)
         elif isinstance(message, Refused):
             raise PeerError(f"{link.host} refused ({message.why}): {message.text}.", host=link.host)
         else:
@@ -208,6 +209,14 @@ class RollCall:
             self._completed(answer)
         elif link is not None:
             self._say(link, _complete(answer))
+
+    def _hear_complete(self, save: SaveName, link: Link) -> None:
+        """From the leader; or, on a leader that may have been started anew, from a host that knew before."""
+        if self._tally is not None and self._tally.completed(save):
+            for other in list(self._heard):
+                if other is not link:
+                    self._say(other, _complete(save))
+        self._completed(save)
 
     def _completed(self, save: SaveName) -> None:
         if self._ledger.completed(save):
@@ -240,6 +249,8 @@ class RollCall:
         self._add(link)
         self._leader = link
         self._say(link, Join())
+        for save in self._ledger.complete:
+            self._say(link, _complete(save))
         for save in self._ledger.to_say():
             self._say(link, Sealed(step=save.step, save_id=save.save_id))
 
