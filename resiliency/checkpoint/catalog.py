@@ -56,6 +56,7 @@ class Found:
     Args:
         why: for people; empty when the condition says all.
         size_bytes: of its data; 0 when it cannot be told.
+        errno: of the operating system, where that is what kept it from being read: it may be whole.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Found:
     why: str = ""
     size_bytes: int = 0
     manifest: Manifest | None = None
+    errno: int | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -112,7 +114,14 @@ def inspect(storage: Storage, step: int) -> Found:
         for record in files:
             check_size(storage, record)
     except (CheckpointError, ConfigError) as error:
-        return Found(step=step, path=path, condition=Condition.BAD, why=str(error))
+        number = error.fields.get("errno")
+        return Found(
+            step=step,
+            path=path,
+            condition=Condition.BAD,
+            why=str(error),
+            errno=number if isinstance(number, int) else None,
+        )
     size = sum(record.size_bytes for record in files)
     return Found(
         step=step, path=path, condition=Condition.COMPLETE, size_bytes=size, manifest=reader.manifest

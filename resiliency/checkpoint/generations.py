@@ -4,12 +4,16 @@
 A generation here is one host's part of a save.  It is worth something only together with those of the
 other hosts, so nothing goes because something newer is here: it goes when something newer is known to
 be complete everywhere.
+
+Where complete generations are handed over to somebody who renames them away
+(`resiliency.checkpoint.high_scale`), each of them stays until that is done, or given up: then a note
+``step=N.given-up`` says so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
 from resiliency.checkpoint.manifest import Manifest, read_manifest
@@ -19,8 +23,13 @@ from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 
 logger = logging.getLogger(__name__)
 
+#: End of the name of the note that a generation is not handed over any more.
+GIVEN_UP = ".given-up"
 
-def retire(storage: Storage, *, run_id: str, complete: Mapping[int, str], keep: int) -> list[int]:
+
+def retire(
+    storage: Storage, *, run_id: str, complete: Mapping[int, str], keep: int, handed_over: bool = False
+) -> list[int]:
     """Delete generations of a run below its newest complete one; returns the steps that went.
 
     That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
@@ -28,10 +37,13 @@ def retire(storage: Storage, *, run_id: str, complete: Mapping[int, str], keep: 
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
+        handed_over: complete ones go by being handed over; those that wait for it stay beyond `keep`.
     """
     newest = max(complete)
-    if committed_save(storage, newest) != complete[newest]:
+    is_elsewhere = handed_over and not storage.exists(step_directory(newest))
+    if committed_save(storage, newest) != complete[newest] and not is_elsewhere:
         return []  # replaced or gone meanwhile: it vouches for nothing any more
+    waiting = awaiting(storage, complete) if handed_over else ()
     older = []
     for step in steps_in(storage):
         found = inspect(storage, step) if step < newest else None
@@ -39,8 +51,45 @@ def retire(storage: Storage, *, run_id: str, complete: Mapping[int, str], keep: 
             assert found.manifest is not None
             if found.manifest.run_id == run_id:
                 older.append((complete.get(step) == found.manifest.save_id, step))
-    needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :]]
-    return [step for step in sorted(needless) if remove_checkpoint(storage, step)]
+    needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in waiting]
+    gone = [step for step in sorted(needless) if remove_checkpoint(storage, step)]
+    for step in gone if handed_over else ():
+        storage.remove(step_directory(step) + GIVEN_UP)
+    return gone
+
+
+def awaiting(storage: Storage, complete: Collection[int]) -> list[int]:
+    """Of the complete generations those that wait to be handed over, oldest first.
+
+    By their names alone: what cannot be read just now waits as well.  As they go in order, what is older than
+    one that has gone was overtaken, and does not wait: nobody would ever free its place.
+    """
+    names = set(storage.list(""))
+    last = max((step for step in complete if step_directory(step) not in names), default=-1)
+    return [step for step in sorted(complete) if step > last and step_directory(step) + GIVEN_UP not in names]
+
+
+def give_up(storage: Storage, step: int) -> None:
+    """Note that a generation is not handed over any more: it goes like others."""
+    storage.create(step_directory(step) + GIVEN_UP).close()
+
+
+def check_backlog(storage: Storage, complete: Collection[int], *, most: int) -> None:
+    """See to it that no more than `most` generations wait to be handed over, whatever is wrong there.
+
+    To delete one would be worse: other hosts hand it over, and their replicators wait for this one's.
+
+    Raises:
+        CheckpointWriteFailed: there is no place for another one.
+    """
+    waiting = awaiting(storage, complete)
+    if len(waiting) >= most:
+        raise CheckpointWriteFailed(
+            f"steps {waiting} wait in {storage.describe()} to be handed over, and no more than {most} may.",
+            hint="The log of this host's first rank says what keeps them; later saves succeed when they are"
+            " gone.",
+            path=storage.describe(),
+        )
 
 
 def make_way(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:

@@ -15,11 +15,13 @@ The two talk through files in the volume that they share, here called the direct
     replicator.failed         replicator -> job: it ended
 
 Each host must hand over the same steps: the replicators wait for each other at each, without a deadline.
-So a step is handed over when it is complete on all hosts, and none that is may be left out on one of them.
+So a step is handed over when it is complete on all hosts, and none that is may be left out on one of them:
+what may pass is told apart from what may not, and whoever calls `Replicator.hand_over` asks again.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -30,6 +32,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+from resiliency.checkpoint import generations
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.catalog import Condition, inspect
 from resiliency.checkpoint.lease import leased_steps
@@ -44,8 +47,15 @@ from resiliency.checkpoint.marker import (
     try_read_marker,
 )
 from resiliency.checkpoint.replicated_job import ReplicatedJob
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.errors import CheckpointError, CheckpointIncomplete, ConfigError, PeerError, ResiliencyError
+from resiliency.checkpoint.storage import LocalStorage, Storage
+from resiliency.errors import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointWriteFailed,
+    ConfigError,
+    PeerError,
+    ResiliencyError,
+)
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -73,22 +83,35 @@ class ReplicatorSilent(ReplicatorError):
     """It did not answer in time."""
 
 
+class NotHandedOver(ReplicatorError):
+    """The system did not let us hand a step over; it may do so the next time."""
+
+
 class Replicator:
     """This host's end of the hand-over; one process per host uses it, the first rank.
 
     Args:
         cancel: ends every wait early, as a timeout does.
+        storage: that directory, for tests.
     """
 
     def __init__(
-        self, job: ReplicatedJob, *, cancel: threading.Event | None = None, clock: Clock | None = None
+        self,
+        job: ReplicatedJob,
+        *,
+        cancel: threading.Event | None = None,
+        clock: Clock | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.job = job
         self._root = job.directory
-        self._storage = LocalStorage(job.directory)
+        self._storage = storage or LocalStorage(job.directory)
         self._cancel = cancel or threading.Event()
         self._clock = clock or SystemClock()
         self._errors = ""
+        self._failure: str | None = None
+        #: Steps that were hidden for a hand-over, and not shown again yet.
+        self._hidden: set[int] = set()
 
     def start(self, timeout: timedelta = TIMEOUT) -> None:
         """Announce this start of the job, and wait until the replicator serves it.
@@ -110,6 +133,8 @@ class Replicator:
         config = self._root / CONFIG
         try:
             self._forget_earlier_start()
+            self._failure = None
+            self._hidden.clear()  # the replicator deletes all that was not handed over
             self._write_config(config)
         except OSError as error:
             raise ConfigError(
@@ -157,41 +182,41 @@ class Replicator:
         logger.info("the replicator restored step %d", step)
         return step
 
-    def hand_over(self, step: int) -> bool:
+    def hand_over(self, step: int, *, despite_readers: bool = False) -> bool:
         """Give the complete checkpoint of `step` to the replicator; ``step=N`` is gone then.
 
         Call it on all hosts, once the step is complete on all of them, for each such step and in order.
 
+        Args:
+            despite_readers: do not spare who reads it: it finds the checkpoint gone, as when it moves on.
         Returns:
             False if the replicator has it already, or if somebody reads it just now: then ask again.
         Raises:
-            ReplicatorFailed: there is nobody to give it to.
+            NotHandedOver: it is where it was, and as it was: ask again.
+            ReplicatorFailed: there is nobody to give it to; nor will there be until the next `start`.
             CheckpointIncomplete: it is not a whole checkpoint.
-            CheckpointWriteFailed: the directory cannot be written.
         """
-        self.check()
-        directory = step_directory(step)
-        if (self._root / directory).is_symlink():
-            return False
-        found = inspect(self._storage, step)
-        if found.condition is not Condition.COMPLETE:
-            raise CheckpointIncomplete(
-                f"{found.path} cannot be handed over: {found.condition.value} {found.why}".rstrip() + ".",
-                step=step,
-                path=found.path,
-            )
-        # As for a removal: a reader takes its lease first and looks at the marker second.
-        put_marker(self._storage, step, Marker(state=MarkerState.REMOVING, reason="handed over"))
         try:
-            if step in leased_steps(self._storage, self._clock):
-                return False
-            self._storage.replace(directory, str(step))
-            self._storage.sync_dir("")
-        finally:
-            lift_marker(self._storage, step)
-        self._forget_links(below=step)
-        logger.info("step %d was handed over to the replicator", step)
-        return True
+            return self._hand_over(step, despite_readers)
+        except (CheckpointError, OSError) as error:
+            number = error.errno if isinstance(error, OSError) else error.fields.get("errno")
+            if number is None:
+                raise
+            raise NotHandedOver(
+                f"step {step} could not be handed over for now: {error}",
+                step=step,
+                path=str(self._root),
+                errno=number,
+            ) from error
+
+    def give_up(self, step: int) -> None:
+        """Leave a step to the local tier, which may delete it from now on.
+
+        Raises:
+            CheckpointError, OSError: ask again, or it stays there.
+        """
+        self._show_hidden()
+        generations.give_up(self._storage, step)
 
     def check(self) -> None:
         """Log what the replicator complains about, once, and raise if it failed.
@@ -200,19 +225,81 @@ class Replicator:
         restore.
 
         Raises:
-            ReplicatorFailed: with what it said.
+            ReplicatorFailed: with what it said, and again with each call until the next start.
         """
         if errors := self._take(ERRORS):
             self._errors = errors
             logger.warning("the replicator reports: %s", errors)
         failed = self._take(FAILED)
         if failed is not None:
+            self._failure = failed or self._errors
+        if self._failure is not None:
             raise ReplicatorFailed(
-                f"the replicator of node {self.job.node_rank} failed: {failed or self._errors}",
+                f"the replicator of node {self.job.node_rank} failed: {self._failure}",
                 hint="Its log has more; the job can go on without it from the persistent tier.",
                 path=str(self._root / FAILED),
                 node_rank=self.job.node_rank,
             )
+
+    # --- handing over ----------------------------------------------------------------------------
+
+    def _hand_over(self, step: int, despite_readers: bool) -> bool:
+        self.check()
+        self._show_hidden()
+        directory = step_directory(step)
+        if (self._root / directory).is_symlink():
+            return False
+        self._check_whole(step)
+        self._hidden.add(step)
+        try:
+            self._hide(step)
+            if not despite_readers and step in leased_steps(self._storage, self._clock):
+                return False
+            self._storage.replace(directory, str(step))
+        finally:
+            self._try(self._show_hidden, f"the marker of step {step} was not removed")
+        # It is the replicator's from here on, whatever else fails.
+        self._try(lambda: self._storage.sync_dir(""), f"step {step} may come back after a power cut")
+        self._try(lambda: self._forget_links(below=step), "old links were not removed")
+        logger.info("step %d was handed over to the replicator", step)
+        return True
+
+    def _check_whole(self, step: int) -> None:
+        found = inspect(self._storage, step)
+        if found.condition is Condition.COMPLETE:
+            return
+        marker = try_read_marker(self._storage, step)
+        is_unread = marker is not None and marker.state is MarkerState.UNKNOWN
+        number = errno.EIO if is_unread else found.errno
+        error = CheckpointIncomplete(
+            f"{found.path} cannot be handed over: {found.condition.value} {found.why}".rstrip() + ".",
+            step=step,
+            path=found.path,
+        )
+        if number is not None:
+            error.fields["errno"] = number
+        raise error
+
+    def _hide(self, step: int) -> None:
+        """As for a removal: a reader takes its lease first and looks at the marker second."""
+        try:
+            put_marker(self._storage, step, Marker(state=MarkerState.REMOVING, reason="handed over"))
+        except CheckpointWriteFailed as error:
+            # The replicator frees what is older when it gets this: where there is no room it must get it.  An
+            # empty marker hides as well.
+            if error.fields.get("errno") not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _show_hidden(self) -> None:
+        for step in sorted(self._hidden):
+            lift_marker(self._storage, step)
+            self._hidden.discard(step)
+
+    def _try(self, tidy_up: Callable[[], None], otherwise: str) -> None:
+        try:
+            tidy_up()
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s: %s", otherwise, error)
 
     # --- files -----------------------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ class LocalTier:
         replicas: other hosts that get a copy of what a host saved: so many hosts may be lost at once.
             Where there are fewer other hosts, each gets one.
         bytes_per_s: bandwidth of a host for these copies; 0 means no limit.
+        backlog: complete generations beyond `keep` that may wait to be handed over to somebody who takes them
+            away (`resiliency.plugins.handing_over`); none is deleted before, and while more wait nothing is
+            saved.  0: nobody takes any.
     """
 
     directory: str | Path
@@ -36,6 +39,7 @@ class LocalTier:
     keep: int = 2
     replicas: int = 1
     bytes_per_s: int = 0
+    backlog: int = 0
 
     def __post_init__(self) -> None:
         interval_of(self.every_steps, self.every)
@@ -103,6 +107,7 @@ def settings_of(
             local_keep=local.keep,
             replicas=local.replicas,
             replication_bytes_per_s=local.bytes_per_s,
+            local_backlog=local.backlog,
         )
     check_settings(settings)
     return settings

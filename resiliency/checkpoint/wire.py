@@ -44,6 +44,8 @@ class Settings:
         local_directory: of the local tier, on this host; empty: there is none.
         replicas: hosts that get a copy of what this host has in its local tier.
         replication_bytes_per_s: bandwidth of these copies.
+        local_backlog: complete generations beyond `local_keep` that may wait to be handed over; 0: nobody
+            hands them over, so none waits.
     """
 
     directory: str
@@ -56,6 +58,7 @@ class Settings:
     local_keep: int = 2
     replicas: int = 0
     replication_bytes_per_s: int = 0
+    local_backlog: int = 0
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -391,5 +394,7 @@ def check_settings(settings: Settings) -> None:
             f"the local tier must keep at least 1, and its replicas and bandwidth are not negative,"
             f" found {settings.local_keep}, {settings.replicas} and {settings.replication_bytes_per_s}."
         )
+    if settings.local_backlog < 0:
+        raise ConfigError(f"the backlog of the local tier is not negative, found {settings.local_backlog}.")
     if settings.format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, found {settings.format!r}.")

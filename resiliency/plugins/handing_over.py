@@ -5,7 +5,15 @@ The protocol is told in `resiliency.checkpoint.high_scale`.  Here is when it is 
 met before the checkpoint process starts, for they clean the volume; and a step is handed over once it is
 complete on all hosts, at the end of a later step of training.  A thread does it: what it takes to rename a
 checkpoint in a volume, and to make that durable, training does not wait for.  Nothing that goes wrong then
-ends training: what was not handed over stays in the local tier, and the log says why.
+ends training, and what passes costs no step:
+
+    an error, or a step in use    tried again until `patience` is over: the replicators of other hosts wait
+    longer than that              given up, with an error in the log; a step in use goes despite its reader
+    as long as nothing succeeds   each later step has one try: if it fails, the step is given up
+    no checkpoint, no replicator  given up at once
+
+A step that waits is not deleted.  One that was given up stays in the local tier until newer ones take its
+place.
 """
 
 from __future__ import annotations
@@ -17,11 +25,12 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.high_scale import TIMEOUT, Replicator, meet_replicators
+from resiliency.checkpoint.high_scale import TIMEOUT, NotHandedOver, Replicator, meet_replicators
 from resiliency.checkpoint.replicated_job import ReplicatedJob
 from resiliency.checkpoint.saves import FINAL, SaveHandle
+from resiliency.checkpoint.storage import Storage
 from resiliency.checkpoint.tiers import TierName
-from resiliency.errors import ResiliencyError
+from resiliency.errors import ConfigError, ResiliencyError
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +40,11 @@ _LAST_STEP = timedelta(seconds=60)
 _STOP = timedelta(seconds=10)
 #: Saves that are followed: of older ones nobody is told that they became complete.
 _FOLLOWED = 16
-#: At the end: between two looks at a step that is in use.
+#: How long nothing may be handed over before steps are given up.
+PATIENCE = timedelta(minutes=10)
+#: Between two tries at a step that waits; twice as long each time, but not at the end.
 _AGAIN_S = 0.5
+_LONGEST_PAUSE_S = 10.0
 
 
 class HandingOver:
@@ -45,6 +57,10 @@ class HandingOver:
         timeout: longest wait for the replicator at a start, for each of its two answers.
         end_timeout: longest wait at the end of a training for the last step to be complete, and as long
             once more for it to be handed over.
+        patience: how long nothing may be handed over before steps are given up.
+        backlog: generations beyond the local tier's `keep` that may wait; when as many do, nothing is saved
+            there.
+        storage: that directory, for tests.
     """
 
     def __init__(
@@ -54,11 +70,20 @@ class HandingOver:
         is_first: bool,
         timeout: timedelta = TIMEOUT,
         end_timeout: timedelta = _LAST_STEP,
+        patience: timedelta = PATIENCE,
+        backlog: int = 4,
+        storage: Storage | None = None,
     ) -> None:
+        if backlog < 1:
+            raise ConfigError(f"at least 1 step must be able to wait for its hand-over, found {backlog}.")
         self.job = job
+        self.backlog = backlog
+        #: Steps of this start that were given up.
+        self.given_up: list[int] = []
         self._timeout = timeout
         self._end_timeout = end_timeout
-        self._replicator = Replicator(job) if is_first else None
+        self._patience = patience
+        self._replicator = Replicator(job, storage=storage) if is_first else None
         self._courier: _Courier | None = None
 
     def __deepcopy__(self, memo: object) -> HandingOver:
@@ -77,7 +102,8 @@ class HandingOver:
             return
         if step is not None:
             logger.info("the replicators brought back step %d", step)
-        self._courier = _Courier(self._replicator)
+        self.given_up = []
+        self._courier = _Courier(self._replicator, self._patience, self.given_up)
 
     @property
     def waiting(self) -> list[int]:
@@ -102,7 +128,9 @@ class HandingOver:
         courier.wait_for_last(self._end_timeout)
         ended = courier.close(self._end_timeout, last_look=True)
         if courier.waiting:
-            why = "in use, or not complete on all hosts" if ended else f"{self.job.directory} does not answer"
+            why = courier.trouble or "not complete on all hosts"
+            if not ended:
+                why = f"{self.job.directory} does not answer"
             logger.error("steps %s were not handed over: %s", courier.waiting, why)
 
     def stop(self) -> None:
@@ -113,10 +141,23 @@ class HandingOver:
 
 
 class _Courier:
-    """Hands over in a thread what training tells it to follow."""
+    """Hands over in a thread what training tells it to follow.
 
-    def __init__(self, replicator: Replicator) -> None:
+    Args:
+        given_up: takes the steps that are.
+    """
+
+    def __init__(self, replicator: Replicator, patience: timedelta, given_up: list[int]) -> None:
         self._replicator = replicator
+        self._patience_s = patience.total_seconds()
+        self._given_up = given_up
+        #: Why the oldest complete step waits; empty: it does not.
+        self.trouble = ""
+        #: Since when nothing could be handed over; used by the thread alone, as are the next two.
+        self._held_up_since: float | None = None
+        #: Steps given up of which the local tier does not know it yet.
+        self._unnoted: set[int] = set()
+        self._pause_s = 0.0
         #: By step.
         self._followed: dict[int, SaveHandle] = {}
         self._changed = threading.Condition()
@@ -166,12 +207,17 @@ class _Courier:
     def _run(self) -> None:
         while self._await_question():
             try:
-                self._hand_over_complete()
+                is_done = self._hand_over_complete()
             except Exception:  # the border of this thread: the next look may fare better
                 logger.exception("handing over to the replicator failed")
+                is_done = False
+            self._pause_s = 0.0 if is_done else min(max(2 * self._pause_s, _AGAIN_S), _LONGEST_PAUSE_S)
 
     def _await_question(self) -> bool:
         with self._changed:
+            # Steps of training may be short: they do not shorten the pause before another try.
+            if self._pause_s and not self._changed.wait_for(lambda: self._is_closed, self._pause_s):
+                return True
             self._changed.wait_for(lambda: self._is_asked or self._is_closed)
             asked, self._is_asked = self._is_asked, False
             if asked or self._is_stopped:
@@ -183,26 +229,64 @@ class _Courier:
                 and not self._changed.wait_for(lambda: self._is_stopped, _AGAIN_S)
             )
 
-    def _hand_over_complete(self) -> None:
+    def _hand_over_complete(self) -> bool:
         """Each of the steps that are complete on all hosts, in order: all hosts must hand over the same, and
-        may learn of several at once.
+        may learn of several at once.  False: something is to be tried again.
         """
         for step in self._complete():
             if self._is_stopped:
-                return
-            try:
-                if not self._replicator.hand_over(step):
-                    logger.debug("step %d is in use: it is handed over after the next step", step)
-                    return
-            # Training goes on whatever is wrong with the volume.
-            except (ResiliencyError, OSError) as error:
-                logger.error("step %d was not handed over: %s", step, error)
-                gone = [step]
-            else:
+                break
+            if not self._is_dealt_with(step):
+                return False
+        self._note_given_up()
+        return not self._unnoted
+
+    def _is_dealt_with(self, step: int) -> bool:
+        """Try to hand a step over; False if it is to be tried again, before any newer one."""
+        now = time.monotonic()
+        is_late = self._held_up_since is not None and now - self._held_up_since >= self._patience_s
+        try:
+            if self._replicator.hand_over(step, despite_readers=is_late):
+                self._held_up_since, self.trouble = None, ""
                 # What was overtaken is not worth handing over, and would come out of order.
-                gone = [older for older in self.waiting if older <= step]
-            with self._changed:
-                self._drop(gone)
+                with self._changed:
+                    self._drop([older for older in self._followed if older <= step])
+                return True
+            self.trouble = f"step {step} is in use"
+        except NotHandedOver as error:
+            self.trouble = str(error)
+        except ResiliencyError as error:  # training goes on whatever is wrong with the volume
+            self._give_up(step, str(error))
+            return True
+        if is_late:
+            self._give_up(step, f"nothing could be handed over for {self._patience_s:g} s: {self.trouble}")
+            return True
+        if self._held_up_since is None:
+            self._held_up_since = now
+            logger.warning("%s; it is tried again for %g s", self.trouble, self._patience_s)
+        return False
+
+    def _give_up(self, step: int, why: str) -> None:
+        logger.error(
+            "step %d was not handed over and is given up: %s  It stays in the local tier of this host until"
+            " newer ones take its place.  Replicators of hosts that handed it over wait for it until the job"
+            " is started again.",
+            *(step, why),
+        )
+        self._given_up.append(step)
+        self._unnoted.add(step)
+        with self._changed:
+            self._drop([step])
+
+    def _note_given_up(self) -> None:
+        """Let the local tier delete what was given up."""
+        for step in sorted(self._unnoted):
+            try:
+                self._replicator.give_up(step)
+            except (ResiliencyError, OSError) as error:
+                logger.debug("that step %d was given up could not be noted: %s", step, error)
+                return
+            self._unnoted.discard(step)
 
     def _complete(self) -> list[int]:
         with self._changed:

@@ -28,6 +28,7 @@ never mixed.  Only the persistent tier can be cut anew for another parallel layo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,8 @@ class InClusterLocalCheckpointIO(PersistentCheckpointProcessIO):
                 f" handed over in {volume}.",
                 hint="Its directory must be that volume itself; the replicator makes the copies: replicas=0.",
             )
+        if handing_over is not None:
+            local = replace(local, backlog=handing_over.backlog)
         super().__init__(
             checkpoint_io,
             persistent_directory,

@@ -7,6 +7,7 @@ It plays the file protocol that `resiliency.checkpoint.high_scale` describes, as
 waits for ``replicator.yaml``, cleans the directory, agrees with the other hosts' stand-ins on a step,
 brings it back, and takes over each directory that is named by a number.  What the real one sends to
 peers and to a bucket goes into `--store`, which all hosts of the test share; a single host needs none.
+Like the real ones they wait for each other at each step, without a deadline, until the job starts again.
 Nothing of the code under test is imported.
 """
 
@@ -56,7 +57,8 @@ def start_replicator(
 ) -> Command:
     """Start one for the host whose volume `directory` is; leave the context to end it.
 
-    It prints ``took NODE/NODES JOB``, ``restored STEP`` (0: nothing) and ``kept STEP`` as it does so.
+    It prints ``took NODE/NODES JOB``, ``restored STEP`` (0: nothing) and ``kept STEP`` as it does so, and
+    ``complete STEP`` when all hosts have kept it; until then it takes no other.
     """
     argv = [sys.executable, "-m", "resiliency.testing.replicator", str(directory), "--fault", fault.value]
     return Command(argv + (["--store", str(store)] if store is not None else []), log=log)
@@ -188,8 +190,9 @@ class _Replicator:
 
     def _serve(self) -> None:
         while not self._config_file.exists():
-            for path in sorted(self._directory.iterdir()):
-                if _SAVE.fullmatch(path.name) and path.is_dir():
+            saved = (path for path in self._directory.iterdir() if _SAVE.fullmatch(path.name))
+            for path in sorted((path for path in saved if path.is_dir()), key=lambda path: int(path.name)):
+                if not self._config_file.exists():
                     self._take_over(path)
             threading.Event().wait(_LOOK_S)
 
@@ -210,6 +213,17 @@ class _Replicator:
             _copy(data, self._store)
         self._keep_only(step)
         _say(f"kept {step}")
+        self._meet_others(step)
+
+    def _meet_others(self, step: int) -> None:
+        store = self._store
+        if store is not None:
+            nodes = range(int(self._config["nodes"]))
+            files = [store / f"{self._config['job-name']}-s{step}-n{node}-w0.meta" for node in nodes]
+            self._until(lambda: self._config_file.exists() or all(file.exists() for file in files))
+            if not all(file.exists() for file in files):
+                return
+        _say(f"complete {step}")
 
     def _keep_only(self, step: int) -> None:
         kept = set()

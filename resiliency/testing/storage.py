@@ -4,7 +4,8 @@
 `MemoryStorage` keeps two versions of everything, the one that programs see and the one that
 survives a power cut, and treats POSIX at its word: bytes survive after `sync` of the file, names
 after `sync_dir` of the directory, and what was not synced may survive, may not, or may be torn.
-`FaultyStorage` wraps any storage and does one bad thing at the n-th operation.
+`FaultyStorage` wraps any storage and does one bad thing at the n-th operation; `TroubledStorage` has
+errors that pass, placed at an operation on a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import enum
 import errno
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -363,6 +365,58 @@ class FaultyStorage:
         if self._count_reads:
             raise read_failed(error, self.describe(name)) from error
         raise write_failed(error, what, self.describe(name)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageTrouble:
+    """An operation on what belongs to `step` fails with `errno`, `times` times, and then no more.
+
+    Args:
+        operation: create, write, sync, open, list, make_dir, replace, link, remove, remove_tree or sync_dir.
+            One that names no step (a listing of the root) belongs to the step named last.
+    """
+
+    step: int
+    operation: str
+    errno: int = errno.EIO
+    times: int = 1
+
+
+class TroubledStorage(FaultyStorage):
+    """Passes everything to `inner` but what `troubles` says."""
+
+    def __init__(self, inner: Storage, *troubles: StorageTrouble) -> None:
+        super().__init__(inner)
+        self._left = {trouble: trouble.times for trouble in troubles}
+        self._step = -1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all errors have been met."""
+        return not any(self._left.values())
+
+    def open(self, name: str) -> ReadableFile:
+        self._meet(f"open {name}", read_failed)
+        return super().open(name)
+
+    def list(self, name: str) -> list[str]:
+        self._meet(f"list {name}", read_failed)
+        return super().list(name)
+
+    def _change(self, operation: str) -> FaultKind | None:
+        what, _, _ = operation.partition(" ")
+        self._meet(operation, lambda error, path: write_failed(error, what, path))
+        return super()._change(operation)
+
+    def _meet(self, operation: str, failed: Callable[[OSError, str], Exception]) -> None:
+        what, _, name = operation.partition(" ")
+        with self._lock:
+            if found := re.search(r"step=(\d+)", name):
+                self._step = int(found[1])
+            for trouble, left in self._left.items():
+                if left and (trouble.operation, trouble.step) == (what, self._step):
+                    self._left[trouble] = left - 1
+                    raise failed(OSError(trouble.errno, os.strerror(trouble.errno)), self.describe(name))
 
 
 class _FaultyWriter:

@@ -103,12 +103,13 @@ def test_two_hosts_get_back_their_own_parts_also_on_an_empty_host(tmp_path: Path
         return [(*one, step) for one, step in zip(served, steps, strict=True)]
 
     with ExitStack() as stack:
-        for rank, (replicator, command, step) in enumerate(start(stack, volumes[:2])):
-            assert step is None
-            for saved in (5, 6)[: 2 - rank]:  # host 1 never hands over step 6
-                commit(replicator.job.directory, saved, rank=rank, world_size=2)
-                replicator.hand_over(saved)
-                command.wait_for_line(f"kept {saved}", timeout=60)
+        served = start(stack, volumes[:2])
+        assert [step for _, _, step in served] == [None, None]
+        for saved, rank in ((5, 0), (5, 1), (6, 0)):  # host 1 never hands over step 6
+            replicator, command, _ = served[rank]
+            commit(replicator.job.directory, saved, rank=rank, world_size=2)
+            replicator.hand_over(saved)
+            command.wait_for_line(f"kept {saved}", timeout=60)
     with ExitStack() as stack:
         again = start(stack, [volumes[0], volumes[2]])
         assert [step for _, _, step in again] == [5, 5]

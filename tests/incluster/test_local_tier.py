@@ -31,7 +31,7 @@ from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.delivery import Delivery
-from resiliency.checkpoint.generations import make_way, retire
+from resiliency.checkpoint.generations import awaiting, give_up, make_way, retire
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.manifest import Manifest, write_manifest
 from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveRecord, TierOutcomes
@@ -89,6 +89,7 @@ class Place:
         *,
         alone: bool = False,
         keep: int = 2,
+        backlog: int = 0,
         events: EventStream | None = None,
         termination: TerminationOptions | None = None,
         **options: object,
@@ -97,7 +98,7 @@ class Place:
         return Checkpointer(
             None if alone else self.persistent,
             every_steps=0 if alone else 4,
-            local=LocalTier(directory=self.local, every_steps=2, keep=keep),
+            local=LocalTier(directory=self.local, every_steps=2, keep=keep, backlog=backlog),
             info=RunInfo(job_name=self.job, host="here", rank=0),
             events=events,
             termination=termination,
@@ -450,3 +451,45 @@ def test_a_newer_leftover_is_no_reason_for_a_step_to_make_way(tmp_path: Path) ->
     with pytest.raises(CheckpointWriteFailed, match="there is none before it here: it stays"):
         make_way(storage, step=1, run_id="run", save_id="b-1")
     assert complete(tmp_path) == [1, 2]
+
+
+# --- generations that wait to be handed over -----------------------------------------------------
+
+
+def test_a_generation_stays_until_it_is_handed_over_or_given_up(tmp_path: Path) -> None:
+    storage = generations(tmp_path, s1="b", s2="b", s3="a", s4="b", s5="b")
+    known = {step: f"b-{step}" for step in (1, 2, 4, 5)}  # of step 3 another host lost its part
+    give_up(storage, 1)
+    assert retire(storage, run_id="run", complete=known, keep=1, handed_over=True) == [1, 3]
+    assert awaiting(storage, known) == [2, 4, 5]
+    assert sorted(os.listdir(tmp_path)) == ["step=2", "step=4", "step=5"]
+    give_up(storage, 4)
+    for step in (2, 5):
+        os.rename(tmp_path / f"step={step}", tmp_path / str(step))
+    # The newest is with the replicator, and vouches for what goes all the same.
+    assert retire(storage, run_id="run", complete=known, keep=1, handed_over=True) == [4]
+
+
+def test_a_generation_that_was_overtaken_does_not_wait(tmp_path: Path) -> None:
+    storage = generations(tmp_path, s1="b", s2="b", s3="b", s4="b")
+    known = {step: f"b-{step}" for step in (1, 2, 3, 4)}
+    os.rename(tmp_path / "step=2", tmp_path / "2")
+    assert awaiting(storage, known) == [3, 4]
+    assert retire(storage, run_id="run", complete=known, keep=1, handed_over=True) == [1]
+
+
+def test_while_too_many_generations_wait_nothing_is_saved_and_none_of_them_goes(place: Place) -> None:
+    limits = {"alone": True, "keep": 1, "backlog": 2}
+    with place.open(**limits) as checkpoints:  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            assert checkpoints.save(step, make_state(step)).wait_complete(SOON)
+        refused = checkpoints.save(4, make_state(4))
+        assert refused.wait(SOON)
+        assert refused.state is SaveState.FAILED
+        assert "steps [1, 2, 3] wait" in refused.record.why
+        assert "no more than 3 may" in refused.record.why
+        assert complete(place.local) == [1, 2, 3]
+        os.rename(place.local / "step=1", place.local / "1")  # handed over
+        give_up(LocalStorage(place.local), 2)
+        assert checkpoints.save(5, make_state(5)).wait_complete(SOON)
+        assert eventually(lambda: complete(place.local) == [3, 5])

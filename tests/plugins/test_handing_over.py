@@ -4,26 +4,32 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from resiliency.checkpoint.catalog import Condition, inspect
 from resiliency.checkpoint.lease import Lease
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.replicated_job import ReplicatedJob
 from resiliency.checkpoint.saves import SaveHandle, SaveState
 from resiliency.checkpoint.storage import LocalStorage
+from resiliency.errors import ConfigError
 from resiliency.plugins.handing_over import HandingOver
 from resiliency.testing.processes import Command
 from resiliency.testing.replicator import start_replicator
-from tests.checkpoint.storage_builders import save, small_shard
+from resiliency.testing.storage import StorageTrouble, TroubledStorage
+from tests.checkpoint.storage_builders import no_descriptor_left, save, small_shard
 
 SOON = timedelta(seconds=60)
 LOCAL = ("local",)
@@ -32,12 +38,15 @@ LOCAL = ("local",)
 class Job:
     """A training whose local tier is the volume of a replicator."""
 
-    def __init__(self, volume: Path, replicator: Command, end_timeout: timedelta) -> None:
+    def __init__(
+        self, volume: Path, replicator: Command, *, node_rank: int = 0, nodes: int = 1, **options: Any
+    ) -> None:
         self.volume = volume
         self.replicator = replicator
-        job = ReplicatedJob(directory=volume, job_name="llama-3", node_rank=0, nodes=1)
-        self.handing_over = HandingOver(job, is_first=True, timeout=SOON, end_timeout=end_timeout)
-        self.handing_over.meet()
+        self.node_rank, self.nodes = node_rank, nodes
+        job = ReplicatedJob(directory=volume, job_name="llama-3", node_rank=node_rank, nodes=nodes)
+        options = {"timeout": SOON, "end_timeout": SOON, **options}
+        self.handing_over = HandingOver(job, is_first=True, **options)
 
     def saves(self, step: int, tiers: tuple[str, ...] = LOCAL) -> SaveHandle:
         handle = SaveHandle(step, tiers)
@@ -47,7 +56,8 @@ class Job:
     def saved(self, step: int) -> None:
         """A save that is complete on all hosts."""
         handle = self.saves(step)
-        save(LocalStorage(self.volume), LocalFormat(), [small_shard(step)])
+        shard = small_shard(step, rank=self.node_rank, world_size=self.nodes)
+        save(LocalStorage(self.volume), LocalFormat(), [shard], ranks=[self.node_rank])
         handle.update(state=SaveState.COMMITTED, committed_in=LOCAL, complete=True)
 
     def step_done(self) -> None:
@@ -69,11 +79,12 @@ def wait_until(ready: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def training(volume: Path, *, end_timeout: timedelta = SOON) -> Iterator[Job]:
+def training(volume: Path, **options: Any) -> Iterator[Job]:
     """It ends by an error, as far as the hand-over knows, if it did not end before."""
     volume.mkdir(exist_ok=True)
     with start_replicator(volume) as replicator:
-        job = Job(volume, replicator, end_timeout)
+        job = Job(volume, replicator, **options)
+        job.handing_over.meet()
         try:
             yield job
         finally:
@@ -226,4 +237,127 @@ def test_a_last_step_that_stays_in_use_is_named_at_the_end(
     with training(tmp_path, end_timeout=timedelta(seconds=2)) as job, Lease(LocalStorage(tmp_path), 1):
         job.saved(1)
         job.handing_over.finish()
-    assert "steps [1] were not handed over: in use" in caplog.text
+    assert "steps [1] were not handed over: step 1 is in use" in caplog.text
+
+
+# --- trouble ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "number"),
+    [
+        ("open", errno.EMFILE),
+        ("list", errno.ESTALE),
+        ("create", errno.EMFILE),
+        ("write", errno.ENOSPC),
+        ("sync", errno.EIO),
+        ("sync_dir", errno.EIO),
+        ("replace", errno.ESTALE),
+        ("remove", errno.EIO),
+    ],
+)
+def test_an_error_that_passes_costs_no_step_and_no_order_whatever_it_meets(
+    tmp_path: Path, operation: str, number: int
+) -> None:
+    trouble = StorageTrouble(step=2, operation=operation, errno=number)
+    storage = TroubledStorage(LocalStorage(tmp_path), trouble)
+    with training(tmp_path, storage=storage) as job:
+        for step in (1, 2, 3):
+            job.saved(step)
+        job.step_done()
+        job.wait_for_kept(3)
+        job.handing_over.finish()
+        assert job.handing_over.given_up == []
+    assert storage.is_over
+    renamed = [name for name in storage.operations if name.startswith("replace step=")]
+    assert renamed == [f"replace step={step} {step}" for step in (1, 2, 3)]
+    assert not list(tmp_path.glob("step=*"))
+
+
+def test_while_no_descriptor_is_left_steps_wait_and_then_go_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path) as job:
+        for step in (1, 2):
+            job.saved(step)
+        with no_descriptor_left():
+            job.step_done()
+            wait_until(lambda: "step 1 could not be handed over for now" in caplog.text)
+            assert job.handing_over.waiting == [1, 2]
+        for step in (1, 2):
+            job.wait_for_kept(step)
+    assert job.handing_over.given_up == []
+
+
+def test_a_step_that_one_host_of_two_cannot_hand_over_at_first_keeps_no_replicator_waiting(
+    tmp_path: Path,
+) -> None:
+    """A fault at (host b, step 2, the rename): without another try both replicators would wait for ever."""
+    store, volumes = tmp_path / "store", [tmp_path / "a", tmp_path / "b"]
+    for directory in (store, *volumes):
+        directory.mkdir()
+    trouble = StorageTrouble(step=2, operation="replace", errno=errno.EIO)
+    storages = [LocalStorage(volumes[0]), TroubledStorage(LocalStorage(volumes[1]), trouble)]
+    with ExitStack() as stack:
+        jobs = [
+            Job(
+                volume,
+                stack.enter_context(start_replicator(volume, store=store)),
+                node_rank=rank,
+                nodes=2,
+                storage=storage,
+            )
+            for rank, (volume, storage) in enumerate(zip(volumes, storages, strict=True))
+        ]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda job: job.handing_over.meet(), jobs))
+        for job in jobs:
+            stack.callback(job.handing_over.stop)
+            for step in (1, 2, 3):
+                job.saved(step)
+            job.step_done()
+        for job in jobs:
+            job.replicator.wait_for_line("complete 3$", timeout=SOON.total_seconds())
+
+
+def test_what_does_not_pass_is_given_up_by_name_and_later_steps_have_one_try_until_one_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    troubles = [StorageTrouble(step=step, operation="replace", times=1000) for step in (1, 2)]
+    storage = TroubledStorage(LocalStorage(tmp_path), *troubles)
+    with training(tmp_path, storage=storage, patience=timedelta(seconds=0.2)) as job:
+        for step in (1, 2, 3):
+            job.saved(step)
+        job.step_done()
+        job.wait_for_kept(3)
+        assert job.handing_over.given_up == [1, 2]
+        # They are whole, nothing hides them, and the local tier may delete them.
+        for step in (1, 2):
+            assert inspect(LocalStorage(tmp_path), step).condition is Condition.COMPLETE
+            wait_until((tmp_path / f"step={step}.given-up").exists)
+    assert "step 1 was not handed over and is given up: nothing could be handed over for 0.2 s" in caplog.text
+
+
+def test_a_step_that_stays_in_use_is_handed_over_when_patience_is_over(tmp_path: Path) -> None:
+    with training(tmp_path, patience=timedelta(seconds=0.2)) as job, Lease(LocalStorage(tmp_path), 1):
+        job.saved(1)
+        job.step_done()
+        job.wait_for_kept(1)
+        assert job.handing_over.given_up == []
+
+
+def test_when_the_replicator_has_failed_every_step_is_left_to_the_local_tier(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        (tmp_path / "replicator.failed").write_text("out of memory")
+        for step in (1, 2):
+            job.saved(step)
+            job.step_done()
+            wait_until((tmp_path / f"step={step}.given-up").exists)
+            assert (tmp_path / f"step={step}").is_dir()
+        assert job.handing_over.given_up == [1, 2]
+
+
+def test_a_backlog_of_nothing_is_refused(tmp_path: Path) -> None:
+    job = ReplicatedJob(directory=tmp_path, job_name="llama-3", node_rank=0, nodes=1)
+    with pytest.raises(ConfigError, match="at least 1 step must be able to wait"):
+        HandingOver(job, is_first=True, backlog=0)
