@@ -70,20 +70,32 @@ class Hosts:
             copies: before that, the agents have copied the newest checkpoint of each host to another.
         """
         started = self.run(hosts, *DYING, *flags)
-        said = "\n".join(command.output for command in started)
-        assert started[-1].returncode == -signal.SIGKILL, said
+        self._check_killed(started)
         for host in hosts:
             self._wait_for(self.disk(host), f"{host} has not committed step {NEWEST}")
             if copies:
                 (other,) = set(hosts) - {host}
                 self._wait_for(self.disk(other) / "replicas" / host, f"{other} has no copy of {host}")
+        self._forget(started, hosts)
+
+    def die_at_once(self, hosts: Sequence[str], *flags: object) -> None:
+        """As `die`, whatever was committed by then."""
+        started = self.run(hosts, *DYING, *flags)
+        self._check_killed(started)
+        self._forget(started, hosts)
+
+    def lose(self, host: str) -> None:
+        shutil.rmtree(self.directory / host)
+
+    def _check_killed(self, started: Sequence[Command]) -> None:
+        said = "\n".join(command.output for command in started)
+        assert started[-1].returncode == -signal.SIGKILL, said
+
+    def _forget(self, started: Sequence[Command], hosts: Sequence[str]) -> None:
         for command in started:
             command.kill()
         for host in hosts:
             shutil.rmtree(self.directory / host / "memory")
-
-    def lose(self, host: str) -> None:
-        shutil.rmtree(self.directory / host)
 
     def _wait_for(self, root: Path, otherwise: str) -> None:
         deadline = time.monotonic() + ATTEMPT_S
