@@ -115,6 +115,8 @@ class AgentLink:
         self.agent_pid = 0
         #: Where agents of other hosts reach it; 0 if they do not.
         self.peer_port = 0
+        #: Warnings of the search under way, which looks many times a second.
+        self._said: set[str] = set()
         self.losses = 0
         self._thread = threading.Thread(target=self._run, name="resiliency-agent-link", daemon=True)
         self._thread.start()
@@ -213,6 +215,7 @@ class AgentLink:
             PeerError: none answered in time, or it refused this rank.
         """
         deadline = time.monotonic() + self._options.start.total_seconds()
+        self._said.clear()
         while not self._given_up.is_set():
             try:
                 channel = connect(self._directory)
@@ -287,7 +290,12 @@ class AgentLink:
             if error.errno not in SHORTAGES:
                 raise PeerError(f"the checkpoint agent cannot be started: {error}.") from error
             # It may pass, and there may be an agent that this process cannot connect to for want of the same.
-            logger.warning("the checkpoint agent cannot be started for now: %s", error)
+            self._warn_once(f"the checkpoint agent cannot be started for now: {error}")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
 
     def _launcher_starts_it(self) -> bool:
         """Ask the launcher, whose agents outlive a restart of its workers and have torch imported already."""
@@ -298,7 +306,7 @@ class AgentLink:
         if isinstance(answer, Started) or self._given_up.is_set():
             return True
         why = answer.reason if isinstance(answer, Refused) else "it does not answer"
-        logger.warning("the launcher starts no checkpoint agent, so this rank does: %s", why)
+        self._warn_once(f"the launcher starts no checkpoint agent, so this rank does: {why}")
         if isinstance(answer, Refused):
             self._host = ""  # one that could not be reached may be asked for the next agent
         return False

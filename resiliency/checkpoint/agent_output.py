@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 import tempfile
 from contextlib import suppress
@@ -37,14 +38,15 @@ class AgentOutput:
         if self._is_alone:
             return
         try:
-            # Not through a link that somebody else put there.
-            fd = os.open(self.path, _APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            # Not through a link or a pipe that somebody else put there.
+            fd = os.open(self.path, _APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
             self._stay(f"cannot be written: {error}")
             return
-        if os.fstat(fd).st_uid != os.getuid():
+        found = os.fstat(fd)
+        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
             os.close(fd)
-            self._stay("belongs to another user")
+            self._stay("is no file of this user")
             return
         logger.info("no rank is left: what this agent does until one is there is said in %s", self.path)
         self._become(fd)
@@ -59,6 +61,10 @@ class AgentOutput:
             fd = os.open(f"/proc/{pid}/fd/{_STDERR}", _APPEND | os.O_NONBLOCK)
         except OSError as error:  # a socket, for instance
             logger.info("process %d is there, but its standard error cannot be shared: %s", pid, error)
+            return
+        if stat.S_ISREG(os.fstat(fd).st_mode) and not _appends(pid):
+            os.close(fd)
+            logger.info("process %d is there, and overwrites what others add to its standard error", pid)
             return
         os.set_blocking(fd, True)
         self._become(fd)
@@ -77,3 +83,16 @@ class AgentOutput:
             sys.stderr.flush()
         os.dup2(fd, _STDERR)
         os.close(fd)
+
+
+def _appends(pid: int) -> bool:
+    """Whether the standard error of a process was opened for appending, as by ``>>``.
+
+    Opened by ``>``, it has a place of its own in the file, and writes there whatever others have added.
+    """
+    try:
+        info = Path(f"/proc/{pid}/fdinfo/{_STDERR}").read_text()
+    except OSError:
+        return False
+    flags = next((line.split()[1] for line in info.splitlines() if line.startswith("flags:")), "0")
+    return bool(int(flags, 8) & os.O_APPEND)
