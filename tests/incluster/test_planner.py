@@ -209,10 +209,13 @@ def test_who_has_a_choice_goes_around_those_who_have_none() -> None:
 
 
 def test_members_of_a_group_share_the_sending() -> None:
-    hosts = ["new"] * 6 + ["b", "c"]
+    hosts = ["new"] * 3 + ["newer"] * 3 + ["b", "c"]
     needs = [need(rank, host, group="g") for rank, host in enumerate(hosts)]
     held = [shard(rank, hosts[rank], Place.LOCAL, group="g") for rank in (6, 7)]
-    assert senders(plans(needs, held)) == {None: 2, 6: 3, 7: 3}
+    (plan,) = plans(needs, held)
+    assert senders([plan]) == {None: 2, 6: 3, 7: 3}
+    # To each host from one of them alone: the ranks there pass it on.
+    assert len({(hosts[pick.rank], pick.sender) for pick in plan.picks if pick.sender is not None}) == 2
 
 
 def test_shards_of_different_sizes_are_spread_by_bytes() -> None:

@@ -76,7 +76,7 @@ def rounds(plan: Plan) -> list[list[Chain]]:
     Each rank wants one shard only, so it is the readers alone that need more than one round.
     """
     wanted: dict[tuple[int, Holding], list[int]] = defaultdict(list)
-    for pick in plan.picks:  # ranks of one host follow each other, so most links of a chain are inside one
+    for pick in plan.picks:  # by rank: those of one host follow each other, with links inside it
         if pick.sender is not None:
             wanted[pick.sender, pick.holding].append(pick.rank)
     by_sender: dict[int, list[Chain]] = defaultdict(list)

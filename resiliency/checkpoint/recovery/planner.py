@@ -173,7 +173,7 @@ def _by_save(
 class _Lot:
     """Shards of one save, each as good as the others; by the host that can read them."""
 
-    __slots__ = ("far", "near", "queue", "stored")
+    __slots__ = ("far", "near", "queue", "senders", "stored")
 
     def __init__(self, holdings: list[Holding], ranks_on: Collection[str]) -> None:
         self.near: dict[str, Holding] = {}
@@ -188,6 +188,8 @@ class _Lot:
             if holding.place is not Place.MEMORY and host in ranks_on:
                 self.far.setdefault(host, holding)
         self.queue: list[tuple[int, str]] = []
+        #: By host that wants it, the one that sends there.
+        self.senders: dict[str, str] = {}
 
     def read_on(self, host: str) -> Holding | None:
         return self.near.get(host) or self.near.get("")
@@ -253,7 +255,8 @@ class _Shards:
 class _Loads:
     """Who sends how much so far: the next send goes to the host with the least, and to the rank there.
 
-    What one rank of a host sends is sent by no other, for who wants it passes it on.
+    What one rank of a host sends is sent by no other, for who wants it passes it on; and the ranks of one
+    host get it from one sender, so that it comes to their host once.
     """
 
     def __init__(self, ranks_on: dict[str, list[int]]) -> None:
@@ -263,20 +266,23 @@ class _Loads:
 
     def send(self, lot: _Lot, need: Need) -> Pick:
         """Have one of the hosts of `lot` send."""
+        if need.host in lot.senders:
+            holding = lot.far[lot.senders[need.host]]
+            return Pick(need.rank, holding, self._senders[holding])
         if not lot.queue:
             lot.queue = sorted((self._hosts[host], host) for host in lot.far)
         # Loads only grow, so an entry with an old load may stand too early, never too late.
         while lot.queue[0][0] != self._hosts[lot.queue[0][1]]:
             host = lot.queue[0][1]
             heapq.heapreplace(lot.queue, (self._hosts[host], host))
-        host = lot.queue[0][1]
+        host = lot.senders[need.host] = lot.queue[0][1]
         holding = lot.far[host]
         weight = max(1, holding.size_bytes)
         if holding not in self._senders:
             sent, sender = self._ranks[host][0]
             heapq.heapreplace(self._ranks[host], (sent + weight, sender))
             self._senders[holding] = sender
-        self._hosts[host] += weight  # also for the next one, so that all who have it begin a chain
+        self._hosts[host] += weight  # also for the next host, so that all who have it begin a chain
         return Pick(need.rank, holding, self._senders[holding])
 
 
