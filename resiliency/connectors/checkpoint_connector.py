@@ -164,7 +164,9 @@ class CheckpointConnector(_CheckpointConnector):
             try:
                 problems = self._try_together(path)
             except LayoutMismatch as mismatch:
-                if path not in attempts.held:
+                process = process_of(self.trainer)
+                # A step that hosts hold may be in the persistent tier as well, under the same path.
+                if path not in attempts.held or (process is not None and process.is_cut_anew):
                     raise
                 attempts.unfit.append(path)
                 attempts.mismatch = str(mismatch)

@@ -95,6 +95,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
     restored_rng: dict[str, Any] | None = None
     #: Where the last load came from.
     restored_from: Tier = Tier.NONE
+    #: Whether the last load gave the persistent copy to the inner CheckpointIO; alike on all ranks.
+    is_cut_anew = False
     #: How long a save is waited for in all its tiers; whoever ends the job shortens it.
     patience: Callable[[], timedelta] = staticmethod(lambda: LAST_SAVE_TIMEOUT)
     #: Whether the job was told to end: one tier is enough then.  On all ranks alike.
@@ -371,11 +373,12 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         Raises:
             CheckpointMissing, CheckpointCorrupt: on all ranks; no source of this step could be used.
             LayoutMismatch: on all ranks; the step is of another parallel layout, and the hosts alone have
-                it.  Only the persistent tier is cut anew.
+                it, for only the persistent tier is cut anew; or its form there does not allow that, and
+                `is_cut_anew` is set.
         """
         directory = Path(ckpt_to_dir(path))
         step = self._step_of(path)
-        self.restored_rng, self.restored_from = None, Tier.NONE
+        self.restored_rng, self.restored_from, self.is_cut_anew = None, Tier.NONE, False
         if step is not None:
             filling = Filling(sharded_state_dict)
             try:
@@ -392,6 +395,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
                     return checkpoint
                 if self._kind_on_disk(directory) is not Kind.NEMO:
                     raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
+        self.is_cut_anew = True
         loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, sharded_state_dict, *args, **kwargs)
         self.restored_from = Tier.DISK
         self.restored_rng = self.checkpoint_io.restored_rng

@@ -7,10 +7,12 @@ import os
 import select
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from resiliency.checkpoint import Tier
 from resiliency.errors import CheckpointCorrupt, LayoutMismatch, ResiliencyError
 from tests.plugins.megatron_ranks import Layout
 
@@ -47,6 +49,43 @@ def refused_where_it_is_seen(rank: int, layout: Layout, root: Path) -> str:
     except ResiliencyError as failure:
         return f"{type(failure).__name__}: {failure}"
     return ""
+
+
+def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: bool) -> str:
+    """What this rank restores, or the error, where the hosts hold the newest step for another layout.
+
+    Args:
+        is_cut_anew: it is persistent too, and its form there does not allow it.
+    """
+    from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+    from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+
+    connector = _connector(-1, root, ERRORS["unfit"])
+
+    class Process(PersistentCheckpointProcessIO):
+        """Knows two steps without an engine, and fits the older one alone."""
+
+        def inventory(self) -> Any:
+            return SimpleNamespace(stored=[NEWEST, NEWEST - 1], on_hosts={NEWEST: Tier.MEMORY})
+
+        def unusable(self, *, above: int) -> Any:
+            return SimpleNamespace(ranks=0, saves=0, why="")
+
+        def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            is_newest = path == self.path_of(NEWEST)
+            self.is_cut_anew = is_cut_anew or not is_newest
+            if is_newest:
+                raise ERRORS["unfit"]
+            return loads.load_checkpoint(path)
+
+    strategy = connector.trainer.strategy
+    loads = strategy.checkpoint_io
+    strategy.checkpoint_io = Process(MinCkptOverheadCheckpointIO(), root)
+    try:
+        chosen = connector._restore_newest()
+    except ResiliencyError as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return chosen.name
 
 
 def refused(rank: int, layout: Layout, root: Path, error: str) -> str:

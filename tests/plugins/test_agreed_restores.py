@@ -47,6 +47,17 @@ def test_a_good_checkpoint_that_does_not_fit_one_rank_ends_the_job_on_all(
     assert steps_in(tmp_path) == [NEWEST, NEWEST - 1]
 
 
+def test_a_step_that_hosts_hold_for_another_layout_is_passed_over_unless_its_persistent_copy_was_tried(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for step in (NEWEST - 1, NEWEST):
+        write_checkpoint(tmp_path, step)
+    held = run(pool, agreed_ranks.restored_of_both_tiers, TWO, tmp_path, False)
+    assert held == [f"step={NEWEST - 1}"] * 2
+    ended = run(pool, agreed_ranks.restored_of_both_tiers, TWO, tmp_path, True)
+    assert ended == [f"LayoutMismatch: {ERRORS['unfit']}"] * 2
+
+
 def test_a_checkpoint_that_one_host_does_not_see_is_passed_over_by_all_and_not_hidden(
     pool: RankPool, tmp_path: Path
 ) -> None:
