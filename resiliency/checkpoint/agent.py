@@ -314,13 +314,18 @@ class Agent:
                 self._replication.committed(job.step)
             else:
                 self._intake.free_others(last, job.tier, job.step)
+        retire: RetireJob | None = None
         for event in self._replication.take_events():
             if isinstance(event, RetireJob):
-                self._intake.retire(event)
-                if self._last is not None:
-                    self._intake.free_others(self._last, TierName.LOCAL, max(event.complete))
+                # Each says all that is complete: of those that come at once the last will do, and the queue
+                # that saves wait in has room for few.
+                retire = event
             else:
                 self._tell(event.session, event)
+        if retire is not None:
+            self._intake.retire(retire)
+            if self._last is not None:
+                self._intake.free_others(self._last, TierName.LOCAL, max(retire.complete))
 
     def _rescue(self) -> None:
         if self._last is not None:
