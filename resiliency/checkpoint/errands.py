@@ -55,7 +55,9 @@ class Errands:
 def side_by_side(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
     """Do all `tasks` at once, each in a thread of its own; returns what they returned, in their order.
 
-    All have ended when this returns, and when it raises the error of the first that failed.
+    All have ended when this returns, and when it raises the error of the first that failed.  Interrupted
+    (by Ctrl-C), it waits for them before it raises as well, since they use the caller's memory.  Only a
+    second interrupt does not wait: a disk may hang for ever.
 
     Args:
         name: of the threads; their number follows.
@@ -63,14 +65,20 @@ def side_by_side(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
         RuntimeError: this process may have no more threads.
     """
     threads: list[Errands] = []
+    futures: list[Future[_T]] = []
     try:
-        for number in range(len(tasks)):
-            threads.append(Errands(f"{name}_{number}"))
-        futures = [thread.submit(task) for thread, task in zip(threads, tasks, strict=True)]
-    finally:
-        for thread in threads:
-            thread.close()
-    wait(futures)
+        try:
+            for number in range(len(tasks)):
+                threads.append(Errands(f"{name}_{number}"))
+            for thread, task in zip(threads, tasks, strict=True):
+                futures.append(thread.submit(task))
+        finally:
+            for thread in threads:
+                thread.close()
+        wait(futures)
+    except BaseException:
+        wait(futures)
+        raise
     return [future.result() for future in futures]
 
 

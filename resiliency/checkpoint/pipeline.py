@@ -31,7 +31,7 @@ def prepare_and_move(
     part beyond those is in memory.  Each part has a page-aligned buffer until it is moved.
 
     The first error ends both stages and is raised here, after the threads have ended: nobody uses the
-    caller's memory once this has returned.
+    caller's memory once this has returned (but see `side_by_side` for a second Ctrl-C).
     """
     parts = _Parts(prepare, move, count, max(movers, 1), buffer_bytes)
     threads = min(max(movers, 1) + 1, count)

@@ -412,7 +412,7 @@ def _in_parallel(
     """Call `work` for 0 .. count-1, each thread with a page-aligned buffer of its own.
 
     The first error stops all and is raised here, after the threads have ended: nobody writes to
-    the caller's memory once this has returned.
+    the caller's memory once this has returned (but see `side_by_side` for a second Ctrl-C).
     """
     numbers = iter(range(count))
     lock = threading.Lock()
