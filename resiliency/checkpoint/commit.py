@@ -16,15 +16,16 @@ make one without talking): files that a dead attempt left at the same step are n
 
 A save that failed may be tried again, under its id.  What stands then is the leader's word on the try
 before, and a follower may see it before the leader has cleared it; or a follower is late with its part of a
-try that the leader has left.  So all ranks number the tries alike, the leader's markers and the refusals of
-followers carry the number, and nobody heeds what is of an earlier try (`_Save._heeds`).
+try that the leader has left.  So all ranks number the tries alike; the leader's markers, and the votes and
+refusals of followers carry the number, and nobody heeds what is of an earlier try: a vote that lands late
+speaks of files that went with its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -85,7 +86,8 @@ class SaveTicket:
 
     Args:
         save_id: the same on all ranks, and for all tries of one save.
-        try_number: from 1, the same on all ranks; a later try is made when the one before is over.
+        try_number: from 1, the same on all ranks; a later try may begin while a rank is still at its part of
+            the one before.
         ranks: ranks that must vote; on a local tier those of this host.
         restored_step: where this start of the job went on, 0 for nowhere.  Committed by an earlier start,
             that step is the one to save; any other may be of a branch that the job has left.
@@ -224,10 +226,11 @@ class _Save(Generic[ShardT]):
 
     def _check_cancel(self, state: State) -> None:
         if self._cancel.is_set() and state is not State.GIVING_UP:
-            raise CheckpointWriteFailed(
-                f"step {self._ticket.step}: the save was cancelled before {state.value}.",
-                step=self._ticket.step,
-            )
+            raise self._cancelled(f"before {state.value}")
+
+    def _cancelled(self, when: str) -> CheckpointWriteFailed:
+        step = self._ticket.step
+        return CheckpointWriteFailed(f"step {step}: the save was cancelled {when}.", step=step)
 
     # --- leader --------------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ class _Save(Generic[ShardT]):
             for rank in sorted(missing):
                 self._check_refusal(rank)
                 found = try_read_index(self._storage, self._directory, rank)
-                if found is not None and found[0].save_id == self._ticket.save_id:
+                if found is not None and self._is_vote_of_this_try(found[0]):
                     self._indexes[rank], self._digests[rank] = found
                     missing.discard(rank)
             return not missing
@@ -288,6 +291,10 @@ class _Save(Generic[ShardT]):
             missing_ranks=sorted(missing),
             path=self._storage.describe(self._directory),
         )
+
+    def _is_vote_of_this_try(self, index: RankIndex) -> bool:
+        ticket = self._ticket
+        return (index.save_id, index.try_number) == (ticket.save_id, ticket.try_number)
 
     def _check_refusal(self, rank: int) -> None:
         name = self._refusal_name(rank)
@@ -375,10 +382,7 @@ class _Save(Generic[ShardT]):
                 f" at try {marker.try_number} by now.",
                 step=self._ticket.step,
             )
-        if not self._is_of_this_save(marker) or marker.try_number not in (
-            UNNUMBERED,
-            self._ticket.try_number,
-        ):
+        if not self._is_of_this_try(marker):
             return False
         if marker.state is MarkerState.FAILED:
             raise CheckpointWriteFailed(
@@ -390,13 +394,16 @@ class _Save(Generic[ShardT]):
     def _is_of_this_save(self, marker: Marker) -> bool:
         return marker.save_id == self._ticket.save_id
 
+    def _is_of_this_try(self, marker: Marker) -> bool:
+        return self._is_of_this_save(marker) and marker.try_number in (UNNUMBERED, self._ticket.try_number)
+
     def _is_overtaken(self, marker: Marker) -> bool:
         return self._is_of_this_save(marker) and marker.try_number > self._ticket.try_number
 
     def _check_still_open(self) -> None:
         """The leader may have given up and begun another try, and our files went with the first.
 
-        An index in the second would vouch for them.
+        An index in the second would not be counted; it would only be in the way of the next one's.
         """
         marker = try_read_marker(self._storage, self._ticket.step)
         if marker is not None:
@@ -444,6 +451,7 @@ class _Save(Generic[ShardT]):
         if not self._leads:
             self._check_still_open()
         for rank in self._shards:
+            self._indexes[rank] = replace(self._indexes[rank], try_number=self._ticket.try_number)
             self._digests[rank] = write_index(self._storage, self._directory, self._indexes[rank])
         if not self._leads:  # the leader syncs the names once, with that of the manifest
             self._storage.sync_dir(self._directory)
@@ -454,8 +462,9 @@ class _Save(Generic[ShardT]):
         if self._leads:
             put_marker(self._storage, self._ticket.step, self._failed_marker(reason))
             return Event.DONE
+        # Else nobody waits for it; and where no marker stands, it would be in the way of all later saves.
         marker = try_read_marker(self._storage, self._ticket.step)
-        if marker is None or not self._is_overtaken(marker):  # else nobody waits for it
+        if marker is not None and self._is_of_this_try(marker):
             for rank in self._shards:
                 write_file(self._storage, self._refusal_name(rank), reason.encode())
         return Event.DONE
@@ -472,12 +481,17 @@ class _Save(Generic[ShardT]):
         return f"{self._directory}/rank={rank}.try={self._ticket.try_number}.failed"
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Look until `ready`; False when the deadline passed or the save was cancelled.
+        """Look until `ready`; False when the deadline passed.
 
         A shared file system tells nobody about changes, so looking is all there is.
+
+        Raises:
+            CheckpointWriteFailed: the save was cancelled: others are to blame for nothing.
         """
         while not ready():
             left_s = self._deadline - self._clock.monotonic()
-            if left_s <= 0 or self._cancel.wait(min(self._ticket.poll.total_seconds(), left_s)):
+            if self._cancel.wait(min(self._ticket.poll.total_seconds(), max(left_s, 0.0))):
+                raise self._cancelled("while it waited for others")
+            if left_s <= 0:
                 return False
         return True

@@ -71,6 +71,8 @@ class RankIndex:
 
     Names of files are relative to the directory of the checkpoint, which may be moved.  Ranks of one
     `group` have interchangeable shards (see `Shard.group`).
+
+    `try_number`: which try of the save it votes in.  Of no concern once the checkpoint is committed.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class RankIndex:
     tensors: tuple[TensorRecord, ...]
     blobs: tuple[BlobRecord, ...] = ()
     group: str = ""
+    try_number: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -223,7 +226,9 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
 def _index_body(index: RankIndex) -> str:
     before = {name: getattr(index, name) for name in ("rank", "step", "run_id", "save_id", "fingerprint")}
     before["files"] = [vars(file) for file in index.files]
-    after = {"blobs": [vars(blob) for blob in index.blobs], "group": index.group}
+    after: dict[str, object] = {"blobs": [vars(blob) for blob in index.blobs], "group": index.group}
+    if index.try_number > 1:  # older versions know no such field, and first tries they still read
+        after["try_number"] = index.try_number
     return f'{_json(before)[:-1]},"tensors":{_tensors_json(index.tensors)},{_json(after)[1:]}'
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.checkpoint.catalog import Condition, find_newest, inspect
+from resiliency.checkpoint.catalog import Condition, find_newest, inspect, remove_checkpoint
 from resiliency.checkpoint.commit import CheckpointFormat, Committed, open_save
 from resiliency.checkpoint.commit_protocol import FINAL, FOLLOWER, LEADER, Event, State, next_state
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
-from resiliency.checkpoint.manifest import RankIndex
+from resiliency.checkpoint.manifest import RankIndex, read_index
 from resiliency.checkpoint.marker import Marker, MarkerState, marker_name, put_marker, try_read_marker
-from resiliency.checkpoint.storage import LocalStorage, Storage, write_file
+from resiliency.checkpoint.storage import LocalStorage, Storage, read_file, write_file
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import (
     CheckpointError,
@@ -550,6 +550,84 @@ def test_a_refusal_that_lands_in_the_next_try_concerns_its_own_alone(pair: Pair)
     write_file(pair.storage, f"step=2/{refusal}", b"late")
     assert not pair.follow(LocalFormat()).kept
     assert not leader.result(timeout=60).kept
+
+
+def test_a_vote_that_lands_in_the_next_try_does_not_count_as_its_files_went_with_the_first(
+    pair: Pair,
+) -> None:
+    part = LocalFormat(threads=1), [small_shard(2, rank=1, world_size=2)]
+    open_save(pair.storage, 2, "attempt-0", 1)
+    seen = FaultyStorage(pair.storage)
+    with pytest.raises(CheckpointIncomplete, match="leader did not commit"):
+        save(seen, *part, leads=False, timeout=timedelta(seconds=0.2))
+    open_save(pair.storage, 2, "attempt-0", 1)
+    votes_at = seen.operations.index("create step=2/rank=1.json")
+    late = FaultyStorage(pair.storage, StorageFault(operation=votes_at, kind=FaultKind.HANG))
+    first = pair.pool.submit(save, late, *part, leads=False)
+    assert late.hangs.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        pair.try_number = 2
+        leader = pool.submit(pair.lead, LocalFormat())
+        wait_for_marker(pair.storage, Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2))
+        wait_until_there(pair.storage, "step=2/rank=0.json")
+        late.answers.set()
+        with pytest.raises(CheckpointWriteFailed, match="of try 1, and its leader is at try 2"):
+            first.result(timeout=60)
+        assert pair.storage.exists("step=2/rank=1.json")
+        assert not pair.follow(LocalFormat()).kept
+        assert not leader.result(timeout=60).kept
+    for rank in (0, 1):
+        assert_holds(pair.storage, small_shard(2, rank=rank, world_size=2))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_only_the_index_of_a_later_try_says_so_as_older_versions_know_no_tries(number: int) -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(2)], try_number=number)
+    assert (b"try_number" in read_file(storage, "step=2/rank=0.json")) == (number > 1)
+    assert read_index(storage, "step=2", 0)[0].try_number == number
+    assert_holds(storage, small_shard(2))
+
+
+def test_a_follower_that_is_late_where_nobody_saves_any_more_leaves_nothing_in_the_way() -> None:
+    class Forgotten(Refusing):
+        def write_rank(self, storage: Storage, *args: Any, **kwargs: Any) -> RankIndex:
+            remove_checkpoint(storage, 2)  # as a later start of the job does
+            storage.make_dir("step=2")  # as one whose call was under way
+            return super().write_rank(storage, *args, **kwargs)
+
+    storage = MemoryStorage()
+    open_save(storage, 2, "attempt-0", 1)
+    with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):
+        save(storage, Forgotten(), [small_shard(2, rank=1, world_size=2)], leads=False)
+    assert storage.list("step=2") == []
+    assert not save(storage, LocalFormat(), [small_shard(2)], save_id="attempt-1").kept
+
+
+def test_ranks_that_wait_when_their_save_is_cancelled_say_so_and_blame_nobody(pair: Pair) -> None:
+    for leads in (True, False):
+        cancel = Looked()
+        shard = small_shard(2, rank=int(not leads), world_size=2)
+        part = pair.pool.submit(save, pair.storage, LocalFormat(), [shard], leads=leads, cancel=cancel)
+        assert cancel.now.wait(60)
+        cancel.set()
+        with pytest.raises(CheckpointWriteFailed, match="step 2: the save was cancelled while it waited"):
+            part.result(timeout=60)
+        marker = try_read_marker(pair.storage, 2)
+        assert marker is not None
+        assert "cancelled while it waited" in marker.reason
+        open_save(pair.storage, 2, "attempt-0")
+        if leads:
+            put_marker(pair.storage, 2, replace(marker, save_id="older"))  # the follower waits for its own
+
+
+def wait_until_there(storage: Storage, name: str) -> None:
+    pause = threading.Event()
+    for _ in range(6000):
+        if storage.exists(name):
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"there is no {name}")
 
 
 def wait_for_marker(storage: Storage, wanted: Marker) -> None:
