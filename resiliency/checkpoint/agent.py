@@ -35,6 +35,7 @@ from resiliency.checkpoint.job_memory import hold_job, remove_when_dead
 from resiliency.checkpoint.jobs import RetireJob, SaveJob
 from resiliency.checkpoint.replication import Replication
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.watched_storage import Patience
 from resiliency.checkpoint.wire import (
     Attach,
     Attached,
@@ -58,7 +59,7 @@ BEAT_S = 0.5
 _SILENCE_S = 30.0
 #: How long ranks may take to leave after the agent was told to.
 _LAST_RANKS_S = 60.0
-#: From then on, how long one call of the storage may take.
+#: How long one call of the storage may take from then on, also if it was made before.
 _LAST_CALL = timedelta(seconds=60)
 #: How long a last step may take to get its copies when everybody else has left.
 _LAST_COPIES_S = 60.0
@@ -104,6 +105,7 @@ class Agent:
         self._deserted_at = time.monotonic()
         self._terminated = False
         self._leave_by: float | None = None  # once terminated: with ranks or without
+        self._patience: Patience | None = None  # with calls of the storage, once terminated
 
     def run(self) -> None:
         """Serve until there is nothing left to serve."""
@@ -169,7 +171,9 @@ class Agent:
             self._report()
             if self._terminated and self._leave_by is None:
                 logger.warning("asked to end: committing what is captured")
-                self._leave_by = time.monotonic() + min(self._grace_s, _LAST_RANKS_S)
+                now = time.monotonic()
+                self._leave_by = now + min(self._grace_s, _LAST_RANKS_S)
+                self._patience = Patience(longest=_LAST_CALL, since=now)
                 self._hurry_up()
                 self._rescue()
 
@@ -334,11 +338,6 @@ class Agent:
     def _hurry_up(self) -> None:
         self._hurry.set()
         self._replication.hurry()
-
-    @property
-    def _patience(self) -> timedelta | None:
-        """The longest time for a call of the storage, if it is shorter than for a save."""
-        return None if self._leave_by is None else _LAST_CALL
 
     # --- the end ---------------------------------------------------------------------------------
 

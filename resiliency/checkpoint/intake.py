@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -26,12 +27,14 @@ from resiliency.checkpoint.arena import (
     ranks_in,
     try_open_slot,
 )
+from resiliency.checkpoint.errands import Errands
 from resiliency.checkpoint.generations import committed_save
 from resiliency.checkpoint.jobs import CleanJob, FreeJob, JobKey, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.persist import Worker
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.watched_storage import Patience
 from resiliency.checkpoint.wire import Attach, Done, Save, Skip
 from resiliency.errors import CheckpointError
 
@@ -39,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: More saves than can be queued or in slots, times tiers.
 _REMEMBERED = 128
+#: Far less than what an agent may be silent for.
+_LONGEST_LOOK = timedelta(seconds=2)
 
 
 class _Gathering:
@@ -73,6 +78,10 @@ class Intake:
         self._arena = arena
         self._on_done = on_done
         self._workers = {tier: Worker(tier, on_done, hurry) for tier in TierName}
+        self._looks = Errands("resiliency-look")
+        #: One that is not done: the disk hangs.
+        self._last_look: Future[str | None] = Future()
+        self._last_look.set_result(None)
         #: By step, number of the try and tier.
         self._gathering: dict[tuple[int, int, TierName], _Gathering] = {}
         #: Reports that are still to come.
@@ -115,7 +124,7 @@ class Intake:
         """
         storage = LocalStorage(member.settings.local_directory)
         try:
-            found = committed_save(storage, save.step)
+            found = self._look(lambda: committed_save(storage, save.step))
         except CheckpointError as error:
             logger.warning("the local tier cannot be looked at: %s", error)
             return
@@ -134,6 +143,19 @@ class Intake:
         )
         self._report_committed(job)
 
+    def _look(self, look: Callable[[], str | None]) -> str | None:
+        """What `look` finds on the disk; None as well while that does not answer.
+
+        Ranks take an agent that says nothing for hung, so its main thread waits once, and not for long.
+        """
+        if not self._last_look.done():
+            return None
+        self._last_look = self._looks.submit(look)
+        if not wait([self._last_look], _LONGEST_LOOK.total_seconds()).done:
+            logger.error("the local tier does not answer: what is in it of earlier agents is not reported")
+            return None
+        return self._last_look.result()
+
     def _report_committed(self, job: SaveJob) -> None:
         """Nothing is left to do for a step that is here already."""
         self.in_work += 1
@@ -148,7 +170,10 @@ class Intake:
 
     def rescue(self, last: Attach) -> None:
         """Commit the newest step that every rank of this host has whole in memory, where it is quickest."""
-        tier = TierName(last.settings.tiers[0])
+        tier = self._quickest_tier(last)
+        if tier is None:
+            logger.error("what ranks left in memory is not committed: the storage for it does not answer")
+            return
         steps = [
             {h.step for _, h in peek(self._arena, rank) if h.run_id == last.session}
             for rank in last.local_ranks
@@ -163,6 +188,16 @@ class Intake:
                 number = self._gathered_try(step, wanted) or int(wanted is tier)
                 if number:
                     self._rescue_into(wanted, last, step, number)
+
+    def _quickest_tier(self, last: Attach) -> TierName | None:
+        """The first that does not hang.
+
+        Where other hosts have parts too they take the first, and in another nobody would wait for this one's.
+        """
+        tiers = [TierName(name) for name in last.settings.tiers]
+        if len(last.local_ranks) < last.world_size:
+            del tiers[1:]
+        return next((tier for tier in tiers if not self._workers[tier].why_hung()), None)
 
     def _gathered_try(self, step: int, tier: TierName) -> int:
         """The newest try that some ranks have spoken of and others not; 0: none."""
@@ -191,7 +226,9 @@ class Intake:
     def finish(self, job: SaveJob, done: Done) -> None:
         """Take note of a report."""
         self.in_work -= 1
-        if not job.missing:
+        if done.left_out:  # not even begun: it may still be rescued
+            self._handled.pop(job.key, None)
+        elif not job.missing:
             self._handled[job.key] = done
         while len(self._handled) > _REMEMBERED:
             del self._handled[next(iter(self._handled))]
@@ -214,7 +251,7 @@ class Intake:
         newest = [peek(self._arena, rank)[:1] for rank in ranks_in(self._arena)]
         return all(self._is_committed(header.run_id, header.step) for found in newest for _, header in found)
 
-    def look_for_hang(self, patience: timedelta | None = None) -> None:
+    def look_for_hang(self, patience: Patience | None = None) -> None:
         """Have reported what waits for storage that does not answer; see `Worker.look_for_hang`."""
         for worker in self._workers.values():
             worker.look_for_hang(patience)
@@ -224,6 +261,7 @@ class Intake:
         deadline = time.monotonic() + timeout.total_seconds()
         for worker in self._workers.values():
             worker.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
+        self._looks.close()
         for gathering in self._gathering.values():
             gathering.close()
         self._gathering.clear()  # and with them the mappings of slots

@@ -39,7 +39,7 @@ from resiliency.checkpoint.shard_file import FileRecord
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.tiers import TierName
-from resiliency.checkpoint.watched_storage import WatchedStorage
+from resiliency.checkpoint.watched_storage import Patience, WatchedStorage
 from resiliency.checkpoint.wire import Done, Settings
 from resiliency.errors import CheckpointWriteFailed, ResiliencyError
 
@@ -47,12 +47,17 @@ logger = logging.getLogger(__name__)
 
 #: Beyond that many, saves are refused; slots end long before.
 QUEUE_LIMIT = 16
+#: What ends sooner is no hang to be named at the end.
+_LONG_CALL = timedelta(seconds=10)
 
 Job: TypeAlias = "SaveJob | RefuseJob | CleanJob | FreeJob | RetireJob"
 
 
 class Pace:
-    """Spreads writes so that they stay below a bandwidth; threads of one save share it."""
+    """Spreads writes so that they stay below a bandwidth; threads of one save share it.
+
+    What is written while `stop` is set neither waits nor counts: later writes pay for none of it.
+    """
 
     def __init__(self, bytes_per_s: int, stop: threading.Event) -> None:
         self._rate = bytes_per_s
@@ -63,6 +68,9 @@ class Pace:
     def __call__(self, size_bytes: int) -> None:
         with self._lock:
             now = time.monotonic()
+            if self._stop.is_set():
+                self._free_at = now
+                return
             begins = max(self._free_at, now)
             self._free_at = begins + size_bytes / self._rate
         if begins > now:
@@ -126,17 +134,17 @@ class Worker:
             return False
         return True
 
-    def why_hung(self, patience: timedelta | None = None) -> str:
+    def why_hung(self, patience: Patience | None = None) -> str:
         """Which call of the storage has not returned for longer than a save may take; empty: none.
 
         Args:
-            patience: the longest time for a call, if that is shorter.
+            patience: with a call, if it ends sooner.
         """
         with self._lock:
             work = self._work
         return "" if work is None else _why_hung(work, patience)
 
-    def look_for_hang(self, patience: timedelta | None = None) -> None:
+    def look_for_hang(self, patience: Patience | None = None) -> None:
         """Report what waits for a call that hangs: the save that made it as failed, others as skipped.
 
         Args:
@@ -168,15 +176,17 @@ class Worker:
 
         A thread whose call does not return is left behind: it keeps nobody, not even the end of the process.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        patience = Patience(longest=timeout)
+        # What hangs by now has had its time.
+        left_s = 0.0 if self.why_hung(patience) else timeout.total_seconds()
+        deadline = time.monotonic() + left_s
         try:
-            self._queue.put(None, timeout=timeout.total_seconds())
+            self._queue.put(None, timeout=left_s)
         except queue.Full:
             logger.error("the %s tier still has more to do than it can: its jobs are left", self._tier.value)
-        if not self.why_hung(timeout):  # else it has had its time
-            self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            why = self.why_hung(timedelta(0)) or "it is still busy."
+            why = self.why_hung(Patience(longest=max(timeout, _LONG_CALL))) or "it is still busy."
             logger.error("the agent leaves without the %s tier: %s", self._tier.value, why)
 
     def _count(self, job: Job, change: int) -> None:
@@ -304,13 +314,13 @@ class Worker:
         return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)
 
 
-def _why_hung(work: _Work, patience: timedelta | None) -> str:
+def _why_hung(work: _Work, patience: Patience | None) -> str:
     """See `Worker.why_hung`."""
     call = work.storage.oldest_call()
-    longest_s = _settings(work.job).save_timeout_s
-    if patience is not None:
-        longest_s = min(longest_s, patience.total_seconds())
-    if call is None or call.age_s < longest_s:
+    if call is None:
+        return ""
+    is_over = patience is not None and patience.is_over(call)
+    if not is_over and call.age_s < _settings(work.job).save_timeout_s:
         return ""
     return (
         f"the storage does not answer: {call.what} {call.path} has not returned for {call.age_s:.0f} s.  "
@@ -377,13 +387,15 @@ def _try(tidy_up: Callable[[], None]) -> None:
 def _refuse(storage: Storage, job: RefuseJob) -> None:
     """As a commit that fails where it would write: this way the other hosts learn of it.
 
-    They do not wait for longer than a save may take, and neither does this.
+    This waits for no longer than a save may take.  A follower that comes later still looks once whether its
+    leader waits, who may have begun later.  A leader that comes later does nothing: it would clear what is of
+    somebody else by now.
     """
     ticket = _ticket(job.save)
     left = ticket.timeout - timedelta(seconds=time.monotonic() - job.save.queued)
-    if left <= timedelta(0):
+    if left <= timedelta(0) and job.save.leads:
         return
-    ticket, unwritten = replace(ticket, timeout=left), dict.fromkeys(job.save.ranks)
+    ticket, unwritten = replace(ticket, timeout=max(left, timedelta(0))), dict.fromkeys(job.save.ranks)
     try:
         commit(storage, _Unwritable(job.why), ticket, unwritten, leads=job.save.leads)
     except ResiliencyError as error:

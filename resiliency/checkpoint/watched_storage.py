@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 from resiliency.checkpoint.storage import Buffer, ReadableFile, Storage, WritableFile
 from resiliency.errors import CheckpointWriteFailed
@@ -29,6 +30,20 @@ class Call:
     @property
     def age_s(self) -> float:
         return time.monotonic() - self.since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long one call may still take from a moment on, however old it is then.
+
+    `since`: that moment, of the monotonic clock; by default all of a call counts.
+    """
+
+    longest: timedelta
+    since: float = 0.0
+
+    def is_over(self, call: Call) -> bool:
+        return time.monotonic() - max(call.since, self.since) >= self.longest.total_seconds()
 
 
 class WatchedStorage:

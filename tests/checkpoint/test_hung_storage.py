@@ -32,6 +32,7 @@ from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.watched_storage import Patience
 from resiliency.checkpoint.wire import Done, Settings
 from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault
 from tests.checkpoint.test_checkpointer import Place, make_state
@@ -75,11 +76,16 @@ class Bench:
     storage: FaultyStorage
     worker: Worker
     done: queue.SimpleQueue[Done]
+    save_timeout: timedelta = PATIENCE
 
     @property
     def settings(self) -> Settings:
         return Settings(
-            directory="", keep=9, replicated=False, bytes_per_s=0, save_timeout_s=PATIENCE.total_seconds()
+            directory="",
+            keep=9,
+            replicated=False,
+            bytes_per_s=0,
+            save_timeout_s=self.save_timeout.total_seconds(),
         )
 
     def save(self, step: int) -> None:
@@ -196,6 +202,43 @@ def test_a_worker_whose_storage_hangs_is_left_behind_and_says_so(
         assert time.monotonic() - began < 30
         assert "the agent leaves without the persistent tier: the storage does not answer" in caplog.text
         assert made.lent() == 1
+
+
+def test_a_worker_that_is_left_at_a_young_call_is_busy_and_does_not_hang(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bench(tmp_path, operation=3) as made:
+        made.save_timeout = SOON
+        made.save(1)
+        assert made.storage.hangs.wait(60)
+        made.worker.close(timedelta(0))
+        assert "the agent leaves without the persistent tier: it is still busy." in caplog.text
+
+
+def test_a_worker_with_a_full_queue_whose_storage_hangs_is_left_at_once(tmp_path: Path) -> None:
+    with bench(tmp_path, operation=3) as made:
+        made.save(1)
+        assert made.storage.hangs.wait(60)
+        while made.worker.try_put(CleanJob(settings=made.settings)):
+            pass
+        timeout = timedelta(seconds=2)
+        wait_until(lambda: made.worker.why_hung(Patience(longest=timeout)))
+        began = time.monotonic()
+        made.worker.close(timeout)
+        assert time.monotonic() - began < timeout.total_seconds()
+
+
+def test_who_loses_patience_gives_calls_that_are_old_by_then_as_long_as_others(tmp_path: Path) -> None:
+    with bench(tmp_path, operation=3) as made:
+        made.save_timeout = SOON
+        made.save(1)
+        assert made.storage.hangs.wait(60)
+        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE)))
+        told = time.monotonic() + SOON.total_seconds()
+        assert not made.worker.why_hung(Patience(longest=PATIENCE, since=told))
+        told = time.monotonic()
+        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE, since=told)))
+        assert time.monotonic() - told >= PATIENCE.total_seconds()
 
 
 # --- a trainer and its agent ----------------------------------------------------------------------

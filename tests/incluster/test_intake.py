@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -26,6 +27,7 @@ from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
 from tests.checkpoint.storage_builders import no_descriptor_left
+from tests.checkpoint.test_hung_storage import Hang
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -172,6 +174,53 @@ def test_a_rank_that_lost_its_agent_hears_from_the_next_what_the_first_had_commi
     assert desk.intake.save(desk.ranks[0], replace(desk.capture(0, 2, ("local",)), again=True)) == []
     assert desk.done.empty()
     assert desk.intake.in_work == 0
+
+
+@pytest.mark.parametrize("tiers", [("local",), BOTH], ids=["when-it-answers", "in-the-other-tier"])
+def test_a_step_that_was_left_out_as_storage_hung_is_rescued(desk: Desk, tiers: tuple[str, ...]) -> None:
+    persistent = desk.ranks[0].settings.directory if tiers == BOTH else ""
+    settings = replace(desk.ranks[0].settings, save_timeout_s=0.3, directory=persistent)
+    desk.ranks = [replace(rank, settings=settings) for rank in desk.ranks]
+    for step in (1, 2, 3):
+        for rank in (0, 1):
+            desk.intake.save(desk.ranks[rank], desk.capture(rank, step, ("local",)))
+        if step == 1:
+            assert desk.reports(1) == {(1, "local"): ""}
+            hang = Hang(desk.root / "local", 2)
+    pause = Event()
+    while desk.intake.in_work:
+        pause.wait(0.01)
+        desk.intake.look_for_hang()
+        while not desk.done.empty():
+            job, done = desk.done.get()
+            desk.intake.finish(job, done)
+            assert (done.step, done.left_out) in ((2, False), (3, True))
+    desk.intake.rescue(desk.ranks[0])
+    if tiers == BOTH:
+        assert desk.reports(1) == {(3, "persistent"): ""}
+        hang.end()
+        return
+    assert (desk.done.empty(), desk.intake.in_work) == (True, 0)  # nowhere to go for now
+    hang.end()
+    while not desk.intake.in_work:
+        pause.wait(0.01)
+        desk.intake.rescue(desk.ranks[0])
+    assert desk.reports(1) == {(3, "local"): ""}
+
+
+def test_ranks_that_ask_again_are_heard_although_the_disk_does_not_answer(desk: Desk) -> None:
+    saves = [replace(desk.capture(rank, 1), again=True) for rank in (0, 1)]
+    (desk.root / "local").mkdir()
+    hang = Hang(desk.root / "local", 1)
+    told = threading.Thread(
+        target=lambda: [desk.intake.save(desk.ranks[rank], saves[rank]) for rank in (0, 1)], daemon=True
+    )
+    told.start()
+    assert desk.done.get(timeout=20)[1].tier == "persistent"
+    told.join(20)
+    assert not told.is_alive()
+    hang.end()  # for the look and, behind it, the save
+    assert desk.done.get(timeout=60)[1].error == ""
 
 
 @pytest.mark.parametrize("knew", [True, False], ids=["both-had-told-it", "one-had-not-told-it"])
