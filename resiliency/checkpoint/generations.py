@@ -7,28 +7,46 @@ be complete everywhere.
 
 Where complete generations are handed over to somebody who renames them away
 (`resiliency.checkpoint.high_scale`), each of them stays until that is done, or given up: then a note
-``step=N.given-up`` says so.
+``step=N.given-up`` says so.  No more than so many wait: the oldest is given up for the newest, as a tier
+that took nothing new would cost every host of the job more with each step.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
-from collections.abc import Collection, Mapping
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 
 from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
 from resiliency.checkpoint.manifest import Manifest, read_manifest
-from resiliency.checkpoint.marker import step_directory, try_read_marker
-from resiliency.checkpoint.storage import Storage
+from resiliency.checkpoint.marker import parse_step, step_directory, try_read_marker
+from resiliency.checkpoint.save_id import save_id_of, session_of
+from resiliency.checkpoint.storage import Storage, write_failed
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed, ConfigError
 
 logger = logging.getLogger(__name__)
 
 #: End of the name of the note that a generation is not handed over any more.
 GIVEN_UP = ".given-up"
+#: Longest wait for who deletes or hands over generations just now.
+_LOCK = timedelta(seconds=5)
+_POLL_S = 0.02
 
 
 def retire(
-    storage: Storage, *, run_id: str, complete: Mapping[int, str], keep: int, handed_over: bool = False
+    storage: Storage,
+    *,
+    run_id: str,
+    complete: Mapping[int, str],
+    keep: int,
+    backlog: int = 0,
+    alone: bool = False,
 ) -> list[int]:
     """Delete generations of a run below its newest complete one; returns the steps that went.
 
@@ -37,13 +55,17 @@ def retire(
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
-        handed_over: complete ones go by being handed over; those that wait for it stay beyond `keep`.
+        backlog: complete ones go by being handed over; so many that wait for it stay beyond `keep`.  0:
+            nobody takes any.
+        alone: this host is the whole job, so what the session of the newest one committed is complete.
     """
     newest = max(complete)
-    is_elsewhere = handed_over and not storage.exists(step_directory(newest))
+    is_elsewhere = backlog > 0 and not storage.exists(step_directory(newest))
     if committed_save(storage, newest) != complete[newest] and not is_elsewhere:
         return []  # replaced or gone meanwhile: it vouches for nothing any more
-    waiting = awaiting(storage, complete) if handed_over else ()
+    if alone:
+        complete = _saved_by(storage, session_of(complete[newest], newest), before=newest) | dict(complete)
+    waiting = _still_waiting(storage, complete, most=keep + backlog) if backlog else ()
     older = []
     for step in steps_in(storage):
         found = inspect(storage, step) if step < newest else None
@@ -53,9 +75,49 @@ def retire(
                 older.append((complete.get(step) == found.manifest.save_id, step))
     needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in waiting]
     gone = [step for step in sorted(needless) if remove_checkpoint(storage, step)]
-    for step in gone if handed_over else ():
-        storage.remove(step_directory(step) + GIVEN_UP)
+    if backlog:
+        _forget_notes(storage, below=min(complete))
     return gone
+
+
+@contextmanager
+def locked(directory: Path, patience: timedelta = _LOCK) -> Iterator[None]:
+    """Keep other processes of this host from deleting or handing over generations in `directory`.
+
+    Raises:
+        CheckpointWriteFailed: somebody else does, and does not come to an end.
+    """
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise write_failed(error, "open", str(directory)) from error
+    try:
+        _lock(handle, directory, patience.total_seconds())
+        try:
+            yield
+        finally:
+            # A child process that was started meanwhile has the descriptor, and the lock with it.
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, directory: Path, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise CheckpointWriteFailed(
+                    f"another process of this host has been at {directory} for {patience_s:g} s.",
+                    path=str(directory),
+                    errno=errno.EBUSY,
+                ) from error
+        except OSError as error:
+            raise write_failed(error, "lock", str(directory)) from error
+        time.sleep(_POLL_S)
 
 
 def awaiting(storage: Storage, complete: Collection[int]) -> list[int]:
@@ -74,22 +136,38 @@ def give_up(storage: Storage, step: int) -> None:
     storage.create(step_directory(step) + GIVEN_UP).close()
 
 
-def check_backlog(storage: Storage, complete: Collection[int], *, most: int) -> None:
-    """See to it that no more than `most` generations wait to be handed over, whatever is wrong there.
-
-    To delete one would be worse: other hosts hand it over, and their replicators wait for this one's.
-
-    Raises:
-        CheckpointWriteFailed: there is no place for another one.
-    """
+def _still_waiting(storage: Storage, complete: Collection[int], *, most: int) -> list[int]:
+    """What waits to be handed over, when the oldest beyond `most` have been given up."""
     waiting = awaiting(storage, complete)
-    if len(waiting) >= most:
-        raise CheckpointWriteFailed(
-            f"steps {waiting} wait in {storage.describe()} to be handed over, and no more than {most} may.",
-            hint="The log of this host's first rank says what keeps them; later saves succeed when they are"
-            " gone.",
-            path=storage.describe(),
+    for step in waiting[:-most]:
+        logger.error(
+            "step %d is given up: more than %d steps wait in %s to be handed over.  The log of this host's"
+            " first rank says what keeps them.",
+            *(step, most, storage.describe()),
         )
+        try:
+            give_up(storage, step)
+        except CheckpointWriteFailed as error:  # the disk may be full: the more reason to free its place
+            logger.warning("that step %d is given up could not be noted: %s", step, error)
+    return waiting[-most:]
+
+
+def _saved_by(storage: Storage, session: str, *, before: int) -> dict[int, str]:
+    """Step to save id of what a session has committed."""
+    found = {step: committed_save(storage, step) for step in steps_in(storage) if step < before}
+    return {
+        step: save for step, save in found.items() if save is not None and save == save_id_of(session, step)
+    }
+
+
+def _forget_notes(storage: Storage, *, below: int) -> None:
+    """Remove notes on generations that are gone.  Newer ones stay: who hands over may come to them."""
+    names = set(storage.list(""))
+    for name in names:
+        directory = name.removesuffix(GIVEN_UP)
+        step = parse_step(directory) if directory != name else None
+        if step is not None and step < below and directory not in names:
+            storage.remove(name)
 
 
 def make_way(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:

@@ -65,6 +65,8 @@ PRERESTORE = "replicator.prerestore"
 ERRORS = "replicator.errors"
 FAILED = "replicator.failed"
 RESTORE_SUFFIX = ".restore"
+#: Steps that may lie there untaken: more would fill the volume while a replicator waits for another host's.
+MOST_UNTAKEN = 2
 #: A replicator that serves an earlier start of the job ends, and its container is started anew: that takes
 #: minutes where containers are restarted with a growing delay.
 TIMEOUT = timedelta(minutes=10)
@@ -85,6 +87,14 @@ class ReplicatorSilent(ReplicatorError):
 
 class NotHandedOver(ReplicatorError):
     """The system did not let us hand a step over; it may do so the next time."""
+
+
+class ReplicatorBusy(NotHandedOver):
+    """It has not taken what it was given before; `untaken` of the fields: which steps, oldest first."""
+
+
+class StepGivenUp(ReplicatorError):
+    """The local tier gave the step up: it waited for too long behind others."""
 
 
 class Replicator:
@@ -190,9 +200,12 @@ class Replicator:
         Args:
             despite_readers: do not spare who reads it: it finds the checkpoint gone, as when it moves on.
         Returns:
-            False if the replicator has it already, or if somebody reads it just now: then ask again.
+            True: it is the replicator's, by this call or because it brought it back itself.  False: somebody
+            reads it just now; ask again.
         Raises:
             NotHandedOver: it is where it was, and as it was: ask again.
+            ReplicatorBusy: of these; too many steps lie there that the replicator has not taken.
+            StepGivenUp: the local tier has deleted it, or is about to; the next step may be handed over.
             ReplicatorFailed: there is nobody to give it to; nor will there be until the next `start`.
             CheckpointIncomplete: it is not a whole checkpoint.
         """
@@ -246,9 +259,34 @@ class Replicator:
     def _hand_over(self, step: int, despite_readers: bool) -> bool:
         self.check()
         self._show_hidden()
+        with generations.locked(self._root):  # the local tier may give it up meanwhile, and delete it
+            is_ours = self._is_ours(step)
+            return self._rename(step, despite_readers) if is_ours else True
+
+    def _is_ours(self, step: int) -> bool:
+        """Whether the replicator lacks the step, and may have it now."""
         directory = step_directory(step)
+        names = self._storage.list("")
+        if directory + generations.GIVEN_UP in names:
+            raise StepGivenUp(
+                f"step {step} is not handed over: the local tier gave it up, as too many steps waited.",
+                step=step,
+                path=str(self._root),
+            )
         if (self._root / directory).is_symlink():
             return False
+        untaken = sorted(int(name) for name in names if name.isdecimal())
+        if len(untaken) >= MOST_UNTAKEN:
+            raise ReplicatorBusy(
+                f"step {step} waits: the replicator of this host has not taken steps {untaken}.",
+                step=step,
+                path=str(self._root),
+                untaken=untaken,
+            )
+        return True
+
+    def _rename(self, step: int, despite_readers: bool) -> bool:
+        directory = step_directory(step)
         self._check_whole(step)
         self._hidden.add(step)
         try:

@@ -124,8 +124,10 @@ class RetireJob:
     """A step is complete on all hosts: delete what that makes needless of `run_id` in the local tier.
 
     `complete`: step to save id of those that are known to be complete; the highest is the news.
+    `alone`: this host is the whole job.
     """
 
     settings: Settings
     run_id: str
     complete: Mapping[int, str]
+    alone: bool = False

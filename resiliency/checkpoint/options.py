@@ -29,8 +29,8 @@ class LocalTier:
             Where there are fewer other hosts, each gets one.
         bytes_per_s: bandwidth of a host for these copies; 0 means no limit.
         backlog: complete generations beyond `keep` that may wait to be handed over to somebody who takes them
-            away (`resiliency.plugins.handing_over`); none is deleted before, and while more wait nothing is
-            saved.  0: nobody takes any.
+            away (`resiliency.plugins.handing_over`); when more wait, the oldest is given up.  0: nobody takes
+            any.
     """
 
     directory: str | Path

@@ -16,8 +16,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,13 +28,12 @@ from resiliency.checkpoint.catalog import clean_unfinished, forget_failed, free_
 from resiliency.checkpoint.commit import CheckpointFormat, SaveTicket, commit
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.dcp_leaves import PlainLeaves
-from resiliency.checkpoint.generations import check_backlog, make_way, retire
+from resiliency.checkpoint.generations import locked, make_way, retire
 from resiliency.checkpoint.jobs import CleanJob, FreeJob, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
 from resiliency.checkpoint.megatron_format import MegatronFormat
 from resiliency.checkpoint.peers.retirement import retire_replicas_alone
-from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.shard_file import FileRecord
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
@@ -111,8 +110,6 @@ class Worker:
         self._saves = 0
         #: Of the last save, and what of the settings it was made for: it knows the layouts of this host.
         self._layout: tuple[object, CheckpointFormat[Shard]] | None = None
-        #: Saves that are complete on all hosts, as far as this worker was told.
-        self._complete: Mapping[int, str] = {}
         self._lock = threading.Lock()
         self._work: _Work | None = None
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
@@ -241,7 +238,6 @@ class Worker:
         elif isinstance(job, FreeJob):
             free_others(job.arena, job.local_ranks, step=job.step)
         else:
-            self._complete = job.complete
             _try(lambda: _retire(storage, job))
 
     def _run_save(self, work: _Work, job: SaveJob) -> None:
@@ -286,13 +282,6 @@ class Worker:
         if job.leads:
             _try(lambda: free_failed(storage))
         if self._tier is TierName.LOCAL:
-            if job.settings.local_backlog:
-                ours = [
-                    step
-                    for step, save_id in self._complete.items()
-                    if save_id == save_id_of(job.session, step)
-                ]
-                check_backlog(storage, ours, most=job.settings.local_keep + job.settings.local_backlog)
             make_way(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
         shards = {rank: slot.shard for rank, slot in job.loan.slots.items()}
         layout = self._format(job.settings)
@@ -358,15 +347,20 @@ def _tidy(storage: Storage, job: SaveJob) -> None:
 
 def _retire(storage: WatchedStorage, job: RetireJob) -> None:
     settings = job.settings
-    gone = retire(
-        storage,
-        run_id=job.run_id,
-        complete=job.complete,
-        keep=settings.local_keep,
-        handed_over=settings.local_backlog > 0,
-    )
-    _log_gone("old", gone)
     local = Path(settings.local_directory)
+    with ExitStack() as stack:
+        if settings.local_backlog:  # a trainer renames them away
+            with storage.noted("lock", ""):
+                stack.enter_context(locked(local))
+        gone = retire(
+            storage,
+            run_id=job.run_id,
+            complete=job.complete,
+            keep=settings.local_keep,
+            backlog=settings.local_backlog,
+            alone=job.alone,
+        )
+    _log_gone("old", gone)
     with storage.noted("delete copies in", ""):
         for owner, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
             _log_gone(f"{owner}'s old", steps)

@@ -82,7 +82,7 @@ class Replication:
         """Another start of the job, or another agent of the same one, which then goes on."""
         self._attach, self._newest, self._is_open = attach, -1, False
         self._complete = {}
-        if not attach.settings.local_directory or len(attach.local_ranks) == attach.world_size:
+        if not attach.settings.local_directory or _is_alone(attach):
             self._stop()
             return
         table = self._table_of(attach)
@@ -113,7 +113,7 @@ class Replication:
         self._newest = step
         if step in self._complete:  # it was taken up already, from an agent before this one
             return
-        if len(self._attach.local_ranks) == self._attach.world_size:
+        if _is_alone(self._attach):
             self._put(Copies(step=step, session=self._attach.session, complete=True))
         elif self._service is not None:
             self._is_open = True
@@ -182,8 +182,13 @@ class Replication:
         self._complete[event.step] = save_id_of(attach.session, event.step)
         while len(self._complete) > _REMEMBERED:
             del self._complete[min(self._complete)]
-        complete = dict(self._complete)
-        return [event, RetireJob(settings=attach.settings, run_id=attach.run_id, complete=complete)]
+        job = RetireJob(
+            settings=attach.settings,
+            run_id=attach.run_id,
+            complete=dict(self._complete),
+            alone=_is_alone(attach),
+        )
+        return [event, job]
 
     def _put(self, event: Copies | RepairDone) -> None:
         """In any thread."""
@@ -253,3 +258,8 @@ class Replication:
         service, self._service = self._service, None
         if service is not None:
             service.close()
+
+
+def _is_alone(attach: Attach) -> bool:
+    """Whether this host is the whole job."""
+    return len(attach.local_ranks) == attach.world_size

@@ -11,9 +11,10 @@ ends training, and what passes costs no step:
     longer than that              given up, with an error in the log; a step in use goes despite its reader
     as long as nothing succeeds   each later step has one try: if it fails, the step is given up
     no checkpoint, no replicator  given up at once
+    a replicator takes nothing    with two steps untaken the others wait; after `patience` the log says so
 
-A step that waits is not deleted.  One that was given up stays in the local tier until newer ones take its
-place.
+A step that waits is not deleted until too many do: the local tier gives up the oldest then.  One that was
+given up stays in the local tier until newer ones take its place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.high_scale import TIMEOUT, NotHandedOver, Replicator, meet_replicators
+from resiliency.checkpoint.high_scale import (
+    TIMEOUT,
+    NotHandedOver,
+    Replicator,
+    ReplicatorBusy,
+    StepGivenUp,
+    meet_replicators,
+)
 from resiliency.checkpoint.replicated_job import ReplicatedJob
 from resiliency.checkpoint.saves import FINAL, SaveHandle
 from resiliency.checkpoint.storage import Storage
@@ -58,8 +66,7 @@ class HandingOver:
         end_timeout: longest wait at the end of a training for the last step to be complete, and as long
             once more for it to be handed over.
         patience: how long nothing may be handed over before steps are given up.
-        backlog: generations beyond the local tier's `keep` that may wait; when as many do, nothing is saved
-            there.
+        backlog: generations beyond the local tier's `keep` that may wait; the oldest is given up for another.
         storage: that directory, for tests.
     """
 
@@ -153,8 +160,12 @@ class _Courier:
         self._given_up = given_up
         #: Why the oldest complete step waits; empty: it does not.
         self.trouble = ""
-        #: Since when nothing could be handed over; used by the thread alone, as are the next two.
+        #: Since when nothing could be handed over; used by the thread alone, as are the next ones.
         self._held_up_since: float | None = None
+        #: The oldest step that the replicator has not taken, since when, and whether the log has it.
+        self._untaken: int | None = None
+        self._untaken_since = 0.0
+        self._is_stall_told = False
         #: Steps given up of which the local tier does not know it yet.
         self._unnoted: set[int] = set()
         self._pause_s = 0.0
@@ -247,12 +258,25 @@ class _Courier:
         is_late = self._held_up_since is not None and now - self._held_up_since >= self._patience_s
         try:
             if self._replicator.hand_over(step, despite_readers=is_late):
-                self._held_up_since, self.trouble = None, ""
+                self._held_up_since, self.trouble, self._pause_s = None, "", 0.0
+                if self._is_stall_told:
+                    logger.info("the replicator takes steps again")
+                self._untaken, self._is_stall_told = None, False
                 # What was overtaken is not worth handing over, and would come out of order.
                 with self._changed:
                     self._drop([older for older in self._followed if older <= step])
                 return True
             self.trouble = f"step {step} is in use"
+        except StepGivenUp as error:
+            logger.warning("%s", error)
+            self._given_up.append(step)
+            with self._changed:
+                self._drop([step])
+            return True
+        except ReplicatorBusy as error:
+            self.trouble, self._held_up_since = str(error), None
+            self._note_untaken(error, now)
+            return False
         except NotHandedOver as error:
             self.trouble = str(error)
         except ResiliencyError as error:  # training goes on whatever is wrong with the volume
@@ -265,6 +289,20 @@ class _Courier:
             self._held_up_since = now
             logger.warning("%s; it is tried again for %g s", self.trouble, self._patience_s)
         return False
+
+    def _note_untaken(self, error: ReplicatorBusy, now: float) -> None:
+        untaken = error.fields["untaken"]
+        assert isinstance(untaken, list)
+        if untaken[0] != self._untaken:
+            self._untaken, self._untaken_since = untaken[0], now
+        elif not self._is_stall_told and now - self._untaken_since >= self._patience_s:
+            self._is_stall_told = True
+            logger.error(
+                "the replicator has taken nothing for %g s: steps %s lie in the volume.  Newer ones stay in"
+                " the local tier, which gives up the oldest of them, until it goes on or the job is started"
+                " again.  It may wait for the replicator of another host, which did not get a step.",
+                *(self._patience_s, untaken),
+            )
 
     def _give_up(self, step: int, why: str) -> None:
         logger.error(

@@ -16,7 +16,9 @@ import pytest
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.catalog import Condition, inspect, quarantine
+from resiliency.checkpoint.generations import locked
 from resiliency.checkpoint.high_scale import (
+    NotHandedOver,
     Replicator,
     ReplicatorError,
     ReplicatorFailed,
@@ -258,7 +260,8 @@ def test_a_step_that_is_not_whole_is_not_handed_over(saved: Path) -> None:
         quarantine(LocalStorage(saved), 12, "bytes differ")
         with pytest.raises(CheckpointIncomplete, match="unfinished corrupt: bytes differ"):
             replicator.hand_over(12)
-        assert not replicator.hand_over(10), "it came from there"
+        assert replicator.hand_over(10), "it came from there"
+        assert (saved / "step=10").is_symlink()
 
 
 def test_a_step_that_is_being_read_stays_until_its_reader_is_done(saved: Path) -> None:
@@ -275,6 +278,15 @@ def test_a_step_that_is_being_read_stays_until_its_reader_is_done(saved: Path) -
         # The replicator dropped what it had restored; the link to that goes with the next hand-over.
         hand_over(replicator, command, 12)
         assert not os.path.lexists(saved / "step=10")
+
+
+def test_a_step_waits_while_the_local_tier_deletes(saved: Path) -> None:
+    """It may be this one that is deleted: half of it must never get its new name."""
+    commit(saved, 11)
+    with locked(saved), pytest.raises(NotHandedOver, match="another process of this host"):
+        Replicator(job(saved)).hand_over(11)
+    assert_holds(LocalStorage(saved), small_shard(11))
+    assert Replicator(job(saved)).hand_over(11)
 
 
 def test_nothing_is_handed_to_a_replicator_that_failed(saved: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.delivery import Delivery
-from resiliency.checkpoint.generations import awaiting, give_up, make_way, retire
+from resiliency.checkpoint.generations import awaiting, give_up, locked, make_way, retire
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.manifest import Manifest, write_manifest
 from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveRecord, TierOutcomes
@@ -43,6 +44,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command
+from resiliency.testing.storage import StorageTrouble, TroubledStorage
 from tests.incluster.peer_builders import commit_step
 
 SOON = timedelta(seconds=60)
@@ -460,14 +462,14 @@ def test_a_generation_stays_until_it_is_handed_over_or_given_up(tmp_path: Path) 
     storage = generations(tmp_path, s1="b", s2="b", s3="a", s4="b", s5="b")
     known = {step: f"b-{step}" for step in (1, 2, 4, 5)}  # of step 3 another host lost its part
     give_up(storage, 1)
-    assert retire(storage, run_id="run", complete=known, keep=1, handed_over=True) == [1, 3]
+    assert retire(storage, run_id="run", complete=known, keep=1, backlog=9) == [1, 3]
     assert awaiting(storage, known) == [2, 4, 5]
-    assert sorted(os.listdir(tmp_path)) == ["step=2", "step=4", "step=5"]
+    assert complete(tmp_path) == [2, 4, 5]
     give_up(storage, 4)
     for step in (2, 5):
         os.rename(tmp_path / f"step={step}", tmp_path / str(step))
     # The newest is with the replicator, and vouches for what goes all the same.
-    assert retire(storage, run_id="run", complete=known, keep=1, handed_over=True) == [4]
+    assert retire(storage, run_id="run", complete=known, keep=1, backlog=9) == [4]
 
 
 def test_a_generation_that_was_overtaken_does_not_wait(tmp_path: Path) -> None:
@@ -475,21 +477,64 @@ def test_a_generation_that_was_overtaken_does_not_wait(tmp_path: Path) -> None:
     known = {step: f"b-{step}" for step in (1, 2, 3, 4)}
     os.rename(tmp_path / "step=2", tmp_path / "2")
     assert awaiting(storage, known) == [3, 4]
-    assert retire(storage, run_id="run", complete=known, keep=1, handed_over=True) == [1]
+    assert retire(storage, run_id="run", complete=known, keep=1, backlog=9) == [1]
 
 
-def test_while_too_many_generations_wait_nothing_is_saved_and_none_of_them_goes(place: Place) -> None:
+def test_of_too_many_that_wait_the_oldest_is_given_up_and_its_note_stays_for_who_hands_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = generations(tmp_path, s1="b", s2="b", s3="b", s4="b")
+    known = {step: f"b-{step}" for step in (1, 2, 3, 4)}
+    assert retire(storage, run_id="run", complete=known, keep=1, backlog=2) == [1]
+    assert awaiting(storage, known) == [2, 3, 4]
+    assert "step 1 is given up: more than 3 steps wait" in caplog.text
+    assert "step=1.given-up" in os.listdir(tmp_path)
+    del known[1]
+    assert retire(storage, run_id="run", complete=known, keep=1, backlog=2) == []
+    assert "step=1.given-up" not in os.listdir(tmp_path)
+
+
+def test_on_a_full_disk_what_is_given_up_makes_room_though_no_note_can_say_so(tmp_path: Path) -> None:
+    generations(tmp_path, s1="b", s2="b", s3="b")
+    known = {step: f"b-{step}" for step in (1, 2, 3)}
+    full = TroubledStorage(
+        LocalStorage(tmp_path), StorageTrouble(step=1, operation="create", errno=errno.ENOSPC)
+    )
+    assert retire(full, run_id="run", complete=known, keep=1, backlog=1) == [1]
+    assert full.is_over
+
+
+def test_nothing_is_given_up_while_a_step_is_being_handed_over(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path),
+        pytest.raises(CheckpointWriteFailed, match="another process of this host"),
+        locked(tmp_path, timedelta(0)),
+    ):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_saves_go_on_while_nothing_is_handed_over_and_the_disk_holds_so_many_of_them(place: Place) -> None:
     limits = {"alone": True, "keep": 1, "backlog": 2}
     with place.open(**limits) as checkpoints:  # type: ignore[arg-type]
-        for step in (1, 2, 3):
+        for step in range(1, 8):
+            assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
+            # At most the bound, one that is being given up, and this one.
+            assert len(complete(place.local)) <= 4
+        assert eventually(lambda: complete(place.local) == [5, 6, 7])
+        os.rename(place.local / "step=5", place.local / "5")  # handed over
+        assert checkpoints.save(8, make_state(8)).wait_complete(SOON)
+        assert eventually(lambda: complete(place.local) == [6, 7, 8])
+
+
+def test_what_a_killed_agent_knew_to_be_complete_on_a_single_host_waits_on(place: Place) -> None:
+    limits = {"alone": True, "keep": 1, "backlog": 3}
+    with place.open(**limits) as checkpoints:  # type: ignore[arg-type]
+        for step in (1, 2):
             assert checkpoints.save(step, make_state(step)).wait_complete(SOON)
-        refused = checkpoints.save(4, make_state(4))
-        assert refused.wait(SOON)
-        assert refused.state is SaveState.FAILED
-        assert "steps [1, 2, 3] wait" in refused.record.why
-        assert "no more than 3 may" in refused.record.why
-        assert complete(place.local) == [1, 2, 3]
-        os.rename(place.local / "step=1", place.local / "1")  # handed over
-        give_up(LocalStorage(place.local), 2)
-        assert checkpoints.save(5, make_state(5)).wait_complete(SOON)
-        assert eventually(lambda: complete(place.local) == [3, 5])
+        psutil.Process(checkpoints.agent_pid).kill()
+        for step in (3, 4, 5):
+            assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
+        assert eventually(lambda: complete(place.local) == [2, 3, 4, 5])
+        assert "step=1.given-up" in os.listdir(place.local)

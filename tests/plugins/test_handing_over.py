@@ -7,6 +7,7 @@ import copy
 import errno
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from resiliency.checkpoint.catalog import Condition, inspect
+from resiliency.checkpoint.generations import give_up
 from resiliency.checkpoint.lease import Lease
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.replicated_job import ReplicatedJob
@@ -355,6 +357,62 @@ def test_when_the_replicator_has_failed_every_step_is_left_to_the_local_tier(tmp
             wait_until((tmp_path / f"step={step}.given-up").exists)
             assert (tmp_path / f"step={step}").is_dir()
         assert job.handing_over.given_up == [1, 2]
+
+
+def test_steps_that_the_local_tier_gave_up_are_passed_over_and_newer_ones_go_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = LocalStorage(tmp_path)
+    with training(tmp_path, storage=TroubledStorage(storage)) as job, caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3, 4):
+            job.saved(step)
+        for step in (1, 2):
+            give_up(storage, step)
+        storage.remove_tree("step=1")  # of 2 only the note is there yet
+        job.step_done()
+        job.wait_for_kept(3)
+        job.wait_for_kept(4)
+        assert job.handing_over.given_up == [1, 2]
+        assert (tmp_path / "step=2").is_dir()
+    assert "step 1 is not handed over: the local tier gave it up" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_step_that_the_replicator_brought_back_holds_nothing_up_when_it_is_saved_again(
+    tmp_path: Path,
+) -> None:
+    with training(tmp_path) as job:
+        job.saved(10)
+        os.rename(tmp_path / "step=10", tmp_path / "brought-back.data")
+        (tmp_path / "step=10").symlink_to("brought-back.data")
+        job.saved(11)
+        job.step_done()
+        job.wait_for_kept(11)
+        assert job.handing_over.given_up == []
+
+
+def test_a_replicator_that_takes_nothing_gets_no_more_until_it_does_and_then_the_rest_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does that waits for another host's: without a word."""
+    with (
+        training(tmp_path, patience=timedelta(seconds=0.2)) as job,
+        caplog.at_level(logging.INFO, logger="resiliency"),
+    ):
+        job.replicator.signal(signal.SIGSTOP)
+        for step in range(1, 7):
+            job.saved(step)
+        job.step_done()
+        wait_until(lambda: "the replicator has taken nothing for 0.2 s: steps [1, 2]" in caplog.text)
+        give_up(LocalStorage(tmp_path), 3)  # as the local tier does when too many wait
+        job.wait_for_waiting(4, 5, 6)
+        assert sorted(name for name in os.listdir(tmp_path) if name.isdecimal()) == ["1", "2"]
+        job.replicator.signal(signal.SIGCONT)
+        for step in (1, 2, 4, 5, 6):
+            job.wait_for_kept(step)
+        assert job.handing_over.given_up == [3]
+    assert caplog.text.count("the replicator has taken nothing") == 1
+    assert "the replicator takes steps again" in caplog.text
 
 
 def test_a_backlog_of_nothing_is_refused(tmp_path: Path) -> None:
