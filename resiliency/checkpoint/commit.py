@@ -459,11 +459,14 @@ class _Save(Generic[ShardT]):
 
     def _give_up(self) -> Event:
         reason = str(self._error)
+        marker = try_read_marker(self._storage, self._ticket.step)
         if self._leads:
-            put_marker(self._storage, self._ticket.step, self._failed_marker(reason))
+            # Else it came so late that the step is somebody else's, and maybe committed.
+            is_ours = marker is not None and self._is_of_this_try(marker)
+            if is_ours or marker == Marker(state=MarkerState.UNKNOWN):
+                put_marker(self._storage, self._ticket.step, self._failed_marker(reason))
             return Event.DONE
         # Else nobody waits for it; and where no marker stands, it would be in the way of all later saves.
-        marker = try_read_marker(self._storage, self._ticket.step)
         if marker is not None and self._is_of_this_try(marker):
             for rank in self._shards:
                 write_file(self._storage, self._refusal_name(rank), reason.encode())

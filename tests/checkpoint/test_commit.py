@@ -604,6 +604,24 @@ def test_a_follower_that_is_late_where_nobody_saves_any_more_leaves_nothing_in_t
     assert not save(storage, LocalFormat(), [small_shard(2)], save_id="attempt-1").kept
 
 
+def test_a_leader_that_gives_up_late_does_not_hide_what_a_later_start_committed_at_its_step(
+    pair: Pair,
+) -> None:
+    shard, cancel = small_shard(2), threading.Event()
+    save(seen := FaultyStorage(MemoryStorage()), LocalFormat(threads=1), [shard])
+    syncs_at = seen.operations.index("sync step=2/rank=0/slot.bin")
+    late = FaultyStorage(pair.storage, StorageFault(operation=syncs_at, kind=FaultKind.HANG))
+    first = pair.pool.submit(save, late, LocalFormat(threads=1), [shard], cancel=cancel)
+    assert late.hangs.wait(60)
+    cancel.set()  # as a save whose storage hangs
+    pair.storage.remove_tree("step=2")
+    save(pair.storage, LocalFormat(), [shard], save_id="attempt-1")
+    late.answers.set()
+    with pytest.raises(CheckpointWriteFailed, match="was cancelled"):
+        first.result(timeout=60)
+    assert inspect(pair.storage, 2).condition is Condition.COMPLETE
+
+
 def test_ranks_that_wait_when_their_save_is_cancelled_say_so_and_blame_nobody(pair: Pair) -> None:
     for leads in (True, False):
         cancel = Looked()
