@@ -237,12 +237,12 @@ class _Writer:
         first = number * _CHUNKS_PER_WRITE
         start = first * self._chunk
         length = min(_CHUNKS_PER_WRITE * self._chunk, self._size - start)
-        if self._pace is not None:
-            self._pace(length)
         views: list[memoryview] = []
         for chunk in range(first, min(first + _CHUNKS_PER_WRITE, len(self.digests))):
             low = chunk * self._chunk
             high = min(low + self._chunk, self._size)
+            if self._pace is not None:  # by chunks, or a file of two would be free
+                self._pace(high - low)
             gathered = self._gathered(low, high, buffer[low - start :])
             self.digests[chunk] = self._digest(*gathered)
             views += gathered
