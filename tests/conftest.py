@@ -2,10 +2,11 @@
 """The rank pool and the leak checks, for every test."""
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["resiliency.testing.fixtures"]
 
@@ -17,18 +18,21 @@ settings.load_profile("project")
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 #: Directories whose tests share what takes long to make: trainings, ranks that have Megatron imported.
-_TOGETHER = ("nemo", "plugins")
-_HERE = Path(__file__).parent
+_TOGETHER = ("tests/nemo", "tests/plugins")
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByPlace(LoadScopeScheduling):
+    """Of workers side by side each takes these directories, and else files, as a whole."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next((place for place in _TOGETHER if file.startswith(f"{place}/")), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByPlace:
+    return ByPlace(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of workers side by side each takes these directories, and else files, whole (``--dist loadgroup``).
-
-    Real training comes first: it keeps the cores busy for as long as all that waits beside it.
-    """
-    for item in items:
-        place = item.path.relative_to(_HERE)
-        together = place.parts[0] in _TOGETHER
-        item.add_marker(pytest.mark.xdist_group(place.parts[0] if together else str(place)))
-    items.sort(key=lambda item: item.path.relative_to(_HERE).parts[0] != "nemo")
+    """Real training comes first: it keeps the cores busy for as long as all that waits beside it."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/nemo/"))

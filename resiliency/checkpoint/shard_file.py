@@ -41,8 +41,8 @@ DEFAULT_THREADS = 2
 #: Shorter runs are copied: a call to the device costs more.
 _DIRECT_FROM_BYTES = 256 << 10
 
-#: Called with the size of each part (one or a few chunks) before it is moved: bandwidth cap, heartbeat,
-#: progress.  It may block, and it may raise to stop the transfer.
+#: Called with the size of each chunk before it is moved: bandwidth cap, heartbeat, progress.  It
+#: may block, and it may raise to stop the transfer.
 Pace = Callable[[int], None]
 
 
