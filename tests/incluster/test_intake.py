@@ -194,7 +194,7 @@ def test_a_step_that_was_left_out_as_storage_hung_is_rescued(desk: Desk, tiers: 
         while not desk.done.empty():
             job, done = desk.done.get()
             desk.intake.finish(job, done)
-            assert (done.step, done.left_out) in ((2, False), (3, True))
+            assert done.left_out or done.step == 2
     desk.intake.rescue(desk.ranks[0])
     if tiers == BOTH:
         assert desk.reports(1) == {(3, "persistent"): ""}
