@@ -2,11 +2,15 @@
 """The rank pool and the leak checks, for every test."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from resiliency.runtime import AGENT_HOST_ENV
+from tests import agent_host
 
 pytest_plugins = ["resiliency.testing.fixtures"]
 
@@ -36,3 +40,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByPlace
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Real training comes first: it keeps the cores busy for as long as all that waits beside it."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/nemo/"))
+
+
+@pytest.fixture(scope="session")
+def agent_host_env() -> Iterator[dict[str, str]]:
+    """Environment variables of trainers whose agents need no import: see `tests.agent_host`."""
+    with agent_host.running() as variables:
+        yield variables
+
+
+@pytest.fixture
+def agents_at_once(agent_host_env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for trainers in this process, and in those that it starts."""
+    for name, value in agent_host_env.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def own_agents(agents_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not these: their agents end some time after they were left in the lurch, as a host's do not."""
+    monkeypatch.delenv(AGENT_HOST_ENV)

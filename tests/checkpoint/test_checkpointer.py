@@ -30,10 +30,14 @@ from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
+from tests import agent_host
 from tests.checkpoint.settling import settled
 
 SOON = timedelta(seconds=60)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("agents_at_once"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def make_state(value: float, size: int = 1000) -> dict[str, object]:
@@ -69,7 +73,7 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path, f"test-{os.getpid()}-{tmp_path.name}")
     yield place
-    assert [path for path in DEFAULT_ROOT.glob("resiliency-*") if tmp_path.name in path.name] == []
+    agent_host.wait_for_end(tmp_path.name)
 
 
 def test_what_is_saved_comes_back_in_place_and_a_new_directory_has_nothing(place: Place) -> None:
@@ -92,6 +96,7 @@ def test_what_is_saved_comes_back_in_place_and_a_new_directory_has_nothing(place
 def test_stock_torch_loads_what_the_agent_wrote(place: Place) -> None:
     with place.open() as checkpoints:
         checkpoints.save(1, make_state(3))
+    agent_host.wait_for_end(place.root.name)
     state = make_state(0)
     dcp.load(state, checkpoint_id=place.directory / "step=1", no_dist=True)
     assert torch.equal(state["weights"], torch.full((1000,), 3.0))  # type: ignore[arg-type]
@@ -120,6 +125,7 @@ def test_the_newest_checkpoints_are_kept_and_older_ones_go(place: Place) -> None
     with place.open(keep=2) as checkpoints:
         for step in range(1, 5):
             assert checkpoints.save(step, make_state(step)).wait(SOON)
+    agent_host.wait_for_end(place.root.name)
     assert [found.step for found in list_checkpoints(LocalStorage(place.directory))] == [3, 4]
 
 
@@ -274,6 +280,7 @@ def test_training_is_held_by_the_optimizer_it_knows_and_the_capture_is_of_one_st
             assert checkpoints.save(step, {"weights": weights, "optimizer": optimizer})
         weights.grad = torch.full_like(weights, -1.0)
         optimizer.step()
+    agent_host.wait_for_end(place.root.name)
     stored = [found.step for found in list_checkpoints(LocalStorage(place.directory))]
     assert stored[-1] == 5
     for step in stored:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import filesystem
 from resiliency.checkpoint import _compat
 from resiliency.checkpoint.dcp_format import METADATA, DcpFormat, dcp_metadata
 from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.manifest import read_index, write_index
 from resiliency.checkpoint.reader import CheckpointReader, Target
 from resiliency.checkpoint.stock import read_stock_tensors
 from resiliency.checkpoint.storage import LocalStorage, read_file
@@ -411,9 +412,15 @@ def assert_as_by_a_new_format(storage: MemoryStorage, format: DcpFormat, shards:
             assert read_file(storage, name) == read_file(expected, name), name
 
 
-def test_an_index_is_the_json_of_its_fields() -> None:
+def test_an_index_is_the_json_of_its_fields_and_says_which_try_it_is_of_only_from_the_second_on() -> None:
     storage = MemoryStorage()
     save(storage, DcpFormat(), [small_shard(1)])
-    index = CheckpointReader(storage, 1).indexes()[0]
-    body = read_file(storage, "step=1/rank=0.json").split(b"\n")[1]
-    assert body.decode() == json.dumps(asdict(index), separators=(",", ":"))
+    first = CheckpointReader(storage, 1).indexes()[0]
+    for index in (first, replace(first, try_number=2)):
+        fields = asdict(index)
+        if index is first:
+            assert fields.pop("try_number") == 1
+        write_index(storage, "step=1", index)
+        body = read_file(storage, "step=1/rank=0.json").split(b"\n")[1]
+        assert body.decode() == json.dumps(fields, separators=(",", ":"))
+        assert read_index(storage, "step=1", 0)[0] == index

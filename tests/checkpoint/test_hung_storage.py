@@ -35,12 +35,16 @@ from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.watched_storage import Patience
 from resiliency.checkpoint.wire import Done, Settings
 from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault
+from tests import agent_host
 from tests.checkpoint.test_checkpointer import Place, make_state
 
 SOON = timedelta(seconds=60)
 #: Of a call, in these tests.
 PATIENCE = timedelta(seconds=0.2)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("agents_at_once"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -248,7 +252,7 @@ def test_who_loses_patience_gives_calls_that_are_old_by_then_as_long_as_others(t
 def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path, f"hung-{os.getpid()}-{tmp_path.name}")
     yield place
-    assert [path for path in DEFAULT_ROOT.glob("resiliency-*") if tmp_path.name in path.name] == []
+    agent_host.wait_for_end(tmp_path.name)
 
 
 class Hang:
@@ -282,12 +286,15 @@ def test_training_goes_on_beside_hung_storage_says_what_was_not_saved_and_saves_
         for step in (4, 5, 6):  # its slots are lent, and the newest capture stays
             handles.append(checkpoints.save(step, make_state(step)))
             assert handles[-1].wait(SOON)
-        assert [handle.state for handle in handles] == [SaveState.FAILED, *[SaveState.SKIPPED] * 4]
+        states = [handle.state for handle in handles]
+        # Its own call hangs, or already that of the tidying which follows step 1.
+        assert states[0] in (SaveState.FAILED, SaveState.SKIPPED)
+        assert states[1:] == [SaveState.SKIPPED] * 4
         for handle in handles:
             assert f"open {place.directory}/step=2-unfinished has not returned for" in handle.record.why
         text = checkpoints.metrics_text()
-        assert 'saves_total{rank="0",outcome="failed"} 1' in text
-        assert 'saves_total{rank="0",outcome="skipped"} 4' in text
+        for outcome in (SaveState.FAILED, SaveState.SKIPPED):
+            assert f'saves_total{{rank="0",outcome="{outcome.value}"}} {states.count(outcome)}' in text
         assert 'checkpoint_hung_tiers{rank="0"} 1' in text
         slots = next(DEFAULT_ROOT.glob(f"resiliency-*{place.root.name}*/rank-0"))
         assert lent(slots) == 1

@@ -32,19 +32,23 @@ from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.rank_pool import RankPool
+from tests import agent_host
 from tests.checkpoint import two_hosts
 from tests.checkpoint.settling import settled
 from tests.checkpoint.test_checkpointer import Place, make_state
 
 SOON = timedelta(seconds=60)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("agents_at_once"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path, f"trouble-{os.getpid()}-{tmp_path.name}")
     yield place
-    assert [path for path in DEFAULT_ROOT.glob("resiliency-*") if tmp_path.name in path.name] == []
+    agent_host.wait_for_end(tmp_path.name)
 
 
 def complete(place: Place) -> list[int]:
@@ -114,7 +118,8 @@ def test_saves_fail_by_name_while_storage_is_full_and_the_next_one_after_it_comm
             assert len(list(place.directory.glob("step=*/__*"))) <= 2
         assert saved(checkpoints.save(8, state)) is SaveState.COMMITTED
         assert complete(place) == [1, 8]
-        checkpoints.close()  # the agent tidies up after its report
+        checkpoints.close()
+        agent_host.wait_for_end(place.root.name)  # it tidies up after its report
         assert sorted(path.name for path in place.directory.iterdir()) == ["step=1", "step=8"]
         text = checkpoints.metrics_text()
         failed = [event for event in sink.events if event.type is EventType.SAVE_FAILED]
@@ -151,6 +156,7 @@ def test_training_goes_on_beside_an_agent_that_stands_still_and_says_what_was_no
         assert [saved(handle) for handle in handles[:2]] == [SaveState.COMMITTED] * 2
         assert checkpoints.agent_pid == agent.pid
         assert saved(checkpoints.save(8, make_state(8))) is SaveState.COMMITTED
+    agent_host.wait_for_end(place.root.name)
     assert complete(place) == [2, 3, 8]
 
 

@@ -34,7 +34,7 @@ def main(directory: Path) -> None:
     for host in (a, b):
         host.service.update(table_of([a.peer, b.peer]))
     a.save(10)
-    wait_until(lambda: hanging() >= {"resiliency-peer-tidy", "resiliency-replica"}, "the disk answers")
+    wait_until(lambda: hanging() >= {"resiliency-peer-copy", "resiliency-replica"}, "the disk answers")
     print("hangs", flush=True)
     b.service.close(timedelta(seconds=1))
     a.service.close()

@@ -33,7 +33,6 @@ from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.delivery import Delivery
 from resiliency.checkpoint.generations import awaiting, give_up, locked, make_way, retire
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.manifest import Manifest, write_manifest
 from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveRecord, TierOutcomes
 from resiliency.checkpoint.storage import LocalStorage
@@ -45,11 +44,15 @@ from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command
 from resiliency.testing.storage import StorageTrouble, TroubledStorage
+from tests import agent_host
 from tests.incluster.peer_builders import commit_step
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("agents_at_once"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def make_state(value: float, size: int = 1000) -> dict[str, object]:
@@ -112,7 +115,7 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path, f"local-{os.getpid()}-{tmp_path.name}")
     yield place
-    assert [path for path in DEFAULT_ROOT.glob("resiliency-*") if tmp_path.name in path.name] == []
+    agent_host.wait_for_end(tmp_path.name)
 
 
 # --- what is saved -------------------------------------------------------------------------------
@@ -227,6 +230,7 @@ def test_a_slow_persistent_tier_delays_no_local_save(place: Place) -> None:
     assert complete(place.local) == [7, 9]
 
 
+@pytest.mark.usefixtures("own_agents")
 def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails_with_it(
     place: Place,
 ) -> None:
@@ -244,6 +248,7 @@ def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails
     assert (complete(place.local), complete(place.persistent)) == ([1, 2], [2])
 
 
+@pytest.mark.usefixtures("own_agents")
 def test_local_saves_of_all_ranks_outlive_the_agent_when_other_hosts_are_told_of_the_persistent_ones(
     tmp_path: Path,
 ) -> None:
@@ -528,6 +533,7 @@ def test_saves_go_on_while_nothing_is_handed_over_and_the_disk_holds_so_many_of_
         assert eventually(lambda: complete(place.local) == [6, 7, 8])
 
 
+@pytest.mark.usefixtures("own_agents")
 def test_what_a_killed_agent_knew_to_be_complete_on_a_single_host_waits_on(place: Place) -> None:
     limits = {"alone": True, "keep": 1, "backlog": 3}
     with place.open(**limits) as checkpoints:  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ all tests that compare with it.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +25,15 @@ from resiliency.testing.processes import Command
 ROOT = Path(__file__).parents[2]
 #: Longest wait for one attempt (start, train, save) on a busy two-core machine, in seconds.
 ATTEMPT_S = 150.0
+
+#: Unique, because the name is also the prefix of the temporary log directory that must be gone.
+JOB_NAME = f"options-{os.getpid()}"
+TRAIN_TOKENIZER = """
+import sys, sentencepiece
+sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(["a rank was lost and found again", "every step is kept or paid for"] * 20),
+    model_prefix=sys.argv[1], vocab_size=40, model_type="bpe", hard_vocab_limit=False, minloglevel=2)
+"""
 
 Losses = dict[int, float]
 
@@ -147,3 +158,45 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout]
         return known[layout]
 
     return losses
+
+
+def run_python(*argv: object, timeout: float = 120) -> str:
+    """Standard output of a program that must succeed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, timeout=timeout, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended, with what it printed."""
+
+    job: Job
+    output: str
+
+    @property
+    def logs(self) -> Path:
+        return self.job.directory / "logs" / JOB_NAME
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.job.directory / "storage" / JOB_NAME / "checkpoint"
+
+
+@pytest.fixture(scope="package")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """Two replicas that trained with every option that most tests leave off."""
+    directory = tmp_path_factory.mktemp("options")
+    run_python("-c", TRAIN_TOKENIZER, directory / "tokenizer")
+    with ExitStack() as stack:
+        job = Job(directory, TWO_REPLICAS, stack)
+        output = job.run(
+            *("--job-name", JOB_NAME, "--tokenizer-path", directory / "tokenizer.model"),
+            *("--topk-ckpt", 2, "--enable-dist-ckpt", "--enable-async-ckpt", "--profile-ckpt-interval", 20),
+            *("--enable-tensorboard", "--log-to-remote-storage", "--trace-name", "around"),
+            *("--enable-gc", "--val-check-interval", 20, "--limit-val-batches", 1, "--max-runtime", 600),
+            save_every=20,
+        )
+        yield Finished(job, output)

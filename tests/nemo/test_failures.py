@@ -105,7 +105,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval_and_is_report
 def test_when_no_checkpoint_is_usable_the_job_ends_instead_of_starting_over(
     new_job: Callable[[Layout], Job],
 ) -> None:
-    job = new_job(TWO_REPLICAS)
+    job = new_job(ONE_RANK)
     job.run("--max-steps", "20", save_every=20)
     flip_a_bit(job.checkpoints / "step=20" / "weights" / "common.pt")
     command = job.start(save_every=20)

@@ -140,9 +140,8 @@ def test_hosts_that_come_back_in_another_order_exchange_what_they_have(
 ) -> None:
     hosts = new_hosts(TWO_REPLICAS)
     hosts.die(["a", "b"], "--local-ckpt-replicas", 0)
-    hosts.die(["a", "b"], "--local-ckpt-replicas", 0)
     hosts.finish(["b", "a"], "--local-ckpt-replicas", 0)
-    assert restored_from(hosts.job) == [(0, None), (NEWEST, "local"), (NEWEST, "peers")]
+    assert restored_from(hosts.job) == [(0, None), (NEWEST, "peers")]
     assert hosts.job.losses() == uninterrupted(TWO_REPLICAS)
 
 

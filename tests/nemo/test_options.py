@@ -9,74 +9,22 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from resiliency.events import EventType
 from resiliency.plugins import manifest
-from tests.nemo.conftest import ATTEMPT_S, ROOT, STEPS, TWO_REPLICAS, Job
+from tests.nemo.conftest import ATTEMPT_S, JOB_NAME, ROOT, STEPS, TWO_REPLICAS, Finished, run_python
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
-#: Unique, because the name is also the prefix of the temporary log directory that must be gone.
-JOB_NAME = f"options-{os.getpid()}"
-TRAIN_TOKENIZER = """
-import sys, sentencepiece
-sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(["a rank was lost and found again", "every step is kept or paid for"] * 20),
-    model_prefix=sys.argv[1], vocab_size=40, model_type="bpe", hard_vocab_limit=False, minloglevel=2)
-"""
 READ_SCALARS = """
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 events = EventAccumulator(sys.argv[1]).Reload()
 print(json.dumps({tag: [[e.step, e.value] for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}))
 """
-
-
-def run_python(*argv: object, timeout: float = 120) -> str:
-    """Standard output of a program that must succeed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, timeout=timeout, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run that ended, with what it printed."""
-
-    job: Job
-    output: str
-
-    @property
-    def logs(self) -> Path:
-        return self.job.directory / "logs" / JOB_NAME
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.job.directory / "storage" / JOB_NAME / "checkpoint"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    directory = tmp_path_factory.mktemp("options")
-    run_python("-c", TRAIN_TOKENIZER, directory / "tokenizer")
-    with ExitStack() as stack:
-        job = Job(directory, TWO_REPLICAS, stack)
-        output = job.run(
-            *("--job-name", JOB_NAME, "--tokenizer-path", directory / "tokenizer.model"),
-            *("--topk-ckpt", 2, "--enable-async-ckpt", "--profile-ckpt-interval", 20),
-            *("--enable-tensorboard", "--log-to-remote-storage", "--trace-name", "around"),
-            *("--enable-gc", "--val-check-interval", 20, "--limit-val-batches", 1, "--max-runtime", 600),
-            save_every=20,
-        )
-        yield Finished(job, output)
 
 
 def test_only_the_newest_checkpoints_are_left_and_they_are_whole(finished: Finished) -> None:

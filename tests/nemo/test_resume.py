@@ -12,11 +12,10 @@ from tests.nemo.conftest import ONE_RANK, STEPS, TENSOR_PARALLEL, TWO_REPLICAS, 
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
-LAYOUTS = pytest.mark.parametrize("layout", [ONE_RANK, TWO_REPLICAS, TENSOR_PARALLEL], ids=str)
 ONE_RESTART = ("--max-restarts", "1")
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", [ONE_RANK, TENSOR_PARALLEL], ids=str)
 def test_after_a_kill_between_synchronous_saves_every_loss_is_bit_identical(
     layout: Layout, new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -35,11 +34,10 @@ def test_after_a_kill_between_synchronous_saves_every_loss_is_bit_identical(
     assert job.losses() == uninterrupted(layout)
 
 
-@LAYOUTS
 def test_after_a_kill_just_behind_an_asynchronous_commit_every_loss_is_bit_identical(
-    layout: Layout, new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
+    new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
-    job = new_job(layout)
+    job = new_job(TWO_REPLICAS)
     job.run(
         "--enable-async-ckpt",
         "--sim-fault-desc",
@@ -52,8 +50,8 @@ def test_after_a_kill_just_behind_an_asynchronous_commit_every_loss_is_bit_ident
     # Training went on behind the save, so steps after the checkpoint were computed twice ...
     assert max(job.losses(attempt=0)) > 20
     # ... and both times with the same result.
-    assert job.losses(attempt=0).items() <= uninterrupted(layout).items()
-    assert job.losses() == uninterrupted(layout)
+    assert job.losses(attempt=0).items() <= uninterrupted(TWO_REPLICAS).items()
+    assert job.losses() == uninterrupted(TWO_REPLICAS)
 
 
 def test_a_rank_killed_inside_a_save_leaves_the_save_before_as_the_newest(

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from resiliency.runtime import AGENT_HOST_ENV
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins.megatron_ranks import Layout
 
@@ -23,6 +25,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def run(pool: RankPool, fn: Any, layout: Layout, *args: object) -> list[Any]:
-    """What `fn` returns on each rank of `layout`, which it is given."""
-    report = pool.run(fn, layout.ranks, layout, *args, timeout=JOB_S, operation_timeout=60.0)
+    """What `fn` returns on each rank of `layout`, which it is given; agents are where the test's are."""
+    env = {name: value for name, value in os.environ.items() if name == AGENT_HOST_ENV}
+    report = pool.run(fn, layout.ranks, layout, *args, timeout=JOB_S, operation_timeout=60.0, env=env)
     return list(report.values)

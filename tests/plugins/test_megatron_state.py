@@ -27,7 +27,7 @@ from tests.plugins import megatron_ranks
 from tests.plugins.conftest import JOB_S, run
 from tests.plugins.megatron_ranks import BUCKET_SPACE, MODEL_SPACE, STEP, Layout, Part, differing
 
-pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+pytestmark = [pytest.mark.nemo, pytest.mark.slow, pytest.mark.usefixtures("agents_at_once")]
 
 TWO_REPLICAS = Layout(ranks=2)
 TENSOR_PARALLEL = Layout(ranks=2, tensor=2)

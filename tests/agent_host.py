@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that starts checkpoint agents for the tests, as the launcher's does for its ranks.
+
+An agent that a trainer starts itself imports torch, for seconds; one that is forked from a process which
+has done so is there at once.  It is the same agent otherwise, but for one thing: it waits for the next
+trainer as long as its host lives, so it is not for tests whose trainer does not come back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from resiliency.runtime import AGENT_HOST_ENV
+
+_STOP_S = 30
+_END_S = 60.0
+
+
+@contextmanager
+def running() -> Iterator[dict[str, str]]:
+    """Yields the environment variables of trainers whose agents come from this host."""
+    address = f"resiliency-test-agents-{uuid.uuid4().hex}"
+    lifeline, held = os.pipe()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + address)
+            listener.listen(128)
+            options = {"--listener-fd": listener.fileno(), "--lifeline-fd": lifeline, "--stop-s": _STOP_S}
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "resiliency.launch.agent_host_main"),
+                    *(str(word) for option in options.items() for word in option),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(), lifeline),
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        try:
+            yield {AGENT_HOST_ENV: address}
+        finally:
+            process.terminate()
+            process.wait(timeout=2 * _STOP_S)
+    finally:
+        os.close(lifeline)
+        os.close(held)
+
+
+def wait_for_end(job: str) -> None:
+    """Wait until the agent of a job has done all it has to, and has given back the job's memory.
+
+    A trainer that closes waits for an agent of its own, and leaves one of a host to finish alone.
+
+    Args:
+        job: a part of its name that no other job has.
+    """
+    deadline = time.monotonic() + _END_S
+    while left := [path for path in DEFAULT_ROOT.glob("resiliency-*") if job in path.name]:
+        assert time.monotonic() < deadline, f"the agent keeps {left[0]}"
+        threading.Event().wait(0.01)  # nobody can be told of another process's end: look
