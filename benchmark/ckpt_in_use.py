@@ -18,10 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.catalog import Condition, list_checkpoints, steps_in
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.lease import CLOCK_SKEW, leased_steps
 from resiliency.checkpoint.marker import MarkerState, marker_name, step_directory, try_read_marker
-from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import CheckpointCorrupt
 from resiliency.plugins import manifest

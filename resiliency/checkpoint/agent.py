@@ -103,6 +103,7 @@ class Agent:
         self._last: Attach | None = None  # of the newest session
         self._said_bye: set[int] = set()
         self._deserted_at = time.monotonic()
+        self._has_to_rescue = False  # and could not, the last time it tried
         self._terminated = False
         self._leave_by: float | None = None  # once terminated: with ranks or without
         self._patience: Patience | None = None  # with calls of the storage, once terminated
@@ -119,6 +120,9 @@ class Agent:
                 beat_at = time.monotonic() + BEAT_S
                 self._beat()
                 self._intake.look_for_hang(self._patience)
+                self._replication.look_again()
+                if self._has_to_rescue:
+                    self._rescue()
         logger.info("nothing left to do: the agent leaves")
 
     def install_signals(self) -> None:
@@ -332,8 +336,16 @@ class Agent:
                 self._intake.free_others(self._last, TierName.LOCAL, max(retire.complete))
 
     def _rescue(self) -> None:
-        if self._last is not None:
+        if self._last is None:
+            return
+        try:
             self._intake.rescue(self._last)
+        except OSError as error:  # no descriptor is left, for instance
+            if not self._has_to_rescue:
+                logger.error("what ranks left in memory cannot be read for now: %s", error)
+            self._has_to_rescue = True
+        else:
+            self._has_to_rescue = False
 
     def _hurry_up(self) -> None:
         self._hurry.set()
@@ -350,7 +362,7 @@ class Agent:
         if not self._replication.is_settled and now < self._deserted_at + _LAST_COPIES_S:
             return False
         if self._leave_by is not None:
-            return not self._members
+            return not self._members and not self._has_to_rescue
         return self._everybody_left() or now >= self._deserted_at + self._grace_s
 
     def _is_deserted(self) -> bool:

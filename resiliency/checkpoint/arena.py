@@ -37,6 +37,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.job_memory import (
     DEATH_TIMEOUT_S,
     LOOK_S,
@@ -51,7 +52,6 @@ from resiliency.checkpoint.preflight import check_room, is_leaving, process_star
 from resiliency.checkpoint.slots import (
     GROUP_BYTES,
     PAGE_BYTES,
-    FileLock,
     SlotFile,
     SlotHeader,
     SlotState,

@@ -48,8 +48,8 @@ LEADER: Mapping[tuple[State, Event], State] = {
     (_S.GATHERING, _E.DONE): _S.SEALING,
     (_S.SEALING, _E.DONE): _S.PUBLISHING,
     (_S.PUBLISHING, _E.DONE): _S.COMMITTED,
-    # A claim that fails has touched nothing that others could wait for.
-    (_S.CLAIMING, _E.ERROR): _S.FAILED,
+    # Its marker may stand by then, and followers wait behind that.
+    (_S.CLAIMING, _E.ERROR): _S.GIVING_UP,
     (_S.WRITING, _E.ERROR): _S.GIVING_UP,
     (_S.VOTING, _E.ERROR): _S.GIVING_UP,
     (_S.GATHERING, _E.ERROR): _S.GIVING_UP,

@@ -134,7 +134,7 @@ class Delivery:
     def await_last_copies(self, timeout: timedelta) -> None:
         """Let the last step become complete before the hosts go apart."""
         attach = self._attach
-        if not attach.settings.replicas or len(attach.local_ranks) == attach.world_size:
+        if not attach.settings.replicas or attach.is_alone:
             return
         last = self._local_saves[max(self._local_saves)][-1] if self._local_saves else None
         if last is not None and "local" in last.record.committed_in and not last.wait_complete(timeout):

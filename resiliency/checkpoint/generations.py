@@ -14,9 +14,7 @@ that took nothing new would cost every host of the job more with each step.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.manifest import Manifest, read_manifest
 from resiliency.checkpoint.marker import parse_step, step_directory, try_read_marker
 from resiliency.checkpoint.save_id import save_id_of, session_of
@@ -88,36 +87,29 @@ def locked(directory: Path, patience: timedelta = _LOCK) -> Iterator[None]:
         CheckpointWriteFailed: somebody else does, and does not come to an end.
     """
     try:
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        lock = FileLock(directory, directory=True)
     except OSError as error:
         raise write_failed(error, "open", str(directory)) from error
     try:
-        _lock(handle, directory, patience.total_seconds())
-        try:
-            yield
-        finally:
-            # A child process that was started meanwhile has the descriptor, and the lock with it.
-            fcntl.flock(handle, fcntl.LOCK_UN)
+        _wait_for(lock, patience.total_seconds())
+        yield
     finally:
-        os.close(handle)
+        lock.close()
 
 
-def _lock(handle: int, directory: Path, patience_s: float) -> None:
+def _wait_for(lock: FileLock, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
+    try:
+        while not lock.try_lock(exclusive=True):
             if time.monotonic() >= deadline:
                 raise CheckpointWriteFailed(
-                    f"another process of this host has been at {directory} for {patience_s:g} s.",
-                    path=str(directory),
+                    f"another process of this host has been at {lock.path} for {patience_s:g} s.",
+                    path=str(lock.path),
                     errno=errno.EBUSY,
-                ) from error
-        except OSError as error:
-            raise write_failed(error, "lock", str(directory)) from error
-        time.sleep(_POLL_S)
+                )
+            time.sleep(_POLL_S)  # the kernel tells nobody when a lock is free, but who waits without end
+    except OSError as error:
+        raise write_failed(error, "lock", str(lock.path)) from error
 
 
 def awaiting(storage: Storage, complete: Collection[int]) -> list[int]:

@@ -195,7 +195,7 @@ class Intake:
         Where other hosts have parts too they take the first, and in another nobody would wait for this one's.
         """
         tiers = [TierName(name) for name in last.settings.tiers]
-        if len(last.local_ranks) < last.world_size:
+        if not last.is_alone:
             del tiers[1:]
         return next((tier for tier in tiers if not self._workers[tier].why_hung()), None)
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.preflight import is_leaving
-from resiliency.checkpoint.slots import FileLock
 from resiliency.errors import ConfigError
 
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 (the point of the arena)

@@ -29,6 +29,7 @@ from resiliency.checkpoint.peers.service import (
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.checkpoint.recovery.repairs import Push
 from resiliency.checkpoint.save_id import save_id_of, session_of
+from resiliency.checkpoint.storage import SHORTAGES
 from resiliency.checkpoint.wire import Attach, Copies, Repair, RepairDone
 from resiliency.errors import ConfigError, ResiliencyError
 
@@ -68,6 +69,8 @@ class Replication:
         self._service: PeerService | None = None
         self._serves = ("", "")
         self._attach: Attach | None = None
+        #: A table that could not be read for want of descriptors or memory.
+        self._unread: Path | None = None
         #: Of this session: the newest step that is committed here, and whether its fate is known.
         self._newest = -1
         self._is_open = False
@@ -81,8 +84,8 @@ class Replication:
     def begin_session(self, attach: Attach) -> None:
         """Another start of the job, or another agent of the same one, which then goes on."""
         self._attach, self._newest, self._is_open = attach, -1, False
-        self._complete = {}
-        if not attach.settings.local_directory or _is_alone(attach):
+        self._complete, self._unread = {}, None
+        if not attach.settings.local_directory or attach.is_alone:
             self._stop()
             return
         table = self._table_of(attach)
@@ -98,13 +101,22 @@ class Replication:
 
     def learn(self, path: Path) -> None:
         """The ranks have made a table of the agents of all hosts."""
+        is_told, self._unread = self._unread == path, None
         try:
             table = PeerTable.read(path)
         except ConfigError as error:
-            logger.error("nothing is copied to other hosts: %s", error)
+            self._note_unread(path, error)
+            if not is_told:
+                now = " for now" if self._unread else ""
+                logger.error("nothing is copied to other hosts%s: %s", now, error)
             return
         if self._attach is not None and table.session == self._attach.session:
             self._take(table)
+
+    def look_again(self) -> None:
+        """Read the table if it could not be read when it was due."""
+        if self._unread is not None:
+            self.learn(self._unread)
 
     def committed(self, step: int) -> None:
         """This session has committed `step` here."""
@@ -113,7 +125,7 @@ class Replication:
         self._newest = step
         if step in self._complete:  # it was taken up already, from an agent before this one
             return
-        if _is_alone(self._attach):
+        if self._attach.is_alone:
             self._put(Copies(step=step, session=self._attach.session, complete=True))
         elif self._service is not None:
             self._is_open = True
@@ -186,7 +198,7 @@ class Replication:
             settings=attach.settings,
             run_id=attach.run_id,
             complete=dict(self._complete),
-            alone=_is_alone(attach),
+            alone=attach.is_alone,
         )
         return [event, job]
 
@@ -226,9 +238,14 @@ class Replication:
         try:
             table = PeerTable.read(path)
         except ConfigError as error:
+            self._note_unread(path, error)
             logger.warning("%s", error)
             return None
         return table if table.session == attach.session else None
+
+    def _note_unread(self, path: Path, error: ConfigError) -> None:
+        if error.fields.get("errno") in SHORTAGES:
+            self._unread = path
 
     def _start(self, attach: Attach, table: PeerTable | None) -> None:
         mine = None if table is None else table.peer(attach.host)
@@ -258,8 +275,3 @@ class Replication:
         service, self._service = self._service, None
         if service is not None:
             service.close()
-
-
-def _is_alone(attach: Attach) -> bool:
-    """Whether this host is the whole job."""
-    return len(attach.local_ranks) == attach.world_size

@@ -323,7 +323,7 @@ class Restorer:
         logger.error("step %d from %s passed over: %s", plan.step, tier_of(plan).value, first)
         bad = {plan.picks[rank].holding: text for rank, text in why.items()}
         for holding, text in bad.items():
-            on_host = holding.place in _ON_HOSTS
+            on_host = holding.place.is_disk_of_host
             if on_host and self._agreement.rank == inventory.first_on(holding.host):
                 try_set_aside(holding, text)
         if all(holding.place is not Place.PERSISTENT for holding in bad):
@@ -375,7 +375,6 @@ def _named(failure: Exception) -> ResiliencyError:
 #: What may befall one rank alone, and must not change what the others do.  OSError: mmap without memory.
 _OWN_ERRORS = (ResiliencyError, MemoryError, OSError, torch.OutOfMemoryError)
 _BEGIN_ANEW = "Mend what the log names, or name other directories to begin anew on purpose."
-_ON_HOSTS = (Place.LOCAL, Place.REPLICA)
 
 
 def _uses(plan: Plan, place: Place) -> bool:
@@ -400,7 +399,9 @@ def _restored(inventory: Inventory, plan: Plan, size_bytes: int, rank: int) -> R
         holdings=tuple(
             holding
             for holding in inventory.holdings
-            if holding.save_id == plan.save_id and holding.place in _ON_HOSTS and holding not in inventory.bad
+            if holding.save_id == plan.save_id
+            and holding.place.is_disk_of_host
+            and holding not in inventory.bad
         ),
     )
 

@@ -13,12 +13,12 @@ import fcntl
 import mmap
 import os
 import struct
-import weakref
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.table import align
 from resiliency.errors import ConfigError
 
@@ -87,55 +87,6 @@ class SlotHeader:
 
 def values_offset(tensor_bytes: int) -> int:
     return PAGE_BYTES + align(tensor_bytes, PAGE_BYTES)
-
-
-class FileLock:
-    """A descriptor with an advisory lock; closed, it is released."""
-
-    def __init__(self, path: Path, *, create: bool) -> None:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        self.path = path
-        self.fd = os.open(path, flags, 0o600)
-        _locks.add(self)
-
-    def try_lock(self, *, exclusive: bool) -> bool:
-        try:
-            fcntl.flock(self.fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def is_current(self) -> bool:
-        """False if the file was removed or replaced since it was opened."""
-        try:
-            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
-        except FileNotFoundError:
-            return False
-
-    def close(self) -> None:
-        """Release the lock, also if a forked child still has the file open.  Idempotent."""
-        if self.fd >= 0:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close without unlocking: the lock belongs to the parent process."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-# A forked child (a data loader's worker) shares the open files of its parent, and with them the
-# locks: closing its copies keeps a lock from outliving the process that took it.
-_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    for lock in list(_locks):
-        lock.abandon()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
 
 
 def mapped(path: Path, size: int, *, private: bool) -> mmap.mmap:

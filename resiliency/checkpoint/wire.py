@@ -87,6 +87,11 @@ class Attach:
     restored_step: int = 0
     settings: Settings
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether its host is the whole job."""
+        return len(self.local_ranks) == self.world_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attached:

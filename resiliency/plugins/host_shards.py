@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.recovery.holdings import Place
 from resiliency.checkpoint.recovery.inventory import Inventory, open_holding
 from resiliency.checkpoint.recovery.planner import explain_loss
 from resiliency.checkpoint.table import Shard
@@ -50,7 +49,7 @@ def content_metadata(inventory: Inventory, rank: int, step: int) -> dict[str, An
     """
     host = inventory.needs[rank].host
     for holding in inventory.holdings:
-        if holding.step == step and holding.host == host and holding.place in _ON_DISKS:
+        if holding.step == step and holding.host == host and holding.place.is_disk_of_host:
             with suppress(CheckpointError):  # the next one; and the restore itself says what is wrong
                 common = load_common(open_holding(holding).open_shard(holding.rank))
                 return {CONTENT_METADATA: common.get(CONTENT_METADATA)}
@@ -76,7 +75,7 @@ def find_unusable(inventory: Inventory, *, above: int) -> Unusable:
     """The steps above `above` in the local tiers of all hosts."""
     world_size = len(inventory.needs)
     holdings = [
-        holding for holding in inventory.holdings if holding.step > above and holding.place in _ON_DISKS
+        holding for holding in inventory.holdings if holding.step > above and holding.place.is_disk_of_host
     ]
     if not holdings:
         return Unusable()
@@ -86,6 +85,3 @@ def find_unusable(inventory: Inventory, *, above: int) -> Unusable:
     whole = [size for (_, size), ranks in saved_by.items() if len(ranks) == size != world_size]
     saves = len({holding.save_id for holding in holdings})
     return Unusable(why=explain_loss(inventory.needs, holdings), ranks=max(whole, default=0), saves=saves)
-
-
-_ON_DISKS = (Place.LOCAL, Place.REPLICA)

@@ -163,11 +163,11 @@ def assert_holds(storage: Storage, shard: Shard) -> None:
 
 
 @contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """For this whole process: what is open stays open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+def no_descriptor_left(pid: int = 0) -> Iterator[None]:
+    """For a whole process, this one or another: what is open stays open."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import sys
 import threading
@@ -44,6 +43,8 @@ from resiliency.checkpoint.wire import (
 )
 from resiliency.errors import ConfigError, PeerError
 from resiliency.testing.processes import Command
+from tests.checkpoint.storage_builders import no_descriptor_left
+from tests.incluster.peer_builders import wait_until as eventually
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -194,12 +195,10 @@ def test_an_agent_without_descriptors_lives_on_and_takes_ranks_when_it_has_some(
     argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
     with Command(argv) as agent:
         first = attached(wait_until(lambda: connect(arena)))
-        limits = resource.prlimit(agent.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
-        second = connect(arena)
-        assert second is not None  # the kernel took it, the agent cannot
-        agent.wait_for_line("a rank could not be attached", timeout=60)
-        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, limits)
+        with no_descriptor_left(agent.pid):
+            second = connect(arena)
+            assert second is not None  # the kernel took it, the agent cannot
+            agent.wait_for_line("a rank could not be attached", timeout=60)
         attached(second).send(Bye())
         assert agent.wait(timeout=60) == 0
         first.close()
@@ -236,19 +235,44 @@ def hear(channel: Channel, kind: type[_Heard]) -> _Heard:
     return said
 
 
-def test_a_step_that_a_dead_agent_had_committed_is_complete_for_those_who_ask_its_successor(
-    tmp_path: Path, job: str
-) -> None:
-    arena = job_directory(job)
-    settings = replace(ATTACH.settings, directory="", local_directory=str(tmp_path))
-    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
+def captured(arena: Path) -> tuple[RankArena, Capturer, str]:
+    """Step 1 of the only rank of session "s", in shared memory; and the name of its slot."""
     slots = RankArena(arena, rank=0, world_size=1, slots=2, run_id="s")
     capturer = Capturer(slots)
     capture = capturer.begin({"weights": torch.ones(1000)}, 1)
     assert capture is not None
     capturer.fence()
     assert capture.wait(timedelta(seconds=60))
-    save = Save(step=1, slot=capture.slot_path.name, tiers=("local",))
+    return slots, capturer, capture.slot_path.name
+
+
+def test_what_a_rank_left_is_committed_once_the_agent_has_descriptors_for_it(
+    tmp_path: Path, job: str
+) -> None:
+    arena = job_directory(job)
+    settings = replace(ATTACH.settings, directory=str(tmp_path), local_directory="")
+    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
+    slots, capturer, _ = captured(arena)
+    with Command(argv) as agent:
+        rank = attached(wait_until(lambda: connect(arena)), settings)
+        with no_descriptor_left(agent.pid):
+            rank.close()  # without goodbye
+            agent.wait_for_line("what ranks left in memory cannot be read for now", timeout=60)
+        eventually(lambda: complete(tmp_path) == [1], "nothing is committed")
+        agent.signal(signal.SIGTERM)
+        assert agent.wait(timeout=60) == 0
+    capturer.close()
+    slots.close(remove=True)
+
+
+def test_a_step_that_a_dead_agent_had_committed_is_complete_for_those_who_ask_its_successor(
+    tmp_path: Path, job: str
+) -> None:
+    arena = job_directory(job)
+    settings = replace(ATTACH.settings, directory="", local_directory=str(tmp_path))
+    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
+    slots, capturer, slot = captured(arena)
+    save = Save(step=1, slot=slot, tiers=("local",))
     with Command(argv) as first:
         channel = attached(wait_until(lambda: connect(arena)), settings)
         channel.send(save)
@@ -418,12 +442,8 @@ def test_an_arena_has_one_agent_and_its_peers_notice_its_end(tmp_path: Path) -> 
 
 def test_without_a_free_descriptor_there_is_no_connection_for_now(tmp_path: Path) -> None:
     listener = listen(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
+    with no_descriptor_left():
         assert connect(tmp_path) is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     channel = connect(tmp_path)
     assert channel is not None
     channel.close()

@@ -27,9 +27,9 @@ from resiliency.checkpoint import (
     open_captured,
 )
 from resiliency.checkpoint.arena import free_others, peek, rank_directory, ranks_in, try_open_slot
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.job_memory import OWNER_LOCK, hold_job, remove_if_dead, remove_when_dead
 from resiliency.checkpoint.preflight import check_room, is_leaving, rooms
-from resiliency.checkpoint.slots import FileLock
 from resiliency.errors import CheckpointMissing, ConfigError
 from tests.checkpoint.capture_builders import SOON, save
 from tests.checkpoint.capturing_until_killed import TENSORS, state_of

@@ -411,6 +411,22 @@ def test_a_leader_that_gives_up_releases_its_followers_with_the_reason(tmp_path:
             follower.result(timeout=10)
 
 
+def test_a_leader_whose_claim_fails_behind_its_marker_keeps_no_follower_waiting(tmp_path: Path) -> None:
+    count = FaultyStorage(MemoryStorage())
+    save(count, LocalFormat(), [small_shard(2)])
+    directory = count.operations.index("make_dir step=2")
+    storage = LocalStorage(tmp_path)
+    broken = FaultyStorage(storage, StorageFault(operation=directory, kind=FaultKind.ERROR))
+    with ThreadPoolExecutor(1) as pool:
+        follower = pool.submit(
+            save, storage, LocalFormat(), [small_shard(2, rank=1, world_size=2)], leads=False
+        )
+        with pytest.raises(CheckpointWriteFailed, match="EIO"):
+            save(broken, LocalFormat(), [small_shard(2, world_size=2)])
+        with pytest.raises(CheckpointWriteFailed, match=r"given up by its leader: .*EIO"):
+            follower.result(timeout=10)
+
+
 # --- another try of a save that failed ------------------------------------------------------------
 
 

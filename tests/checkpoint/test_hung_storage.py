@@ -23,13 +23,13 @@ import pytest
 from resiliency.checkpoint.arena import RankArena, open_captured
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.jobs import CleanJob, Loan, SaveJob
 from resiliency.checkpoint.marker import Marker, MarkerState, put_marker
 from resiliency.checkpoint.persist import Worker
 from resiliency.checkpoint.restoring import Tier
 from resiliency.checkpoint.saves import SaveState
-from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.watched_storage import Patience

@@ -19,11 +19,11 @@ import torch
 from resiliency.checkpoint.arena import RankArena, rank_directory
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.intake import Intake
 from resiliency.checkpoint.jobs import SaveJob
 from resiliency.checkpoint.marker import Marker, MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.save_id import save_id_of
-from resiliency.checkpoint.slots import FileLock
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
 from tests.checkpoint.storage_builders import no_descriptor_left

@@ -7,6 +7,7 @@ import errno
 import os
 import queue
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from resiliency.checkpoint.peers.placement import Peer
 from resiliency.checkpoint.replication import Replication
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Repair, RepairDone, Settings
+from tests.checkpoint.storage_builders import no_descriptor_left
 from tests.incluster.peer_builders import LONG_S, commit_step, save_name, table_of, tree, wait_until
 
 SESSION = "now"
@@ -70,6 +72,26 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
     yield both
     for host in both:
         host.replication.close()
+
+
+def test_a_table_that_could_not_be_read_for_want_of_descriptors_is_read_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        a, b = Host(tmp_path, "a", 0), Host(tmp_path, "b", 1)
+        peers = [Peer(host=host.name, address="127.0.0.1", port=host.replication.port) for host in (a, b)]
+        for host in (a, b):
+            stack.callback(host.replication.close)
+        table_of(peers, session=SESSION).write(tmp_path / "table")
+        b.replication.learn(tmp_path / "table")
+        with no_descriptor_left():
+            a.replication.learn(tmp_path / "table")
+            a.replication.look_again()
+        assert caplog.text.count("nothing is copied to other hosts for now") == 1
+        a.replication.look_again()
+        commit_step(LocalStorage(a.disk), 7, session="before")
+        a.replication.repair(repair_of(7, a.disk))
+        assert a.answers(1) == [RepairDone(session=SESSION, repair=repair_of(7, a.disk))]
 
 
 def repair_of(step: int, root: Path, target: str = "b") -> Repair:

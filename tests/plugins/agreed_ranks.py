@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import select
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import torch
 from resiliency.checkpoint import Tier
 from resiliency.errors import CheckpointCorrupt, LayoutMismatch, ResiliencyError
 from tests.plugins.megatron_ranks import Layout
+from tests.plugins.outlived import outlived
 
 #: How loading the newest checkpoint ends on rank 1.
 ERRORS: dict[str, ResiliencyError] = {
@@ -157,16 +157,9 @@ def content_metadata(rank: int, layout: Layout, root: Path) -> str:
     before.fence()
     handle.wait(SOON)
     before.teardown()
-    io = process()
-    agent = os.pidfd_open(io.open().agent_pid)
-    try:
+    with outlived(process()) as io:
         assert NEWEST in io.captured()
-        return str(io.load_content_metadata(root / "checkpoints" / f"step={NEWEST}"))
-    except ResiliencyError as failure:
-        return f"{type(failure).__name__}: {failure}"
-    finally:
-        io.finish()
-        io.teardown()
-        left, _, _ = select.select([agent], [], [], SOON.total_seconds())
-        os.close(agent)
-        assert left
+        try:
+            return str(io.load_content_metadata(root / "checkpoints" / f"step={NEWEST}"))
+        except ResiliencyError as failure:
+            return f"{type(failure).__name__}: {failure}"

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.events import EventStream
 from resiliency.runtime import RunInfo
 from tests.plugins.megatron_ranks import SOON, Job, Layout, Part, job, parts_of
+from tests.plugins.outlived import outlived
 
 if TYPE_CHECKING:
     from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
@@ -96,13 +95,6 @@ def process_on(host: Path, rank: int, layout: Layout) -> Iterator[InClusterLocal
         events=EventStream(info, []),
         options=CheckpointerOptions(arena_root=memory, link=LinkOptions(grace=SOON)),
     )
-    agent = os.pidfd_open(io.open().agent_pid)
-    try:
+    with outlived(io):
         yield io
-    finally:
-        io.finish()
-        io.teardown()
-        left, _, _ = select.select([agent], [], [], SOON.total_seconds())
-        os.close(agent)
-        assert left
-        assert list(memory.iterdir()) == []
+    assert list(memory.iterdir()) == []

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from tests.plugins.megatron_ranks import Layout
+from tests.plugins.outlived import outlived
 
 STEPS = (1, 2, 3)
 SOON = timedelta(seconds=60)
@@ -104,17 +104,7 @@ def process(rank: int, layout: Layout, root: Path, memory: str, stack: ExitStack
             arena_root=root / memory, link=LinkOptions(grace=timedelta(seconds=5)), slots=len(STEPS) + 1
         ),
     )
-    agent = os.pidfd_open(io.open().agent_pid)
-
-    def end() -> None:
-        io.finish()
-        io.teardown()
-        left, _, _ = select.select([agent], [], [], SOON.total_seconds())
-        os.close(agent)
-        assert left
-
-    stack.callback(end)
-    return io
+    return stack.enter_context(outlived(io))
 
 
 def connector_of(io: Any, rank: int, layout: Layout, root: Path) -> Any:

@@ -105,7 +105,9 @@ class PeerTable:
         try:
             return cls.from_json(Path(path).read_text())
         except OSError as error:
-            raise ConfigError(f"cannot read the table of peers {path}: {error}.", path=str(path)) from error
+            raise ConfigError(
+                f"cannot read the table of peers {path}: {error}.", path=str(path), errno=error.errno
+            ) from error
 
 
 def _peer(item: Mapping[str, object]) -> Peer:

@@ -30,6 +30,11 @@ class Place(str, Enum):
     REPLICA = "replica"  # this host's copy of another host's checkpoints
     PERSISTENT = "persistent"  # storage that all hosts see
 
+    @property
+    def is_disk_of_host(self) -> bool:
+        """Whether it outlives a host's processes, and not the host."""
+        return self in (Place.LOCAL, Place.REPLICA)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel's advisory lock on a file or directory: gone with the process that holds it, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+
+class FileLock:
+    """A descriptor with an advisory lock; closed, it is released.
+
+    Args:
+        path: of a file, or with `directory` of a directory.
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False, directory: bool = False) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY if directory else os.O_RDWR | (os.O_CREAT if create else 0)
+        self.path = path
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        _locks.add(self)
+
+    def try_lock(self, *, exclusive: bool) -> bool:
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_current(self) -> bool:
+        """False if the file was removed or replaced since it was opened."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Release the lock, also if a forked child still has the file open.  Idempotent."""
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close without unlocking: the lock belongs to the parent process."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+# A forked child (a data loader's worker) shares the open files of its parent, and with them the
+# locks: closing its copies keeps a lock from outliving the process that took it.
+_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for lock in list(_locks):
+        lock.abandon()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
