@@ -58,5 +58,5 @@ def agents_at_once(agent_host_env: dict[str, str], monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def own_agents(agents_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not these: their agents end some time after they were left in the lurch, as a host's do not."""
+    """But not these: an agent of their own ends some time after it was left, and shares no memory with a host."""
     monkeypatch.delenv(AGENT_HOST_ENV)

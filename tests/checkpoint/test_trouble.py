@@ -268,6 +268,7 @@ def shared_memory(place: Place) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_agents")
 def test_two_thousand_saves_use_no_more_memory_threads_files_or_processes_than_a_hundred(
     place: Place,
 ) -> None:
