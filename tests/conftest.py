@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from resiliency.runtime import AGENT_HOST_ENV
 from tests import agent_host
@@ -20,26 +18,6 @@ settings.load_profile("project")
 
 # Unbuffered, Python writes a line in pieces, and ranks that share a pipe tear each other's lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
-
-#: Directories whose tests share what takes long to make: trainings, ranks that have Megatron imported.
-_TOGETHER = ("tests/nemo", "tests/plugins")
-
-
-class ByPlace(LoadScopeScheduling):
-    """Of workers side by side each takes these directories, and else files, as a whole."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return next((place for place in _TOGETHER if file.startswith(f"{place}/")), file)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByPlace:
-    return ByPlace(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real training comes first: it keeps the cores busy for as long as all that waits beside it."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/nemo/"))
 
 
 @pytest.fixture(scope="session")
