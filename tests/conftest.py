@@ -36,5 +36,5 @@ def agents_at_once(agent_host_env: dict[str, str], monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def own_agents(agents_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not these: an agent of their own ends some time after it was left, and shares no memory with a host."""
+    """But not these: their agents end some time after they were left, and share no memory with a host."""
     monkeypatch.delenv(AGENT_HOST_ENV)
