@@ -2,6 +2,7 @@
 """The rank pool and the leak checks, for every test."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,12 @@ settings.load_profile("project")
 
 # Unbuffered, Python writes a line in pieces, and ranks that share a pipe tear each other's lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests come first, so that of two workers none is left with one at the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")

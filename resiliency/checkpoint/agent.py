@@ -197,16 +197,19 @@ class Agent:
         self._heard[channel] = time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ)
 
-    def _listen_to(self, channel: Channel) -> None:
+    def _listen_to(self, channel: Channel) -> bool:
+        """Do the next thing that a rank asks for; False if there is none."""
         if channel not in self._members:  # dropped by an event before this one
-            return
+            return False
         try:
             message = channel.receive(_AT_ONCE)
-            if message is not None:
-                self._heard[channel] = time.monotonic()
-                self._answer(channel, message)
+            if message is None:
+                return False
+            self._heard[channel] = time.monotonic()
+            self._answer(channel, message)
         except PeerError as error:
             self._lost(channel, error)
+        return True
 
     def _answer(self, channel: Channel, message: Message) -> None:
         member = self._members[channel]
@@ -292,6 +295,8 @@ class Agent:
         """Say something to all ranks of a session."""
         for channel, member in list(self._members.items()):
             if member is not None and member.session == session and not self._send(channel, message):
+                while self._listen_to(channel):  # it may have left, and said so
+                    pass
                 self._drop(channel)  # it learns from the end of the connection, and comes back
 
     def _beat(self) -> None:

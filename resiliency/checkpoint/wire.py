@@ -309,7 +309,7 @@ class Channel:
         """
         try:
             self._socket.settimeout(timeout.total_seconds())
-            packet = self._socket.recv(PACKET_BYTES)
+            packet = self._next_packet()
         except (TimeoutError, BlockingIOError):
             return None
         except OSError as error:
@@ -317,6 +317,14 @@ class Channel:
         if not packet:
             raise PeerError(f"process {self.pid} is gone.")
         return decode(packet)
+
+    def _next_packet(self) -> bytes:
+        try:
+            return self._socket.recv(PACKET_BYTES)
+        except ConnectionResetError:
+            # The other side closed before it read all that we said.  That is told once, and first: what it
+            # said itself, maybe goodbye, is still to be read, and its end comes after that.
+            return self._socket.recv(PACKET_BYTES)
 
     def close(self) -> None:
         self._socket.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -203,6 +204,35 @@ def test_an_agent_without_descriptors_lives_on_and_takes_ranks_when_it_has_some(
         assert agent.wait(timeout=60) == 0
         first.close()
         second.close()
+
+
+def test_a_goodbye_is_heard_of_a_rank_that_left_words_of_the_agent_unread(job: str) -> None:
+    arena = job_directory(job)
+    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "600"]
+    with Command(argv) as agent:
+        channel = attached(wait_until(lambda: connect(arena)))
+        ready, _, _ = select.select([channel], [], [], 60)
+        assert ready  # a beat
+        channel.send(Bye())
+        channel.close()
+        assert agent.wait(timeout=60) == 0
+    assert "without goodbye" not in agent.output
+
+
+def test_what_was_said_before_a_connection_was_reset_is_read_and_then_its_end(tmp_path: Path) -> None:
+    listener = listen(tmp_path)
+    channel = connect(tmp_path)
+    assert channel is not None
+    served = Channel(listener.accept()[0])
+    listener.close()
+    served.send(Beat())
+    channel.send(SAVE)
+    channel.send(Bye())
+    channel.close()  # the beat unread
+    assert [served.receive(timedelta(seconds=5)) for _ in range(2)] == [SAVE, Bye()]
+    with pytest.raises(PeerError, match="is gone"):
+        served.receive(timedelta(seconds=5))
+    served.close()
 
 
 def wait_until(found: Callable[[], Channel | None]) -> Channel:

@@ -28,6 +28,7 @@ from resiliency.checkpoint.peers.replica_store import ReplicaStore
 from resiliency.checkpoint.peers.sender import Sender, Source, SourceUnavailable, Throttle
 from resiliency.checkpoint.peers.server import RECEPTIONS, Server
 from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.shard_file import CHUNK_BYTES
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, PeerError
 from resiliency.testing.storage import FaultKind, FaultyStorage, StorageFault
@@ -210,9 +211,9 @@ def test_a_broken_connection_is_made_again_and_goes_on_where_it_was(
     sending.send(2, port=wire.port)
     assert_copied(own, receiver, 2)
     assert wire.connections == len(cuts) + 1
-    # What arrived before a cut was not sent again, but for what was on its way.
-    whole = inspect(receiver.replica(), 2).size_bytes
-    assert receiver.received_bytes() == whole
+    # What was written before a cut was not sent again, and of what arrived only the last was not written yet.
+    again = receiver.received_bytes() - inspect(receiver.replica(), 2).size_bytes
+    assert 0 <= again <= len(cuts) * 2 * CHUNK_BYTES
     assert sending.count("retries") == len(cuts)
 
 

@@ -97,7 +97,7 @@ def test_a_launcher_that_vanishes_is_noticed_and_its_replacement_takes_its_place
     first.wait_for_line("hosts left", timeout=PATIENCE)
     replacement = join(launch, tmp_path, int(port[1]), 1, 60)
     assert (rank_of(first, 1), rank_of(replacement, 1)) == (0, 1)
-    second.assert_no_orphans()
+    second.assert_no_orphans(timeout=30)  # its agent host may still import torch
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
     ended = events(tmp_path / f"run{1 - victim}", EventType.JOB_TERMINATED)
     assert [event.fields["outcome"] for event in ended] == [outcome]
     for host in hosts:
-        host.assert_no_orphans()
+        host.assert_no_orphans(timeout=30)
 
 
 def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
