@@ -12,17 +12,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.runtime import AGENT_HOST_ENV
+from tests.incluster.peer_builders import wait_until
 
 _STOP_S = 30
-_END_S = 60.0
 
 
 @contextmanager
@@ -63,7 +61,7 @@ def wait_for_end(job: str) -> None:
     Args:
         job: a part of its name that no other job has.
     """
-    deadline = time.monotonic() + _END_S
-    while left := [path for path in DEFAULT_ROOT.glob("resiliency-*") if job in path.name]:
-        assert time.monotonic() < deadline, f"the agent keeps {left[0]}"
-        threading.Event().wait(0.01)  # nobody can be told of another process's end: look
+    wait_until(
+        lambda: not [path for path in DEFAULT_ROOT.glob("resiliency-*") if job in path.name],
+        f"the agent of {job} keeps its memory",
+    )
