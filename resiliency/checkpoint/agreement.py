@@ -6,11 +6,13 @@ The default process group carries it, so each call must be made by all ranks ali
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from resiliency.errors import ConfigError, PeerError, ResiliencyError
+from resiliency.runtime import RunInfo
 
 _T = TypeVar("_T")
 
@@ -33,7 +35,7 @@ class Agreement:
             )
         if world_size > 1 and dist.get_world_size() != world_size:
             raise ConfigError(
-                f"the process group has {dist.get_world_size()} ranks, the environment says {world_size}.",
+                f"the process group has {dist.get_world_size()} ranks, this job has {world_size}.",
                 rank=rank,
             )
 
@@ -79,3 +81,27 @@ class Agreement:
                 f" rank {first}: {failed[first]}",
                 rank=first,
             )
+
+
+def identified(info: RunInfo) -> RunInfo:
+    """`info` with the rank that the default process group gives this process, if `info` names none.
+
+    Only torchrun sets RANK and WORLD_SIZE.  What srun, mpirun or `torch.multiprocessing` started would
+    otherwise be rank 0 of 1 on every host, and all of them would commit over each other.
+
+    Raises:
+        ConfigError: `info` names a rank, and the group of several ranks another.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return info
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if info.rank is None:
+        return replace(info, rank=rank, world_size=world_size)
+    if (info.rank, info.world_size) != (rank, world_size):
+        raise ConfigError(
+            f"this is rank {info.rank} of {info.world_size} by its environment, and rank {rank} of"
+            f" {world_size} in the process group.",
+            hint="Set RANK and WORLD_SIZE to what init_process_group() was given, or unset both.",
+            rank=rank,
+        )
+    return info

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.agreement import Agreement, identified
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.common_end import CommonEnd
 from resiliency.checkpoint.delivery import Delivery
@@ -77,7 +77,8 @@ class Checkpointer:
         group: ranks that name the same group say that each may go on from the state of any of them;
             empty: this rank's state is its own.
         optimizers: that write the state without being part of it.
-        info: identity of this rank; default: from the environment, as torchrun sets it.
+        info: identity of this rank; default: from the environment, as torchrun sets it, and the rank from
+            the process group where it is not there.
         events: where to report saves, for goodput.
         termination: what makes the job save its current step and end, see `step`; None: signals do what
             they did before.  With it this must be made in the main thread.
@@ -107,7 +108,7 @@ class Checkpointer:
         self._events = events
         settings = settings_of(directory, keep=keep, local=local, replicated=replicated, options=options)
         intervals = intervals_of(every_steps, every, settings, local)
-        info = info or RunInfo.from_env()
+        info = identified(info or RunInfo.from_env())
         self._agreement = Agreement(info.rank or 0, info.world_size)
         self._schedule = Schedule(intervals, self._agreement)
         membership = join(self._agreement, info, settings, options, group=group)
