@@ -167,6 +167,25 @@ def is_damaged(storage: Storage, step: int) -> bool:
     return any(name.endswith(SET_ASIDE) for name in storage.list(step_directory(step)))
 
 
+def list_damaged(storage: Storage) -> list[str]:
+    """What once was a checkpoint and cannot be used any more, a line each: damaged now, or found so before.
+
+    Saves that never ended are not among them.
+
+    Raises:
+        CheckpointCorrupt: the storage cannot be listed.
+    """
+    lines = []
+    for step in steps_in(storage):
+        found, marker = inspect(storage, step), try_read_marker(storage, step)
+        is_hidden = marker is not None and marker.state is MarkerState.CORRUPT
+        if is_hidden or found.condition is Condition.BAD:
+            lines.append(f"{found.path}: {found.why}")
+        elif marker is None and is_damaged(storage, step):
+            lines.append(f"{found.path}: a shard of it was found bad")
+    return lines
+
+
 def quarantine(storage: Storage, step: int, reason: str) -> None:
     """Hide a checkpoint that was found bad, for all readers and for good."""
     put_marker(storage, step, Marker(state=MarkerState.CORRUPT, reason=reason))

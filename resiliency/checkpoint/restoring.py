@@ -38,6 +38,7 @@ from resiliency.checkpoint.recovery.inventory import (
     take_inventory,
     try_set_aside,
 )
+from resiliency.checkpoint.recovery.losses import BEGIN_ANEW, refuse_what_was_lost
 from resiliency.checkpoint.recovery.planner import Pick, Plan, each_plan, explain_loss
 from resiliency.checkpoint.recovery.sources import Tier, tier_of, tier_of_pick
 from resiliency.checkpoint.recovery.verdicts import agree
@@ -123,7 +124,7 @@ class Restorer:
             inventory: what there is, from `take_inventory`; None: take it now.
         Raises:
             LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank.
-            CheckpointCorrupt: there are checkpoints, and all of them turned out bad.
+            CheckpointCorrupt: there are checkpoints, and all turned out bad, now or at an earlier start.
             CheckpointIncomplete: there are parts of several saves, and not one save is whole.
             ConfigError: the ranks were given different inventories.
             PeerError: another rank could not restore, or died.
@@ -143,11 +144,13 @@ class Restorer:
         if self._overwritten:
             raise CheckpointCorrupt(
                 "a checkpoint turned out bad when a part of it was in the state already; there is no other.",
-                hint=_BEGIN_ANEW,
+                hint=BEGIN_ANEW,
                 rank=self._agreement.rank,
             )
         if step is None:
             self._refuse_to_begin_anew(inventory)
+            seen_by_all = [] if self._storage is None else [self._storage]
+            refuse_what_was_lost(self._agreement, seen_by_all, self._local)
         return Restored(step=0, tier=Tier.NONE)
 
     def _refuse_to_begin_anew(self, inventory: Inventory) -> None:
@@ -159,12 +162,12 @@ class Restorer:
             tried = len({holding.save_id for holding in inventory.bad})
             raise CheckpointCorrupt(
                 f"none of the {tried} checkpoints that are left can be used; the log says what is wrong.",
-                hint=_BEGIN_ANEW,
+                hint=BEGIN_ANEW,
             )
         parts = [holding for holding in inventory.holdings if holding.place is not Place.MEMORY]
         if len({holding.save_id for holding in parts}) > 1:
             why = explain_loss(inventory.needs, parts)
-            raise CheckpointIncomplete(f"of several saves none is whole: {why}", hint=_BEGIN_ANEW)
+            raise CheckpointIncomplete(f"of several saves none is whole: {why}", hint=BEGIN_ANEW)
 
     # --- choosing --------------------------------------------------------------------------------
 
@@ -374,7 +377,6 @@ def _named(failure: Exception) -> ResiliencyError:
 
 #: What may befall one rank alone, and must not change what the others do.  OSError: mmap without memory.
 _OWN_ERRORS = (ResiliencyError, MemoryError, OSError, torch.OutOfMemoryError)
-_BEGIN_ANEW = "Mend what the log names, or name other directories to begin anew on purpose."
 
 
 def _uses(plan: Plan, place: Place) -> bool:

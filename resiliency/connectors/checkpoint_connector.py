@@ -30,8 +30,10 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.marker import step_directory
+from resiliency.checkpoint.recovery.losses import refuse_what_was_lost
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.recovery.verdicts import agree
+from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import TierName
 from resiliency.errors import (
     CheckpointCorrupt,
@@ -206,7 +208,8 @@ class CheckpointConnector(_CheckpointConnector):
         """Candidates that are good as far as can be told without loading them, newest first.
 
         Raises:
-            CheckpointCorrupt: there are candidates, and none of those tried was taken.
+            CheckpointCorrupt: there are candidates, and none of those tried was taken; or earlier starts
+                found all of them bad.
             LayoutMismatch: none was bad, and none fits.
         """
         process = process_of(self.trainer)
@@ -217,6 +220,10 @@ class CheckpointConnector(_CheckpointConnector):
         candidates = [held[found] if isinstance(found, int) else found for found in agreed]
         if process is not None:
             self._tell_what_is_lost(process, candidates)
+        if not candidates:
+            local = None if process is None else process.directories.get(TierName.LOCAL)
+            seen_by_all = [LocalStorage(root) for root in self._listed()]
+            refuse_what_was_lost(Agreement.of_process_group(), seen_by_all, local)
         for number, path in enumerate(candidates):
             if attempts.failed == attempts.longest:
                 break

@@ -378,3 +378,8 @@ def when_the_attempts_are_used_up_it_raises_and_never_starts_over(directory: Pat
         connector(persistent_ckpt_dir=directory, max_attempts=2)._newest_usable()
     # What was not tried is not condemned.
     assert [path.name for path in manifest.complete_checkpoints(directory)] == ["step=1"]
+    # A launcher starts again by itself, also when all are hidden.
+    with pytest.raises(CheckpointCorrupt, match="none of the newest 1 is usable"):
+        connector(persistent_ckpt_dir=directory)._newest_usable()
+    with pytest.raises(CheckpointCorrupt, match=r"there were some: .*step=1: corrupt: .*step=3: corrupt: "):
+        connector(persistent_ckpt_dir=directory)._newest_usable()

@@ -15,8 +15,10 @@ import torch
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Shard, plan_restore
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.marker import Marker, MarkerState, put_marker
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.restoring import Restored
+from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import CheckpointCorrupt, ConfigError, LayoutMismatch, PeerError, ResiliencyError
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
@@ -99,6 +101,26 @@ def test_a_state_that_was_partly_overwritten_is_never_handed_back_as_good(tmp_pa
         with pytest.raises(CheckpointCorrupt, match="in the state already; there is no other"):
             checkpoints.restore(state(9, SEVERAL_CHUNKS))
         assert checkpoints.take_inventory().sources() == []
+    # It is hidden now, which is not to say that nothing was ever saved: a launcher starts again by itself.
+    with opened(tmp_path, job) as checkpoints:
+        with pytest.raises(CheckpointCorrupt, match=r"but there were some: .*step=1: corrupt: "):
+            checkpoints.restore(state(9, SEVERAL_CHUNKS))
+        # A save that never ended beside it changes nothing.
+        put_marker(LocalStorage(tmp_path), 2, Marker(state=MarkerState.WRITING))
+        with pytest.raises(CheckpointCorrupt, match="but there were some"):
+            checkpoints.restore(state(9, SEVERAL_CHUNKS))
+        shutil.rmtree(tmp_path / "step=1")
+        (tmp_path / "step=1-unfinished").unlink()
+        assert checkpoints.restore(state(9, SEVERAL_CHUNKS)).tier is Tier.NONE
+
+
+def test_where_only_a_manifest_is_damaged_no_job_begins_anew(tmp_path: Path, job: str) -> None:
+    with opened(tmp_path, job) as checkpoints:
+        assert checkpoints.save(1, state(1)).wait(SOON)
+    (tmp_path / "step=1" / "manifest.json").write_bytes(b"{")
+    for _ in range(2):
+        with opened(tmp_path, job) as checkpoints, pytest.raises(CheckpointCorrupt, match="there were some"):
+            checkpoints.restore(state(9))
 
 
 def test_what_is_gone_when_it_is_read_is_passed_over_for_the_next_of_the_same_inventory(

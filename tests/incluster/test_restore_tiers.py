@@ -328,6 +328,18 @@ def test_parts_of_several_saves_are_no_reason_to_begin_anew(tmp_path: Path, rank
     assert told[1:] == told[:1] * 2
 
 
+def test_hosts_whose_only_save_was_found_bad_do_not_begin_anew_at_the_next_start_either(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
+    save_on(tmp_path, 1, "a", "b")
+    flip(local_of(tmp_path, "a") / "step=1" / "rank=0" / "slot.bin")
+    job = Job(tmp_path, ("a", "b"))
+    for error in ("none of the 1 checkpoints", "no checkpoint is left that can be used, but there were some"):
+        told = rank_pool.run(refused_or_restored, 2, job, timeout=120.0).values
+        assert all(text.startswith(error) for text in told), told
+    assert "step=1: a shard of it was found bad" in told[1]
+
+
 def test_a_host_that_does_not_see_the_storage_costs_the_job_no_checkpoint(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:

@@ -282,7 +282,12 @@ def find_save(storage: Storage, step: int) -> Save | None:
     if found.condition is Condition.BAD:
         logger.warning("passing over %s: %s", found.path, found.why)
     elif found.condition is Condition.STOCK:  # good, but for other readers
-        logger.info("passing over %s: %s", found.path, found.why)
+        logger.warning(
+            "passing over %s: another program wrote it (%s); load it with that, such as"
+            " torch.distributed.checkpoint.load",
+            found.path,
+            found.why,
+        )
     elif manifest is not None and manifest.format not in _RESTORABLE:
         logger.warning(
             "passing over %s: it has format %r; load it with torch.distributed.checkpoint.load",
