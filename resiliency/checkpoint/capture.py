@@ -89,6 +89,8 @@ class CaptureStats:
     dropped: int = 0
     #: Saves that found no free slot at once and waited.
     delayed: int = 0
+    #: How long the last one did.
+    last_delayed_s: float = 0.0
     #: Saves for which a new layout was made.
     layouts: int = 0
     held_s: float = 0.0
@@ -226,7 +228,7 @@ class Capturer:
             ConfigError: the state cannot be saved, or there is no room for a slot.
         """
         began = time.monotonic()
-        self.stats.last_held_s = 0.0
+        self.stats.last_held_s = self.stats.last_delayed_s = 0.0
         self.fence()
         if self._last is not None:  # its slot counts as busy until it is published
             self._last.wait(FENCE_TIMEOUT)
@@ -296,8 +298,10 @@ class Capturer:
         if wait is None and self._options.when_full is WhenFull.WAIT:
             wait = self._options.wait_timeout
         if slot is None and wait:
-            self.stats.delayed += 1
+            began = time.monotonic()
             slot = self.arena.take(wait)
+            self.stats.delayed += 1
+            self.stats.last_delayed_s = time.monotonic() - began
         if slot is None:
             self.stats.skipped += 1
             logger.warning(

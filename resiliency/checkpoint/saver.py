@@ -106,7 +106,11 @@ class Saver:
         if capture is None:
             self._delivery.not_captured(handle, SaveState.SKIPPED, self._delivery.why_full, self._held_s)
             return handle
-        handle.update(size_bytes=capture.layout.size_bytes, held_s=self._held_s)
+        delayed_s = self._capturer.stats.last_delayed_s
+        handle.update(size_bytes=capture.layout.size_bytes, held_s=self._held_s, delayed_s=delayed_s)
+        if delayed_s:
+            why = "storage is slower than the interval"
+            logger.info("save of step %d waited %.2f s for a slot: %s", step, delayed_s, why)
         patient = wait is not None or self._options.capture.when_full is WhenFull.WAIT
         self._delivery.send(handle, capture, patient=patient)
         return handle

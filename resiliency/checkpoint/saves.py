@@ -34,6 +34,7 @@ class SaveRecord:
         why: of a failed or skipped save, or of the tiers that failed.
         size_bytes: captured by this rank.
         held_s: how long training stood still when the save began; a fence may add to it later.
+        delayed_s: of that, waiting for a slot, where storage is slower than the interval; 0 if one was free.
         queued_s: until the agent began to write; of the tier that took longest, as is `commit_s`.
         commit_s: from then until it was durable on all ranks.
         excess_s: how much longer the ten steps after it took than undisturbed ones; None until that is
@@ -49,6 +50,7 @@ class SaveRecord:
     why: str = ""
     size_bytes: int = 0
     held_s: float = 0.0
+    delayed_s: float = 0.0
     queued_s: float = 0.0
     commit_s: float = 0.0
     excess_s: float | None = None
@@ -180,7 +182,7 @@ class SaveLog:
         self._lock = threading.Lock()
         self._counts: Counter[SaveState] = Counter()
         self._tiers: Counter[tuple[str, str]] = Counter()
-        self._held_s = self._commit_s = self._excess_s = 0.0
+        self._held_s = self._delayed_s = self._commit_s = self._excess_s = 0.0
         self._bytes = 0
         self._last_step = 0
         self._copies = self._missing_copies = self._complete_step = self._hung = 0
@@ -195,6 +197,7 @@ class SaveLog:
                     outcome = SaveState.FAILED
                 self._tiers[tier, outcome.value] += 1
             self._held_s += record.held_s
+            self._delayed_s += record.delayed_s
             self._commit_s += record.commit_s
             if record.state is SaveState.COMMITTED:
                 self._bytes += record.size_bytes
@@ -223,6 +226,7 @@ class SaveLog:
             tiers = dict(sorted(self._tiers.items()))
             values = {
                 "held_seconds_total": ("counter", round(self._held_s, 6)),
+                "delayed_seconds_total": ("counter", round(self._delayed_s, 6)),
                 # A gauge: steps may also have become faster.
                 "excess_seconds": ("gauge", round(self._excess_s, 6)),
                 "commit_seconds_total": ("counter", round(self._commit_s, 6)),

@@ -8,6 +8,7 @@ after the trouble is over commits.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
@@ -82,6 +83,14 @@ def a_file_size_limit(checkpoints: Checkpointer, directory: Path) -> Iterator[No
 
 
 @contextmanager
+def a_read_only_disk(checkpoints: Checkpointer, directory: Path) -> Iterator[None]:
+    del checkpoints
+    subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+    yield
+    subprocess.run(["mount", "-o", "remount,rw", str(directory)], check=True)
+
+
+@contextmanager
 def mounted(directory: Path) -> Iterator[None]:
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(directory)]
@@ -93,8 +102,11 @@ def mounted(directory: Path) -> Iterator[None]:
         subprocess.run(["umount", str(directory)], check=True)
 
 
-@pytest.mark.parametrize(("trouble", "error"), [(a_full_disk, "ENOSPC"), (a_file_size_limit, "EFBIG")])
-def test_saves_fail_by_name_while_storage_is_full_and_the_next_one_after_it_commits(
+@pytest.mark.parametrize(
+    ("trouble", "error"),
+    [(a_full_disk, "ENOSPC"), (a_file_size_limit, "EFBIG"), (a_read_only_disk, "EROFS")],
+)
+def test_saves_fail_by_name_while_storage_takes_nothing_and_the_next_one_after_it_commits(
     place: Place,
     caplog: pytest.LogCaptureFixture,
     trouble: Callable[[Checkpointer, Path], Iterator[None]],
@@ -104,7 +116,7 @@ def test_saves_fail_by_name_while_storage_is_full_and_the_next_one_after_it_comm
     events = EventStream(RunInfo(job_name="j", rank=0), [sink])
     state = make_state(1, size=256 << 10)  # 1 MiB
     with ExitStack() as stack:
-        if trouble is a_full_disk:
+        if trouble is not a_file_size_limit:
             stack.enter_context(mounted(place.directory))
         checkpoints = stack.enter_context(place.open(events=events))
         assert saved(checkpoints.save(1, state)) is SaveState.COMMITTED
@@ -135,7 +147,13 @@ def test_training_that_asks_for_it_waits_for_slow_storage_instead_of_skipping(pl
         state = make_state(1, size=2 << 20)  # 8 MiB: half a second each
         handles = [checkpoints.save(step, state) for step in range(1, 6)]
         assert {saved(handle) for handle in handles} == {SaveState.COMMITTED}
-        assert max(handle.record.held_s for handle in handles) > 0.1
+        assert max(handle.record.delayed_s for handle in handles) > 0.1
+        assert all(handle.record.delayed_s <= handle.record.held_s for handle in handles)
+        delayed = re.search(r"delayed_seconds_total\S+ (\S+)", checkpoints.metrics_text())
+        assert delayed is not None
+        assert float(delayed[1]) == pytest.approx(
+            sum(handle.record.delayed_s for handle in handles), abs=1e-3
+        )
     assert complete(place) == [1, 2, 3, 4, 5]
 
 
