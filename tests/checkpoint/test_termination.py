@@ -578,14 +578,67 @@ def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_i
     assert complete(tmp_path) == [int(stopped[1])]
 
 
-def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(tmp_path: Path, job: str) -> None:
-    argv = [sys.executable, LAUNCHER, "--nproc-per-node=2", "--run-dir", tmp_path / "run", "-m", PROGRAM]
+#: Flags of the launcher, and of the program, for a job that Slurm warns by a signal of the user's choice.
+USR1 = ("--signals-to-handle=SIGTERM,SIGUSR1",), ("signals=TERM,USR1",)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "flags", "words"),
+    [
+        pytest.param(signal.SIGTERM, False, (), (), id="launcher"),
+        # As Slurm and some container runtimes do: monitors, guardian, agent and its host get it too.
+        pytest.param(signal.SIGTERM, True, (), (), id="every-process"),
+        pytest.param(signal.SIGUSR1, False, *USR1, id="usr1"),
+    ],
+)
+def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
+    tmp_path: Path,
+    job: str,
+    number: signal.Signals,
+    to_all: bool,
+    flags: tuple[str, ...],
+    words: tuple[str, ...],
+) -> None:
+    argv = [
+        sys.executable,
+        LAUNCHER,
+        "--nproc-per-node=2",
+        "--run-dir",
+        tmp_path / "run",
+        *flags,
+        "-m",
+        PROGRAM,
+    ]
     env = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with Command([*map(str, argv), str(tmp_path / "ckpt"), "1000000"], env=env) as launcher:
+    with Command([*map(str, argv), str(tmp_path / "ckpt"), "1000000", *words], env=env) as launcher:
         launcher.wait_for_line("rank 1 step 5", timeout=SOON_S)
-        launcher.signal(signal.SIGTERM)
+        told = launcher.descendants() if to_all else []
+        launcher.signal(number)
+        for process in told:
+            process.send_signal(number)
         assert launcher.wait(timeout=SOON_S) == 0
         stopped = [launcher.wait_for_line(f"rank {rank} stopped.*", timeout=1)[0] for rank in (0, 1)]
         launcher.assert_no_orphans(timeout=SOON_S)
+    assert stopped[0].split()[2:] == stopped[1].split()[2:]
+    assert complete(tmp_path) == [int(stopped[0].split()[3])]
+
+
+def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path, job: str) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        PROGRAM,
+    ]
+    env = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with Command([*argv, str(tmp_path / "ckpt"), "1000000"], env=env) as torchrun:
+        torchrun.wait_for_line("rank 1 step 5", timeout=SOON_S)
+        torchrun.signal(signal.SIGTERM)
+        torchrun.wait(timeout=SOON_S)  # torchrun's own code says that it was told to end
+        stopped = [torchrun.wait_for_line(f"rank {rank} stopped.*", timeout=1)[0] for rank in (0, 1)]
+        torchrun.assert_no_orphans(timeout=SOON_S)
     assert stopped[0].split()[2:] == stopped[1].split()[2:]
     assert complete(tmp_path) == [int(stopped[0].split()[3])]

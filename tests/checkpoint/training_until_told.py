@@ -2,7 +2,7 @@
 """A small training program that ends when it is told to: ranks of one host, coupled in each step.
 
     python -m tests.checkpoint.training_until_told DIRECTORY STEPS [every=STEPS] [rate=BYTES/S] [size=FLOATS]
-        [deadline=SECONDS] [hold=RANK,STEP,FIFO]
+        [deadline=SECONDS] [hold=RANK,STEP,FIFO] [signals=TERM,USR1]
 
 It says which steps it does, where it stopped or started, and a digest of its weights there.  The rank
 to hold reads from a FIFO in front of the collective of that step, so that the others sit in it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import threading
 from datetime import timedelta
@@ -54,7 +55,10 @@ def main() -> None:
         options=CheckpointerOptions(
             bytes_per_s=int(extra.get("rate", 0)), link=LinkOptions(grace=timedelta(seconds=5))
         ),
-        termination=TerminationOptions(deadline=timedelta(seconds=float(extra.get("deadline", 60)))),
+        termination=TerminationOptions(
+            deadline=timedelta(seconds=float(extra.get("deadline", 60))),
+            signals=[signal.Signals[f"SIG{name}"] for name in extra.get("signals", "TERM").split(",")],
+        ),
     )
     with checkpoints:
         say("agent", checkpoints.agent_pid)
