@@ -95,9 +95,13 @@ class Workload:
 
     @property
     def local_bytes(self) -> int:
-        """Upper estimate of one local checkpoint of this host, with the copies that it keeps for others."""
+        """Upper estimate of one local checkpoint of this host, with the copies that it keeps for others.
+
+        Placement may give a host one copy more than its share.
+        """
         one = self.size.checkpoint_bytes() * self.optimizer_replicas // self.num_nodes
-        return one * (1 + self.local_ckpt_replicas)
+        copies = min(self.local_ckpt_replicas + 1, self.num_nodes - 1) if self.local_ckpt_replicas else 0
+        return one * (1 + copies)
 
     def _below(self, root: Path | None) -> Path | None:
         return None if root is None else root / self.job_name / "checkpoint"

@@ -32,6 +32,7 @@ def test_every_guarantee_names_a_test_that_exists() -> None:
     tests = set(re.findall(r"`(tests/[^`]+)`", text))
     assert tests
     assert [name for name in sorted(tests) if not (ROOT / name).exists()] == []
+    assert re.findall(r"`test_[^`]+`", text) == []  # a name without its place would go unchecked
 
 
 @pytest.mark.parametrize("page", PAGES, **AS_PAGE)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -17,10 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.dcp_storage import DcpStorageWriter
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT, hold_job, job_directory
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.restoring import Restored
 from resiliency.checkpoint.saves import SaveState
@@ -119,6 +121,21 @@ def test_after_a_prewarm_no_save_allocates_memory(place: Place) -> None:
         for step in (1, 2):
             assert checkpoints.save(step, state).wait(SOON)
         assert allocated() == before
+
+
+def test_a_start_frees_the_memory_of_jobs_that_are_dead_for_long(place: Place) -> None:
+    memory = place.root / "memory"
+    memory.mkdir()
+    young, old, living = (job_directory(name, memory) for name in ("young", "old", "living"))
+    for directory in (young, old, living):
+        RankArena(directory, rank=0).close()
+    for directory in (old, living):
+        for path in (*directory.rglob("*"), directory):
+            os.utime(path, (1, 1))
+    with contextlib.closing(hold_job(living)), place.open(arena_root=memory):
+        assert not old.exists()
+        assert young.exists()  # its restart may be on its way
+        assert living.exists()
 
 
 def test_the_newest_checkpoints_are_kept_and_older_ones_go(place: Place) -> None:

@@ -167,6 +167,25 @@ STATES: dict[str, Callable[[], Any]] = {
         name: raw(getattr(torch, name))
         for name in ("bfloat16", "complex32", "complex128", "uint16", "uint64")
     },
+    "quantised": lambda: {
+        "tensor": torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8),
+        "wide": torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint32),
+        "channels": torch.quantize_per_channel(
+            torch.randn(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([1, 0]), 0, torch.quint8
+        ),
+    },
+    # What DeepSpeed's engine puts together: partitions in lists, shapes and settings among them.
+    "in DeepSpeed's style": lambda: {
+        "module": OrderedDict(weight=torch.ones(2, 2).bfloat16()), "ds_version": "0.17", "dp_world_size": 2,
+        "param_shapes": [OrderedDict(weight=torch.Size([2, 2]))], "client_state": {"step": 3},
+        "optimizer_state_dict": {
+            "single_partition_of_fp32_groups": [torch.arange(4.0)], "zero_stage": 2, "overflow": False,
+            "base_optimizer_state": {
+                "state": {0: {"exp_avg": torch.ones(4), "step": torch.tensor(3.0)}},
+                "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0]}],
+            },
+        },
+    },
     "names that torch joins alike": lambda: {
         "a": {"b": torch.ones(3), "c": torch.ones(1)}, "a.b": torch.zeros(3), "a.c": torch.ones(2),
         "x": {1: torch.ones(2), "1": torch.zeros(2)}, "y/z": torch.ones(1), "y": {"z": torch.zeros(1)},
@@ -177,6 +196,7 @@ STATES: dict[str, Callable[[], Any]] = {
 
 @formats
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_")
 @pytest.mark.parametrize("name", STATES)
 def test_every_kind_of_state_comes_back_from_disk_bit_for_bit(
     tmp_path: Path, format: CheckpointFormat[Shard], name: str

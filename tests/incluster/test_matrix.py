@@ -151,6 +151,30 @@ def test_any_number_of_hosts_survives_the_loss_of_one(new_bed: Callable[..., Hos
     goes_on(bed, PARK, order=[f"h{hosts if index == lost else index}" for index in range(hosts)])
 
 
+@pytest.mark.parametrize("flipped", [False, True])
+def test_with_two_copies_each_two_hosts_may_be_lost_or_one_and_a_copy_be_bad(
+    new_bed: Callable[..., HostBed], flipped: bool
+) -> None:
+    bed = new_bed(4)
+    training = replace(WHOLE, replicas=2)
+    park(bed, replace(training, park=PARK))
+    holders = bed.copies(PARK)
+    assert sorted(len(of_one) for of_one in holders.values()) == [2] * 4
+    # The one whose host is lost, and one of the two hosts from which its shard could come.
+    bed.kill("h1", disk=True)
+    bed.add("h4")
+    order = ["h0", "h4", "h2", "h3"]
+    other = holders["h1"][0]
+    if flipped:
+        (data,) = bed[other].disk.glob(f"**/replicas/h1/step={PARK}/rank=*/slot.bin")
+        flip_bit(data)
+    else:
+        bed.kill(other, disk=True)
+        bed.add("h5")
+        order[order.index(other)] = "h5"
+    goes_on(bed, PARK, order=order, training=training)
+
+
 def test_a_host_that_comes_back_after_the_others_went_on_brings_no_old_step(
     new_bed: Callable[..., HostBed],
 ) -> None:
