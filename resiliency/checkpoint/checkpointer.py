@@ -178,7 +178,9 @@ class Checkpointer:
         Raises:
             ConfigError: the ranks gave different inventories.
             LayoutMismatch: the names, shapes or number of ranks are not those that were saved, on any rank.
-            CheckpointCorrupt: the last checkpoint there was turned out bad when a part of it was in `state`.
+            CheckpointCorrupt: there are checkpoints, and all of them turned out bad; of the last one a part
+                may be in `state`.
+            CheckpointIncomplete: hosts hold parts of several saves, and not one save is whole.
             PeerError: another rank failed to restore.
         """
 

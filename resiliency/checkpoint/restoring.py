@@ -41,6 +41,7 @@ from resiliency.checkpoint.recovery.inventory import (
 from resiliency.checkpoint.recovery.losses import BEGIN_ANEW, refuse_what_was_lost
 from resiliency.checkpoint.recovery.planner import Pick, Plan, each_plan, explain_loss
 from resiliency.checkpoint.recovery.sources import Tier, tier_of, tier_of_pick
+from resiliency.checkpoint.recovery.unusable import find_unusable
 from resiliency.checkpoint.recovery.verdicts import agree
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage, Storage
@@ -123,7 +124,8 @@ class Restorer:
         Args:
             inventory: what there is, from `take_inventory`; None: take it now.
         Raises:
-            LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank.
+            LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank; or all that
+                is left is a whole one of another number of ranks.
             CheckpointCorrupt: there are checkpoints, and all turned out bad, now or at an earlier start.
             CheckpointIncomplete: there are parts of several saves, and not one save is whole.
             ConfigError: the ranks were given different inventories.
@@ -154,20 +156,16 @@ class Restorer:
         return Restored(step=0, tier=Tier.NONE)
 
     def _refuse_to_begin_anew(self, inventory: Inventory) -> None:
-        """Where much was saved and nothing can be used, a person decides what becomes of it.
-
-        Parts of a single save are no reason: it may be the first, which had not ended.
-        """
+        """Where much was saved and nothing can be used, a person decides what becomes of it."""
         if inventory.bad:
             tried = len({holding.save_id for holding in inventory.bad})
             raise CheckpointCorrupt(
                 f"none of the {tried} checkpoints that are left can be used; the log says what is wrong.",
                 hint=BEGIN_ANEW,
             )
-        parts = [holding for holding in inventory.holdings if holding.place is not Place.MEMORY]
-        if len({holding.save_id for holding in parts}) > 1:
-            why = explain_loss(inventory.needs, parts)
-            raise CheckpointIncomplete(f"of several saves none is whole: {why}", hint=BEGIN_ANEW)
+        refusal = find_unusable(inventory.needs, inventory.holdings).refusal()
+        if refusal is not None:
+            raise refusal
 
     # --- choosing --------------------------------------------------------------------------------
 

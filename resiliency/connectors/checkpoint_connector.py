@@ -245,28 +245,15 @@ class CheckpointConnector(_CheckpointConnector):
     def _tell_what_is_lost(self, process: PersistentCheckpointProcessIO, candidates: Sequence[Path]) -> None:
         """Hosts may hold newer checkpoints, or parts of some, that this job cannot go on from.
 
-        Where nothing else is left, parts of a single save are no reason to end: it may be the first, which
-        had not ended.
-
         Raises:
             LayoutMismatch: nothing else is left, and another number of ranks could go on from it.
             CheckpointIncomplete: nothing else is left than parts of several saves.
         """
         newest = max((manifest.step_of(path) or 0 for path in candidates), default=-1)
         found = process.unusable(above=newest)
-        if found.ranks and not candidates:
-            raise LayoutMismatch(
-                f"the hosts hold a whole checkpoint of {found.ranks} ranks, and this job has"
-                f" {self.trainer.world_size}: {found.why}",
-                hint=f"Start {found.ranks} ranks, or give a persistent tier, which can be cut anew; to train"
-                " from scratch, name an empty directory.",
-                world_size=found.ranks,
-            )
-        if found.saves > 1 and not candidates:
-            raise CheckpointIncomplete(
-                f"of several saves that the hosts hold none is whole: {found.why}",
-                hint="Bring back the hosts with the rest; to train from scratch, name an empty directory.",
-            )
+        refusal = None if candidates else found.refusal()
+        if refusal is not None:
+            raise refusal
         if found.why and is_rank_zero():
             logger.error("the hosts hold newer checkpoints that cannot be used: %s", found.why)
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards that the hosts of a job hold, as Megatron's states: filled from, asked about, explained."""
+"""Shards that the hosts of a job hold, as Megatron's states: filled from, and asked about."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.recovery.inventory import Inventory, open_holding
-from resiliency.checkpoint.recovery.planner import explain_loss
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import CheckpointError
 from resiliency.plugins.dist_ckpt import RNG_KEY, sharded_per_rank
@@ -54,34 +52,3 @@ def content_metadata(inventory: Inventory, rank: int, step: int) -> dict[str, An
                 common = load_common(open_holding(holding).open_shard(holding.rank))
                 return {CONTENT_METADATA: common.get(CONTENT_METADATA)}
     return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unusable:
-    """What hosts hold, and this job cannot go on from.
-
-    Attributes:
-        why: for people; empty if they hold nothing.
-        ranks: with so many ranks a checkpoint would be whole; 0 if none would be.
-        saves: of how many saves they hold parts.
-    """
-
-    why: str = ""
-    ranks: int = 0
-    saves: int = 0
-
-
-def find_unusable(inventory: Inventory, *, above: int) -> Unusable:
-    """The steps above `above` in the local tiers of all hosts."""
-    world_size = len(inventory.needs)
-    holdings = [
-        holding for holding in inventory.holdings if holding.step > above and holding.place.is_disk_of_host
-    ]
-    if not holdings:
-        return Unusable()
-    saved_by: dict[tuple[str, int], set[int]] = {}
-    for holding in holdings:
-        saved_by.setdefault((holding.save_id, holding.world_size), set()).add(holding.rank)
-    whole = [size for (_, size), ranks in saved_by.items() if len(ranks) == size != world_size]
-    saves = len({holding.save_id for holding in holdings})
-    return Unusable(why=explain_loss(inventory.needs, holdings), ranks=max(whole, default=0), saves=saves)

@@ -44,6 +44,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.sources import Tier
+from resiliency.checkpoint.recovery.unusable import Unusable, find_unusable
 from resiliency.checkpoint.saves import SaveHandle
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.tiers import PRIORITY, TierName
@@ -57,7 +58,7 @@ from resiliency.events import EventStream, EventType, JsonValue, RunEvent
 from resiliency.plugins import checkpoint_kinds, manifest
 from resiliency.plugins.checkpoint_kinds import Kind
 from resiliency.plugins.handing_over import HandingOver
-from resiliency.plugins.host_shards import Filling, Unusable, content_metadata, find_unusable
+from resiliency.plugins.host_shards import Filling, content_metadata
 from resiliency.plugins.megatron_state import load_common
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
 from resiliency.plugins.prepared_state import saved_buffers
@@ -326,7 +327,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     def unusable(self, *, above: int) -> Unusable:
         """What local tiers hold above the newest step that can be restored; collective as `inventory` is."""
-        return find_unusable(self.inventory(), above=above)
+        inventory = self.inventory()
+        return find_unusable(inventory.needs, inventory.holdings, above=above)
 
     def path_of(self, step: int) -> Path:
         """How a step that the hosts hold is named to a trainer."""

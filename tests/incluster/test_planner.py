@@ -19,6 +19,7 @@ from resiliency.checkpoint.recovery.planner import (
     losses,
     plans,
 )
+from resiliency.checkpoint.recovery.unusable import find_unusable
 
 #: "spare" runs no rank of the job, whatever it holds.
 HOSTS = ("a", "b", "c", "spare")
@@ -277,3 +278,15 @@ def test_older_losses_are_counted_and_no_loss_is_no_riddle() -> None:
     assert text.count("lacks") == 3
     assert text.endswith("2 older saves are not whole either.")
     assert explain_loss([need(1, "a")], held) == "no save that was found lacks a shard."
+
+
+def test_of_whole_saves_of_other_numbers_of_ranks_the_newest_says_how_many_to_start() -> None:
+    needs = [need(rank, "a", of=3) for rank in range(3)]
+    older = [shard(rank, "a", of=4) for rank in range(4)]
+    newer = [replace(shard(rank, "a", of=2), step=6, save_id="s-6") for rank in range(2)]
+    parts = [replace(shard(rank, "a", of=4), step=7, save_id="s-7") for rank in range(3)]
+    found = find_unusable(needs, [*newer, *older, *parts])
+    assert (found.step, found.ranks, found.saves) == (6, 2, 3)
+    assert find_unusable(needs, [*newer, *parts], above=6).ranks == 0
+    in_memory = [replace(holding, place=Place.MEMORY) for holding in newer]
+    assert find_unusable(needs, in_memory).refusal() is None

@@ -323,7 +323,8 @@ def test_parts_of_several_saves_are_no_reason_to_begin_anew(tmp_path: Path, rank
     job = Job(tmp_path, ("a", "new", "c"))
     told = rank_pool.run(refused_or_restored, 3, job, timeout=120.0).values
     assert told[0].startswith(
-        "of several saves none is whole: step 2 (save session-2) lacks the shards of rank 1"
+        "CheckpointIncomplete: of several saves that the hosts hold none is whole:"
+        " step 2 (save session-2) lacks the shards of rank 1"
     )
     assert told[1:] == told[:1] * 2
 
@@ -336,8 +337,28 @@ def test_hosts_whose_only_save_was_found_bad_do_not_begin_anew_at_the_next_start
     job = Job(tmp_path, ("a", "b"))
     for error in ("none of the 1 checkpoints", "no checkpoint is left that can be used, but there were some"):
         told = rank_pool.run(refused_or_restored, 2, job, timeout=120.0).values
-        assert all(text.startswith(error) for text in told), told
+        assert all(text.startswith(f"CheckpointCorrupt: {error}") for text in told), told
     assert "step=1: a shard of it was found bad" in told[1]
+
+
+@pytest.mark.parametrize("left", ["one whole save", "one whole save and parts of a newer one", "parts"])
+def test_a_whole_save_of_another_number_of_ranks_is_no_reason_to_begin_anew_and_parts_of_one_are(
+    tmp_path: Path, rank_pool: RankPool, left: str
+) -> None:
+    if left != "parts":
+        save_on(tmp_path, 1, "a", "b", "c", "a")
+    if left != "one whole save":
+        save_on(tmp_path, 2, "a", "b", "lost", "a")
+    job = Job(tmp_path, ("a", "b", "c"), has_storage=False)
+    first, *others = rank_pool.run(refused_or_restored, 3, job, timeout=120.0).values
+    assert others == [first] * 2
+    if left == "parts":
+        assert first == "step 0 from none"
+    else:
+        assert first.startswith(
+            "LayoutMismatch: the hosts hold a whole checkpoint of 4 ranks, and this job has 3: "
+        )
+        assert "Start 4 ranks to go on from step 1." in first
 
 
 def test_a_host_that_does_not_see_the_storage_costs_the_job_no_checkpoint(
@@ -347,7 +368,10 @@ def test_a_host_that_does_not_see_the_storage_costs_the_job_no_checkpoint(
         commit_for_all(tmp_path, [make(step, rank, 2) for rank in range(2)])
     job = Job(tmp_path, ("a", "b"), blind=(1,))
     told = rank_pool.run(refused_or_restored, 2, job, timeout=120.0).values
-    assert all(text.startswith("none of the 2 checkpoints that are left can be used") for text in told)
+    assert all(
+        text.startswith("CheckpointCorrupt: none of the 2 checkpoints that are left can be used")
+        for text in told
+    )
     assert_all(run(rank_pool, "a", "b", root=tmp_path), 2, Tier.DISK)
 
 
@@ -355,7 +379,7 @@ def refused_or_restored(rank: int, job: Job) -> str:
     try:
         got = restore(rank, job)
     except (LayoutMismatch, CheckpointCorrupt, CheckpointIncomplete) as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return f"step {got.step} from {got.tier.value}"
 
 
@@ -369,7 +393,9 @@ def test_a_newer_checkpoint_of_another_number_of_ranks_is_refused_and_an_older_o
     found = rank_pool.run(refused_or_restored, 2, Job(tmp_path, ("a", "b")), timeout=120.0).values
     assert found[0] == found[1]
     if newest == "shared":
-        assert found[0].startswith(f"{tmp_path}/persistent/step=3 was saved by 3 ranks, this job has 2.")
+        assert found[0].startswith(
+            f"LayoutMismatch: {tmp_path}/persistent/step=3 was saved by 3 ranks, this job has 2."
+        )
     else:
         assert found[0] == "step 2 from local"
 

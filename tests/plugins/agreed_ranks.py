@@ -57,6 +57,7 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: b
     Args:
         is_cut_anew: it is persistent too, and its form there does not allow it.
     """
+    from resiliency.checkpoint.recovery.unusable import Unusable
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
 
@@ -69,7 +70,7 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: b
             return SimpleNamespace(stored=[NEWEST, NEWEST - 1], on_hosts={NEWEST: Tier.MEMORY})
 
         def unusable(self, *, above: int) -> Any:
-            return SimpleNamespace(ranks=0, saves=0, why="")
+            return Unusable()
 
         def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             is_newest = path == self.path_of(NEWEST)

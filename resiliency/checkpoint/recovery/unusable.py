@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hosts hold in their local tiers and a job cannot go on from, and when that forbids to begin anew.
+
+A whole save of another number of ranks does, for those ranks could go on from it, and so do parts of several
+saves, for somebody trained for long.  Then a person decides.  Parts of a single save do not: it may be the
+first, which had not ended.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from resiliency.checkpoint.recovery.holdings import Holding, Need
+from resiliency.checkpoint.recovery.planner import explain_loss
+from resiliency.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unusable:
+    """What `find_unusable` found.
+
+    Attributes:
+        why: for people; empty if hosts hold nothing.
+        step, ranks: of the newest save that is whole, for so many ranks; 0 if none is.
+        saves: of how many saves hosts hold parts.
+        world_size: of the job that starts.
+    """
+
+    why: str = ""
+    step: int = 0
+    ranks: int = 0
+    saves: int = 0
+    world_size: int = 0
+
+    def refusal(self) -> CheckpointError | None:
+        """What a job ends with that has nothing else to go on from; None: it may begin anew."""
+        if self.ranks:
+            return LayoutMismatch(
+                f"the hosts hold a whole checkpoint of {self.ranks} ranks, and this job has"
+                f" {self.world_size}: {self.why}",
+                hint=f"Start {self.ranks} ranks to go on from step {self.step}.  Only checkpoints of a"
+                " persistent tier can be cut anew; to begin anew on purpose, name other directories.",
+                step=self.step,
+                world_size=self.ranks,
+            )
+        if self.saves > 1:
+            return CheckpointIncomplete(
+                f"of several saves that the hosts hold none is whole: {self.why}",
+                hint="Bring back the hosts with the rest; to begin anew on purpose, name other directories.",
+            )
+        return None
+
+
+def find_unusable(needs: Sequence[Need], holdings: Iterable[Holding], *, above: int = -1) -> Unusable:
+    """Of a job that can go on from no step above `above`: what its hosts hold of such steps.
+
+    Args:
+        needs: one for each rank of the job that starts.
+    """
+    newer = [holding for holding in holdings if holding.step > above and holding.place.is_disk_of_host]
+    if not newer:
+        return Unusable()
+    saved_by: dict[tuple[int, str, int], set[int]] = defaultdict(set)
+    for holding in newer:
+        saved_by[holding.step, holding.save_id, holding.world_size].add(holding.rank)
+    whole = [(step, size) for (step, _, size), ranks in saved_by.items() if len(ranks) == size != len(needs)]
+    step, size = max(whole, default=(0, 0))
+    return Unusable(
+        why=explain_loss(needs, newer), step=step, ranks=size, saves=len(saved_by), world_size=len(needs)
+    )
