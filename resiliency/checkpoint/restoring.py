@@ -227,28 +227,26 @@ class Restorer:
             if step not in (None, save.step) or (plan is not None and save.step <= plan.step):
                 continue
             if save.world_size != self._agreement.world_size and not self._replicated:
-                raise self._of_others(save)
+                raise self._of_others(save, inventory, step)
         return plan
 
-    def _of_others(self, save: Save) -> LayoutMismatch:
+    def _of_others(self, save: Save, inventory: Inventory, step: int | None) -> LayoutMismatch:
+        """`save` is of another number of ranks; who loads it by other means learns what newer is left."""
         assert self._storage is not None  # it was listed
         path = self._storage.describe(step_directory(save.step))
-        return LayoutMismatch(
-            f"{path} was saved by {save.world_size} ranks, this job has {self._agreement.world_size}.",
-            hint="Load it with torch.distributed.checkpoint.load, which cuts it anew.",
-            path=path,
-            step=save.step,
-        )
+        message = f"{path} was saved by {save.world_size} ranks, this job has {self._agreement.world_size}."
+        hint = "Load it with torch.distributed.checkpoint.load, which cuts it anew."
+        newer = _not_taken(inventory, above=save.step, step=step)
+        if newer:
+            message += f"  The hosts hold newer ones: {explain_loss(inventory.needs, newer)}"
+        found = find_unusable(inventory.needs, newer)
+        if found.ranks:
+            hint = f"Start {found.ranks} ranks to go on from step {found.step}.  Step {save.step}: {hint}"
+        return LayoutMismatch(message, hint=hint, path=path, step=save.step)
 
     def _tell_losses(self, inventory: Inventory, plan: Plan | None, step: int | None) -> None:
         """Why it is not the newest save that is restored."""
-        newer = [
-            holding
-            for holding in inventory.holdings
-            if step in (None, holding.step)
-            and (plan is None or holding.step > plan.step)
-            and holding not in inventory.bad  # which was told when it was found
-        ]
+        newer = _not_taken(inventory, above=-1 if plan is None else plan.step, step=step)
         if newer and self._agreement.rank == 0:
             logger.warning("not restored: %s", explain_loss(inventory.needs, newer))
 
@@ -335,6 +333,15 @@ class Restorer:
             _try_quarantine(self._storage, plan.step, ranks, first)
         same = {h for h in inventory.holdings if h.save_id == plan.save_id and h.place is Place.PERSISTENT}
         return same | set(bad)
+
+
+def _not_taken(inventory: Inventory, *, above: int, step: int | None) -> list[Holding]:
+    """What is newer than step `above`; what turned out bad was told when it was found."""
+    return [
+        holding
+        for holding in inventory.holdings
+        if step in (None, holding.step) and holding.step > above and holding not in inventory.bad
+    ]
 
 
 def _try_quarantine(storage: Storage, step: int, ranks: Collection[int], why: str) -> None:

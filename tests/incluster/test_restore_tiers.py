@@ -400,6 +400,20 @@ def test_a_newer_checkpoint_of_another_number_of_ranks_is_refused_and_an_older_o
         assert found[0] == "step 2 from local"
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_who_is_refused_a_persistent_checkpoint_of_other_ranks_hears_what_newer_the_hosts_hold(
+    tmp_path: Path, rank_pool: RankPool, is_whole: bool
+) -> None:
+    commit_for_all(tmp_path, [make(1, rank, 3) for rank in range(3)])
+    save_on(tmp_path, 2, "a", "b", "a" if is_whole else "lost")
+    first, second = rank_pool.run(refused_or_restored, 2, Job(tmp_path, ("a", "b")), timeout=120.0).values
+    assert first == second
+    told, hint = first.split("this job has 2.  ")
+    assert told == f"LayoutMismatch: {tmp_path}/persistent/step=1 was saved by 3 ranks, "
+    assert hint.startswith("The hosts hold newer ones: step 2 (save session-2) lacks the shards of ranks 0-1")
+    assert ("Start 3 ranks to go on from step 2.  Step 1: Load it with torch" in hint) is is_whole
+
+
 def sources(rank: int, job: Job) -> list[tuple[int, str]]:
     with ExitStack() as held:
         return [
