@@ -19,8 +19,8 @@ further could lose much, and a person can start the layout that fits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,7 +126,8 @@ class CheckpointConnector(_CheckpointConnector):
         self._emit(EventType.RESTORE_STARTED)
         if checkpoint_path is not None:
             chosen: Path | None = Path(checkpoint_path)
-            super()._restore_modules_and_callbacks(chosen)
+            with checkpoint_kinds.in_use(Path(checkpoint_path)):
+                super()._restore_modules_and_callbacks(chosen)
         else:
             chosen = self._restore_newest()
         if chosen is None:
@@ -162,7 +163,11 @@ class CheckpointConnector(_CheckpointConnector):
             LayoutMismatch: on all ranks; a persistent checkpoint cannot be cut anew for this layout.
         """
         attempts = _Attempts(self._max_attempts)
-        for path in self._usable(attempts):
+        with closing(self._usable(attempts)) as candidates:
+            return self._restore_first(candidates, attempts)
+
+    def _restore_first(self, candidates: Iterable[Path], attempts: _Attempts) -> Path | None:
+        for path in candidates:
             try:
                 problems = self._try_together(path)
             except LayoutMismatch as mismatch:
@@ -202,10 +207,13 @@ class CheckpointConnector(_CheckpointConnector):
         return sorted(set(bad.values()))
 
     def _newest_usable(self) -> Path | None:
-        return next(self._usable(_Attempts(self._max_attempts)), None)
+        with closing(self._usable(_Attempts(self._max_attempts))) as candidates:
+            return next(candidates, None)
 
-    def _usable(self, attempts: _Attempts) -> Iterator[Path]:
+    def _usable(self, attempts: _Attempts) -> Generator[Path, None, None]:
         """Candidates that are good as far as can be told without loading them, newest first.
+
+        Each is in use from its proof until the next one is asked for.
 
         Raises:
             CheckpointCorrupt: there are candidates, and none of those tried was taken; or earlier starts
@@ -227,18 +235,19 @@ class CheckpointConnector(_CheckpointConnector):
         for number, path in enumerate(candidates):
             if attempts.failed == attempts.longest:
                 break
-            problems = (
-                []
-                if path in held.values()
-                else checkpoint_kinds.verify_together(path, skim=process is not None)
-            )
-            if problems:
-                attempts.failed += 1
-                _tell(path, problems)
-                continue
-            if number:
-                logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
-            yield path
+            with checkpoint_kinds.in_use(path):
+                problems = (
+                    []
+                    if path in held.values()
+                    else checkpoint_kinds.verify_together(path, skim=process is not None)
+                )
+                if problems:
+                    attempts.failed += 1
+                    _tell(path, problems)
+                    continue
+                if number:
+                    logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
+                yield path
         if candidates:
             self._give_up(candidates, attempts)
 

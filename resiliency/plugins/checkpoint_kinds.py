@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.catalog import quarantine
+from resiliency.checkpoint.lease import try_lease
 from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.shard_file import FileRecord, check_size, verify_file
@@ -179,16 +181,36 @@ def saved_ranks_together(directory: Path) -> int | None:
     return answer
 
 
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Keep a checkpoint from being deleted while the ranks read it together: rank 0 has a lease for all.
+
+    Leave it only when no rank reads any more.  Without effect where there is no such checkpoint: a step that
+    only hosts hold is guarded by who reads it there.
+    """
+    step = manifest.step_of(directory)
+    is_first = Agreement.of_process_group().rank == 0
+    if not is_first or step is None or not os.path.isdir(directory) or _is_marked(directory):
+        yield
+        return
+    with try_lease(LocalStorage(directory.parent), step):
+        yield
+
+
 def hide(directory: Path, reason: str) -> None:
     """Hide a checkpoint that was found bad from all readers; it stays for people to look at."""
     step = manifest.step_of(directory)
     assert step is not None
-    if os.path.lexists(manifest.marker_of(directory)) or not os.path.isdir(directory):
+    if _is_marked(directory) or not os.path.isdir(directory):
         return  # somebody has done so, or it is gone
     try:
         quarantine(LocalStorage(directory.parent), step, reason)
     except CheckpointError as error:  # then it is found bad again
         logger.warning("%s", error)
+
+
+def _is_marked(directory: Path) -> bool:
+    return os.path.lexists(manifest.marker_of(directory))
 
 
 def _file_of(directory: Path, error: ResiliencyError) -> str:

@@ -89,6 +89,41 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: b
     return chosen.name
 
 
+def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held: bool) -> tuple[str, bool]:
+    """What this rank restores, and whether a cleaner could delete it when one rank was reading still.
+
+    Args:
+        is_held: hosts hold the step too, for another layout, and it is the persistent one that is cut anew.
+    """
+    from resiliency.checkpoint.agreement import Agreement
+    from resiliency.checkpoint.catalog import remove_checkpoint
+    from resiliency.checkpoint.recovery.unusable import Unusable
+    from resiliency.checkpoint.storage import LocalStorage
+    from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+    from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+
+    connector = _connector(-1, root, ERRORS["unfit"])
+    went: list[bool] = []
+
+    class Process(PersistentCheckpointProcessIO):
+        def inventory(self) -> Any:
+            return SimpleNamespace(stored=[NEWEST], on_hosts={NEWEST: Tier.MEMORY} if is_held else {})
+
+        def unusable(self, *, above: int) -> Any:
+            return Unusable()
+
+        def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            Agreement.of_process_group().gather(None)  # rank 0 reads
+            if rank == 1:
+                went.append(remove_checkpoint(LocalStorage(root), NEWEST))
+            return loads.load_checkpoint(path)
+
+    strategy = connector.trainer.strategy
+    loads = strategy.checkpoint_io
+    strategy.checkpoint_io = Process(MinCkptOverheadCheckpointIO(), root)
+    return connector._restore_newest().name, any(went)
+
+
 def refused(rank: int, layout: Layout, root: Path, error: str) -> str:
     """The error, where rank 0 alone cannot list the checkpoints."""
     place = root / "a file" if rank == 0 else root

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from resiliency.checkpoint.catalog import remove_checkpoint
+from resiliency.checkpoint.storage import LocalStorage
 from resiliency.plugins import manifest
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins import agreed_ranks
@@ -67,6 +69,16 @@ def test_a_checkpoint_that_one_host_does_not_see_is_passed_over_by_all_and_not_h
     found = run(pool, agreed_ranks.restored_where_it_is_seen, TWO, tmp_path)
     assert found == [f"step={NEWEST - 1}"] * 2
     assert steps_in(tmp_path / "0" / "storage") == [NEWEST, NEWEST - 1]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_checkpoint_is_not_deleted_while_any_rank_reads_it(
+    pool: RankPool, tmp_path: Path, is_held: bool
+) -> None:
+    write_checkpoint(tmp_path, NEWEST)
+    found = run(pool, agreed_ranks.restored_while_a_cleaner_runs, TWO, tmp_path, is_held)
+    assert found == [(f"step={NEWEST}", False)] * 2
+    assert remove_checkpoint(LocalStorage(tmp_path), NEWEST)  # now it may go
 
 
 def test_where_rank_0_cannot_list_the_checkpoints_no_rank_waits_for_it(
