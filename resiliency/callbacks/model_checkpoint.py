@@ -25,6 +25,8 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpo
 from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
+from resiliency.checkpoint.catalog import remove_checkpoint
+from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import PRIORITY
 from resiliency.checkpoint.tiers import TierName as Tier
 from resiliency.errors import CheckpointWriteFailed, ConfigError
@@ -324,11 +326,10 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         if self.keep == -1:
             return
         for old in manifest.complete_checkpoints(root)[self.keep :]:
-            # The marker first: a kill in the middle leaves a directory that no reader takes.
-            manifest.mark_unfinished(old)
-            shutil.rmtree(old)
-            manifest.marker_of(old).unlink()
-            logger.info("deleted checkpoint %s, the newest %d are kept", old, self.keep)
+            step = manifest.step_of(old)
+            assert step is not None  # or it would not be listed
+            if remove_checkpoint(LocalStorage(root), step):
+                logger.info("deleted checkpoint %s, the newest %d are kept", old, self.keep)
 
     def _emit(self, event: EventType, step: int | None, error: str | None = None) -> None:
         if self._events is not None:

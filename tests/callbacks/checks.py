@@ -223,16 +223,21 @@ def what_an_unfinished_save_left_is_replaced_at_the_same_step(directory: Path) -
     assert [path.name for path in left.iterdir()] == ["state"]
 
 
+def with_steps(directory: Path, *steps: int) -> Path:
+    root = directory / "persistent"
+    for step in steps:
+        (root / f"step={step}").mkdir(parents=True)
+        (root / f"step={step}" / "state").touch()
+    return root
+
+
 @check
 def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_ones_whole(
     directory: Path,
 ) -> None:
     from resiliency.plugins import manifest
 
-    root = directory / "persistent"
-    for step in (1, 2, 3):
-        (root / f"step={step}").mkdir(parents=True)
-        (root / f"step={step}" / "state").touch()
+    root = with_steps(directory, 1, 2, 3)
     tier = Run(directory).tier(1, keep=2)
     child = os.fork()
     if child == 0:  # dies in the middle of the deletion, as under SIGKILL from outside
@@ -243,6 +248,20 @@ def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_one
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert manifest.complete_checkpoints(root) == [root / "step=3", root / "step=2"]
     assert manifest.marker_of(root / "step=1").exists()
+
+
+@check
+def an_old_checkpoint_stays_while_somebody_reads_it(directory: Path) -> None:
+    from resiliency.checkpoint.lease import Lease
+    from resiliency.checkpoint.storage import LocalStorage
+
+    root = with_steps(directory, 1, 2, 3)
+    tier = Run(directory).tier(1, keep=2)
+    with Lease(LocalStorage(root), 1):
+        tier._prune(root)
+        assert (root / "step=1" / "state").exists()
+    tier._prune(root)
+    assert sorted(path.name for path in root.iterdir()) == ["step=2", "step=3"]
 
 
 @check
