@@ -150,7 +150,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         self._first_step = trainer.global_step + 1
         # A job that resumes at its last step must not save that step again over itself; but a step
         # that came from elsewhere may not be in this tier yet.
-        if process is None or process.restored_from.value in _HELD_BY[self.tier]:
+        if process is None or process.restores.restored_from.value in _HELD_BY[self.tier]:
             self._last_global_step_saved = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -147,9 +147,9 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _tier_of(self, chosen: Path) -> str | None:
         process = process_of(self.trainer)
-        if process is None or process.restored_from is Tier.NONE:
+        if process is None or process.restores.restored_from is Tier.NONE:
             return self._tiers.get(chosen.parent)
-        where = process.restored_from
+        where = process.restores.restored_from
         return TierName.PERSISTENT.value if where is Tier.DISK else str(where.value)
 
     def _get_lightning_module_state_dict(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class CheckpointConnector(_CheckpointConnector):
             except LayoutMismatch as mismatch:
                 process = process_of(self.trainer)
                 # A step that hosts hold may be in the persistent tier as well, under the same path.
-                if path not in attempts.held or (process is not None and process.is_cut_anew):
+                if path not in attempts.held or (process is not None and process.restores.is_cut_anew):
                     raise
                 attempts.unfit.append(path)
                 attempts.mismatch = str(mismatch)
@@ -222,7 +222,9 @@ class CheckpointConnector(_CheckpointConnector):
         """
         process = process_of(self.trainer)
         # Not by their paths: a directory may be called otherwise on each host.
-        held = {} if process is None else {step: process.path_of(step) for step in process.captured()}
+        held: dict[int, Path] = {}
+        if process is not None:
+            held = {step: process.restores.path_of(step) for step in process.restores.captured()}
         attempts.held = held.values()
         agreed = self._candidates_together(held)
         candidates = [held[found] if isinstance(found, int) else found for found in agreed]
@@ -259,7 +261,7 @@ class CheckpointConnector(_CheckpointConnector):
             CheckpointIncomplete: nothing else is left than parts of several saves.
         """
         newest = max((manifest.step_of(path) or 0 for path in candidates), default=-1)
-        found = process.unusable(above=newest)
+        found = process.restores.unusable(above=newest)
         refusal = None if candidates else found.refusal()
         if refusal is not None:
             raise refusal
@@ -335,7 +337,7 @@ class CheckpointConnector(_CheckpointConnector):
         process = process_of(self.trainer)
         if process is None or root.absolute() != process.directories.get(TierName.PERSISTENT):
             return manifest.complete_checkpoints(root)
-        return [root / step_directory(step) for step in process.inventory().stored]
+        return [root / step_directory(step) for step in process.restores.inventory().stored]
 
     def _listed(self) -> list[Path]:
         """Directories in which this rank sees all there is; the process knows what the hosts have."""

@@ -145,7 +145,7 @@ class CombinedCheckpointIO(AsyncCompatibleCheckpointIO):
         self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Load from the tier that `path` is in."""
-        self.process.restored_from = Tier.NONE
+        self.process.restores.restored_from = Tier.NONE
         self._loaded = self._loader(path)
         return self._loaded.load_checkpoint(path, sharded_state_dict, *args, **kwargs)
 
@@ -157,4 +157,4 @@ class CombinedCheckpointIO(AsyncCompatibleCheckpointIO):
         self.persistent.teardown()
 
     def _loader(self, path: str | Path | None) -> Any:
-        return self.persistent if path is None or not self.process.is_of(path) else self.process
+        return self.persistent if self.process.restores.step_of(path) is None else self.process

@@ -3,7 +3,7 @@
 
 Training copies its state into memory that outlives it, and goes on; the checkpoint agent of the host
 commits ``step=N`` from there (`resiliency.checkpoint`).  What is captured is told in
-`resiliency.plugins.min_ckpt_overhead`.
+`resiliency.plugins.min_ckpt_overhead`, from where a step is loaded in `resiliency.plugins.process_restores`.
 
     io = PersistentCheckpointProcessIO(MinCkptOverheadCheckpointIO(), directory, keep=3)
     trainer = nl.Trainer(
@@ -24,7 +24,6 @@ With a local tier (`resiliency.plugins.in_cluster_local_ckpt`) the same copy ser
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -42,26 +41,14 @@ from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.capture import EAGER_BELOW_BYTES
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
-from resiliency.checkpoint.recovery.inventory import Inventory
-from resiliency.checkpoint.recovery.sources import Tier
-from resiliency.checkpoint.recovery.unusable import Unusable, find_unusable
 from resiliency.checkpoint.saves import SaveHandle
-from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.tiers import PRIORITY, TierName
-from resiliency.errors import (
-    CheckpointCorrupt,
-    CheckpointMissing,
-    ConfigError,
-    LayoutMismatch,
-)
+from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType, JsonValue, RunEvent
-from resiliency.plugins import checkpoint_kinds, manifest
-from resiliency.plugins.checkpoint_kinds import Kind
 from resiliency.plugins.handing_over import HandingOver
-from resiliency.plugins.host_shards import Filling, content_metadata
-from resiliency.plugins.megatron_state import load_common
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
 from resiliency.plugins.prepared_state import saved_buffers
+from resiliency.plugins.process_restores import ProcessRestores
 from resiliency.plugins.replica_groups import replica_group
 from resiliency.runtime import RunInfo
 
@@ -92,12 +79,6 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         events: where the ends of saves are recorded; the callback records their beginnings.
     """
 
-    #: Random state to set just before the first step; None when nothing was loaded that has one.
-    restored_rng: dict[str, Any] | None = None
-    #: Where the last load came from.
-    restored_from: Tier = Tier.NONE
-    #: Whether the last load gave the persistent copy to the inner CheckpointIO; alike on all ranks.
-    is_cut_anew = False
     #: How long a save is waited for in all its tiers; whoever ends the job shortens it.
     patience: Callable[[], timedelta] = staticmethod(lambda: LAST_SAVE_TIMEOUT)
     #: Whether the job was told to end: one tier is enough then.  On all ranks alike.
@@ -135,6 +116,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
                 "the local tier of a NeMo job was given an interval of its own.",
                 hint="ModelCheckpoint decides when to save: give the interval there.",
             )
+        #: What it can restore, and where the last load came from.
+        self.restores = ProcessRestores(checkpoint_io, self.directories, self.open)
         self._local = local
         self._stand_ins = stand_ins
         self._handing_over = handing_over
@@ -146,8 +129,6 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._newest: SaveHandle | None = None
         #: The newest step: who saves it to which tier.
         self._saved: dict[TierName, SaveHandle] = {}
-        #: What this start found, from which it restores whatever it restores.
-        self._inventory: Inventory | None = None
         self._last_step = -1
         self._overlaps = False
         self._tiers: tuple[TierName, ...] = ()
@@ -234,7 +215,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     def _begin(self, step: int, state: object) -> None:
         tiers, self._tiers = self._tiers, ()
-        self._inventory = None  # it knows nothing of this save
+        self.restores.forget_inventory()
         wait = self.patience() if self._last else None
         self._newest = handle = self.open().save(step, state, tiers=tiers, wait=wait)
         kept = {tier: saved for tier, saved in self._saved.items() if saved.step == step}
@@ -312,128 +293,24 @@ class PersistentCheckpointProcessIO(CheckpointIO):
 
     # --- loading ---------------------------------------------------------------------------------
 
-    def inventory(self) -> Inventory:
-        """What this start may restore; collective at the first call, and looked at anew only after a save."""
-        if self._inventory is None:
-            self._inventory = self.open().take_inventory()
-        return self._inventory
-
-    def captured(self) -> dict[int, Tier]:
-        """Steps that the hosts of this job hold between them, newest first, and the nearest place of each.
-
-        Collective where `inventory` is.
-        """
-        return self.inventory().on_hosts
-
-    def unusable(self, *, above: int) -> Unusable:
-        """What local tiers hold above the newest step that can be restored; collective as `inventory` is."""
-        inventory = self.inventory()
-        return find_unusable(inventory.needs, inventory.holdings, above=above)
-
-    def path_of(self, step: int) -> Path:
-        """How a step that the hosts hold is named to a trainer."""
-        return next(iter(self.directories.values())) / f"step={step}"
+    @property
+    def restored_rng(self) -> dict[str, Any] | None:
+        """Random state to set just before the first step; None when nothing was loaded that has one."""
+        return self.restores.restored_rng
 
     def load_content_metadata(
         self, path: str | Path | None = None, preloaded_state_dict: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What NeMo's strategy asks before it builds the template to load into; collective."""
-        step = self._step_of(path)
-        if step is not None and step in self.captured():
-            path, preloaded_state_dict = None, self._common_part(step)
-        metadata: dict[str, Any] = self.checkpoint_io.load_content_metadata(path, preloaded_state_dict)
-        return metadata
-
-    def _common_part(self, step: int) -> dict[str, Any]:
-        """What ranks saved alike; collective."""
-        common: dict[str, Any] = {}
-        if self.captured()[step] is Tier.PEERS:
-            # Not through the engine, which would move whole shards between hosts for it.
-            ranks = Agreement.of_process_group()
-            everyone = ranks.gather(content_metadata(self.inventory(), ranks.rank, step))
-            common = next((found for found in everyone if found), common)
-        if not common:
-
-            def look(shard: Shard) -> None:
-                nonlocal common
-                common = load_common(shard)
-
-            # What this rank has found is not asked: the source may have been bad for another one.
-            found = self.open().restore_with(look, step=step, inventory=self.inventory())
-            if found.tier is Tier.NONE:
-                raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
-        return common
+        return self.restores.load_content_metadata(path, preloaded_state_dict)
 
     def load_checkpoint(
         self, path: str | Path, sharded_state_dict: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load from the nearest place that has the step, verified; collective.
-
-        What the engine cannot load goes to the inner CheckpointIO: NeMo's own checkpoints, and other
-        numbers of ranks or parallel layouts.
-
-        Raises:
-            CheckpointMissing, CheckpointCorrupt: on all ranks; no source of this step could be used.
-            LayoutMismatch: on all ranks; the step is of another parallel layout, and the hosts alone have
-                it, for only the persistent tier is cut anew; or its form there does not allow that, and
-                `is_cut_anew` is set.
-        """
-        directory = Path(ckpt_to_dir(path))
-        step = self._step_of(path)
-        self.restored_rng, self.restored_from, self.is_cut_anew = None, Tier.NONE, False
-        if step is not None:
-            filling = Filling(sharded_state_dict)
-            try:
-                restored = self.open().restore_with(filling.fill, step=step, inventory=self.inventory())
-            except LayoutMismatch as mismatch:
-                if self._kind_on_disk(directory) is None:
-                    raise
-                self._verify_all(directory)
-                logger.warning("%s is of another parallel layout and is resharded: %s", path, mismatch)
-            else:
-                if restored.tier is not Tier.NONE:
-                    self.restored_from = restored.tier
-                    checkpoint, self.restored_rng = filling.loaded()
-                    return checkpoint
-                if self._kind_on_disk(directory) is not Kind.NEMO:
-                    raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
-        self.is_cut_anew = True
-        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, sharded_state_dict, *args, **kwargs)
-        self.restored_from = Tier.DISK
-        self.restored_rng = self.checkpoint_io.restored_rng
-        return loaded
-
-    def _kind_on_disk(self, directory: Path) -> Kind | None:
-        """Who wrote a persistent checkpoint; None if there is none."""
-        # As rank 0 sees it: storage may show the directory to other ranks later.
-        is_persistent = directory.parent.absolute() == self.directories.get(TierName.PERSISTENT)
-        there = is_persistent and os.path.isdir(directory)
-        try:
-            mine = checkpoint_kinds.kind_of(directory) if there else None
-        except OSError as error:
-            logger.warning("%s cannot be read: %s", directory, error)
-            mine = None
-        return Agreement.of_process_group().gather(mine)[0]
+        """Load from the nearest place that has the step; see `ProcessRestores.load_checkpoint`."""
+        return self.restores.load_checkpoint(path, sharded_state_dict, *args, **kwargs)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.checkpoint_io.remove_checkpoint(path)
-
-    def _verify_all(self, directory: Path) -> None:
-        """Verify every byte before Megatron's own reader, which does not, moves them into the model."""
-        problems = checkpoint_kinds.verify_together(directory)
-        if problems:
-            raise CheckpointCorrupt(problems[0], path=str(directory))
-
-    def is_of(self, path: str | Path) -> bool:
-        """Whether `path` names a checkpoint in one of its directories."""
-        return self._step_of(path) is not None
-
-    def _step_of(self, path: str | Path | None) -> int | None:
-        """The step of a checkpoint in one of its directories; None for any other."""
-        if path is None:
-            return None
-        directory = Path(ckpt_to_dir(path)).absolute()
-        return manifest.step_of(directory) if directory.parent in self.directories.values() else None
 
     # --- the process -----------------------------------------------------------------------------
 
@@ -473,7 +350,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         """Lightning's end of a training, good or bad.  Captures of a bad one stay for the agent."""
         checkpointer, self._checkpointer = self._checkpointer, None
         finished, self._finished = self._finished, False  # a trainer may fit again
-        self._inventory = None
+        self.restores.forget_inventory()
         self.is_prewarmed = False
         if self._handing_over is not None:
             if finished:

@@ -139,7 +139,7 @@ def a_start_finds_what_only_the_host_holds(directory: Path) -> None:
     try:
         found = connector(persistent_ckpt_dir=directory / "persistent", plugins=[io])._newest_usable()
         assert found == directory / "persistent" / "step=6"
-        assert {step: tier.value for step, tier in io.captured().items()} == {
+        assert {step: tier.value for step, tier in io.restores.captured().items()} == {
             6: "local",
             4: "local",
             2: "local",
@@ -184,7 +184,7 @@ def complete_steps_are_handed_over_and_the_newest_comes_back_at_the_next_start(d
     with start_replicator(volume, store=bucket) as replicator:
         io = run.process(both=False, memory="new", handing_over=handing_over())
         try:
-            assert {step: tier.value for step, tier in io.captured().items()} == {6: "local"}
+            assert {step: tier.value for step, tier in io.restores.captured().items()} == {6: "local"}
             replicator.wait_for_line("restored 6$", timeout=60)
         finally:
             io.finish()

@@ -60,10 +60,11 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: b
     from resiliency.checkpoint.recovery.unusable import Unusable
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+    from resiliency.plugins.process_restores import ProcessRestores
 
     connector = _connector(-1, root, ERRORS["unfit"])
 
-    class Process(PersistentCheckpointProcessIO):
+    class Restores(ProcessRestores):
         """Knows two steps without an engine, and fits the older one alone."""
 
         def inventory(self) -> Any:
@@ -81,7 +82,8 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: b
 
     strategy = connector.trainer.strategy
     loads = strategy.checkpoint_io
-    strategy.checkpoint_io = Process(MinCkptOverheadCheckpointIO(), root)
+    strategy.checkpoint_io = io = PersistentCheckpointProcessIO(MinCkptOverheadCheckpointIO(), root)
+    io.restores = Restores(io.checkpoint_io, io.directories, io.open)
     try:
         chosen = connector._restore_newest()
     except ResiliencyError as failure:
@@ -194,7 +196,7 @@ def content_metadata(rank: int, layout: Layout, root: Path) -> str:
     handle.wait(SOON)
     before.teardown()
     with outlived(process()) as io:
-        assert NEWEST in io.captured()
+        assert NEWEST in io.restores.captured()
         try:
             return str(io.load_content_metadata(root / "checkpoints" / f"step={NEWEST}"))
         except ResiliencyError as failure:

@@ -45,20 +45,20 @@ def gone_on(rank: int, layout: Layout, start: Start, root: Path) -> Held:
     with job(rank, layout) as mine, process_on(root / start.hosts[rank], rank, layout) as io:
         restored: list[Part] = []
         if start.begin:
-            assert max(io.captured()) == start.begin
+            assert max(io.restores.captured()) == start.begin
             restore(mine, io, start.begin)
             restored = parts_of(mine.sharded_state())
         else:
-            assert io.captured() == {}
+            assert io.restores.captured() == {}
         mine.train(3)
         save(mine, io, start.end)
-        return Held(io.restored_from.value, restored, parts_of(mine.sharded_state()))
+        return Held(io.restores.restored_from.value, restored, parts_of(mine.sharded_state()))
 
 
 def restore(mine: Job, io: InClusterLocalCheckpointIO, step: int) -> None:
     wanted = mine.sharded_state(loading=True)
     del wanted["random"]  # an object per saved rank
-    path = io.path_of(step)
+    path = io.restores.path_of(step)
     assert io.load_content_metadata(path)["form"] == mine.layout.sharding
     state = io.load_checkpoint(path, wanted)
     assert state["global_step"] == step
@@ -70,7 +70,8 @@ def restore(mine: Job, io: InClusterLocalCheckpointIO, step: int) -> None:
 def save(mine: Job, io: InClusterLocalCheckpointIO, step: int) -> None:
     checkpoint = {**mine.sharded_state(), "global_step": step}
     del checkpoint["random"]
-    io.save_checkpoint(checkpoint, io.path_of(step), {"content_metadata": {"form": mine.layout.sharding}})
+    path = io.restores.path_of(step)
+    io.save_checkpoint(checkpoint, path, {"content_metadata": {"form": mine.layout.sharding}})
     handle = io._newest
     assert handle is not None
     assert handle.wait(SOON)

@@ -64,7 +64,7 @@ def start(rank: int, layout: Layout, root: Path) -> dict[str, Any]:
             chosen = connector._restore_newest()
     return {
         "step": chosen.name,
-        "tier": io.restored_from.value,
+        "tier": io.restores.restored_from.value,
         "weights": connector.trainer.strategy.loaded["weights"].tolist(),
         "listed": {
             os.path.relpath(path, root): times
