@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from resiliency.checkpoint.errands import side_by_side
@@ -17,24 +18,29 @@ from resiliency.checkpoint.storage import page_memory
 PreparedT = TypeVar("PreparedT")
 
 
-def prepare_and_move(
-    prepare: Callable[[int, memoryview], PreparedT],
-    move: Callable[[PreparedT], None],
-    count: int,
-    *,
-    movers: int,
-    buffer_bytes: int,
-) -> None:
-    """Do `move(prepare(number, buffer))` for the numbers 0 .. count-1.
+@dataclass(frozen=True, kw_only=True)
+class Transfer(Generic[PreparedT]):
+    """Parts 0 .. count-1, of which each is to be done as `move(prepare(number, buffer))`.
 
-    Moves begin in the order of the numbers, at most `movers` of them run at a time, and no more than one
-    part beyond those is in memory.  Each part has a page-aligned buffer until it is moved.
+    `movers`: moves that run at a time; below 1 counts as 1.
+    `buffer_bytes`: size of the page-aligned buffer that each part has until it is moved.
+    """
+
+    prepare: Callable[[int, memoryview], PreparedT]
+    move: Callable[[PreparedT], None]
+    count: int
+    movers: int
+    buffer_bytes: int
+
+
+def prepare_and_move(transfer: Transfer[PreparedT]) -> None:
+    """Do all parts.  Moves begin in order; no more than one part beyond those being moved is in memory.
 
     The first error ends both stages and is raised here, after the threads have ended: nobody uses the
     caller's memory once this has returned (but see `side_by_side` for a second Ctrl-C).
     """
-    parts = _Parts(prepare, move, count, max(movers, 1), buffer_bytes)
-    threads = min(max(movers, 1) + 1, count)
+    parts = _Parts(transfer)
+    threads = min(parts.movers + 1, transfer.count)
     if threads <= 1:
         parts.work()
         return
@@ -44,19 +50,9 @@ def prepare_and_move(
 class _Parts(Generic[PreparedT]):
     """What is to be done next; the threads are alike and each takes what there is."""
 
-    def __init__(
-        self,
-        prepare: Callable[[int, memoryview], PreparedT],
-        move: Callable[[PreparedT], None],
-        count: int,
-        movers: int,
-        buffer_bytes: int,
-    ) -> None:
-        self._prepare = prepare
-        self._move = move
-        self._count = count
-        self._movers = movers
-        self._buffer_bytes = buffer_bytes
+    def __init__(self, transfer: Transfer[PreparedT]) -> None:
+        self.movers = max(transfer.movers, 1)
+        self._transfer = transfer
         #: Notified when there may be something to do; whoever has taken a part notifies, also by an error.
         self._changed = threading.Condition()
         self._to_prepare = 0
@@ -82,14 +78,14 @@ class _Parts(Generic[PreparedT]):
             number, ready = taken
             if ready is not None:
                 part, buffer = ready
-                self._move(part)
+                self._transfer.move(part)
                 with self._changed:
                     self._moving -= 1
                     self._buffers.append(buffer)
                     self._changed.notify_all()
             else:
                 buffer = self._buffer()
-                part = self._prepare(number, buffer)
+                part = self._transfer.prepare(number, buffer)
                 with self._changed:
                     self._ready[number] = part, buffer
                     self._changed.notify_all()
@@ -97,14 +93,14 @@ class _Parts(Generic[PreparedT]):
     def _take(self) -> tuple[int, tuple[PreparedT, memoryview] | None] | None:
         """The next part, with what was prepared if it is to be moved; None: there is none."""
         with self._changed:
-            while not self._stopped and self._to_move < self._count:
+            while not self._stopped and self._to_move < self._transfer.count:
                 number = self._to_move
-                if number in self._ready and self._moving < self._movers:
+                if number in self._ready and self._moving < self.movers:
                     self._to_move += 1
                     self._moving += 1
                     return number, self._ready.pop(number)
                 number = self._to_prepare
-                if number < self._count and number - self._to_move + self._moving <= self._movers:
+                if number < self._transfer.count and number - self._to_move + self._moving <= self.movers:
                     self._to_prepare += 1
                     return number, None
                 self._changed.wait()
@@ -115,4 +111,4 @@ class _Parts(Generic[PreparedT]):
         with self._changed:
             if self._buffers:
                 return self._buffers.pop()
-        return page_memory(self._buffer_bytes)
+        return page_memory(self._transfer.buffer_bytes)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from resiliency.checkpoint.checksums import DEFAULT_ALGORITHM, Digest, digest_function
 from resiliency.checkpoint.errands import side_by_side
-from resiliency.checkpoint.pipeline import prepare_and_move
+from resiliency.checkpoint.pipeline import Transfer, prepare_and_move
 from resiliency.checkpoint.storage import (
     PAGE_BYTES,
     Buffer,
@@ -110,7 +110,7 @@ def write_shard_file(
     file = storage.create(f"{directory}/{name}", size_bytes)
     job = _Writer(file, pieces, size_bytes, chunk_bytes, digest_function(algorithm), pace)
     try:
-        prepare_and_move(job.prepare, job.write, job.parts, movers=threads, buffer_bytes=job.buffer_bytes)
+        prepare_and_move(job.transfer(movers=threads))
         file.sync()
     finally:
         file.close()
@@ -219,9 +219,6 @@ class _Writer:
         pace: Pace | None,
     ) -> None:
         self.digests = [""] * -(-size_bytes // chunk_bytes)
-        self.parts = -(-len(self.digests) // _CHUNKS_PER_WRITE)
-        #: No more than a small file needs.
-        self.buffer_bytes = min(_CHUNKS_PER_WRITE * chunk_bytes, size_bytes) + PAGE_BYTES
         self._file = file
         views = ((piece.offset, memoryview(piece.data).cast("B")) for piece in pieces)
         self._ranges = [(offset, view) for offset, view in views if view.nbytes]
@@ -232,7 +229,18 @@ class _Writer:
         self._digest = digest
         self._pace = pace
 
-    def prepare(self, number: int, buffer: memoryview) -> _Part:
+    def transfer(self, *, movers: int) -> Transfer[_Part]:
+        """How the file is written: `_CHUNKS_PER_WRITE` chunks at a time."""
+        return Transfer(
+            prepare=self._prepare,
+            move=self._write,
+            count=-(-len(self.digests) // _CHUNKS_PER_WRITE),
+            movers=movers,
+            # No more than a small file needs.
+            buffer_bytes=min(_CHUNKS_PER_WRITE * self._chunk, self._size) + PAGE_BYTES,
+        )
+
+    def _prepare(self, number: int, buffer: memoryview) -> _Part:
         """Gather and digest the chunks of a part."""
         first = number * _CHUNKS_PER_WRITE
         start = first * self._chunk
@@ -248,7 +256,7 @@ class _Writer:
             views += gathered
         return _Part(start, length, views)
 
-    def write(self, part: _Part) -> None:
+    def _write(self, part: _Part) -> None:
         # Only the end of the file is no whole page: the pages before it still go directly.
         rest = part.length % PAGE_BYTES
         *views, last = part.views

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.pipeline import prepare_and_move
+from resiliency.checkpoint.pipeline import Transfer, prepare_and_move
 from resiliency.checkpoint.shard_file import Piece, write_shard_file
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import CheckpointWriteFailed
@@ -42,7 +42,7 @@ def test_every_part_is_moved_once_in_order_and_few_are_in_memory(movers: int, co
             alive[0] -= 1
             alive[1] -= 1
 
-    prepare_and_move(prepare, move, count, movers=movers, buffer_bytes=4096)
+    prepare_and_move(Transfer(prepare=prepare, move=move, count=count, movers=movers, buffer_bytes=4096))
     assert sorted(begun) == list(range(count))
     assert movers > 1 or begun == sorted(begun)
     assert max(in_memory) <= movers + 1
@@ -60,7 +60,7 @@ def test_the_next_part_is_prepared_while_one_is_moved() -> None:
     def move(number: int) -> None:
         assert second_is_ready.wait(LIMIT_S)
 
-    prepare_and_move(prepare, move, 2, movers=1, buffer_bytes=4096)
+    prepare_and_move(Transfer(prepare=prepare, move=move, count=2, movers=1, buffer_bytes=4096))
 
 
 def test_an_error_while_preparing_is_raised_after_the_moves_under_way_have_ended() -> None:
@@ -79,7 +79,7 @@ def test_an_error_while_preparing_is_raised_after_the_moves_under_way_have_ended
         ended.set()
 
     with pytest.raises(InterruptedError):
-        prepare_and_move(prepare, move, 100, movers=1, buffer_bytes=4096)
+        prepare_and_move(Transfer(prepare=prepare, move=move, count=100, movers=1, buffer_bytes=4096))
     assert ended.is_set()
 
 
@@ -98,7 +98,8 @@ def test_an_error_while_moving_ends_those_who_wait_for_a_turn() -> None:
         raise InterruptedError
 
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(prepare_and_move, prepare, move, 100, movers=1, buffer_bytes=4096)
+        transfer = Transfer(prepare=prepare, move=move, count=100, movers=1, buffer_bytes=4096)
+        ended = pool.submit(prepare_and_move, transfer)
         with pytest.raises(InterruptedError):
             ended.result(LIMIT_S)
     assert sorted(prepared) == [0, 1]
