@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.outbox import Outbox, Part
+from resiliency.checkpoint.outbox import Outbox
 from resiliency.checkpoint.storage import SHORTAGES
+from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.wire import (
     Attach,
     Attached,
@@ -77,8 +78,8 @@ class AgentLink:
         starts: this rank starts the agent where there is none; one per host.
         on_done: called in the link's thread with the outcome of each save in each tier.
         on_lost: called in the link's thread when an agent is gone or cannot be had, with the reason and
-            the steps and tiers whose requests are lost with it; returns what the next agent is asked to
-            save instead, and gives up the others.
+            the tries that are lost with it; returns what the next agent is asked to save instead, and gives
+            up the others.
         on_copies: called in the link's thread with what became of steps after their commit.
     """
 
@@ -89,7 +90,7 @@ class AgentLink:
         *,
         starts: bool,
         on_done: Callable[[Done], None],
-        on_lost: Callable[[str, frozenset[Part]], Sequence[Save]],
+        on_lost: Callable[[str, frozenset[TierTry]], Sequence[Save]],
         on_copies: Callable[[Copies], None],
         options: LinkOptions | None = None,
     ) -> None:

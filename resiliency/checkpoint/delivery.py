@@ -17,9 +17,9 @@ from pathlib import Path
 
 from resiliency.checkpoint.agent_link import AgentLink, LinkOptions
 from resiliency.checkpoint.capture import Capture, Outcome
-from resiliency.checkpoint.outbox import Part
 from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveState, TierOutcomes
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.wire import Attach, Copies, Done, Save, Skip
 from resiliency.events import EventType
 
@@ -64,9 +64,9 @@ class Delivery:
         #: Newest step that was told to be complete on all hosts.
         self._complete_step = -1
         self._lock = threading.Lock()
-        self._under_way: dict[Part, _Saving] = {}
+        self._under_way: dict[TierTry, _Saving] = {}
         #: Of them, those that a second agent was asked for.
-        self._asked_again: set[Part] = set()
+        self._asked_again: set[TierTry] = set()
         self._captures: queue.SimpleQueue[_Saving | Skip | None] = queue.SimpleQueue()
         self._courier = threading.Thread(target=self._deliver, name="resiliency-courier", daemon=True)
         self._courier.start()
@@ -102,7 +102,7 @@ class Delivery:
         step, tiers, number = handle.step, handle.record.tiers, handle.try_number
         saving = _Saving(handle=handle, capture=capture, patient=patient, outcomes=TierOutcomes(tiers))
         with self._lock:
-            self._under_way.update({(step, tier, number): saving for tier in tiers})
+            self._under_way.update({TierTry(step, number, tier): saving for tier in tiers})
             if TierName.LOCAL.value in tiers:
                 before = self._local_saves.get(step, ())
                 if before:  # its copies are not told of again
@@ -173,9 +173,10 @@ class Delivery:
                 )
             else:
                 why = f"rank {self._attach.rank}: its capture was dropped: {capture.error}"
-                self.link.request(Skip(step=capture.step, tiers=tiers, reason=why, try_number=number))
-                for tier in tiers:
-                    self._finish((capture.step, tier, number), why)
+                skip = Skip(step=capture.step, tiers=tiers, reason=why, try_number=number)
+                self.link.request(skip)
+                for tried in skip.tries:
+                    self._finish(tried, why)
 
     def _done(self, done: Done) -> None:
         """In the link's thread: the agent reports the end of a save in one tier."""
@@ -185,14 +186,14 @@ class Delivery:
             self._hangs[done.tier] = f"at step {done.step}, {done.error}"
         self.log.set_hung(len(self._hangs))
         self._finish(
-            (done.step, done.tier, done.try_number),
+            done.tried,
             done.error,
             left_out=done.left_out,
             queued_s=done.queued_s,
             commit_s=done.commit_s,
         )
 
-    def _lost(self, why: str, parts: frozenset[Part]) -> list[Save]:
+    def _lost(self, why: str, tries: frozenset[TierTry]) -> list[Save]:
         """In the link's thread: an agent is gone, with the saves that it held; returns what to ask the next.
 
         To the local tier this host saves alone, so its next agent can still do it.  For the persistent one
@@ -201,22 +202,22 @@ class Delivery:
         self._hangs.clear()
         self.log.set_hung(0)
         saves = []
-        for part in sorted(parts):
-            save = self._save_of(part) if part[1] == TierName.LOCAL.value else None
+        for tried in sorted(tries):
+            save = self._save_of(tried) if tried.tier == TierName.LOCAL.value else None
             if save is None:
-                self._finish(part, why)
+                self._finish(tried, why)
             else:
                 saves.append(save)
         return saves
 
-    def _save_of(self, part: Part) -> Save | None:
+    def _save_of(self, tried: TierTry) -> Save | None:
         """The next agent may save the local part of a step, once."""
-        step, tier, number = part
+        step, number, tier = tried
         with self._lock:
-            saving = self._under_way.get(part)
-            if saving is None or saving.capture.outcome is not Outcome.CAPTURED or part in self._asked_again:
+            saving = self._under_way.get(tried)
+            if saving is None or saving.capture.outcome is not Outcome.CAPTURED or tried in self._asked_again:
                 return None
-            self._asked_again = {other for other in self._asked_again if other in self._under_way} | {part}
+            self._asked_again = {other for other in self._asked_again if other in self._under_way} | {tried}
         logger.info("the next agent is asked to save step %d to the local tier", step)
         slot = saving.capture.slot_path.name
         return Save(step=step, slot=slot, tiers=(tier,), try_number=number, patient=True, again=True)
@@ -245,7 +246,7 @@ class Delivery:
 
     def _finish(
         self,
-        part: Part,
+        tried: TierTry,
         error: str = "",
         *,
         left_out: bool = False,
@@ -253,9 +254,9 @@ class Delivery:
         commit_s: float = 0.0,
     ) -> None:
         """One tier has ended its part of a save."""
-        step, tier, _ = part
+        step, _, tier = tried
         with self._lock:
-            saving = self._under_way.pop(part, None)
+            saving = self._under_way.pop(tried, None)
             if saving is None:  # reported before, or settled when it was not captured
                 return
             saving.outcomes.report(tier, error, left_out=left_out, queued_s=queued_s, commit_s=commit_s)

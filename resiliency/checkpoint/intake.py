@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +34,7 @@ from resiliency.checkpoint.persist import Worker
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.watched_storage import Patience
 from resiliency.checkpoint.wire import Attach, Done, Save, Skip
 from resiliency.errors import CheckpointError
@@ -82,8 +83,7 @@ class Intake:
         #: One that is not done: the disk hangs.
         self._last_look: Future[str | None] = Future()
         self._last_look.set_result(None)
-        #: By step, number of the try and tier.
-        self._gathering: dict[tuple[int, int, TierName], _Gathering] = {}
+        self._gathering: dict[TierTry, _Gathering] = {}
         #: Reports that are still to come.
         self.in_work = 0
         #: The last saves that were handed to a worker, and how they ended if they have.
@@ -104,15 +104,15 @@ class Intake:
     def save(self, member: Attach, save: Save) -> list[Done]:
         """A rank has a step; returns what it may have missed, as a rescue was faster."""
         missed = []
-        for tier in map(TierName, save.tiers):
-            key = (member.session, save.step, tier, save.try_number)
-            if save.again and tier is TierName.LOCAL and key not in self._handled:
+        for tried in save.tries:
+            key = (member.session, tried)
+            if save.again and tried.tier == TierName.LOCAL.value and key not in self._handled:
                 self._recall(member, save)
             if key not in self._handled:
-                gathering = self._gathering_of(member, save, tier)
+                gathering = self._gathering_of(member, tried)
                 gathering.patient |= save.patient
                 self._add(gathering, member, save)
-                self._submit(member, save.step, save.try_number, tier)
+                self._submit(member, tried)
             elif (done := self._handled[key]) is not None:
                 missed.append(done)
         return missed
@@ -164,9 +164,9 @@ class Intake:
 
     def skip(self, member: Attach, skip: Skip) -> None:
         """A rank has no capture of a step."""
-        for tier in map(TierName, skip.tiers):
-            self._gathering_of(member, skip, tier).missing[member.rank] = skip.reason
-            self._submit(member, skip.step, skip.try_number, tier)
+        for tried in skip.tries:
+            self._gathering_of(member, tried).missing[member.rank] = skip.reason
+            self._submit(member, tried)
 
     def rescue(self, last: Attach) -> None:
         """Commit the newest step that every rank of this host has whole in memory, where it is quickest."""
@@ -179,15 +179,15 @@ class Intake:
             for rank in last.local_ranks
         ]
         for step in sorted(set.intersection(*steps), reverse=True)[:1]:
-            handled = [number for *save, number in self._handled if save == [last.session, step, tier]]
-            number = self._gathered_try(step, tier) or 1
-            if max(handled, default=0) >= number or self._is_committed(last.session, step):
+            handled = [tried for session, tried in self._handled if session == last.session]
+            number = _newest_try(self._gathering, step, tier) or 1
+            if _newest_try(handled, step, tier) >= number or self._is_committed(last.session, step):
                 return
             for wanted in TierName:
                 # Where some ranks have already sent it, it goes as well.
-                number = self._gathered_try(step, wanted) or int(wanted is tier)
+                number = _newest_try(self._gathering, step, wanted) or int(wanted is tier)
                 if number:
-                    self._rescue_into(wanted, last, step, number)
+                    self._rescue_into(last, TierTry(step, number, wanted.value))
 
     def _quickest_tier(self, last: Attach) -> TierName | None:
         """The first that does not hang.
@@ -199,12 +199,9 @@ class Intake:
             del tiers[1:]
         return next((tier for tier in tiers if not self._workers[tier].why_hung()), None)
 
-    def _gathered_try(self, step: int, tier: TierName) -> int:
-        """The newest try that some ranks have spoken of and others not; 0: none."""
-        return max((number for s, number, t in self._gathering if (s, t) == (step, tier)), default=0)
-
-    def _rescue_into(self, tier: TierName, last: Attach, step: int, number: int) -> None:
-        gathering = self._gathering.get((step, number, tier)) or _Gathering(last.session, last.run_id)
+    def _rescue_into(self, last: Attach, tried: TierTry) -> None:
+        step = tried.step
+        gathering = self._gathering.get(tried) or _Gathering(last.session, last.run_id)
         with ExitStack() as opened:
             try:
                 found = {
@@ -217,11 +214,11 @@ class Intake:
                 logger.info("step %d is not whole any more: %s", step, str(error))
                 return
             opened.pop_all()
-        logger.warning("committing step %d, which its ranks left in memory, in the %s tier", step, tier.value)
+        logger.warning("committing step %d, which its ranks left in memory, in the %s tier", step, tried.tier)
         gathering.slots.update(found)
         gathering.patient = True
-        self._gathering[step, number, tier] = gathering
-        self._submit(last, step, number, tier)
+        self._gathering[tried] = gathering
+        self._submit(last, tried)
 
     def finish(self, job: SaveJob, done: Done) -> None:
         """Take note of a report."""
@@ -266,19 +263,18 @@ class Intake:
             gathering.close()
         self._gathering.clear()  # and with them the mappings of slots
 
-    def _is_committed(self, session: str, step: int, tier: TierName | None = None) -> bool:
+    def _is_committed(self, session: str, step: int, tier: str | None = None) -> bool:
         """By any try, and in any tier if none is named."""
         return any(
-            (of_session, of_step) == (session, step)
-            and tier in (None, of_tier)
+            (of_session, tried.step) == (session, step)
+            and tier in (None, tried.tier)
             and done is not None
             and not done.error
-            for (of_session, of_step, of_tier, _), done in self._handled.items()
+            for (of_session, tried), done in self._handled.items()
         )
 
-    def _gathering_of(self, member: Attach, said: Save | Skip, tier: TierName) -> _Gathering:
-        key = (said.step, said.try_number, tier)
-        return self._gathering.setdefault(key, _Gathering(member.session, member.run_id))
+    def _gathering_of(self, member: Attach, tried: TierTry) -> _Gathering:
+        return self._gathering.setdefault(tried, _Gathering(member.session, member.run_id))
 
     def _add(self, gathering: _Gathering, member: Attach, save: Save) -> None:
         try:
@@ -303,32 +299,32 @@ class Intake:
         slot.close()
         return None
 
-    def _submit(self, attach: Attach, step: int, number: int, tier: TierName) -> None:
-        """Hand a try over to a tier once all ranks of this host have spoken."""
-        gathering = self._gathering[step, number, tier]
+    def _submit(self, attach: Attach, tried: TierTry) -> None:
+        """Hand a try over to its tier once all ranks of this host have spoken."""
+        gathering = self._gathering[tried]
         if gathering.ranks != set(attach.local_ranks):
             return
-        del self._gathering[step, number, tier]
+        del self._gathering[tried]
         # Ranks pass the tries of a tier in order, so an older one that is still incomplete never will be
         # whole.  Of another tier it may be: after the loss of an agent they speak of one tier at a time.
-        older = [key for key in self._gathering if key[2] is tier and key[:2] < (step, number)]
-        for old_step, old_number, _ in sorted(older, key=lambda key: key[:2]):
-            incomplete = self._gathering[old_step, old_number, tier]
+        older = [other for other in self._gathering if other.tier == tried.tier and other < tried]
+        for other in sorted(older):
+            incomplete = self._gathering[other]
             for rank in set(attach.local_ranks) - incomplete.ranks:
                 incomplete.missing[rank] = f"rank {rank} went on without it"
-            self._submit(attach, old_step, old_number, tier)  # those that wait for it are told
-        is_committed = self._is_committed(gathering.session, step, tier)
+            self._submit(attach, other)  # those that wait for it are told
+        is_committed = self._is_committed(gathering.session, tried.step, tried.tier)
         missing = "" if is_committed else "; ".join(gathering.missing.values())
         job = SaveJob(
-            tier=tier,
-            step=step,
+            tier=TierName(tried.tier),
+            step=tried.step,
             session=gathering.session,
             run_id=gathering.run_id,
             world_size=attach.world_size,
             ranks=tuple(sorted(attach.local_ranks)),
             loan=Loan({} if missing or is_committed else gathering.slots),
             settings=attach.settings,
-            try_number=number,
+            try_number=tried.number,
             restored_step=attach.restored_step,
             missing=missing,
         )
@@ -367,3 +363,8 @@ class Intake:
         if job.concerns_others:
             worker.try_put(RefuseJob(save=refused, why=why))
         self._on_done(refused, refused.failed(why, left_out=left_out, hangs=bool(hang)))
+
+
+def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
+    """The number of the newest of `step` in `tier`; 0: none."""
+    return max((tried.number for tried in tries if (tried.step, tried.tier) == (step, tier)), default=0)

@@ -12,10 +12,11 @@ from typing import TypeAlias
 from resiliency.checkpoint.arena import CapturedSlot
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.wire import Done, Settings
 
-#: Session, step, tier and number of the try.
-JobKey: TypeAlias = "tuple[str, int, TierName, int]"
+#: The session that tries, and what.
+JobKey: TypeAlias = "tuple[str, TierTry]"
 
 
 class Loan:
@@ -57,7 +58,7 @@ class SaveJob:
 
     @property
     def key(self) -> JobKey:
-        return self.session, self.step, self.tier, self.try_number
+        return self.session, TierTry(self.step, self.try_number, self.tier.value)
 
     @property
     def leads(self) -> bool:

@@ -14,13 +14,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.wire import Attach, Bye, Done, Hurry, Peers, Repair, RepairDone, Save, Skip
 
 logger = logging.getLogger(__name__)
 
 Request: TypeAlias = "Attach | Peers | Repair | Save | Skip | Hurry | Bye"
-#: One try to save a step to one tier: step, tier and number of the try.
-Part: TypeAlias = "tuple[int, str, int]"
 
 #: Agents that are told of one repair: it may be what they die of.
 _REPAIR_AGENTS = 3
@@ -43,7 +42,7 @@ class Outbox:
         # One thread takes from the left and puts back there, the others append: deques bear that.
         self._waiting: deque[Request] = deque()
         #: What an agent was told of and has not reported yet, by the newest request for it.
-        self._told: dict[Part, Save | Skip] = {}
+        self._told: dict[TierTry, Save | Skip] = {}
         self._repairs: dict[Repair, None] = {}
         self._repair_agents: Counter[Repair] = Counter()
         #: Said once, it holds for every agent to come.
@@ -62,7 +61,7 @@ class Outbox:
 
     def reported(self, done: Done) -> None:
         """An agent said how a save ended in a tier."""
-        self._told.pop((done.step, done.tier, done.try_number), None)
+        self._told.pop(done.tried, None)
 
     def repair_reported(self, done: RepairDone) -> None:
         """An agent said how a repair ended."""
@@ -81,7 +80,7 @@ class Outbox:
         self._waiting.extendleft(reversed(kept))
 
     @property
-    def unreported(self) -> frozenset[Part]:
+    def unreported(self) -> frozenset[TierTry]:
         """What is lost if the agent is."""
         return frozenset(self._told)
 
@@ -89,24 +88,23 @@ class Outbox:
         """The agent is lost: the next one hears first what this one leaves undone.
 
         Args:
-            again: what it shall save instead.  All other parts that are unreported are given up, which it
-                is told, so that other ranks and hosts need not wait for this one's part of them.
+            again: what it shall save instead.  All else that is unreported is given up, which it is told,
+                so that other ranks and hosts need not wait for this one's part of it.
             why: the agent was lost.
         """
-        saved_again = {part for save in again for part in _parts(save)}
-        given_up = [part for part in sorted(self._told) if part not in saved_again][-_MOST_GIVEN_UP:]
-        skips = [] if self._is_alone else [self._skip(part, why) for part in given_up]
+        saved_again = {tried for save in again for tried in save.tries}
+        given_up = [tried for tried in sorted(self._told) if tried not in saved_again][-_MOST_GIVEN_UP:]
+        skips = [] if self._is_alone else [self._skip(tried, why) for tried in given_up]
         self._told = {}
         undone: list[Save | Skip] = [*again, *skips]
         undone.sort(key=lambda request: (request.step, request.try_number))
         # No order holds between saves and repairs.
         self._waiting.extendleft(reversed([*self._unfinished_repairs(), *undone]))
 
-    def _skip(self, part: Part, why: str) -> Skip:
-        step, tier, number = part
-        told = self._told[part]
+    def _skip(self, tried: TierTry, why: str) -> Skip:
+        told = self._told[tried]
         reason = told.reason if isinstance(told, Skip) else f"rank {self._rank}: {why}"
-        return Skip(step=step, tiers=(tier,), reason=reason, try_number=number)
+        return Skip(step=tried.step, tiers=(tried.tier,), reason=reason, try_number=tried.number)
 
     def _unfinished_repairs(self) -> list[Repair]:
         repairs, self._repairs = list(self._repairs), {}
@@ -120,13 +118,9 @@ class Outbox:
 
     def _note(self, request: Request) -> None:
         if isinstance(request, Save | Skip):
-            self._told.update(dict.fromkeys(_parts(request), request))
+            self._told.update(dict.fromkeys(request.tries, request))
         elif isinstance(request, Repair):
             self._repairs[request] = None
             self._repair_agents[request] += 1
         elif isinstance(request, Hurry):
             self.in_hurry = True
-
-
-def _parts(request: Save | Skip) -> list[Part]:
-    return [(request.step, tier, request.try_number) for tier in request.tiers]

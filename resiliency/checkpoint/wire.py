@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 from resiliency.checkpoint.message_codec import MessageCodec
+from resiliency.checkpoint.tries import TierTry
 from resiliency.errors import ConfigError, PeerError
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,10 @@ class Save:
     patient: bool = False
     again: bool = False
 
+    @property
+    def tries(self) -> list[TierTry]:
+        return [TierTry(self.step, self.try_number, tier) for tier in self.tiers]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
@@ -167,6 +172,10 @@ class Skip:
     reason: str
     tiers: tuple[str, ...]
     try_number: int = 1
+
+    @property
+    def tries(self) -> list[TierTry]:
+        return [TierTry(self.step, self.try_number, tier) for tier in self.tiers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +198,10 @@ class Done:
     size_bytes: int
     queued_s: float
     commit_s: float
+
+    @property
+    def tried(self) -> TierTry:
+        return TierTry(self.step, self.try_number, self.tier)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ def link_at(
         second_rank(root),
         starts=starts,
         on_done=lambda done: None,
-        on_lost=lambda why, parts: [],
+        on_lost=lambda why, tries: [],
         on_copies=on_copies,
         options=PATIENT,
     )

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resiliency.checkpoint.outbox import Outbox, Part, Request
+from resiliency.checkpoint.outbox import Outbox, Request
+from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.wire import Bye, Done, Hurry, Peers, Repair, RepairDone, Save, Skip
 
 BOTH = ("local", "persistent")
@@ -40,9 +41,9 @@ def pass_all_on(outbox: Outbox) -> list[Request]:
     return heard
 
 
-def local_parts(parts: frozenset[Part]) -> list[Save]:
-    local = [(step, number) for step, tier, number in sorted(parts) if tier == "local"]
-    return [a_save(step, ("local",), number=number, again=True) for step, number in local]
+def local_saves(tries: frozenset[TierTry]) -> list[Save]:
+    local = [tried for tried in sorted(tries) if tried.tier == "local"]
+    return [a_save(tried.step, ("local",), number=tried.number, again=True) for tried in local]
 
 
 def test_what_an_agent_left_undone_goes_ahead_of_what_waits_for_the_next() -> None:
@@ -53,7 +54,7 @@ def test_what_an_agent_left_undone_goes_ahead_of_what_waits_for_the_next() -> No
     outbox.reported(reported(1, "persistent"))
     lost = outbox.unreported
     outbox.put(a_save(3))  # while the loss is being seen to
-    outbox.start_over(local_parts(lost), "it died.")
+    outbox.start_over(local_saves(lost), "it died.")
     outbox.put(a_save(4))
     assert pass_all_on(outbox) == [
         a_save(1, ("local",), again=True),
@@ -69,7 +70,7 @@ def test_what_no_agent_has_in_hand_is_not_lost_with_it() -> None:
     for request in (a_save(1), a_save(2), Hurry(), Bye()):
         outbox.put(request)
     outbox.passed_on()
-    assert outbox.unreported == {(1, "local", 1), (1, "persistent", 1)}
+    assert outbox.unreported == {(1, 1, "local"), (1, 1, "persistent")}
     outbox.start_over([], "it died.")
     assert not outbox.in_hurry
     assert pass_all_on(outbox)[2:] == [a_save(2), Hurry(), Bye()]
@@ -81,7 +82,7 @@ def test_where_no_agent_can_be_had_the_saves_are_lost_and_the_rest_waits_on() ->
     for request in (Peers(path="/table"), a_save(1), a_skip(2), Bye()):
         outbox.put(request)
     outbox.give_up_waiting()
-    assert outbox.unreported == {(step, tier, 1) for step in (1, 2) for tier in BOTH}
+    assert outbox.unreported == {(step, 1, tier) for step in (1, 2) for tier in BOTH}
     outbox.start_over([], "none answered.")
     heard = pass_all_on(outbox)
     assert heard[-2:] == [Peers(path="/table"), Bye()]
@@ -96,7 +97,7 @@ def test_nobody_waits_for_a_rank_that_is_alone() -> None:
     outbox = Outbox(0, is_alone=True)
     outbox.put(a_save(1))
     pass_all_on(outbox)
-    outbox.start_over(local_parts(outbox.unreported), "it died.")
+    outbox.start_over(local_saves(outbox.unreported), "it died.")
     assert pass_all_on(outbox) == [a_save(1, ("local",), again=True)]
 
 
@@ -106,7 +107,7 @@ def test_the_report_of_a_first_try_says_nothing_of_the_second() -> None:
         outbox.put(request)
     pass_all_on(outbox)
     outbox.reported(reported(1, "local", 1, error="rank 1: no slot"))
-    assert outbox.unreported == {(1, "local", 2)}
+    assert outbox.unreported == {(1, 2, "local")}
     outbox.reported(reported(1, "local", 2))
     assert outbox.unreported == frozenset()
 
@@ -177,8 +178,8 @@ def test_every_agent_hears_the_steps_of_a_tier_in_order_and_the_last_one_of_all_
 ) -> None:
     outbox = Outbox(0, is_alone=False)
     heard: list[Request] = []
-    asked: list[Part] = []
-    closed: set[Part] = set()
+    asked: list[TierTry] = []
+    closed: set[TierTry] = set()
 
     def succeed() -> None:
         assert_in_order(heard)
@@ -190,23 +191,24 @@ def test_every_agent_hears_the_steps_of_a_tier_in_order_and_the_last_one_of_all_
         tiers = ("local",) if operation == "save-local" else BOTH
         if operation in ("save", "save-local", "skip", "again"):
             is_skip = operation == "skip"
-            outbox.put(a_skip(step, tiers, number=number) if is_skip else a_save(step, tiers, number=number))
-            asked += [(step, tier, number) for tier in tiers]
+            said = a_skip(step, tiers, number=number) if is_skip else a_save(step, tiers, number=number)
+            outbox.put(said)
+            asked += said.tries
         elif operation == "pass" and (request := outbox.first()) is not None:
             heard.append(request)
             outbox.passed_on()
         elif operation == "report" and outbox.unreported:
-            part = min(outbox.unreported)
-            outbox.reported(reported(*part))
-            closed.add(part)
+            tried = min(outbox.unreported)
+            outbox.reported(reported(tried.step, tried.tier, tried.number))
+            closed.add(tried)
         elif operation in ("die", "none"):
             if operation == "none":
                 outbox.give_up_waiting()
-            outbox.start_over(local_parts(outbox.unreported), "it died.")
+            outbox.start_over(local_saves(outbox.unreported), "it died.")
             succeed()
     heard += pass_all_on(outbox)
     assert_in_order(heard)
-    known = {(r.step, tier, r.try_number) for r in heard if isinstance(r, Save | Skip) for tier in r.tiers}
+    known = {tried for said in heard if isinstance(said, Save | Skip) for tried in said.tries}
     assert set(asked) <= known | closed
 
 
