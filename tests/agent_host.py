@@ -9,18 +9,17 @@ trainer as long as its host lives, so it is not for tests whose trainer does not
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from resiliency.launch.agent_host import start_host
 from resiliency.runtime import AGENT_HOST_ENV
 from tests.incluster.peer_builders import wait_until
 
-_STOP_S = 30
+_STOP = timedelta(seconds=30)
 
 
 @contextmanager
@@ -29,25 +28,12 @@ def running() -> Iterator[dict[str, str]]:
     address = f"resiliency-test-agents-{uuid.uuid4().hex}"
     lifeline, held = os.pipe()
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + address)
-            listener.listen(128)
-            options = {"--listener-fd": listener.fileno(), "--lifeline-fd": lifeline, "--stop-s": _STOP_S}
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "resiliency.launch.agent_host_main"),
-                    *(str(word) for option in options.items() for word in option),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(listener.fileno(), lifeline),
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        process = start_host(address, lifeline, stop_timeout=_STOP, environment=os.environ)
         try:
             yield {AGENT_HOST_ENV: address}
         finally:
             process.terminate()
-            process.wait(timeout=2 * _STOP_S)
+            process.wait(timeout=2 * _STOP.total_seconds())
     finally:
         os.close(lifeline)
         os.close(held)

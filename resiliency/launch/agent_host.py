@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's hold on the process that starts checkpoint agents for its ranks.
+"""The process that starts checkpoint agents for the ranks of a host, and the launcher's hold on it.
 
 Nothing depends on it: without it, or after its death, ranks start their agents themselves.
 """
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 
@@ -23,6 +24,46 @@ logger = logging.getLogger(__name__)
 
 #: Beyond the time that the agents have: for the host itself.
 _SLACK_S = 5.0
+
+
+def start_host(
+    address: str, lifeline_fd: int, *, stop_timeout: timedelta, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process that starts checkpoint agents; it can be asked from now on.
+
+    Args:
+        address: for `AGENT_HOST_ENV` of who asks it.
+        lifeline_fd: of a pipe.  At its end, or at SIGTERM, the agents and then the process end.
+        stop_timeout: what agents get then to commit what is captured.
+        environment: of the process and its agents.
+    Raises:
+        OSError: the address is taken, or no process can be started.
+    """
+    # Listening before the host runs: who asks early waits, instead of finding nobody.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + address)
+        listener.listen(128)
+        options = {
+            "--listener-fd": listener.fileno(),
+            "--lifeline-fd": lifeline_fd,
+            "--stop-s": stop_timeout.total_seconds(),
+        }
+        return subprocess.Popen(
+            [
+                *(os.environ.get("PYTHON_EXEC", sys.executable), "-m", "resiliency.launch.agent_host_main"),
+                *(str(word) for option in options.items() for word in option),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(), lifeline_fd),
+            start_new_session=True,  # a Ctrl-C is for the launcher, not for it
+            env={
+                **environment,
+                # Agents own no GPU and compute nothing; a library's threads would be in the way of a fork.
+                "CUDA_VISIBLE_DEVICES": "",
+                **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            },
+        )
 
 
 class AgentHost:
@@ -37,35 +78,14 @@ class AgentHost:
         self.address = f"resiliency-agent-host-{protection.id}"
         self._stop_s = stop_timeout.total_seconds()
         self._process: subprocess.Popen[bytes] | None = None
-        # Listening before the host runs: who asks early waits, instead of finding nobody.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + self.address)
-            listener.listen(128)
-            try:
-                self._process = self._start(listener.fileno(), info, protection)
-            except OSError as error:
-                logger.warning("no checkpoint agents from the launcher, ranks start their own: %s", error)
-
-    def _start(self, listener: int, info: RunInfo, protection: Protection) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [
-                *(os.environ.get("PYTHON_EXEC", sys.executable), "-m", "resiliency.launch.agent_host_main"),
-                *("--listener-fd", str(listener), "--lifeline-fd", str(protection.lifeline_fd)),
-                *("--stop-s", str(self._stop_s)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(listener, protection.lifeline_fd),
-            start_new_session=True,  # a Ctrl-C is for the launcher, not for it
-            env={
-                **protection.outer_environment(),
-                JOB_ENV: info.job_name,
-                RUN_DIR_ENV: info.run_dir,
-                # Agents own no GPU and compute nothing; a library's threads would be in the way of a fork.
-                "CUDA_VISIBLE_DEVICES": "",
-                **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-            },
-        )
+        identity = {JOB_ENV: info.job_name, RUN_DIR_ENV: info.run_dir}
+        environment = {**protection.outer_environment(), **identity}
+        try:
+            self._process = start_host(
+                self.address, protection.lifeline_fd, stop_timeout=stop_timeout, environment=environment
+            )
+        except OSError as error:
+            logger.warning("no checkpoint agents from the launcher, ranks start their own: %s", error)
 
     def end(self, hurry_fd: int | None = None) -> None:
         """Let the agents commit what is captured, and end; idempotent.

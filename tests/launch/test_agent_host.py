@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Message, Refused, Start, Started, connect_to
+from resiliency.launch.agent_host import start_host
 from resiliency.testing.processes import Command, is_alive, wait_for_exit
 
 from .conftest import SCRIPTS, Launch, ready
@@ -144,12 +143,7 @@ def host(tmp_path: Path) -> Iterator[Callable[[Path], Message | None]]:
     """An agent host without a launcher: ``host(arena)`` asks it for an agent."""
     name = f"test-{os.getpid()}-{tmp_path.name}"
     lifeline, held = os.pipe()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0" + name)
-        listener.listen()
-        argv = [sys.executable, "-m", "resiliency.launch.agent_host_main", "--stop-s", "60"]
-        argv += ["--listener-fd", str(listener.fileno()), "--lifeline-fd", str(lifeline)]
-        process = subprocess.Popen(argv, pass_fds=(listener.fileno(), lifeline))
+    process = start_host(name, lifeline, stop_timeout=timedelta(seconds=PATIENCE), environment=os.environ)
     os.close(lifeline)
 
     def ask(arena: Path) -> Message | None:
