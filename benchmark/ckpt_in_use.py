@@ -132,7 +132,7 @@ def _lives_here(job: str) -> bool:
     stem = job_directory(f"{job}-{'0' * 8}").name.partition(f"_{'0' * 8}_")[0]
     for directory in DEFAULT_ROOT.glob(f"{stem}_*"):
         try:
-            lock = FileLock(directory / "job.lock", create=False)
+            lock = FileLock(directory / "job.lock")
         except FileNotFoundError:
             continue
         except PermissionError:  # of another user, who knows

@@ -352,7 +352,7 @@ def _fetch(lock: FileLock, offset: int, target: memoryview) -> None:
 def try_open_slot(path: Path) -> CapturedSlot | None:
     """Borrow the capture in the slot file `path`; None if it holds none that is whole."""
     try:
-        lock = FileLock(path, create=False)
+        lock = FileLock(path)
     except FileNotFoundError:
         return None
     opened = None

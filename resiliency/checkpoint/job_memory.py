@@ -82,7 +82,7 @@ def try_remove_rank(where: Path) -> bool:
     aside = where.with_name(f"{_ASIDE}{where.name}")
     remove_rank(aside)  # left by a kill
     try:
-        lock = FileLock(where / OWNER_LOCK, create=False)
+        lock = FileLock(where / OWNER_LOCK)
     except FileNotFoundError:
         return False
     try:
@@ -105,7 +105,7 @@ def remove_rank(where: Path) -> None:
 def remove_if_dead(directory: Path, *, only_empty: bool = False) -> bool:
     """Remove a job's directory unless a process of the job lives (holds `job.lock`)."""
     try:
-        lock = FileLock(directory / "job.lock", create=False)
+        lock = FileLock(directory / "job.lock")
     except (FileNotFoundError, PermissionError):
         with contextlib.suppress(OSError):  # left by a kill right after mkdir, or someone is just starting
             directory.rmdir()

@@ -125,7 +125,7 @@ def test_a_rank_that_waits_for_a_directory_which_is_removed_makes_a_new_one(tmp_
         capture(arena, 1)
     where = rank_directory(directory, 0)
     (where / OWNER_LOCK).write_text(str(2**22 + 1))  # of a dead process: no number is as large
-    removing = FileLock(where / OWNER_LOCK, create=False)
+    removing = FileLock(where / OWNER_LOCK)
     assert removing.try_lock(exclusive=True)
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(RankArena, directory, rank=0)

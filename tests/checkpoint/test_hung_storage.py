@@ -61,7 +61,7 @@ def complete(storage: Storage) -> list[int]:
 def lent(rank_directory: Path) -> int:
     """How many slots somebody reads."""
     with ExitStack() as opened:
-        locks = [FileLock(path, create=False) for path in rank_directory.glob("slot-*")]
+        locks = [FileLock(path) for path in rank_directory.glob("slot-*")]
         for lock in locks:
             opened.callback(lock.close)
         return sum(not lock.try_lock(exclusive=True) for lock in locks)

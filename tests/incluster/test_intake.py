@@ -249,8 +249,7 @@ def test_what_ranks_give_up_in_one_tier_after_their_agent_died_is_saved_to_the_o
 
 def test_a_rescue_that_comes_too_late_gives_back_what_it_took_and_says_nothing(desk: Desk) -> None:
     first, second = (
-        FileLock(rank_directory(desk.root / "arena", rank) / desk.capture(rank, 1).slot, create=False)
-        for rank in (0, 1)
+        FileLock(rank_directory(desk.root / "arena", rank) / desk.capture(rank, 1).slot) for rank in (0, 1)
     )
     assert second.try_lock(exclusive=True)  # as if its owner captured again
     desk.intake.rescue(desk.ranks[0])
