@@ -17,7 +17,7 @@ from datetime import timedelta
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.launch.agent_host import start_host
 from resiliency.runtime import AGENT_HOST_ENV
-from tests.incluster.peer_builders import wait_until
+from tests.waiting import wait_until
 
 _STOP = timedelta(seconds=30)
 

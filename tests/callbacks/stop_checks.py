@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.callbacks.checks import Run, check, refusal
+from tests.waiting import wait_until
 
 MANY = 100_000
-SOON_S = 60.0
 
 
 def stopper(**options: Any) -> Any:
@@ -32,12 +31,7 @@ def signal_after(step: int, auto: Any, number: signal.Signals = signal.SIGTERM) 
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == step:
                 os.kill(os.getpid(), number)
-                deadline = threading.Event()
-                for _ in range(int(SOON_S / 0.01)):
-                    if auto._termination.requested:
-                        return
-                    deadline.wait(0.01)
-                raise AssertionError("the signal was not noticed")
+                wait_until(lambda: auto._termination.requested, "the signal is not noticed")
 
     return Signaller()
 
@@ -165,11 +159,7 @@ def a_signal_just_before_the_first_step_stops_it_after_its_first_step(directory:
     class Early(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            for _ in range(int(SOON_S / 0.01)):
-                if trainer.received_sigterm:
-                    return
-                threading.Event().wait(0.01)
-            raise AssertionError("the signal was not noticed")
+            wait_until(lambda: trainer.received_sigterm, "the signal is not noticed")
 
     run = Run(directory)
     with pytest.raises(Terminated) as caught:

@@ -19,7 +19,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, 
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.runtime import RunInfo
 from resiliency.testing.processes import wait_for_exit
-from tests.checkpoint.test_checkpointer import wait_for
+from tests.waiting import wait_until
 
 SOON = timedelta(minutes=2)
 #: Long enough that what waits until then is seen to hang.
@@ -58,12 +57,12 @@ def main(rank: int, root: Path, what: str) -> None:
             assert handle.wait(SOON)
             assert handle.state is SaveState.COMMITTED
         else:
-            wait_for(root / "ckpt" / f"step={STEP}" / "__0_0.distcp")
+            wait_until((root / "ckpt" / f"step={STEP}" / "__0_0.distcp").exists, "nothing is written")
             os.kill(agent, signal.SIGSTOP)
         dist.barrier()
         if rank == 1:
             checkpoints.request_stop()
-        wait_until(lambda: checkpoints.stopping)
+        wait_until(lambda: checkpoints.stopping, "no stop was asked for", timeout=SOON.total_seconds())
         if rank == 0 and what != "local":
             assert handle.state is SaveState.CAPTURED
             victim = pids[1] if what == "dead" else 0
@@ -92,7 +91,7 @@ def open_checkpointer(rank: int, root: Path, what: str) -> Checkpointer:
 
 
 def when_it_waits(agent: int, victim: int) -> None:
-    wait_until(main_thread_waits_for_a_save)
+    wait_until(main_thread_waits_for_a_save, "nobody waits", timeout=SOON.total_seconds())
     if victim:
         os.kill(victim, signal.SIGKILL)
         wait_for_exit([victim], time.monotonic() + SOON.total_seconds())
@@ -106,15 +105,6 @@ def main_thread_waits_for_a_save() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(12000):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not come to that")
 
 
 if __name__ == "__main__":

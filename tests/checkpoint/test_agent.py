@@ -9,9 +9,8 @@ import re
 import select
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +44,7 @@ from resiliency.checkpoint.wire import (
 from resiliency.errors import ConfigError, PeerError
 from resiliency.testing.processes import Command
 from tests.checkpoint.storage_builders import no_descriptor_left
-from tests.incluster.peer_builders import wait_until as eventually
+from tests.waiting import wait_until, wait_until_equal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -195,7 +194,7 @@ def test_an_agent_without_descriptors_lives_on_and_takes_ranks_when_it_has_some(
     arena = job_directory(job)
     argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
     with Command(argv) as agent:
-        first = attached(wait_until(lambda: connect(arena)))
+        first = attached(connected(arena))
         with no_descriptor_left(agent.pid):
             second = connect(arena)
             assert second is not None  # the kernel took it, the agent cannot
@@ -210,7 +209,7 @@ def test_a_goodbye_is_heard_of_a_rank_that_left_words_of_the_agent_unread(job: s
     arena = job_directory(job)
     argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "600"]
     with Command(argv) as agent:
-        channel = attached(wait_until(lambda: connect(arena)))
+        channel = attached(connected(arena))
         ready, _, _ = select.select([channel], [], [], 60)
         assert ready  # a beat
         channel.send(Bye())
@@ -235,13 +234,9 @@ def test_what_was_said_before_a_connection_was_reset_is_read_and_then_its_end(tm
     served.close()
 
 
-def wait_until(found: Callable[[], Channel | None]) -> Channel:
+def connected(arena: Path) -> Channel:
     """Nobody can be told of another process's socket: look."""
-    deadline = time.monotonic() + 60
-    while (channel := found()) is None:
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
-    return channel
+    return wait_until(lambda: connect(arena), "there is no agent")
 
 
 def attached(channel: Channel, settings: Settings | None = None) -> Channel:
@@ -284,11 +279,11 @@ def test_what_a_rank_left_is_committed_once_the_agent_has_descriptors_for_it(
     argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
     slots, capturer, _ = captured(arena)
     with Command(argv) as agent:
-        rank = attached(wait_until(lambda: connect(arena)), settings)
+        rank = attached(connected(arena), settings)
         with no_descriptor_left(agent.pid):
             rank.close()  # without goodbye
             agent.wait_for_line("what ranks left in memory cannot be read for now", timeout=60)
-        eventually(lambda: complete(tmp_path) == [1], "nothing is committed")
+        wait_until_equal(lambda: complete(tmp_path), [1])
         agent.signal(signal.SIGTERM)
         assert agent.wait(timeout=60) == 0
     capturer.close()
@@ -304,18 +299,18 @@ def test_a_step_that_a_dead_agent_had_committed_is_complete_for_those_who_ask_it
     slots, capturer, slot = captured(arena)
     save = Save(step=1, slot=slot, tiers=("local",))
     with Command(argv) as first:
-        channel = attached(wait_until(lambda: connect(arena)), settings)
+        channel = attached(connected(arena), settings)
         channel.send(save)
         assert hear(channel, Done).error == ""
         first.signal(signal.SIGKILL)  # what it said is not known to others
         first.wait(timeout=60)
         channel.close()
     with Command(argv) as second:
-        channel = attached(wait_until(lambda: connect(arena)), settings)
+        channel = attached(connected(arena), settings)
         channel.send(replace(save, again=True))
         assert hear(channel, Done).error == ""
         assert hear(channel, Copies).complete
-        again = attached(wait_until(lambda: connect(arena)), settings)  # after a break, say
+        again = attached(connected(arena), settings)  # after a break, say
         assert hear(again, Copies).complete
         capturer.close()
         slots.close(remove=True)

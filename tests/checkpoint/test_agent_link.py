@@ -40,7 +40,7 @@ from resiliency.checkpoint.wire import (
     listen,
 )
 from tests.checkpoint.storage_builders import no_descriptor_left
-from tests.incluster.peer_builders import wait_until
+from tests.waiting import wait_until
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")

@@ -6,8 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
@@ -33,6 +31,7 @@ from resiliency.checkpoint.preflight import check_room, is_leaving, rooms
 from resiliency.errors import CheckpointMissing, ConfigError
 from tests.checkpoint.capture_builders import SOON, save
 from tests.checkpoint.capturing_until_killed import TENSORS, state_of
+from tests.waiting import wait_until
 
 LAYOUT = StateWalker().snapshot({"w": torch.ones(100)}).layout
 
@@ -129,10 +128,7 @@ def test_a_rank_that_waits_for_a_directory_which_is_removed_makes_a_new_one(tmp_
     assert removing.try_lock(exclusive=True)
     with futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(RankArena, directory, rank=0)
-        deadline = time.monotonic() + SOON.total_seconds()
-        while open_files(removing.path) < 2:
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.01)
+        wait_until(lambda: open_files(removing.path) >= 2, "it does not wait for the lock")
         where.rename(tmp_path / "aside")
         removing.close()
         with waiting.result(60) as arena:
@@ -199,8 +195,7 @@ def test_a_predecessor_that_is_still_dying_is_waited_for(tmp_path: Path, success
         assert dying.stdout is not None
         assert dying.stdin is not None
         assert dying.stdout.readline() == b"dying\n"
-        while not is_leaving(dying.pid):
-            threading.Event().wait(0.01)
+        wait_until(lambda: is_leaving(dying.pid), "it does not die")
         done = pool.submit(succeed)
         assert not futures.wait([done], timeout=0.2).done
         dying.stdin.close()

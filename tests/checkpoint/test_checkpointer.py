@@ -33,7 +33,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from tests import agent_host
-from tests.checkpoint.settling import settled
+from tests.waiting import settled, wait_until
 
 SOON = timedelta(seconds=60)
 pytestmark = [
@@ -325,9 +325,8 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
         pid = checkpoints.agent_pid
         if phase != "idle":
             handle = checkpoints.save(2, state)
-            wait_for(
-                place.directory / {"claimed": "step=2-unfinished", "writing": "step=2/__0_0.distcp"}[phase]
-            )
+            seen = {"claimed": "step=2-unfinished", "writing": "step=2/__0_0.distcp"}[phase]
+            wait_until((place.directory / seen).exists, f"there is no {seen}", every=0.005)
         os.kill(pid, kind)
         if phase == "idle":
             handle = checkpoints.save(2, state)
@@ -341,16 +340,6 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
     conditions = {f.step: f.condition for f in list_checkpoints(LocalStorage(place.directory))}
     assert conditions[1] is conditions[3] is Condition.COMPLETE
     assert (2 in conditions) == (handle.state is SaveState.COMMITTED)
-
-
-def wait_for(path: Path) -> None:
-    """Nothing tells of a file that another process makes, so look."""
-    pause = threading.Event()
-    for _ in range(6000):
-        if path.exists():
-            return
-        pause.wait(0.005)
-    raise AssertionError(f"{path} did not appear")
 
 
 @pytest.mark.parametrize(

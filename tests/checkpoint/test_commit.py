@@ -44,6 +44,7 @@ from resiliency.testing.storage import (
     Survival,
 )
 from tests.checkpoint.storage_builders import assert_holds, make_shard, no_descriptor_left, save, small_shard
+from tests.waiting import wait_until, wait_until_equal
 
 FORMATS: list[CheckpointFormat[Shard]] = [LocalFormat(threads=1), DcpFormat(threads=1)]
 formats = pytest.mark.parametrize("format", FORMATS, ids=lambda item: item.name)
@@ -546,7 +547,7 @@ def test_a_follower_does_not_vote_in_another_try_for_files_that_went_with_the_fi
 def test_a_follower_that_is_late_with_its_refusal_of_one_try_does_not_refuse_the_next(pair: Pair) -> None:
     pair.fail_by("leader")
     leader = pair.pool.submit(pair.lead, LocalFormat())
-    wait_for_marker(pair.storage, Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2))
+    wait_for_second_try(pair.storage)
     with pytest.raises(CheckpointWriteFailed, match="of try 1, and its leader is at try 2"):
         pair.follow(Refusing(), try_number=1)
     assert not pair.follow(LocalFormat()).kept
@@ -561,7 +562,7 @@ def test_a_refusal_that_lands_in_the_next_try_concerns_its_own_alone(pair: Pair)
     (refusal,) = pair.storage.list("step=2")
     pair.try_number = 2
     leader = pair.pool.submit(pair.lead, LocalFormat())
-    wait_for_marker(pair.storage, Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2))
+    wait_for_second_try(pair.storage)
     pair.storage.make_dir("step=2")  # the leader makes it after its marker
     write_file(pair.storage, f"step=2/{refusal}", b"late")
     assert not pair.follow(LocalFormat()).kept
@@ -584,8 +585,8 @@ def test_a_vote_that_lands_in_the_next_try_does_not_count_as_its_files_went_with
     with ThreadPoolExecutor(1) as pool:
         pair.try_number = 2
         leader = pool.submit(pair.lead, LocalFormat())
-        wait_for_marker(pair.storage, Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2))
-        wait_until_there(pair.storage, "step=2/rank=0.json")
+        wait_for_second_try(pair.storage)
+        wait_until(lambda: pair.storage.exists("step=2/rank=0.json"), "the leader does not write its part")
         late.answers.set()
         with pytest.raises(CheckpointWriteFailed, match="of try 1, and its leader is at try 2"):
             first.result(timeout=60)
@@ -655,22 +656,10 @@ def test_ranks_that_wait_when_their_save_is_cancelled_say_so_and_blame_nobody(pa
             put_marker(pair.storage, 2, replace(marker, save_id="older"))  # the follower waits for its own
 
 
-def wait_until_there(storage: Storage, name: str) -> None:
-    pause = threading.Event()
-    for _ in range(6000):
-        if storage.exists(name):
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"there is no {name}")
-
-
-def wait_for_marker(storage: Storage, wanted: Marker) -> None:
-    pause = threading.Event()
-    for _ in range(6000):
-        if try_read_marker(storage, 2) == wanted:
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"{try_read_marker(storage, 2)} is not {wanted}")
+def wait_for_second_try(storage: Storage) -> None:
+    """Until the leader has begun it."""
+    wanted = Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2)
+    wait_until_equal(lambda: try_read_marker(storage, 2), wanted)
 
 
 @pytest.mark.parametrize("older", ["", ', "attempt": "0b5"'], ids=["first", "with-random-names-of-tries"])

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +37,7 @@ from resiliency.checkpoint.wire import Done, Settings
 from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault
 from tests import agent_host
 from tests.checkpoint.test_checkpointer import Place, make_state
+from tests.waiting import wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
 #: Of a call, in these tests.
@@ -45,13 +46,6 @@ pytestmark = [
     pytest.mark.usefixtures("agents_at_once"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON.total_seconds()
-    while not holds():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 def complete(storage: Storage) -> list[int]:
@@ -131,7 +125,7 @@ def bench(root: Path, operation: int) -> Iterator[Bench]:
             TierName.PERSISTENT, lambda _, told: done.put(told), threading.Event(), lambda _: storage
         )
         opened.callback(worker.close, SOON)
-        opened.callback(wait_until, lambda: not worker.why_hung())
+        opened.callback(wait_until, lambda: not worker.why_hung(), "the storage hangs on")
         opened.callback(storage.answers.set)
         yield Bench(root, arena, capturer, storage, worker, done)
 
@@ -154,7 +148,7 @@ def test_a_save_whose_storage_hangs_at_any_operation_fails_by_name_and_keeps_onl
             made.save(1)
             made.save(2)
             assert made.storage.hangs.wait(60)
-            wait_until(made.worker.why_hung)
+            wait_until(made.worker.why_hung, "no hang is seen")
             made.worker.look_for_hang()
             made.worker.look_for_hang()  # says nothing twice
             first, second = made.report(), made.report()
@@ -170,7 +164,7 @@ def test_a_save_whose_storage_hangs_at_any_operation_fails_by_name_and_keeps_onl
                 threading.main_thread()
             ]
             made.storage.answers.set()
-            wait_until(lambda made=made: made.lent() == 0)
+            wait_until_equal(made.lent, 0)
             made.save(3)
             assert (made.report().error, made.lent()) == ("", 0)
             # What was given up is not shown, unless it was whole already.
@@ -186,7 +180,7 @@ def test_a_hang_while_nothing_is_saved_is_no_failed_save_but_leaves_out_those_th
         assert made.worker.try_put(CleanJob(settings=made.settings))
         assert made.storage.hangs.wait(60)
         made.save(8)
-        wait_until(made.worker.why_hung)
+        wait_until(made.worker.why_hung, "no hang is seen")
         made.worker.look_for_hang()
         report = made.report()
         assert (report.step, report.left_out) == (8, True)
@@ -226,7 +220,7 @@ def test_a_worker_with_a_full_queue_whose_storage_hangs_is_left_at_once(tmp_path
         while made.worker.try_put(CleanJob(settings=made.settings)):
             pass
         timeout = timedelta(seconds=2)
-        wait_until(lambda: made.worker.why_hung(Patience(longest=timeout)))
+        wait_until(lambda: made.worker.why_hung(Patience(longest=timeout)), "no hang is seen")
         began = time.monotonic()
         made.worker.close(timeout)
         assert time.monotonic() - began < timeout.total_seconds()
@@ -237,11 +231,11 @@ def test_who_loses_patience_gives_calls_that_are_old_by_then_as_long_as_others(t
         made.save_timeout = SOON
         made.save(1)
         assert made.storage.hangs.wait(60)
-        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE)))
+        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE)), "no hang is seen")
         told = time.monotonic() + SOON.total_seconds()
         assert not made.worker.why_hung(Patience(longest=PATIENCE, since=told))
         told = time.monotonic()
-        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE, since=told)))
+        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE, since=told)), "no hang is seen")
         assert time.monotonic() - told >= PATIENCE.total_seconds()
 
 
@@ -299,7 +293,7 @@ def test_training_goes_on_beside_hung_storage_says_what_was_not_saved_and_saves_
         slots = next(DEFAULT_ROOT.glob(f"resiliency-*{place.root.name}*/rank-0"))
         assert lent(slots) == states.count(SaveState.FAILED)  # the call that hangs reads there
         hang.end()
-        wait_until(lambda: lent(slots) == 0)
+        wait_until_equal(lambda: lent(slots), 0)
         assert checkpoints.save(7, make_state(7)).wait(SOON)
         assert 'checkpoint_hung_tiers{rank="0"} 0' in checkpoints.metrics_text()
         assert checkpoints.agent_pid == agent

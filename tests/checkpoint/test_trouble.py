@@ -35,8 +35,8 @@ from resiliency.testing import MemorySink
 from resiliency.testing.rank_pool import RankPool
 from tests import agent_host
 from tests.checkpoint import two_hosts
-from tests.checkpoint.settling import settled
 from tests.checkpoint.test_checkpointer import Place, make_state
+from tests.waiting import settled
 
 SOON = timedelta(seconds=60)
 pytestmark = [

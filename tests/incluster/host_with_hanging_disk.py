@@ -12,7 +12,8 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-from tests.incluster.peer_builders import Host, table_of, wait_until
+from tests.incluster.peer_builders import Host, table_of
+from tests.waiting import wait_until
 
 
 def hanging() -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import queue
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -136,11 +135,3 @@ def table_of(
         bytes_per_s=bytes_per_s,
         peers=tuple(peers),
     )
-
-
-def wait_until(ready: object, what: str, timeout: float = LONG_S) -> None:
-    """For what tells nobody when it happens, such as files."""
-    deadline = time.monotonic() + timeout
-    while not ready():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what
-        threading.Event().wait(0.02)

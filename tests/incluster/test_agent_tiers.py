@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import ResiliencyError
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
+from tests.waiting import wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
 
@@ -68,9 +69,8 @@ def save_steps(rank: int, root: str, steps: int) -> list[tuple[str, ...]]:
         assert f'copies_verified_total{{rank="{rank}"}} {steps}' in text
         assert f'last_complete_step{{rank="{rank}"}} {steps}' in text
         # What is retired goes a moment later.
-        pause = threading.Event()
-        while any(complete(path) != [steps] for path in roots(Path(root))[2 * rank : 2 * rank + 2]):
-            pause.wait(0.02)
+        for path in roots(Path(root))[2 * rank : 2 * rank + 2]:
+            wait_until_equal(partial(complete, path), [steps])
         dist.barrier()
     return hosts
 
@@ -99,9 +99,7 @@ def save_alone_then_together(rank: int, root: str, steps: int) -> tuple[list[int
         before = complete(own)
         dist.barrier()
         assert copied(checkpoints.save(steps, state_of(rank, steps)))
-        pause = threading.Event()
-        while complete(own) != [steps]:
-            pause.wait(0.02)
+        wait_until_equal(lambda: complete(own), [steps])
         dist.barrier()
     return before, handle.record.complete if rank == 0 else False
 
@@ -122,9 +120,7 @@ def lose_an_agent(rank: int, root: str, victim: int) -> list[tuple[str, ...]]:
         if rank == victim:
             pid = checkpoints.agent_pid
             os.kill(pid, signal.SIGKILL)
-            pause = threading.Event()
-            while checkpoints.agent_pid in (0, pid):
-                pause.wait(0.02)
+            wait_until(lambda: checkpoints.agent_pid not in (0, pid), "no other agent comes")
         dist.barrier()
         hosts.append(copied(checkpoints.save(2, state_of(rank, 2))))
         dist.barrier()
@@ -145,9 +141,7 @@ def restore_and_await_copies(rank: int, root: str, step: int) -> tuple[str, floa
     state = state_of(rank, 0)
     with open_at(Path(root), rank) as checkpoints:
         restored = checkpoints.restore(state)
-        pause = threading.Event()
-        while len(copies_of(Path(root), step)) < 4:
-            pause.wait(0.02)
+        wait_until(lambda: len(copies_of(Path(root), step)) >= 4, "copies are missing")
         dist.barrier()
     weights = state["weights"]
     assert isinstance(weights, torch.Tensor)
@@ -162,9 +156,7 @@ def restore_and_lose_the_agent(rank: int, root: str, step: int) -> int:
         restored = checkpoints.restore(state_of(rank, 0))
         if rank == 0:
             os.kill(pid, signal.SIGKILL)
-        pause = threading.Event()
-        while len(copies_of(Path(root), step)) < 4:
-            pause.wait(0.02)
+        wait_until(lambda: len(copies_of(Path(root), step)) >= 4, "copies are missing")
         dist.barrier()
     return restored.step
 

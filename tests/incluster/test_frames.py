@@ -7,7 +7,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -40,7 +39,8 @@ from resiliency.checkpoint.peers.replica_store import ReplicaStore
 from resiliency.checkpoint.peers.server import CONNECTIONS, Server
 from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.errors import CheckpointCorrupt, ConfigError, PeerError
-from tests.incluster.peer_builders import table_of, wait_until
+from tests.incluster.peer_builders import table_of
+from tests.waiting import wait_until
 
 SHORT = Patience(silence=timedelta(seconds=0.4))
 CALM = Patience(silence=timedelta(seconds=60))
@@ -291,13 +291,16 @@ def test_silent_and_babbling_strangers_do_not_keep_hosts_out(server: Server) -> 
     for number, stranger in enumerate(strangers):
         if number % 2:
             stranger.send(b"GET / HTTP/1.1\r\n" * 100)
-    deadline = time.monotonic() + 60
-    while True:  # all threads may be busy with strangers at first, each for as long as its patience
+
+    def is_let_in() -> bool:
         try:
             reach(server, table_of([A, B])).close()
-            break
         except PeerError:
-            assert time.monotonic() < deadline
+            return False
+        return True
+
+    # All threads may be busy with strangers at first, each for as long as its patience.
+    wait_until(is_let_in, "strangers keep hosts out")
     for stranger in strangers:
         stranger.close()
     wait_until(

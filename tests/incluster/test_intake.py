@@ -28,6 +28,7 @@ from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
 from tests.checkpoint.storage_builders import no_descriptor_left
 from tests.checkpoint.test_hung_storage import Hang
+from tests.waiting import wait_until
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -187,14 +188,16 @@ def test_a_step_that_was_left_out_as_storage_hung_is_rescued(desk: Desk, tiers: 
         if step == 1:
             assert desk.reports(1) == {(1, "local"): ""}
             hang = Hang(desk.root / "local", 2)
-    pause = Event()
-    while desk.intake.in_work:
-        pause.wait(0.01)
+
+    def are_all_reported() -> bool:
         desk.intake.look_for_hang()
         while not desk.done.empty():
             job, done = desk.done.get()
             desk.intake.finish(job, done)
             assert done.left_out or done.step == 2
+        return not desk.intake.in_work
+
+    wait_until(are_all_reported, "the hang is not seen")
     desk.intake.rescue(desk.ranks[0])
     if tiers == BOTH:
         assert desk.reports(1) == {(3, "persistent"): ""}
@@ -202,9 +205,12 @@ def test_a_step_that_was_left_out_as_storage_hung_is_rescued(desk: Desk, tiers: 
         return
     assert (desk.done.empty(), desk.intake.in_work) == (True, 0)  # nowhere to go for now
     hang.end()
-    while not desk.intake.in_work:
-        pause.wait(0.01)
+
+    def is_rescued() -> bool:
         desk.intake.rescue(desk.ranks[0])
+        return bool(desk.intake.in_work)
+
+    wait_until(is_rescued, "the storage answers, and nothing is rescued")
     assert desk.reports(1) == {(3, "local"): ""}
 
 
@@ -385,20 +391,13 @@ def test_a_refusal_of_the_first_try_that_still_waits_on_one_host_does_not_refuse
             save = replace(host.capture(rank, 2), try_number=2, patient=True)
             host.intake.save(host.ranks[0], save)
             assert host.reports(1) == {(2, "local"): ""}
-        wait_for_marker(storage, 2, MarkerState.WRITING)
+        wait_until(
+            lambda: (marker := try_read_marker(storage, 2)) and marker.state is MarkerState.WRITING,
+            "the leader has not begun",
+        )
         put_marker(storage, 1, Marker(state=MarkerState.FAILED, save_id=save_id_of("s", 1), reason="no more"))
         ((_, why), second) = outcomes(follower, 2)
         assert "no more" in why
         assert second == (2, "")
         assert outcomes(leader, 1) == [(2, "")]
         assert leader.complete("persistent") == [2]
-
-
-def wait_for_marker(storage: LocalStorage, step: int, state: MarkerState) -> None:
-    pause = Event()
-    for _ in range(6000):
-        marker = try_read_marker(storage, step)
-        if marker is not None and marker.state is state:
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"step {step}: the marker is {marker}")

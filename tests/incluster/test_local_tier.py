@@ -7,8 +7,7 @@ import errno
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,6 +45,7 @@ from resiliency.testing.processes import Command
 from resiliency.testing.storage import StorageTrouble, TroubledStorage
 from tests import agent_host
 from tests.incluster.peer_builders import commit_step
+from tests.waiting import wait_until_equal
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -62,16 +62,6 @@ def make_state(value: float, size: int = 1000) -> dict[str, object]:
 def complete(directory: Path) -> list[int]:
     found = list_checkpoints(LocalStorage(directory))
     return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Nothing tells of what another process deletes, so look."""
-    pause = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return True
-        pause.wait(0.02)
-    return False
 
 
 @dataclass
@@ -144,7 +134,7 @@ def test_a_killed_job_whose_memory_is_lost_too_goes_on_from_the_local_tier(place
         agent = int(first.wait_for_line(r"agent (\d+)", timeout=60)[1])
         first.wait_for_line("saved 5 committed", timeout=60)
         first.wait_for_line("parked 10", timeout=60)
-        assert eventually(lambda: complete(place.local) == [5, 10])
+        wait_until_equal(lambda: complete(place.local), [5, 10])
         first.signal(signal.SIGKILL)
         os.kill(agent, signal.SIGKILL)
         first.wait(timeout=60)
@@ -153,7 +143,7 @@ def test_a_killed_job_whose_memory_is_lost_too_goes_on_from_the_local_tier(place
     with Command(argv, env=env) as second:
         assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "10", "local"]
         assert second.wait(timeout=60) == 0
-    assert eventually(lambda: complete(place.local) == [15, 20])
+    wait_until_equal(lambda: complete(place.local), [15, 20])
 
 
 def test_one_capture_serves_both_tiers_that_are_due_and_the_others_get_what_is_theirs(place: Place) -> None:
@@ -228,7 +218,7 @@ def test_a_slow_persistent_tier_delays_no_local_save(place: Place) -> None:
         assert sorted(last.record.committed_in) == sorted(BOTH)
     assert complete(place.persistent) == [1, 9]
     # Older ones are deleted after the word that a newer one is complete.
-    assert eventually(lambda: complete(place.local) == [7, 9])
+    wait_until_equal(lambda: complete(place.local), [7, 9])
 
 
 @pytest.mark.usefixtures("own_agents")
@@ -390,7 +380,7 @@ def test_old_generations_go_when_a_newer_one_is_complete_and_so_many_stay_as_wer
     with place.open(alone=True, keep=1) as checkpoints:
         for step in range(1, 4):
             assert checkpoints.save(step, make_state(step)).wait_complete(SOON)
-        assert eventually(lambda: complete(place.local) == [3])
+        wait_until_equal(lambda: complete(place.local), [3])
 
 
 def test_copies_of_hosts_that_left_go_when_the_job_has_gone_on_with_one_host(place: Place) -> None:
@@ -400,7 +390,7 @@ def test_copies_of_hosts_that_left_go_when_the_job_has_gone_on_with_one_host(pla
     with place.open(alone=True, keep=2) as checkpoints:
         for step in (2, 3):
             assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
-        assert eventually(lambda: complete(place.local / "replicas" / "left") == [])
+        wait_until_equal(lambda: complete(place.local / "replicas" / "left"), [])
         assert complete(place.local) == [2, 3]
     assert complete(place.local / "replicas" / "stranger") == [1]
 
@@ -528,10 +518,10 @@ def test_saves_go_on_while_nothing_is_handed_over_and_the_disk_holds_so_many_of_
             assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
             # At most the bound, one that is being given up, and this one.
             assert len(complete(place.local)) <= 4
-        assert eventually(lambda: complete(place.local) == [5, 6, 7])
+        wait_until_equal(lambda: complete(place.local), [5, 6, 7])
         os.rename(place.local / "step=5", place.local / "5")  # handed over
         assert checkpoints.save(8, make_state(8)).wait_complete(SOON)
-        assert eventually(lambda: complete(place.local) == [6, 7, 8])
+        wait_until_equal(lambda: complete(place.local), [6, 7, 8])
 
 
 @pytest.mark.usefixtures("own_agents")
@@ -543,5 +533,5 @@ def test_what_a_killed_agent_knew_to_be_complete_on_a_single_host_waits_on(place
         psutil.Process(checkpoints.agent_pid).kill()
         for step in (3, 4, 5):
             assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
-        assert eventually(lambda: complete(place.local) == [2, 3, 4, 5])
+        wait_until_equal(lambda: complete(place.local), [2, 3, 4, 5])
         assert "step=1.given-up" in os.listdir(place.local)

@@ -18,7 +18,8 @@ from resiliency.checkpoint.replication import Replication
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.wire import Attach, Repair, RepairDone, Settings
 from tests.checkpoint.storage_builders import no_descriptor_left
-from tests.incluster.peer_builders import LONG_S, commit_step, save_name, table_of, tree, wait_until
+from tests.incluster.peer_builders import LONG_S, commit_step, save_name, table_of, tree
+from tests.waiting import wait_until
 
 SESSION = "now"
 
@@ -130,11 +131,10 @@ def test_the_end_of_a_repair_is_told_to_those_who_asked_and_not_to_the_ranks_of_
     hanging.parent.mkdir(parents=True)
     os.mkfifo(hanging)
     a.replication.repair(repair_of(7, tmp_path / "hanging"))
-    found: list[int] = []
-    wait_until(lambda: bool(found.extend(filter(None, [opened_for_writing(hanging)])) or found), "unread")
+    pipe = wait_until(lambda: opened_for_writing(hanging), "nobody reads what is to be sent")
     a.replication.begin_session(replace(a.attach, session="later"))
     hanging.unlink()
-    os.close(found[0])
+    os.close(pipe)
     asked_later = repair_of(8, a.disk)
     a.replication.repair(asked_later)
     (answer,) = a.answers(1)

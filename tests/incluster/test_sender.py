@@ -32,7 +32,8 @@ from resiliency.checkpoint.shard_file import CHUNK_BYTES
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, PeerError
 from resiliency.testing.storage import FaultKind, FaultyStorage, StorageFault
-from tests.incluster.peer_builders import QUICK, commit_step, save_name, table_of, tree, wait_until
+from tests.incluster.peer_builders import QUICK, commit_step, save_name, table_of, tree
+from tests.waiting import wait_until
 
 LARGE = 9 << 20  # three chunks, with the rest
 

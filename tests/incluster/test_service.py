@@ -49,8 +49,8 @@ from tests.incluster.peer_builders import (
     save_name,
     table_of,
     tree,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 Start = Callable[..., list[Host]]
 _E = TypeVar("_E")

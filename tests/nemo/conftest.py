@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import pytest
 
 from resiliency.events import EventType, RunEvent
 from resiliency.testing.processes import Command
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 #: Longest wait for one attempt (start, train, save) on a busy two-core machine, in seconds.
@@ -126,11 +125,13 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         """Until rank 0 has finished `step` steps."""
-        deadline = time.monotonic() + ATTEMPT_S
-        pause = threading.Event()
-        while not (self.directory / "job-events.jsonl").exists() or max(self.losses(), default=0) < step:
-            assert time.monotonic() < deadline, f"step {step} was not reached in {ATTEMPT_S} s"
-            pause.wait(0.1)
+        file = self.directory / "job-events.jsonl"
+        wait_until(
+            lambda: file.exists() and max(self.losses(), default=0) >= step,
+            f"step {step} is not reached",
+            timeout=ATTEMPT_S,
+            every=0.1,
+        )
 
     def restored_steps(self) -> list[int | None]:
         """What rank 0 started from, one entry per start; 0 is from scratch."""

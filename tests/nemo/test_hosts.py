@@ -10,8 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +21,7 @@ from resiliency.testing.processes import Command
 from tests.nemo import one_of_several_hosts
 from tests.nemo.conftest import ATTEMPT_S, ROOT, STEPS, TENSOR_PARALLEL, TWO_REPLICAS, Job, Layout, Losses
 from tests.nemo.test_checkpoint_process import restored_from
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
@@ -98,12 +97,8 @@ class Hosts:
             shutil.rmtree(self.directory / host / "memory")
 
     def _wait_for(self, root: Path, otherwise: str) -> None:
-        deadline = time.monotonic() + ATTEMPT_S
-        manifest = root / f"step={NEWEST}" / "manifest.json"
-        pause = threading.Event()
-        while not manifest.exists() or (root / marker_name(NEWEST)).exists():
-            assert time.monotonic() < deadline, otherwise
-            pause.wait(0.1)
+        manifest, marker = root / f"step={NEWEST}" / "manifest.json", root / marker_name(NEWEST)
+        wait_until(lambda: manifest.exists() and not marker.exists(), otherwise, timeout=ATTEMPT_S)
 
     def _start(self, host: str, rank: int, ranks: int, port: int, flags: Sequence[object]) -> Command:
         if host not in self._names:

@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -32,6 +31,7 @@ from resiliency.testing.processes import Command
 from resiliency.testing.replicator import start_replicator
 from resiliency.testing.storage import StorageTrouble, TroubledStorage
 from tests.checkpoint.storage_builders import no_descriptor_left, save, small_shard
+from tests.waiting import wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
 LOCAL = ("local",)
@@ -69,15 +69,7 @@ class Job:
         self.replicator.wait_for_line(f"kept {step}$", timeout=SOON.total_seconds())
 
     def wait_for_waiting(self, *steps: int) -> None:
-        wait_until(lambda: self.handing_over.waiting == list(steps))
-
-
-def wait_until(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON.total_seconds()
-    pause = threading.Event()
-    while not ready():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
+        wait_until_equal(lambda: self.handing_over.waiting, list(steps))
 
 
 @contextmanager
@@ -171,7 +163,7 @@ def test_a_step_that_is_being_read_is_handed_over_after_a_later_step(
         job.saved(1)
         with Lease(LocalStorage(tmp_path), 1):
             job.step_done()
-            wait_until(lambda: "step 1 is in use" in caplog.text)
+            wait_until(lambda: "step 1 is in use" in caplog.text, "nothing is said of its reader")
             assert job.handing_over.waiting == [1]
             assert (tmp_path / "step=1").is_dir()
         job.saved(2)
@@ -211,7 +203,10 @@ def test_the_end_of_a_training_does_not_wait_for_ever(
         assert "steps [5] were not handed over" in caplog.text
         volume.answer()
         job.wait_for_kept(5)
-        wait_until(lambda: not any(t.name == "resiliency-hand-over" for t in threading.enumerate()))
+        wait_until(
+            lambda: not any(t.name == "resiliency-hand-over" for t in threading.enumerate()),
+            "its thread goes on",
+        )
 
 
 def test_a_trainer_may_copy_it_with_its_plugins(tmp_path: Path) -> None:
@@ -284,7 +279,7 @@ def test_while_no_descriptor_is_left_steps_wait_and_then_go_in_order(
             job.saved(step)
         with no_descriptor_left():
             job.step_done()
-            wait_until(lambda: "step 1 could not be handed over for now" in caplog.text)
+            wait_until(lambda: "step 1 could not be handed over for now" in caplog.text, "it was not tried")
             assert job.handing_over.waiting == [1, 2]
         for step in (1, 2):
             job.wait_for_kept(step)
@@ -336,7 +331,7 @@ def test_what_does_not_pass_is_given_up_by_name_and_later_steps_have_one_try_unt
         # They are whole, nothing hides them, and the local tier may delete them.
         for step in (1, 2):
             assert inspect(LocalStorage(tmp_path), step).condition is Condition.COMPLETE
-            wait_until((tmp_path / f"step={step}.given-up").exists)
+            wait_until((tmp_path / f"step={step}.given-up").exists, f"step {step} is not given up")
     assert "step 1 was not handed over and is given up: nothing could be handed over for 0.2 s" in caplog.text
 
 
@@ -354,7 +349,7 @@ def test_when_the_replicator_has_failed_every_step_is_left_to_the_local_tier(tmp
         for step in (1, 2):
             job.saved(step)
             job.step_done()
-            wait_until((tmp_path / f"step={step}.given-up").exists)
+            wait_until((tmp_path / f"step={step}.given-up").exists, f"step {step} is not given up")
             assert (tmp_path / f"step={step}").is_dir()
         assert job.handing_over.given_up == [1, 2]
 
@@ -403,7 +398,8 @@ def test_a_replicator_that_takes_nothing_gets_no_more_until_it_does_and_then_the
         for step in range(1, 7):
             job.saved(step)
         job.step_done()
-        wait_until(lambda: "the replicator has taken nothing for 0.2 s: steps [1, 2]" in caplog.text)
+        told = "the replicator has taken nothing for 0.2 s: steps [1, 2]"
+        wait_until(lambda: told in caplog.text, "it is not missed")
         give_up(LocalStorage(tmp_path), 3)  # as the local tier does when too many wait
         job.wait_for_waiting(4, 5, 6)
         assert sorted(name for name in os.listdir(tmp_path) if name.isdecimal()) == ["1", "2"]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import textwrap
@@ -15,6 +14,7 @@ import pytest
 
 from resiliency.testing.leaks import open_descriptors
 from resiliency.testing.processes import MARKER_ENV, Command, is_alive
+from tests.waiting import wait_until
 
 
 def python(code: str, **options: object) -> Command:
@@ -111,9 +111,7 @@ def test_survivors_returns_as_soon_as_the_last_one_exits() -> None:
 
 def test_a_stopped_tree_is_killed_too() -> None:
     with python("import subprocess; subprocess.run(['sleep', '60'])") as cmd:
-        deadline = time.monotonic() + 10
-        while not (children := cmd.descendants()) and time.monotonic() < deadline:
-            os.sched_yield()
+        children = wait_until(cmd.descendants, "it starts no child")
         cmd.signal(signal.SIGSTOP)
         children[0].suspend()
     assert not is_alive(children[0])

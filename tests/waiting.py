@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for what tells nobody when it happens: files, and what other processes and threads do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+PATIENCE_S = 60.0
+#: How long something stays as it is before it counts as settled.
+_STILL_S = 0.5
+_T = TypeVar("_T")
+
+
+def wait_until(
+    look: Callable[[], _T | None], otherwise: str, *, timeout: float = PATIENCE_S, every: float = 0.02
+) -> _T:
+    """Look until something is true; returns what was seen.
+
+    Args:
+        otherwise: what is wrong if it never is.
+        timeout, every: in seconds.
+    Raises:
+        AssertionError: it was not within `timeout`.
+    """
+    deadline = time.monotonic() + timeout
+    while not (seen := look()):
+        assert time.monotonic() < deadline, f"{otherwise} after {timeout:g} s"
+        threading.Event().wait(every)
+    return seen
+
+
+def wait_until_equal(look: Callable[[], _T], wanted: _T, *, timeout: float = PATIENCE_S) -> None:
+    """Look until `wanted` is seen.
+
+    Raises:
+        AssertionError: it was not within `timeout` seconds; says what was seen instead.
+    """
+    deadline = time.monotonic() + timeout
+    while (seen := look()) != wanted:
+        assert time.monotonic() < deadline, f"expected {wanted}, found {seen} after {timeout:g} s"
+        threading.Event().wait(0.02)
+
+
+def settled(look: Callable[[], _T]) -> _T:
+    """What `look` sees once it has seen the same for half a second: of an agent that still tidies up, say.
+
+    Raises:
+        AssertionError: it never settles.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    seen, since = look(), time.monotonic()
+    while time.monotonic() - since < _STILL_S:
+        assert time.monotonic() < deadline, f"it never settles: {seen}"
+        threading.Event().wait(0.05)
+        now = look()
+        if now != seen:
+            seen, since = now, time.monotonic()
+    return seen
