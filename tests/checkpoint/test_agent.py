@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+from resiliency.checkpoint.agent import Agent
 from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
@@ -218,6 +219,28 @@ def test_a_goodbye_is_heard_of_a_rank_that_left_words_of_the_agent_unread(job: s
     assert "without goodbye" not in agent.output
 
 
+def test_a_goodbye_that_a_rank_left_behind_is_heard_when_a_report_does_not_reach_it(job: str) -> None:
+    """As when a save ends between a rank's goodbye and the agent's next look at what ranks say."""
+    grace = timedelta(seconds=20)
+    arena = job_directory(job)
+    agent = Agent(arena, listen(arena), grace=grace)
+    try:
+        rank = connect(arena)
+        assert rank is not None
+        rank.send(ALONE)
+        agent._accept()
+        (served,) = agent._members
+        assert agent._listen_to(served)
+        rank.send(Bye())
+        rank.close()
+        agent._tell(ALONE.session, DONE)
+        began = time.monotonic()
+        agent.run()
+        assert time.monotonic() - began < grace.total_seconds() / 2, "it waits for a rank that has left"
+    finally:
+        agent.close()
+
+
 def test_what_was_said_before_a_connection_was_reset_is_read_and_then_its_end(tmp_path: Path) -> None:
     listener = listen(tmp_path)
     channel = connect(tmp_path)
@@ -241,9 +264,7 @@ def connected(arena: Path) -> Channel:
 
 def attached(channel: Channel, settings: Settings | None = None) -> Channel:
     """As the only rank of a job."""
-    channel.send(
-        replace(ATTACH, rank=0, world_size=1, local_ranks=(0,), settings=settings or ATTACH.settings)
-    )
+    channel.send(replace(ALONE, settings=settings or ALONE.settings))
     hear(channel, Attached)
     return channel
 
@@ -411,6 +432,7 @@ SETTINGS = Settings(directory="/ckpt", keep=3, replicated=False, bytes_per_s=0, 
 ATTACH = Attach(
     rank=1, world_size=2, local_ranks=(0, 1), run_id="r", session="s", host="h", settings=SETTINGS
 )
+ALONE = replace(ATTACH, rank=0, world_size=1, local_ranks=(0,))
 DONE = Done(step=3, session="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
 SAVE = Save(step=3, slot="slot-0", tiers=("local", "persistent"), patient=True)
 COPIES = Copies(step=3, session="s", hosts=("a", "b"), complete=True)
