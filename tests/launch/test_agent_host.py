@@ -278,6 +278,8 @@ def test_without_its_host_an_agent_stays_with_its_ranks_and_the_next_attempt_sta
     os.kill(ready(command, 0), signal.SIGKILL)
     assert agent_of(command, attempt=1).ppid() == ready(command, 0, attempt=1)
     assert restored(command, 0, 1)[0] == "1"
+    # Its successor takes over when it gives up the address, the last thing that it does.
+    wait_for_exit([agent.pid], time.monotonic() + PATIENCE)
     assert not is_alive(agent)
     os.kill(ready(command, 0, 1), signal.SIGUSR2)
     assert command.wait(timeout=PATIENCE) == 0

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.events import EventType
+from resiliency.events import EventType, RunEvent
 from resiliency.testing.processes import Command
+from tests.waiting import wait_until
 
 from .conftest import PATIENCE, WORKER, Launch, events, free_port, ready
 
@@ -41,6 +42,15 @@ def rank_of(host: Command, attempt: int) -> int:
     return int(match[1])
 
 
+def starts(run_dir: Path, count: int) -> list[RunEvent]:
+    """The starts of one host's workers; a launcher tells of one when the workers may be ready already."""
+    wait_until(
+        lambda: len(events(run_dir, EventType.WORKERS_STARTED)) >= count,
+        f"fewer than {count} starts are told",
+    )
+    return events(run_dir, EventType.WORKERS_STARTED)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_ranks_stay_on_their_hosts_through_restarts_and_attempts_agree(
     launch: Launch, tmp_path: Path, fixed: bool
@@ -55,7 +65,7 @@ def test_ranks_stay_on_their_hosts_through_restarts_and_attempts_agree(
         os.kill(ready(victim, rank, attempt), signal.SIGKILL)
         assert [rank_of(host, attempt + 1) for host in hosts] == before
     for index in range(2):
-        started = events(tmp_path / f"run{index}", EventType.WORKERS_STARTED)
+        started = starts(tmp_path / f"run{index}", 3)
         # A host whose own workers were healthy counts the restarts of the other.
         assert [(event.attempt, event.fields["restarts"]) for event in started] == [(0, 0), (1, 1), (2, 2)]
         assert {event.node_rank for event in started} == {before[index]}
@@ -130,6 +140,6 @@ def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
     assert rank_of(first, 1) == 0
     newcomer = join(launch, tmp_path, port, 1, 60, "1:2")
     assert (rank_of(first, 2), rank_of(newcomer, 2)) == (0, 1)
-    started = events(tmp_path / "run0", EventType.WORKERS_STARTED)
+    started = starts(tmp_path / "run0", 3)
     assert [event.fields["hosts"] for event in started] == [2, 1, 2]
     assert {event.fields["restarts"] for event in started} == {0}  # such changes are no failures
