@@ -115,7 +115,13 @@ class Checkpointer:
         self._attach = membership.attach
         self._arena = membership.arena
         self._capturer = Capturer(self._arena, options.capture)
-        self._delivery = Delivery(membership.directory, self._attach, emit=self._emit, options=options.link)
+        self._delivery = Delivery(
+            membership.directory,
+            self._attach,
+            emit=self._emit,
+            options=options.link,
+            on_commit=self._schedule.add_commit,
+        )
         self._saver = Saver(
             self._capturer,
             self._delivery,

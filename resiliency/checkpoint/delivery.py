@@ -45,14 +45,22 @@ class Delivery:
     Args:
         arena: of the job.
         emit: reports events, from any thread.
+        on_commit: hears, from any thread, how long a save took from its capture until a tier had it.
         options: of the link to the agent.
     """
 
     def __init__(
-        self, arena: Path, attach: Attach, *, emit: Callable[..., None], options: LinkOptions
+        self,
+        arena: Path,
+        attach: Attach,
+        *,
+        emit: Callable[..., None],
+        options: LinkOptions,
+        on_commit: Callable[[TierName, float], None] = lambda tier, commit_s: None,
     ) -> None:
         self._attach = attach
         self._emit = emit
+        self._on_commit = on_commit
         self.log = SaveLog()
         #: Newest step that is whole in memory; -1: none.
         self.captured_step = -1
@@ -267,6 +275,8 @@ class Delivery:
             self._emit(EventType.SAVE_FAILED, step, cause=error, outcome=outcome, tier=tier)
         else:
             self._committed_step = max(self._committed_step, step)
+            if commit_s:  # 0: there was nothing left to do
+                self._on_commit(TierName(tier), queued_s + commit_s)
             # A local tier has the step when all hosts have it.
             if self._attach.rank == 0 and tier == TierName.PERSISTENT.value:
                 self._emit(EventType.CHECKPOINT_SAVED, step, tier=tier)

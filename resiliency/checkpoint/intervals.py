@@ -5,7 +5,8 @@ A short interval pays for many saves, a long one for the work since the last of 
 fails.  What a save costs is measured, not assumed: what it held training plus what it slowed the
 steps after it (`SaveRecord.held_s` and `excess_s`).  How often the job fails is for the user to say, per
 tier: the local tier is there for every failure that a restart heals, the persistent one only for those
-that take a host together with its copies.
+that take a host together with its copies.  Nor is it of use to save more often than a save takes to become
+durable: what comes in between would be skipped.
 """
 
 from __future__ import annotations
@@ -61,6 +62,17 @@ def young_daly(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
+def best_steps(cost_s: float, *, step_s: float, mtbf_s: float, commit_s: float = 0.0) -> int:
+    """Steps from one save to the next that lose least, at least 1 and no fewer than a save takes.
+
+    Args:
+        cost_s, mtbf_s: as for `young_daly`.
+        step_s: that one step takes.
+        commit_s: from the capture of a save until it is durable.
+    """
+    return max(1, round(young_daly(cost_s, mtbf_s) / step_s), math.ceil(commit_s / step_s))
+
+
 def expected_overhead(interval_s: float, cost_s: float, mtbf_s: float) -> float:
     """Part of the useful time that saving every `interval_s` and repeating lost work add to it.
 
@@ -89,7 +101,7 @@ def advise(
         costs_s: of saves so far, see `costs_of`.  Their median counts: the first save makes room for all.
         step_s: that one step takes without a save.
         mtbf_s: mean time between the failures that this tier is for, of the whole job.
-        commit_s: that one save needs until it is durable.  Shorter intervals would only skip saves.
+        commit_s: from the capture of a save until it is durable.  Shorter intervals would only skip saves.
         tier: its name, for the text.
     Raises:
         ConfigError: there is no cost yet, or a duration that cannot be.
@@ -104,7 +116,7 @@ def advise(
         raise ConfigError(f"a step takes more than 0 s, found {step_s}.", step_s=step_s)
     cost = statistics.median(costs)
     best_s = max(young_daly(cost, mtbf_s), commit_s)
-    steps = max(1, round(best_s / step_s))
+    steps = best_steps(cost, step_s=step_s, mtbf_s=mtbf_s, commit_s=commit_s)
     overhead = expected_overhead(steps * step_s, cost, mtbf_s)
     text = (
         f"{tier + ': ' if tier else ''}save every {steps} steps ({steps * step_s:.3g} s): a save costs "

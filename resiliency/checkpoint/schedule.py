@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a job saves into which tier: the policy, and what saves of this job have cost so far.
+"""When a job saves into which tier: the policy, and what saves of this job have cost and taken so far.
 
 Intervals in steps need no word between ranks.  Those in seconds, or by the rate of failures, are
 turned into steps by rank 0 at a few steps that all ranks know beforehand (`resiliency.checkpoint.tiers`).
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 from collections import deque
 from collections.abc import Collection, Mapping
 
@@ -24,7 +25,10 @@ _REMEMBERED = 32
 
 
 class Schedule:
-    """One per rank, used by the training thread."""
+    """One per rank, used by the training thread, but for `add_commit`.
+
+    What a rank measured is for its own `advice`; the intervals of all follow what rank 0 measured.
+    """
 
     def __init__(
         self, intervals: Mapping[TierName, Interval], agreement: Agreement, clock: Clock | None = None
@@ -32,6 +36,9 @@ class Schedule:
         self._policy = TierPolicy(intervals, clock)
         self._agreement = agreement
         self._costs: dict[TierName, deque[float]] = {}
+        self._lock = threading.Lock()
+        #: Guarded by the lock, as commits are reported while training goes on.
+        self._commits: dict[TierName, deque[float]] = {}
         self._agreed: Mapping[str, int] = {}
 
     def due(self, step: int) -> tuple[TierName, ...]:
@@ -52,16 +59,33 @@ class Schedule:
         for tier in tiers:
             self._costs.setdefault(tier, deque(maxlen=_REMEMBERED)).append(max(0.0, cost_s))
 
+    def add_commit(self, tier: TierName, commit_s: float) -> None:
+        """How long one save took from its capture until it was durable in `tier`.  Any thread may call it."""
+        with self._lock:
+            self._commits.setdefault(tier, deque(maxlen=_REMEMBERED)).append(commit_s)
+
     def advice(self, tier: TierName, *, step_s: float, mtbf_s: float) -> Advice:
         """The interval of `tier` that loses least; see `resiliency.checkpoint.intervals.advise`."""
-        return advise(self._costs.get(tier, ()), step_s=step_s, mtbf_s=mtbf_s, tier=tier.value)
+        return advise(
+            self._costs.get(tier, ()),
+            step_s=step_s,
+            mtbf_s=mtbf_s,
+            commit_s=self._median_commits().get(tier, 0.0),
+            tier=tier.value,
+        )
 
     def _agree(self, step: int) -> None:
         medians = {tier: statistics.median(costs) for tier, costs in self._costs.items()}
-        proposal = self._policy.propose(step, medians) if self._agreement.rank == 0 else {}
+        proposal = {}
+        if self._agreement.rank == 0:
+            proposal = self._policy.propose(step, medians, self._median_commits())
         agreed = self._agreement.gather(proposal)[0]
         self._policy.adopt(step, agreed)
         if agreed != self._agreed and self._agreement.rank == 0:
             text = ", ".join(f"{tier} tier every {steps}" for tier, steps in agreed.items())
             logger.info("intervals in steps from step %d on: %s", step, text)
         self._agreed = agreed
+
+    def _median_commits(self) -> dict[TierName, float]:
+        with self._lock:
+            return {tier: statistics.median(commits) for tier, commits in self._commits.items()}

@@ -9,7 +9,7 @@ the first.  A year of training has some twenty-five such steps; all others need 
 ranks, and the later ones correct what the first few steps, which are often slow, made rank 0 believe.
 
     if policy.agrees_at(step):
-        policy.adopt(step, broadcast_from_rank_0(policy.propose(step, costs)))
+        policy.adopt(step, broadcast_from_rank_0(policy.propose(step, costs, commits)))
     tiers = policy.due(step)
     if tiers:
         save(step, tiers)
@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from resiliency.checkpoint.intervals import young_daly
+from resiliency.checkpoint.intervals import best_steps
 from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import Clock, SystemClock
 
@@ -47,7 +47,7 @@ class Interval:
         steps: at every step that is a multiple of this, also after a restart.
         seconds: of wall time from one save to the next, rounded to whole steps.
         mtbf_s: as often as costs least, if the failures that the tier is for come this many seconds apart
-            on average (see `resiliency.checkpoint.intervals`).
+            on average, and no more often than storage can (see `resiliency.checkpoint.intervals`).
     """
 
     steps: int = 0
@@ -99,21 +99,32 @@ class TierPolicy:
             self._begin(step)
         return step >= self._agree_at
 
-    def propose(self, step: int, costs_s: Mapping[TierName, float] | None = None) -> dict[str, int]:
+    def propose(
+        self,
+        step: int,
+        costs_s: Mapping[TierName, float] | None = None,
+        commits_s: Mapping[TierName, float] | None = None,
+    ) -> dict[str, int]:
         """What rank 0 sends to all ranks: the interval in steps of each timed tier, by name.
 
         Args:
             costs_s: what a save into a tier costs training, as far as that is known by now.  A save whose
                 cost is not known counts as dear as a step, so that there is one to learn from.
+            commits_s: how long a save into a tier takes to become durable, as far as that is known.
         """
         since, then_s = self._measured_from
         step_s = max((self._clock.monotonic() - then_s) / max(1, step - since), 1e-9)
         proposal = {}
         for tier, interval in self._timed.items():
-            seconds = interval.seconds
             if interval.mtbf_s:
-                seconds = young_daly(max(0.0, (costs_s or {}).get(tier, step_s)), interval.mtbf_s)
-            proposal[tier.value] = max(1, round(seconds / step_s))
+                proposal[tier.value] = best_steps(
+                    max(0.0, (costs_s or {}).get(tier, step_s)),
+                    step_s=step_s,
+                    mtbf_s=interval.mtbf_s,
+                    commit_s=(commits_s or {}).get(tier, 0.0),
+                )
+            else:
+                proposal[tier.value] = max(1, round(interval.seconds / step_s))
         return proposal
 
     def adopt(self, step: int, proposal: Mapping[str, int]) -> None:

@@ -82,8 +82,8 @@ def test_a_save_that_costs_nothing_is_made_at_every_step() -> None:
 
 
 def test_storage_that_needs_longer_than_the_best_interval_sets_it() -> None:
-    advice = advise([0.5], step_s=1.0, mtbf_s=HOUR, commit_s=300.0)
-    assert advice.interval_steps == 300
+    advice = advise([0.5], step_s=1.0, mtbf_s=HOUR, commit_s=300.2)
+    assert advice.interval_steps == 301
     assert "storage needs 300 s for each" in advice.text
 
 

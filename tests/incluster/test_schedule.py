@@ -32,19 +32,25 @@ def train(schedule: Schedule, clock: ManualClock, steps: range, step_s: float) -
     return saved
 
 
-def save_by_a_clock_of_ones_own(rank: int) -> dict[int, tuple[str, ...]]:
-    clock = ManualClock()
+def save_by_a_clock_of_ones_own(rank: int) -> list[dict[int, tuple[str, ...]]]:
+    clock, step_s = ManualClock(), 10.0 / (1 + rank)
     intervals = {TierName.LOCAL: Interval(seconds=20), TierName.PERSISTENT: Interval(seconds=60)}
     schedule = Schedule(intervals, Agreement.of_process_group(), clock)
-    return train(schedule, clock, range(1, 16), step_s=10.0 / (1 + rank))
+    automatic = Schedule({TierName.LOCAL: Interval(mtbf_s=10_000)}, Agreement.of_process_group(), clock)
+    automatic.add_cost([TierName.LOCAL], 3.0 * rank)
+    automatic.add_commit(TierName.LOCAL, 35.0 + 100 * rank)
+    return [train(each, clock, range(1, 16), step_s) for each in (schedule, automatic)]
 
 
 def test_ranks_whose_clocks_differ_save_the_same_steps(rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(save_by_a_clock_of_ones_own, 2, timeout=60.0, operation_timeout=30.0).values
-    assert first == second
+    ranks = rank_pool.run(save_by_a_clock_of_ones_own, 2, timeout=60.0, operation_timeout=30.0).values
+    (first, first_automatic), second = ranks
+    assert second == [first, first_automatic]
     # Rank 0 steps every 10 s: 2 steps from one local save to the next, 6 between persistent ones.
     assert [step for step, tiers in first.items() if "persistent" in tiers] == [7, 13]
     assert list(first) == [3, 5, 7, 9, 11, 13, 15]
+    # Saves cost nothing, and take 35 s to commit as rank 0 measured it: 4 steps.
+    assert list(first_automatic) == [5, 9, 13]
 
 
 def test_the_interval_follows_what_saves_turn_out_to_cost() -> None:
@@ -59,6 +65,22 @@ def test_the_interval_follows_what_saves_turn_out_to_cost() -> None:
     advice = schedule.advice(TierName.LOCAL, step_s=1.0, mtbf_s=10_000)
     assert advice.interval_steps == 20
     assert "save every 20 steps" in advice.text
+
+
+def test_no_interval_is_shorter_than_a_save_needs_to_be_durable() -> None:
+    clock = ManualClock()
+    both = {TierName.LOCAL: Interval(mtbf_s=10_000), TierName.PERSISTENT: Interval(mtbf_s=10_000)}
+    schedule = Schedule(both, Agreement(0, 1), clock)
+    schedule.add_cost(both, 0.02)  # which alone makes 20 steps
+    for commit_s in (300.0, 50.2, 50.2):  # the first save makes room
+        schedule.add_commit(TierName.PERSISTENT, commit_s)
+    saves = train(schedule, clock, range(1, 110), step_s=1.0)
+    assert [step for step, tiers in saves.items() if "persistent" in tiers] == [52, 103]
+    assert [step for step, tiers in saves.items() if "local" in tiers] == [21, 41, 61, 81, 101]
+    advice = {tier: schedule.advice(tier, step_s=1.0, mtbf_s=10_000) for tier in both}
+    assert [advice[tier].interval_steps for tier in both] == [20, 51]
+    assert "storage needs 50.2 s for each" in advice[TierName.PERSISTENT].text
+    assert "storage" not in advice[TierName.LOCAL].text
 
 
 def opened(directory: Path, job: str, **arguments: object) -> Checkpointer:
