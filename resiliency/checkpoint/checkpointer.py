@@ -110,7 +110,7 @@ class Checkpointer:
         intervals = intervals_of(every_steps, every, settings, local)
         info = identified(info or RunInfo.from_env())
         self._agreement = Agreement(info.rank or 0, info.world_size)
-        self._schedule = Schedule(intervals, self._agreement)
+        self._schedule = Schedule(intervals, self._agreement, options.clock)
         membership = join(self._agreement, info, settings, options, group=group)
         self._attach = membership.attach
         self._arena = membership.arena

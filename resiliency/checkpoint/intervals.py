@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from resiliency.checkpoint.saves import SaveRecord, SaveState
@@ -119,10 +119,20 @@ def advise(
     steps = best_steps(cost, step_s=step_s, mtbf_s=mtbf_s, commit_s=commit_s)
     overhead = expected_overhead(steps * step_s, cost, mtbf_s)
     text = (
-        f"{tier + ': ' if tier else ''}save every {steps} steps ({steps * step_s:.3g} s): a save costs "
-        f"training {cost:.3g} s (median of {len(costs)}); with a failure every {mtbf_s / 3600:.3g} h, "
+        f"{tier + ': ' if tier else ''}save every {steps} steps ({short(steps * step_s)} s): "
+        f"{cost_text(costs)}; with a failure every {short(mtbf_s / 3600)} h, "
         f"saves and lost work add {overhead:.2%} to the time"
     )
     if commit_s > young_daly(cost, mtbf_s):
-        text += f"; more often would be better, but storage needs {commit_s:.3g} s for each"
+        text += f"; more often would be better, but storage needs {short(commit_s)} s for each"
     return Advice(interval_s=best_s, interval_steps=steps, cost_s=cost, expected_overhead=overhead, text=text)
+
+
+def cost_text(costs_s: Sequence[float]) -> str:
+    """What a save costs, for people."""
+    return f"a save costs training {short(statistics.median(costs_s))} s (median of {len(costs_s)})"
+
+
+def short(value: float) -> str:
+    """A number for people: three digits that count, and no exponent where it is large."""
+    return f"{value:.0f}" if 100 <= value < math.inf else f"{value:.3g}"

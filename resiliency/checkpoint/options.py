@@ -13,6 +13,7 @@ from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.tiers import Interval, TierName
 from resiliency.checkpoint.wire import Settings, check_settings
 from resiliency.errors import ConfigError
+from resiliency.runtime import Clock, SystemClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class CheckpointerOptions:
         allow: classes that a checkpoint may name when it is restored, see `resiliency.checkpoint.values`.
         format: who reads the checkpoints without this library: "dcp" (stock torch) or "megatron" (stock
             Megatron-core, for states that `resiliency.plugins.megatron_state` prepared).
+        clock: by which steps are timed, for intervals that are not in steps and for what saves cost.
     """
 
     overlap: bool = True
@@ -77,6 +79,7 @@ class CheckpointerOptions:
     arena_root: Path = DEFAULT_ROOT
     allow: tuple[type | str, ...] = ()
     format: str = "dcp"
+    clock: Clock = field(default_factory=SystemClock)
 
 
 def settings_of(

@@ -7,7 +7,6 @@ Used by the training thread alone.  What becomes of a capture is for `resiliency
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -59,7 +58,7 @@ class Saver:
         self._options = options
         self._emit = emit
         self._hooks: dict[int, Any] = {}
-        self._times = StepTimes(time.monotonic)
+        self._times = StepTimes(options.clock.monotonic)
         self._newest: SaveHandle | None = None
         #: How long training had been held when the newest save began.
         self._held_before_s = 0.0

@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 import os
+import statistics
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Interval, LocalTier, TierName
+from resiliency.checkpoint import (
+    Checkpointer,
+    CheckpointerOptions,
+    Interval,
+    LocalTier,
+    SaveHandle,
+    TierName,
+)
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.schedule import Schedule
@@ -18,6 +26,10 @@ from resiliency.errors import ConfigError
 from resiliency.runtime import RunInfo
 from resiliency.testing.clock import ManualClock
 from resiliency.testing.rank_pool import RankPool
+from tests import agent_host
+
+SOON = timedelta(seconds=60)
+DAY = 86_400.0
 
 
 def train(schedule: Schedule, clock: ManualClock, steps: range, step_s: float) -> dict[int, tuple[str, ...]]:
@@ -83,28 +95,71 @@ def test_no_interval_is_shorter_than_a_save_needs_to_be_durable() -> None:
     assert "storage" not in advice[TierName.LOCAL].text
 
 
-def opened(directory: Path, job: str, **arguments: object) -> Checkpointer:
+def opened(
+    directory: Path, job: str, *, clock: ManualClock | None = None, **arguments: object
+) -> Checkpointer:
+    link = LinkOptions(grace=timedelta(seconds=5))
     return Checkpointer(
         directory,
         info=RunInfo(job_name=job, host="here", rank=0),
-        options=CheckpointerOptions(link=LinkOptions(grace=timedelta(seconds=5))),
+        options=CheckpointerOptions(link=link, clock=clock or ManualClock()),
         **arguments,  # type: ignore[arg-type]
     )
 
 
+class Training:
+    """A loop whose steps take 100 s, and 101 s after a save."""
+
+    def __init__(self, root: Path, **arguments: object) -> None:
+        self._clock, self._state = ManualClock(), {"weights": torch.zeros(1000)}
+        self.saves: dict[int, SaveHandle] = {}
+        job = f"schedule-{os.getpid()}-{root.name}"
+        self.checkpoints = opened(root / "all", job, clock=self._clock, **arguments)
+
+    def run(self, steps: range) -> None:
+        """Go on, waiting for each save to end."""
+        for step in steps:
+            self._clock.advance(timedelta(seconds=101 if self.saves else 100))
+            if handle := self.checkpoints.step(step, self._state):
+                self.saves[step] = handle
+                assert handle.wait(SOON)
+
+
+@pytest.mark.usefixtures("agents_at_once")
 def test_a_checkpointer_saves_by_time_and_tells_what_interval_would_be_best(tmp_path: Path) -> None:
-    job, state = f"schedule-{os.getpid()}", {"weights": torch.zeros(1000)}
-    soon = Interval(seconds=1e-9)  # whatever a step takes, that is every step
-    with opened(
-        tmp_path / "all", job, every=soon, local=LocalTier(directory=tmp_path / "own")
-    ) as checkpoints:
+    training = Training(tmp_path, every=Interval(seconds=1000), local=LocalTier(directory=tmp_path / "own"))
+    with training.checkpoints as checkpoints:
         with pytest.raises(ConfigError, match="no save's cost is known yet"):
-            checkpoints.advice(TierName.PERSISTENT, mtbf_s=3600)
-        assert checkpoints.step(1, state) is None  # nothing is known of the time of a step
-        handle = checkpoints.step(2, state)
-        assert handle is not None
-        assert handle.record.tiers == ("persistent",)
-        assert handle.wait(timedelta(seconds=60))
+            checkpoints.advice(TierName.PERSISTENT, mtbf_s=DAY)
+        training.run(range(1, 26))
+        assert list(training.saves) == [11, 21]
+        records = [handle.record for handle in training.saves.values()]
+        assert {record.tiers for record in records} == {("persistent",)}
+        assert records[0].excess_s == pytest.approx(10.0, abs=0.5)  # less what it held, of real time
+        advice = checkpoints.advice(TierName.PERSISTENT, mtbf_s=DAY)
+        assert advice.cost_s == pytest.approx(10.0)
+        assert advice.text == (
+            "persistent: save every 13 steps (1300 s): a save costs training 10 s (median of 1); "
+            "with a failure every 24 h, saves and lost work add 1.54% to the time"
+        )
+        soonest = checkpoints.advice(TierName.PERSISTENT, mtbf_s=1e-6)
+        took_s = [record.queued_s + record.commit_s for record in records]
+        assert soonest.interval_s == pytest.approx(statistics.median(took_s))
+        assert "storage needs" in soonest.text
+        with pytest.raises(ConfigError, match="no save's cost is known yet"):
+            checkpoints.advice(TierName.LOCAL, mtbf_s=DAY)
+    agent_host.wait_for_end(tmp_path.name)
+
+
+@pytest.mark.usefixtures("agents_at_once")
+def test_a_checkpointer_saves_as_often_as_its_saves_turn_out_to_be_worth(tmp_path: Path) -> None:
+    training = Training(tmp_path, every=Interval(mtbf_s=5500))
+    with training.checkpoints:
+        training.run(range(1, 41))
+    # As dear as a step, for all that is known: sqrt(2 x 100 s x 5500 s) makes 10 steps.  They cost 10 s,
+    # which makes 3 steps; the first agreement that can know is that at step 33.
+    assert list(training.saves) == [11, 21, 31, 34, 37, 40]
+    agent_host.wait_for_end(tmp_path.name)
 
 
 @pytest.mark.parametrize(
