@@ -3,7 +3,7 @@
 
 A short interval pays for many saves, a long one for the work since the last of them when something
 fails.  What a save costs is measured, not assumed: what it held training plus what it slowed the
-steps after it (`SaveRecord.held_s` and `excess_s`).  How often the job fails is for the user to say, per
+steps after it (`resiliency.checkpoint.step_times`).  How often the job fails is for the user to say, per
 tier: the local tier is there for every failure that a restart heals, the persistent one only for those
 that take a host together with its copies.  Nor is it of use to save more often than a save takes to become
 durable: what comes in between would be skipped.
@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from resiliency.checkpoint.saves import SaveRecord, SaveState
 from resiliency.errors import ConfigError
 
 
@@ -83,22 +82,13 @@ def expected_overhead(interval_s: float, cost_s: float, mtbf_s: float) -> float:
     return mtbf_s * math.expm1(exponent) / interval_s - 1 if exponent < 700 else math.inf
 
 
-def costs_of(records: Iterable[SaveRecord]) -> list[float]:
-    """What each save cost training, in seconds, as far as that is known."""
-    return [
-        max(0.0, record.held_s + record.excess_s)
-        for record in records
-        if record.state is SaveState.COMMITTED and record.excess_s is not None
-    ]
-
-
 def advise(
     costs_s: Iterable[float], *, step_s: float, mtbf_s: float, commit_s: float = 0.0, tier: str = ""
 ) -> Advice:
     """What to set as the interval of one tier.
 
     Args:
-        costs_s: of saves so far, see `costs_of`.  Their median counts: the first save makes room for all.
+        costs_s: of saves so far.  Their median counts: the first save makes room for all.
         step_s: that one step takes without a save.
         mtbf_s: mean time between the failures that this tier is for, of the whole job.
         commit_s: from the capture of a save until it is durable.  Shorter intervals would only skip saves.
@@ -110,7 +100,8 @@ def advise(
     if not costs:
         raise ConfigError(
             "no save's cost is known yet, so no interval can be advised.",
-            hint="A cost is known ten steps after a save that was committed.",
+            hint="A cost is known ten steps after a save, or at the next one, if at least five steps went by"
+            " before the first.",
         )
     if not 0 < step_s < math.inf:
         raise ConfigError(f"a step takes more than 0 s, found {step_s}.", step_s=step_s)

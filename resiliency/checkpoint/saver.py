@@ -187,8 +187,10 @@ class Saver:
         if excess is not None and self._newest is not None and self._newest.step == excess.step:
             self._newest.update(excess_s=excess.excess_s)
             held_s = self._capturer.stats.held_s - self._held_before_s  # fences since then included
-            tiers = tuple(map(TierName, self._newest.record.tiers))
-            self._schedule.add_cost(tiers, held_s + excess.excess_s)
+            # One that was skipped cost next to nothing, which says nothing of those that are not.
+            if self._newest.state not in (SaveState.SKIPPED, SaveState.FAILED):
+                tiers = tuple(map(TierName, self._newest.record.tiers))
+                self._schedule.add_cost(tiers, held_s + excess.excess_s)
             self._delivery.log.add_excess(excess.excess_s)
             logger.debug("excess of the save of step %d: %+.3f s", excess.step, excess.excess_s)
 

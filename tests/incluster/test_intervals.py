@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resiliency.checkpoint.intervals import advise, costs_of, expected_overhead, young_daly
-from resiliency.checkpoint.saves import SaveRecord, SaveState
+from resiliency.checkpoint.intervals import advise, expected_overhead, young_daly
 from resiliency.errors import ConfigError
 
 HOUR = 3600.0
@@ -45,20 +44,6 @@ def test_overhead_of_an_interval_that_never_ends_before_a_failure_is_endless() -
 def test_durations_that_cannot_be_are_refused(cost_s: float, mtbf_s: float) -> None:
     with pytest.raises(ConfigError, match="found"):
         young_daly(cost_s, mtbf_s)
-
-
-def record(held_s: float, excess_s: float | None, state: SaveState = SaveState.COMMITTED) -> SaveRecord:
-    return SaveRecord(step=1, state=state, held_s=held_s, excess_s=excess_s)
-
-
-def test_a_save_costs_what_it_held_and_what_it_slowed() -> None:
-    records = [
-        record(0.1, 0.4),
-        record(0.1, None),  # not known yet
-        record(0.1, 0.9, SaveState.FAILED),
-        record(0.1, -0.2),  # steps were faster than usual, which no save does
-    ]
-    assert costs_of(records) == [0.5, 0.0]
 
 
 def test_the_first_save_with_its_allocations_does_not_set_the_interval() -> None:

@@ -17,6 +17,7 @@ from resiliency.checkpoint import (
     Interval,
     LocalTier,
     SaveHandle,
+    SaveState,
     TierName,
 )
 from resiliency.checkpoint.agent_link import LinkOptions
@@ -96,33 +97,35 @@ def test_no_interval_is_shorter_than_a_save_needs_to_be_durable() -> None:
 
 
 def opened(
-    directory: Path, job: str, *, clock: ManualClock | None = None, **arguments: object
+    directory: Path, job: str, *, clock: ManualClock | None = None, bytes_per_s: int = 0, **arguments: object
 ) -> Checkpointer:
     link = LinkOptions(grace=timedelta(seconds=5))
     return Checkpointer(
         directory,
         info=RunInfo(job_name=job, host="here", rank=0),
-        options=CheckpointerOptions(link=link, clock=clock or ManualClock()),
+        options=CheckpointerOptions(link=link, clock=clock or ManualClock(), bytes_per_s=bytes_per_s),
         **arguments,  # type: ignore[arg-type]
     )
 
 
 class Training:
-    """A loop whose steps take 100 s, and 101 s after a save."""
+    """A loop whose steps take 100 s, and 101 s after a save that was made."""
 
-    def __init__(self, root: Path, **arguments: object) -> None:
+    def __init__(self, root: Path, *, bytes_per_s: int = 0, **arguments: object) -> None:
         self._clock, self._state = ManualClock(), {"weights": torch.zeros(1000)}
         self.saves: dict[int, SaveHandle] = {}
         job = f"schedule-{os.getpid()}-{root.name}"
-        self.checkpoints = opened(root / "all", job, clock=self._clock, **arguments)
+        self.checkpoints = opened(root / "all", job, clock=self._clock, bytes_per_s=bytes_per_s, **arguments)
 
-    def run(self, steps: range) -> None:
-        """Go on, waiting for each save to end."""
+    def run(self, steps: range, *, wait: bool = True) -> None:
+        """Go on, waiting for each save to end unless told otherwise."""
         for step in steps:
-            self._clock.advance(timedelta(seconds=101 if self.saves else 100))
+            newest = list(self.saves.values())[-1:]
+            disturbed = any(save.state is not SaveState.SKIPPED for save in newest)
+            self._clock.advance(timedelta(seconds=101 if disturbed else 100))
             if handle := self.checkpoints.step(step, self._state):
                 self.saves[step] = handle
-                assert handle.wait(SOON)
+                assert not wait or handle.wait(SOON)
 
 
 @pytest.mark.usefixtures("agents_at_once")
@@ -159,6 +162,20 @@ def test_a_checkpointer_saves_as_often_as_its_saves_turn_out_to_be_worth(tmp_pat
     # As dear as a step, for all that is known: sqrt(2 x 100 s x 5500 s) makes 10 steps.  They cost 10 s,
     # which makes 3 steps; the first agreement that can know is that at step 33.
     assert list(training.saves) == [11, 21, 31, 34, 37, 40]
+    agent_host.wait_for_end(tmp_path.name)
+
+
+@pytest.mark.usefixtures("agents_at_once")
+def test_a_save_that_was_skipped_does_not_make_saves_look_cheap(tmp_path: Path) -> None:
+    training = Training(tmp_path, every_steps=10, bytes_per_s=1)
+    with training.checkpoints as checkpoints:
+        training.run(range(1, 20))  # the first is written at once, the next an hour later
+        training.run(range(20, 51), wait=False)
+        states = [handle.state for handle in training.saves.values()]
+        assert states[:4:3] == [SaveState.COMMITTED, SaveState.SKIPPED]
+        text = checkpoints.advice(TierName.PERSISTENT, mtbf_s=DAY).text
+        assert "a save costs training 10 s (median of 3)" in text
+        checkpoints.hurry()
     agent_host.wait_for_end(tmp_path.name)
 
 
