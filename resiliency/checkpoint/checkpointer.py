@@ -310,6 +310,9 @@ class Checkpointer:
     def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
         """How often to save into `tier`, from what saves of this job have cost training so far.
 
+        No more often than saves of this rank became durable there, or some would be skipped.  At the end
+        of a job rank 0 logs what saves have cost, with this advice where the interval has an `mtbf_s`.
+
         Args:
             mtbf_s: mean time between the failures of the job that this tier is for: a process or a host
                 for the local tier, the loss of several hosts at once for the persistent one.
@@ -340,6 +343,8 @@ class Checkpointer:
         if finished and not self.wait(self._options.close_timeout):
             logger.error("saves are still under way; the agent goes on with them")
         if finished:
+            if self.rank == 0:
+                self._saver.log_findings()
             left = self._end.time_left(otherwise=_LAST_COPIES) if self._end else _LAST_COPIES
             self._delivery.await_last_copies(min(left, _LAST_COPIES))
         self._capturer.close()

@@ -122,6 +122,11 @@ class Saver:
         """See `Checkpointer.advice`."""
         return self._schedule.advice(tier, step_s=self._times.undisturbed_s, mtbf_s=mtbf_s)
 
+    def log_findings(self) -> None:
+        """Say what saves of this job have cost; for one rank, at the end."""
+        for text in self._schedule.findings(step_s=self._times.undisturbed_s):
+            logger.info("from the saves of this run, %s", text)
+
     def close(self) -> None:
         """Leave the optimizers alone."""
         for hook in self._hooks.values():

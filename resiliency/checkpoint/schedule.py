@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.intervals import Advice, advise
+from resiliency.checkpoint.intervals import Advice, advise, cost_text, short
 from resiliency.checkpoint.tiers import Interval, TierName, TierPolicy
 from resiliency.runtime import Clock
 
@@ -34,6 +34,7 @@ class Schedule:
         self, intervals: Mapping[TierName, Interval], agreement: Agreement, clock: Clock | None = None
     ) -> None:
         self._policy = TierPolicy(intervals, clock)
+        self._mtbf_s = {tier: interval.mtbf_s for tier, interval in intervals.items() if interval.mtbf_s}
         self._agreement = agreement
         self._costs: dict[TierName, deque[float]] = {}
         self._lock = threading.Lock()
@@ -73,6 +74,23 @@ class Schedule:
             commit_s=self._median_commits().get(tier, 0.0),
             tier=tier.value,
         )
+
+    def findings(self, *, step_s: float) -> list[str]:
+        """What saves into each tier cost, for people, with advice where the rate of failures is known.
+
+        Args:
+            step_s: that one step takes without a save.
+        """
+        commits_s = self._median_commits()
+        texts = []
+        for tier, costs in self._costs.items():
+            mtbf_s = self._mtbf_s.get(tier)
+            if mtbf_s and step_s > 0:
+                texts.append(self.advice(tier, step_s=step_s, mtbf_s=mtbf_s).text)
+            else:
+                after = f", and is durable after {short(commits_s[tier])} s" if tier in commits_s else ""
+                texts.append(f"{tier.value}: {cost_text(costs)}{after}")
+        return texts
 
     def _agree(self, step: int) -> None:
         medians = {tier: statistics.median(costs) for tier, costs in self._costs.items()}

@@ -40,6 +40,7 @@ from nemo.lightning.ckpt_utils import ckpt_to_dir
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.capture import EAGER_BELOW_BYTES
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.intervals import Advice
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.saves import SaveHandle
 from resiliency.checkpoint.tiers import PRIORITY, TierName
@@ -264,6 +265,12 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             self._checkpointer.step(step, None)
             if self._handing_over is not None:
                 self._handing_over.step_done()
+
+    def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
+        """How often to save into `tier`, see `Checkpointer.advice`."""
+        if self._checkpointer is None:
+            raise ConfigError("no interval can be advised where no training runs.", hint="Ask in a callback.")
+        return self._checkpointer.advice(tier, mtbf_s=mtbf_s)
 
     def metrics_text(self) -> str:
         """Counters of this rank's saves in Prometheus' text format; empty before the start."""

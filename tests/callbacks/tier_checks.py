@@ -92,6 +92,37 @@ def one_copy_serves_all_tiers_that_are_due_and_the_last_step_goes_into_each(dire
 
 
 @check
+def what_saves_cost_is_told_in_a_callback_and_logged_at_the_end(directory: Path) -> None:
+    import logging
+
+    from lightning.pytorch.callbacks import Callback
+
+    from resiliency.checkpoint.tiers import TierName
+    from resiliency.plugins.persistent_ckpt_proc import process_of
+
+    class Asking(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 16:  # whose save told the cost of that of step 8
+                advised.append(process_of(trainer).advice(TierName.LOCAL, mtbf_s=3600).text)
+
+    advised: list[str] = []
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("resiliency.checkpoint.saver")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    run = TwoTiers(directory)
+    io = run.process(both=False)
+    run.train_with(io, 17, Asking(), run.tier(8, "local"))
+    log.removeHandler(handler)
+    assert [text.partition(" every ")[0] for text in advised] == ["local: save"]
+    assert [line.partition(" s (")[2].partition(",")[0] for line in lines] == ["median of 2)"]
+    text = refusal(lambda: io.advice(TierName.LOCAL, mtbf_s=3600))
+    assert "no interval can be advised where no training runs" in text
+
+
+@check
 def the_memory_for_saves_is_there_before_the_first_of_them(directory: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 

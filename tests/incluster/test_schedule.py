@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 from datetime import timedelta
@@ -129,7 +130,10 @@ class Training:
 
 
 @pytest.mark.usefixtures("agents_at_once")
-def test_a_checkpointer_saves_by_time_and_tells_what_interval_would_be_best(tmp_path: Path) -> None:
+def test_a_checkpointer_saves_by_time_and_tells_what_interval_would_be_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     training = Training(tmp_path, every=Interval(seconds=1000), local=LocalTier(directory=tmp_path / "own"))
     with training.checkpoints as checkpoints:
         with pytest.raises(ConfigError, match="no save's cost is known yet"):
@@ -151,17 +155,25 @@ def test_a_checkpointer_saves_by_time_and_tells_what_interval_would_be_best(tmp_
         assert "storage needs" in soonest.text
         with pytest.raises(ConfigError, match="no save's cost is known yet"):
             checkpoints.advice(TierName.LOCAL, mtbf_s=DAY)
+    assert (
+        "this run, persistent: a save costs training 10 s (median of 1), and is durable after" in caplog.text
+    )
     agent_host.wait_for_end(tmp_path.name)
 
 
 @pytest.mark.usefixtures("agents_at_once")
-def test_a_checkpointer_saves_as_often_as_its_saves_turn_out_to_be_worth(tmp_path: Path) -> None:
+def test_a_checkpointer_saves_as_often_as_its_saves_turn_out_to_be_worth(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     training = Training(tmp_path, every=Interval(mtbf_s=5500))
-    with training.checkpoints:
+    with training.checkpoints as checkpoints:
         training.run(range(1, 41))
+        advice = checkpoints.advice(TierName.PERSISTENT, mtbf_s=5500)
     # As dear as a step, for all that is known: sqrt(2 x 100 s x 5500 s) makes 10 steps.  They cost 10 s,
     # which makes 3 steps; the first agreement that can know is that at step 33.
     assert list(training.saves) == [11, 21, 31, 34, 37, 40]
+    assert caplog.text.count(f"from the saves of this run, {advice.text}") == 1
     agent_host.wait_for_end(tmp_path.name)
 
 
