@@ -49,12 +49,14 @@ _HELD_BY = {
 
 
 class ModelCheckpoint(NeMoModelCheckpoint):
-    """Saves every `interval_steps` steps, and once more when training ends.
+    """Saves at intervals, and once more when training ends.
 
     Args:
         dirpath: directory of this tier's checkpoints; the same path on every rank.  That of a local tier
             is written by a checkpoint process (`resiliency.plugins.in_cluster_local_ckpt`).
-        interval_steps: save when the number of finished steps is a multiple of this.
+        interval_steps: save when the number of finished steps is a multiple of this.  None: the checkpoint
+            process that writes the tier was given the interval, which may then be in seconds, or by the
+            rate of failures (`resiliency.checkpoint.tiers.Interval`).
         tier: where `dirpath` is.
         keep: number of newest complete checkpoints to keep; -1 keeps all.
         priority: when several of these callbacks are due at one step, only the one with the highest
@@ -63,7 +65,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             hosts.
         events: where saves are recorded; None records nothing.
     Raises:
-        ConfigError: an interval below 1, or a `keep` that would delete every checkpoint.
+        ConfigError: an interval below 1, or a `keep` that would delete every checkpoint; at the start, no
+            interval or two.
     """
 
     dirpath: Any
@@ -71,14 +74,14 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def __init__(
         self,
         dirpath: str | Path,
-        interval_steps: int,
+        interval_steps: int | None,
         *,
         tier: Tier = Tier.PERSISTENT,
         keep: int = -1,
         priority: int = 0,
         events: EventStream | None = None,
     ) -> None:
-        if interval_steps < 1:
+        if interval_steps is not None and interval_steps < 1:
             raise ConfigError(f"a checkpoint interval is at least 1 step, found {interval_steps}.")
         if keep == 0 or keep < -1:
             raise ConfigError(
@@ -90,7 +93,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             monitor=None,
             save_last=False,
             save_top_k=-1,
-            every_n_train_steps=interval_steps,
+            every_n_train_steps=interval_steps or 0,
             save_on_train_epoch_end=False,
             save_optim_on_train_end=True,
             always_save_context=False,
@@ -101,6 +104,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         self.priority = priority
         self.keep = keep
         self.interval_steps = interval_steps
+        #: The process that knows the interval.
+        self._paced_by: PersistentCheckpointProcessIO | None = None
         self._events = events
         #: That this training does.
         self._first_step = 1
@@ -117,6 +122,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
 
     def is_due(self, step: int) -> bool:
         """True when this tier saves after `step` finished steps."""
+        if self.interval_steps is None:
+            return self._paced_by is not None and self._paced_by.is_due(step, self.tier)
         return step % self.interval_steps == 0
 
     def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,6 +133,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         committing one; it deletes them itself, in order with its saves.
         """
         process = self._process(trainer)
+        self._check_interval(process)
         if process is None:
             if self.tier is Tier.LOCAL and trainer.num_nodes > 1:
                 raise ConfigError(
@@ -274,6 +282,16 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         """The checkpoint process, if it is the one that saves this tier."""
         process = process_of(trainer)
         return process if process is not None and self.tier in process.directories else None
+
+    def _check_interval(self, process: PersistentCheckpointProcessIO | None) -> None:
+        self._paced_by = process if process is not None and self.tier in process.paced else None
+        if (self.interval_steps is None) == (self._paced_by is None):
+            found = "none was" if self._paced_by is None else "both were"
+            raise ConfigError(
+                f"either ModelCheckpoint or the checkpoint process is given the interval of the"
+                f" {self.tier.value} tier, and {found}.",
+                hint="Give interval_steps here, or None here and `every` to the process or its LocalTier.",
+            )
 
     def _check_process(self, process: PersistentCheckpointProcessIO, trainer: Any) -> None:
         written = process.directories[self.tier]

@@ -246,6 +246,14 @@ class Checkpointer:
         due = self._schedule.due(step)
         return self.save(step, state, tiers=due) if due else None
 
+    def due(self, step: int) -> tuple[TierName, ...]:
+        """Like `step`, for programs that call `save` themselves: the tiers to save `step` to now.
+
+        The same on all ranks, and the most important first.
+        """
+        self._saver.tick()
+        return self._schedule.due(step)
+
     @property
     def stopping(self) -> bool:
         """Whether this rank knows that the job is told to end, for instance to leave out an evaluation.

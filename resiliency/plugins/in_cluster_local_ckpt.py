@@ -36,7 +36,7 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, Async
 
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.recovery.sources import Tier
-from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.tiers import Interval, TierName
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO
@@ -55,6 +55,7 @@ class InClusterLocalCheckpointIO(PersistentCheckpointProcessIO):
         checkpoint_io: what to capture, and how to load what the engine cannot.
         local: the local tier; its directory is of this job alone, and each host has its own.
         persistent_directory: of a persistent tier that the same process writes; None: it writes none.
+        every: interval of that tier; given here, its `ModelCheckpoint` has none.
         keep: newest complete persistent checkpoints that stay, -1: all.
         stand_ins: a rank whose shard is lost everywhere goes on from that of another rank of its replica
             group.
@@ -68,6 +69,7 @@ class InClusterLocalCheckpointIO(PersistentCheckpointProcessIO):
         local: LocalTier,
         *,
         persistent_directory: str | Path | None = None,
+        every: Interval | None = None,
         keep: int = -1,
         stand_ins: bool = False,
         handing_over: HandingOver | None = None,
@@ -87,6 +89,7 @@ class InClusterLocalCheckpointIO(PersistentCheckpointProcessIO):
             checkpoint_io,
             persistent_directory,
             local=local,
+            every=every,
             keep=keep,
             stand_ins=stand_ins,
             handing_over=handing_over,

@@ -41,9 +41,9 @@ from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.capture import EAGER_BELOW_BYTES
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.intervals import Advice
-from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTier, interval_of
 from resiliency.checkpoint.saves import SaveHandle
-from resiliency.checkpoint.tiers import PRIORITY, TierName
+from resiliency.checkpoint.tiers import PRIORITY, Interval, TierName
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType, JsonValue, RunEvent
 from resiliency.plugins.handing_over import HandingOver
@@ -71,7 +71,9 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             NeMo's own checkpoints.
         directory: of the persistent tier, where ``step=N`` go; all ranks see the same.  None: there is only a
             local tier.
-        local: the local tier; None: there is only a persistent one.
+        local: the local tier; None: there is only a persistent one.  With an interval, for instance
+            `every=Interval(mtbf_s=...)`, its `ModelCheckpoint` has none.
+        every: the same for the persistent tier.
         keep: newest complete persistent checkpoints that stay, -1: all.  The agent deletes, for it knows
             what is durable; leave `ModelCheckpoint.keep` at -1.
         stand_ins: a rank whose shard is lost everywhere goes on from the shard of another rank of its
@@ -91,6 +93,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         directory: str | Path | None,
         *,
         local: LocalTier | None = None,
+        every: Interval | None = None,
         keep: int = -1,
         stand_ins: bool = False,
         handing_over: HandingOver | None = None,
@@ -112,14 +115,17 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         }
         if not self.directories:
             raise ConfigError("a checkpoint process needs a directory, a local tier, or both.")
-        if local is not None and (local.every_steps or local.every is not None):
-            raise ConfigError(
-                "the local tier of a NeMo job was given an interval of its own.",
-                hint="ModelCheckpoint decides when to save: give the interval there.",
-            )
+        intervals = {TierName.PERSISTENT: interval_of(0, every)}
+        if local is not None:
+            intervals[TierName.LOCAL] = interval_of(local.every_steps, local.every)
+        #: Tiers whose interval was given here, and not to `ModelCheckpoint`.
+        self.paced = frozenset(tier for tier, interval in intervals.items() if interval != Interval())
+        if not self.paced <= self.directories.keys():
+            raise ConfigError("every is of the persistent tier, found without a directory for that.")
         #: What it can restore, and where the last load came from.
         self.restores = ProcessRestores(checkpoint_io, self.directories, self.open)
         self._local = local
+        self._every = every
         self._stand_ins = stand_ins
         self._handing_over = handing_over
         self._keep = sys.maxsize if keep == -1 else keep
@@ -131,6 +137,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         #: The newest step: who saves it to which tier.
         self._saved: dict[TierName, SaveHandle] = {}
         self._last_step = -1
+        self._due: tuple[TierName, ...] = ()
         self._overlaps = False
         self._tiers: tuple[TierName, ...] = ()
         self._looked_at: torch.nn.Module | None = None
@@ -259,12 +266,20 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             logger.error("saves are still under way after %s", LAST_SAVE_TIMEOUT)
 
     def step_done(self, step: int) -> None:
-        """Say that `step` optimizer steps are done: what a save costs the steps after it is measured."""
-        if self._checkpointer is not None and step != self._last_step:
+        """Say that `step` optimizer steps are done: what a save costs the steps after it is measured.
+
+        Collective at few steps, where intervals are not in steps.
+        """
+        checkpointer = self.open() if self.paced else self._checkpointer
+        if checkpointer is not None and step != self._last_step:
             self._last_step = step
-            self._checkpointer.step(step, None)
+            self._due = checkpointer.due(step)
             if self._handing_over is not None:
                 self._handing_over.step_done()
+
+    def is_due(self, step: int, tier: TierName) -> bool:
+        """Whether a tier with an interval here is to save `step`, which was the last that is done."""
+        return step == self._last_step and tier in self._due
 
     def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
         """How often to save into `tier`, see `Checkpointer.advice`."""
@@ -330,6 +345,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
                 self._handing_over.meet()
             self._checkpointer = Checkpointer(
                 self.directories.get(TierName.PERSISTENT),
+                every=self._every,
                 keep=self._keep,
                 optimizers=[self._before_step],
                 info=replace(info, rank=ranks.rank, world_size=ranks.world_size),

@@ -54,7 +54,7 @@ class Run:
         self.validated_at: list[int] = []
         self.fail_at: int | None = None
 
-    def tier(self, interval: int, name: str = "persistent", **options: Any) -> Any:
+    def tier(self, interval: int | None, name: str = "persistent", **options: Any) -> Any:
         from resiliency.callbacks.model_checkpoint import ModelCheckpoint, Tier
 
         return ModelCheckpoint(

@@ -27,7 +27,15 @@ def at_leisure() -> Any:
 class TwoTiers(Run):
     """A training whose checkpoint process writes a local tier, and a persistent one if asked for."""
 
-    def process(self, *, both: bool = True, memory: str = "memory", handing_over: Any = None) -> Any:
+    def process(
+        self,
+        *,
+        both: bool = True,
+        memory: str = "memory",
+        handing_over: Any = None,
+        every: Any = None,
+        every_local: Any = None,
+    ) -> Any:
         from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
         from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
         from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
@@ -44,8 +52,14 @@ class TwoTiers(Run):
         (self.directory / memory).mkdir(exist_ok=True)
         return InClusterLocalCheckpointIO(
             WholeState(),
-            LocalTier(directory=self.directory / "local", keep=10, replicas=int(handing_over is None)),
+            LocalTier(
+                directory=self.directory / "local",
+                every=every_local,
+                keep=10,
+                replicas=int(handing_over is None),
+            ),
             persistent_directory=self.directory / "persistent" if both else None,
+            every=every,
             handing_over=handing_over,
             events=self.events,
             options=CheckpointerOptions(arena_root=self.directory / memory),
@@ -69,14 +83,39 @@ class TwoTiers(Run):
 
 
 @check
-def an_interval_of_the_tier_itself_is_refused_where_the_callback_has_one(directory: Path) -> None:
-    from resiliency.checkpoint.options import LocalTier
-    from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
-    from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+def an_interval_is_given_to_the_callback_or_to_the_process_and_not_to_both_or_none(directory: Path) -> None:
+    from lightning.pytorch import Trainer
 
-    tier = LocalTier(directory=directory, every_steps=5)
-    text = refusal(lambda: InClusterLocalCheckpointIO(MinCkptOverheadCheckpointIO(), tier))
-    assert "was given an interval of its own" in text
+    from resiliency.checkpoint import Interval
+
+    run = TwoTiers(directory)
+
+    def start(interval_steps: int | None, **intervals: Any) -> None:
+        tier, io = run.tier(interval_steps, "local"), run.process(both=False, **intervals)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[tier], plugins=[io]
+        )
+        tier.setup(trainer, trainer.lightning_module, stage="fit")
+
+    seldom = Interval(mtbf_s=3600)
+    assert "the interval of the local tier, and both were" in refusal(lambda: start(5, every_local=seldom))
+    assert "the interval of the local tier, and none was" in refusal(lambda: start(None))
+    assert "found without a directory" in refusal(lambda: start(5, every=seldom))
+    start(5)
+    start(None, every_local=seldom)
+
+
+@check
+def an_interval_of_the_process_makes_its_tier_due_beside_one_in_steps(directory: Path) -> None:
+    from resiliency.checkpoint import Interval
+
+    run = TwoTiers(directory)
+    soon = Interval(seconds=1e-9)  # whatever a step takes, that is every step
+    run.train_with(run.process(every_local=soon), 9, run.tier(None, "local"), run.tier(4, priority=1))
+    # Nothing is known of the time of a step before the second.
+    assert sorted(set(run.saved("local"))) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert sorted(set(run.saved("persistent"))) == [4, 8, 9]
+    assert run.steps_of("save_started") == [4, 8, 9]
 
 
 @check
