@@ -20,7 +20,7 @@ up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +76,9 @@ class Checkpointer:
             by one of them.  What differs between ranks must then be no tensor: numbers, bytes, lists.
         group: ranks that name the same group say that each may go on from the state of any of them;
             empty: this rank's state is its own.
+        parallel_groups: labels of the groups of ranks that this rank computes with, and may fail together
+            with, such as ("tp:0", "pp:4"); a label names one group of the job.  Copies of the local tier go
+            to hosts that have no rank of them, if there are any.
         optimizers: that write the state without being part of it.
         info: identity of this rank; default: from the environment, as torchrun sets it, and the rank from
             the process group where it is not there.
@@ -96,6 +99,7 @@ class Checkpointer:
         local: LocalTier | None = None,
         replicated: bool = False,
         group: str = "",
+        parallel_groups: Sequence[str] = (),
         optimizers: Iterable[Any] = (),
         info: RunInfo | None = None,
         events: EventStream | None = None,
@@ -111,7 +115,9 @@ class Checkpointer:
         info = identified(info or RunInfo.from_env())
         self._agreement = Agreement(info.rank or 0, info.world_size)
         self._schedule = Schedule(intervals, self._agreement, options.clock)
-        membership = join(self._agreement, info, settings, options, group=group)
+        membership = join(
+            self._agreement, info, settings, options, group=group, parallel_groups=parallel_groups
+        )
         self._attach = membership.attach
         self._arena = membership.arena
         self._capturer = Capturer(self._arena, options.capture)

@@ -7,6 +7,7 @@ Collective, in this order, on all ranks: `join`, and once the agents are there, 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +43,27 @@ class Membership:
 
 
 def join(
-    agreement: Agreement, info: RunInfo, settings: Settings, options: CheckpointerOptions, *, group: str
+    agreement: Agreement,
+    info: RunInfo,
+    settings: Settings,
+    options: CheckpointerOptions,
+    *,
+    group: str,
+    parallel_groups: Sequence[str] = (),
 ) -> Membership:
     """Meet the other ranks, and open this one's shared memory; collective.
 
+    Args:
+        group: of ranks that may stand in for each other.
+        parallel_groups: that this rank is a member of.
     Raises:
-        ConfigError: ranks were given different tiers, there is no room in shared memory, or a living
-            process owns this rank.
+        ConfigError: `parallel_groups` is one text, ranks were given different tiers, there is no room in
+            shared memory, or a living process owns this rank.
         PeerError: another rank could not.
     """
-    meeting = meet(agreement, info, tiers=settings.tiers, group=group)
+    _check_labels(parallel_groups)
+    # Copies leave both kinds of groups: where a stand-in is, the same state is already.
+    meeting = meet(agreement, info, tiers=settings.tiers, groups={group, *parallel_groups})
     # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
     suffix = f"{zlib.crc32((settings.directory or settings.local_directory).encode()):08x}"
     directory = job_directory(f"{info.job_name}-{suffix}", options.arena_root)
@@ -67,6 +79,15 @@ def join(
     )
     arena = _open_arena(agreement, attach, directory, options, group)
     return Membership(meeting=meeting, attach=attach, directory=directory, arena=arena)
+
+
+def _check_labels(parallel_groups: Sequence[str]) -> None:
+    # Of a text alone each character would be a group, shared by nearly all, and no copy better placed.
+    if isinstance(parallel_groups, str):
+        raise ConfigError(
+            f"parallel_groups takes several labels, found the text {parallel_groups!r}.",
+            hint=f"Give ({parallel_groups!r},).",
+        )
 
 
 def _open_arena(

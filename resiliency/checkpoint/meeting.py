@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class _Member:
     session: str
     tiers: tuple[str, ...]
     token: str
-    group: str
+    groups: frozenset[str]
     domains: tuple[tuple[str, str], ...]
 
 
@@ -58,9 +59,11 @@ class Meeting:
         return hosts
 
 
-def meet(agreement: Agreement, info: RunInfo, *, tiers: tuple[str, ...], group: str) -> Meeting:
+def meet(agreement: Agreement, info: RunInfo, *, tiers: tuple[str, ...], groups: Collection[str]) -> Meeting:
     """Learn who is there; collective.
 
+    Args:
+        groups: of this rank, outside of which its host's copies belong; see `Peer.groups`.
     Raises:
         ConfigError: ranks were given different tiers; the same on all ranks.
     """
@@ -70,7 +73,7 @@ def meet(agreement: Agreement, info: RunInfo, *, tiers: tuple[str, ...], group: 
         session=uuid.uuid4().hex,
         tiers=tiers,
         token=secrets.token_hex(32) if first else "",
-        group=group,
+        groups=frozenset(groups) - {""},
         domains=info.domains,
     )
     meeting = Meeting(members=tuple(agreement.gather(me)))
@@ -116,7 +119,7 @@ def introduce_agents(
                 port=known[ranks[0]][1],
                 ranks=ranks,
                 domains=meeting.members[ranks[0]].domains,
-                groups=tuple(sorted({meeting.members[rank].group for rank in ranks} - {""})),
+                groups=tuple(sorted({group for rank in ranks for group in meeting.members[rank].groups})),
             )
             for host, ranks in hosts.items()
         ),

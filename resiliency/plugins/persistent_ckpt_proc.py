@@ -48,6 +48,7 @@ from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType, JsonValue, RunEvent
 from resiliency.plugins.handing_over import HandingOver
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+from resiliency.plugins.parallel_groups import parallel_groups
 from resiliency.plugins.prepared_state import saved_buffers
 from resiliency.plugins.process_restores import ProcessRestores
 from resiliency.plugins.replica_groups import replica_group
@@ -352,6 +353,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
                 events=None if self._events is None else _Ends(self._events),
                 local=self._local,
                 group=self._group(),
+                parallel_groups=parallel_groups(),
                 options=self._options,
             )
             if self._checkpointer.rank == 0:

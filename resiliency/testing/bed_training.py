@@ -57,6 +57,7 @@ class Training:
         keep: checkpoints that stay, per tier.
         shards: ranks are of one group, and hold the same, if their numbers are equal modulo this; 0: each
             rank has a state of its own.
+        row: so many ranks one after another are a parallel group; 0: there is none.
         size: numbers in the state of each rank that is its own.
         park: save this step, then wait to be killed.
         hold: before this step rank 0 waits until `HostBed.open_gate` is called.
@@ -73,6 +74,7 @@ class Training:
     keep: int = 2
     replicated: bool = False
     shards: int = 0
+    row: int = 0
     size: int = 1000
     park: int = 0
     hold: int = 0
@@ -177,6 +179,7 @@ def train(training: Training) -> None:
 
 
 def _checkpointer(training: Training, info: RunInfo) -> Checkpointer:
+    rank = info.rank or 0
     local = LocalTier(
         directory=os.environ[DISK_ENV],
         every_steps=training.every,
@@ -190,7 +193,8 @@ def _checkpointer(training: Training, info: RunInfo) -> Checkpointer:
         keep=training.keep,
         local=local,
         replicated=training.replicated,
-        group=f"shard {(info.rank or 0) % training.shards}" if training.shards else "",
+        group=f"shard {rank % training.shards}" if training.shards else "",
+        parallel_groups=(f"row {rank // training.row}",) if training.row else (),
         info=info,
         options=CheckpointerOptions(
             arena_root=Path(os.environ[MEMORY_ENV]),

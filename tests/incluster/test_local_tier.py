@@ -187,6 +187,8 @@ def test_a_tier_that_a_job_does_not_have_is_refused_by_name(place: Place) -> Non
         checkpoints.save(1, make_state(1), tiers=[TierName.PERSISTENT])
     with pytest.raises(ConfigError, match="nowhere to save to"):
         Checkpointer(None)
+    with pytest.raises(ConfigError, match=r"several labels, found the text 'tp:0'"):
+        Checkpointer(place.persistent, parallel_groups="tp:0")
     with pytest.raises(ConfigError, match="is of the persistent tier, found without a directory"):
         Checkpointer(None, every_steps=5, local=LocalTier(directory=place.local))
 

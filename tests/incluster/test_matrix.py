@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from resiliency.checkpoint.peers.table import PeerTable
 from resiliency.testing.bed_training import Training, expected_losses, train
 from resiliency.testing.host_bed import (
     BedJob,
@@ -173,6 +174,25 @@ def test_with_two_copies_each_two_hosts_may_be_lost_or_one_and_a_copy_be_bad(
         bed.add("h5")
         order[order.index(other)] = "h5"
     goes_on(bed, PARK, order=order, training=training)
+
+
+def test_copies_leave_the_hosts_of_the_owners_parallel_group_and_those_that_stand_in_for_it(
+    new_bed: Callable[..., HostBed],
+) -> None:
+    """Of three other hosts one has a rank of the same row and one the same state: the third is left."""
+    bed = new_bed(4)
+    park(bed, replace(WHOLE, park=2, row=2, shards=2))
+    tables = [PeerTable.read(path) for host in bed.alive for path in bed[host].memory.rglob("peers.json")]
+    groups = {"h0": (0, 0), "h1": (0, 1), "h2": (1, 0), "h3": (1, 1)}
+    expected = {host: (f"row {row}", f"shard {shard}") for host, (row, shard) in groups.items()}
+    assert [{peer.host: peer.groups for peer in table.peers} for table in tables] == [expected] * 4
+    assert bed.copies(2) == {"h0": ["h3"], "h1": ["h2"], "h2": ["h1"], "h3": ["h0"]}
+
+
+def test_a_parallel_group_of_all_hosts_keeps_no_copy_back(new_bed: Callable[..., HostBed]) -> None:
+    bed = new_bed(2)
+    park(bed, replace(WHOLE, park=2, row=2))
+    assert bed.copies(2) == {"h0": ["h1"], "h1": ["h0"]}
 
 
 def test_a_host_that_comes_back_after_the_others_went_on_brings_no_old_step(

@@ -113,6 +113,17 @@ def test_hosts_outside_the_owners_groups_come_before_its_fellows() -> None:
         assert int(host[1:]) // 4 != number // 4, owner
 
 
+def test_a_group_of_which_all_hosts_are_members_moves_no_copy() -> None:
+    peers = cluster(5)
+    assert copies([replace(each, groups=("all",)) for each in peers], 2) == copies(peers, 2)
+
+
+def test_of_hosts_in_the_owners_groups_those_that_share_fewest_come_first() -> None:
+    owner, stage = peer("owner", groups="tp"), peer("stage", groups="p")
+    shard, other = peer("shard", groups="tp"), peer("other", groups="q")
+    assert choose_targets("owner", [shard, owner, stage, other], 1) == ["other", "stage", "shard"]
+
+
 def test_another_rack_counts_more_than_another_group() -> None:
     owner = peer("owner", ("rack", "1"), groups="pqrs")
     fellow, neighbour = peer("fellow", ("rack", "2"), groups="pqrs"), peer("neighbour", ("rack", "1"))

@@ -5,9 +5,9 @@ Each pair of hosts has a score, drawn by a hash of their two names (rendezvous h
 copies go to the hosts with its highest scores.  So when a host comes or goes, the other hosts' copies
 stay where they are, but for few.  Scores come second, though.  First, a copy should not be lost with
 its owner: the fewer labels of failure domains (rack, power, block) a host shares with the owner and
-with the copies before it, the better; then, the fewer parallel groups it shares with them, as what
-breaks one rank of a group often breaks them all.  And no host keeps more than one copy above its
-share, since memory and disk of all hosts are alike.
+with the copies before it, the better; then, the fewer groups it shares with them (`Peer.groups`), as
+what breaks one rank of a parallel group often breaks them all.  And no host keeps more than one copy
+above its share, since memory and disk of all hosts are alike.
 
 Any number of hosts from two on will do, even or odd.
 """
@@ -41,7 +41,8 @@ class Peer:
         address: where its agent listens, on `port`.
         ranks: that run there.
         domains: what it may fail together with, as (label, value), such as ("rack", "r7").
-        groups: labels of the parallel groups that its ranks are members of.
+        groups: labels of the groups that its ranks are members of: parallel groups, whose ranks may fail
+            together, and groups of ranks that stand in for each other, which hold the same state.
     """
 
     host: str
