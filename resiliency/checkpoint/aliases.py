@@ -70,10 +70,11 @@ def stored_tensors(nodes: Sequence[TensorNode], leaves: Sequence[Leaf], *, repli
 def _member(position: int, node: TensorNode, leaf: Leaf) -> Member:
     raw = leaf.raw
     start = raw.data_ptr() if raw.numel() else 0
-    return Member(position, node, leaf, start, start + _span(raw))
+    return Member(position, node, leaf, start, start + span_bytes(raw))
 
 
-def _span(raw: torch.Tensor) -> int:
+def span_bytes(raw: torch.Tensor) -> int:
+    """Bytes from the first element of a strided tensor to behind its last one, gaps included."""
     if raw.numel() == 0:
         return 0
     last = sum((n - 1) * s for n, s in zip(raw.shape, raw.stride(), strict=True))

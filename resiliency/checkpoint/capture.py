@@ -8,8 +8,9 @@
 
 Between `begin` and `fence` the state must not be written.  What a forward writes all the same
 (running statistics, random generators, counters) is copied before `begin` returns: all small
-tensors, and those that `eager` selects.  A capture that was not fenced in time is dropped, never
-published with bytes of two steps.
+tensors, those that `eager` selects, and where `begin` is told which optimizers write the state, all
+that they do not own.  A capture that was not fenced in time is dropped, never published with bytes of
+two steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -29,6 +30,7 @@ import torch
 from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.copying import Copier, CopyRun, MemoryPiece, Piece, pieces
 from resiliency.checkpoint.cuda import DeviceCopier, Pair, PinnedMemory
+from resiliency.checkpoint.owned_memory import OwnedMemory, Owners
 from resiliency.checkpoint.slots import SlotFile
 from resiliency.checkpoint.state import Snapshot, StateWalker, stored_as
 from resiliency.checkpoint.table import StateLayout, TensorEntry
@@ -62,7 +64,7 @@ class CaptureOptions:
         when_full: SKIP counts and reports the save; WAIT holds training for up to `wait_timeout`, then
             skips.
         eager: entries to copy before `begin` returns, besides those below `eager_below_bytes`.
-        before_piece: called in a copy thread before each piece, see `Copier`.
+        before_piece: called in a copy thread before each piece that `begin` does not wait for, see `Copier`.
     """
 
     threads: int = 2
@@ -76,8 +78,11 @@ class CaptureOptions:
         if self.threads < 1:
             raise ConfigError(f"a capture needs at least 1 thread, found {self.threads}.")
 
+    def is_small(self, entry: TensorEntry) -> bool:
+        return entry.size_bytes < self.eager_below_bytes
+
     def is_eager(self, entry: TensorEntry) -> bool:
-        return entry.size_bytes < self.eager_below_bytes or bool(self.eager and self.eager(entry))
+        return self.is_small(entry) or bool(self.eager and self.eager(entry))
 
 
 @dataclass
@@ -126,6 +131,7 @@ class Capture:
         self._slot = slot
         self._keep = keep
         self._runs: list[_Run] = []
+        self._eager: _Run | None = None
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._fenced = False
@@ -142,19 +148,27 @@ class Capture:
         if self._fenced:
             return not self._late
         began = time.monotonic()
-        deadline = began + timeout.total_seconds()
-        for run in self._runs:
+        self._hold(self._runs, timeout)
+        self._fenced = True
+        self._owner._held(time.monotonic() - began)
+        return not self._late
+
+    def hold_for_eager(self) -> None:
+        """Hold the caller until what a forward may write is copied."""
+        if self._eager is not None:
+            self._hold([self._eager], FENCE_TIMEOUT)
+
+    def _hold(self, runs: Sequence[_Run], timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        for run in runs:
             left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
             try:
                 self._late |= not run.fence(left)
             except CheckpointError:  # the publisher reports it
                 self._late = True
-        self._fenced = True
         if self._late:
             for run in self._runs:
                 run.stop()
-        self._owner._held(time.monotonic() - began)
-        return not self._late
 
     def wait(self, timeout: timedelta) -> bool:
         """Block until the capture is published or dropped (see `outcome`); False at the timeout."""
@@ -204,6 +218,7 @@ class Capturer:
         self.stats = CaptureStats()
         self._options = options or CaptureOptions()
         self._walker = walker or StateWalker()
+        self._owners = Owners()
         self._copier = Copier(self._options.threads, before_piece=self._options.before_piece)
         self._devices: dict[torch.device, DeviceCopier] = {}
         self._areas: dict[SlotFile, _Area] = {}
@@ -215,11 +230,19 @@ class Capturer:
         self._publisher.start()
 
     def begin(
-        self, state: object, step: int, *, keep: bool = False, wait: timedelta | None = None
+        self,
+        state: object,
+        step: int,
+        *,
+        writers: Sequence[object] = (),
+        keep: bool = False,
+        wait: timedelta | None = None,
     ) -> Capture | None:
         """Start to capture `state`; None if no slot was free (counted in `stats.skipped`).
 
         Args:
+            writers: fence before they write the state.  If all are torch optimizers, only what they own
+                may still be under way when this returns; none, or others as well: all that is large.
             wait: for a slot, at most so long; None: as `CaptureOptions.when_full` says.
             keep: the slot is not captured into again until `Capture.release`: for a capture that a
                 writer is to persist.  Without it the next captures may overwrite it, the newest first
@@ -237,12 +260,13 @@ class Capturer:
             if slot is None:
                 return None
             try:
-                capture = self._start(slot, state, step, keep)
+                capture = self._start(slot, state, step, keep, writers)
             except BaseException:
                 self.arena.abandon(slot)
                 raise
             self._current = self._last = capture
             self._queue.put(capture)
+            capture.hold_for_eager()
             return capture
         finally:
             self._held(time.monotonic() - began)
@@ -312,7 +336,9 @@ class Capturer:
             )
         return slot
 
-    def _start(self, slot: SlotFile, state: object, step: int, keep: bool) -> Capture:
+    def _start(
+        self, slot: SlotFile, state: object, step: int, keep: bool, writers: Sequence[object]
+    ) -> Capture:
         snapshot = self._walker.snapshot(state)
         if self._layout is None or snapshot.layout.fingerprint != self._layout.fingerprint:
             self.stats.layouts += 1
@@ -326,7 +352,8 @@ class Capturer:
         self.arena.begin(slot, snapshot.layout, snapshot.values, step)
         capture = Capture(self, slot, snapshot, step, keep=keep)
         try:
-            self._copy(self._area(slot, snapshot), snapshot, capture._runs)
+            owned = self._owners.memory(writers, snapshot.addresses)
+            self._copy(self._area(slot, snapshot), snapshot, owned, capture)
         except BaseException:
             for run in capture._runs:
                 run.stop()
@@ -334,10 +361,10 @@ class Capturer:
             raise
         return capture
 
-    def _copy(self, area: _Area, snapshot: Snapshot, runs: list[_Run]) -> None:
-        plan = area.plan
-        if plan is None or plan.addresses is not snapshot.addresses:
-            plan = _Plan(area.targets, snapshot, self._options)
+    def _copy(self, area: _Area, snapshot: Snapshot, owned: OwnedMemory | None, capture: Capture) -> None:
+        plan, runs = area.plan, capture._runs
+        if plan is None or plan.addresses is not snapshot.addresses or plan.owned is not owned:
+            plan = _Plan(area.targets, snapshot, self._options, owned)
             # What refers to tensors would keep their memory from being freed until the next save.
             area.plan = plan if plan.reusable else None
         for piece in plan.now:  # before the threads start: they would compete for the interpreter
@@ -347,6 +374,9 @@ class Capturer:
             if copier is None:
                 copier = self._devices[device] = DeviceCopier(device)
             runs.append(copier.start(eager, rest, area.address))
+        if plan.first:
+            capture._eager = _HostRun(self._copier.start(plan.first, keep=snapshot.sources, paced=False))
+            runs.append(capture._eager)
         if plan.later:
             runs.append(_HostRun(self._copier.start(plan.later, keep=snapshot.sources)))
 
@@ -379,19 +409,30 @@ class _Plan:
     """All copies of one capture into one slot; holds while the sources stay where they are."""
 
     @torch.no_grad()
-    def __init__(self, targets: list[torch.Tensor], snapshot: Snapshot, options: CaptureOptions) -> None:
+    def __init__(
+        self,
+        targets: list[torch.Tensor],
+        snapshot: Snapshot,
+        options: CaptureOptions,
+        owned: OwnedMemory | None,
+    ) -> None:
         self.addresses = snapshot.addresses
+        self.owned = owned
+        #: By the calling thread: not worth a thread.
         self.now: list[Piece] = []
+        #: By the threads, while the caller waits.
+        self.first: list[Piece] = []
         self.later: list[Piece] = []
         self.devices: dict[torch.device, tuple[list[Pair], list[Pair]]] = {}
         for entry, target, source in zip(snapshot.layout.entries, targets, snapshot.sources, strict=True):
-            eager = options.is_eager(entry)
+            eager = options.is_eager(entry) or not (owned is None or owned.holds(source))
             if source.device.type == "cuda":
                 pairs = self.devices.setdefault(source.device, ([], []))
                 pairs[0 if eager else 1].append((target, source))
             else:
-                (self.now if eager else self.later).extend(pieces(target, source))
-        plain = all(isinstance(piece, MemoryPiece) for piece in (*self.now, *self.later))
+                held = self.now if options.is_small(entry) else self.first
+                (held if eager else self.later).extend(pieces(target, source))
+        plain = all(isinstance(piece, MemoryPiece) for piece in (*self.now, *self.first, *self.later))
         self.reusable = plain and not self.devices
 
 

@@ -79,7 +79,8 @@ class Checkpointer:
         parallel_groups: labels of the groups of ranks that this rank computes with, and may fail together
             with, such as ("tp:0", "pp:4"); a label names one group of the job.  Copies of the local tier go
             to hosts that have no rank of them, if there are any.
-        optimizers: that write the state without being part of it.
+        optimizers: that write the state without being part of it.  A torch optimizer vouches for its
+            parameters and its own state; any other object with `register_step_pre_hook` for everything.
         info: identity of this rank; default: from the environment, as torchrun sets it, and the rank from
             the process group where it is not there.
         events: where to report saves, for goodput.
@@ -295,8 +296,9 @@ class Checkpointer:
         or failed, and another not yet: so it is tried again by none of them without `wait`, and by all with
         it, whatever each knows.  What turns out to be committed then stays as it is.
 
-        The state may be changed by the optimizers that this object knows, and by nothing else before
-        they step (see `CheckpointerOptions.overlap` and `fence`).
+        What the optimizers that this object knows own, the parameters that they train and their state,
+        nothing else may change before they step (see `CheckpointerOptions.overlap` and `fence`).  The rest,
+        such as buffers that the next forward writes, is copied when this returns.
 
         Args:
             tiers: None means all that there are.

@@ -182,9 +182,14 @@ class Copier:
         self._before = before_piece
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="resiliency-copy")
 
-    def start(self, work: Sequence[Piece], *, keep: object) -> CopyRun:
-        """Begin to copy.  `keep` owns the memory of the pieces and is held until they are done."""
-        run = CopyRun(work, keep, self._before)
+    def start(self, work: Sequence[Piece], *, keep: object, paced: bool = True) -> CopyRun:
+        """Begin to copy.
+
+        Args:
+            keep: owns the memory of the pieces and is held until they are done.
+            paced: call `before_piece`; False for what somebody waits for.
+        """
+        run = CopyRun(work, keep, self._before if paced else None)
         run._start(self._pool, self._threads)
         return run
 

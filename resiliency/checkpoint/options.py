@@ -51,9 +51,9 @@ class CheckpointerOptions:
     """What most jobs leave as it is.
 
     Attributes:
-        overlap: copy while the next forward and backward run, and hold training only where an optimizer
-            is about to write.  Needs the optimizers: those in the state are found, others are passed to
-            `Checkpointer`.  Without any, or with False, a save returns when the copy is done.
+        overlap: copy what optimizers own while the next forward and backward run, and hold training only
+            where one is about to write.  Needs the optimizers: those in the state are found, others are
+            passed to `Checkpointer`.  Without any, or with False, a save returns when the copy is done.
         slots: captures that fit into memory, at least 2; 0: 2, or 3 with two tiers, so that one may write
             as slowly as it likes and leaves room for the other.
         capture: see `CaptureOptions`.

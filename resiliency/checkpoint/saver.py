@@ -33,7 +33,7 @@ class Saver:
     Args:
         tiers: that the job has.
         is_alone: what this rank knows of a save is what all ranks know.
-        optimizers: that write the state without being part of it.
+        optimizers: that write the state without being part of it, see `Checkpointer`.
         emit: reports events.
     """
 
@@ -57,7 +57,8 @@ class Saver:
         self._optimizers = list(optimizers)
         self._options = options
         self._emit = emit
-        self._hooks: dict[int, Any] = {}
+        #: The optimizers that fence, by identity, with the handles of their hooks.
+        self._hooks: dict[int, tuple[Any, Any]] = {}
         self._times = StepTimes(options.clock.monotonic)
         self._newest: SaveHandle | None = None
         #: How long training had been held when the newest save began.
@@ -94,12 +95,13 @@ class Saver:
         self._held_before_s = self._capturer.stats.held_s
         self._emit(EventType.SAVE_STARTED, step)
         try:
-            capture = self._capturer.begin(state, step, keep=True, wait=wait)
+            writers = self._fencing_writers(state)
+            capture = self._capturer.begin(state, step, writers=writers, keep=True, wait=wait)
         except ResiliencyError as error:  # the caller may go on without this save, and so must the others
             self._emit(EventType.SAVE_RELEASED, step)
             self._delivery.not_captured(handle, SaveState.FAILED, str(error), self._held_s)
             raise
-        if capture is not None and not self._fences(state):
+        if capture is not None and not writers:
             self._capturer.fence()
         self._emit(EventType.SAVE_RELEASED, step)
         if capture is None:
@@ -129,7 +131,7 @@ class Saver:
 
     def close(self) -> None:
         """Leave the optimizers alone."""
-        for hook in self._hooks.values():
+        for _, hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
@@ -179,14 +181,17 @@ class Saver:
         self._saved_in.update(dict.fromkeys(tiers, handle))
         return handle
 
-    def _fences(self, state: object) -> bool:
-        """Whether something will call the fence before the state changes."""
+    def _fencing_writers(self, state: object) -> list[Any]:
+        """What will call the fence before it writes the state; nothing: nobody will."""
         if not self._options.overlap:
-            return False
-        for optimizer in (*self._optimizers, *_optimizers_in(state)):
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = self._capturer.install_fence(optimizer)
-        return bool(self._hooks)
+            return []
+        writers = {id(each): each for each in (*self._optimizers, *_optimizers_in(state))}
+        for gone in self._hooks.keys() - writers.keys():
+            self._hooks.pop(gone)[1].remove()
+        for key, writer in writers.items():
+            if key not in self._hooks:
+                self._hooks[key] = writer, self._capturer.install_fence(writer)
+        return list(writers.values())
 
     def _note_excess(self, excess: Excess | None) -> None:
         if excess is not None and self._newest is not None and self._newest.step == excess.step:

@@ -239,13 +239,28 @@ def load_common(shard: Shard) -> dict[str, Any]:
     )
 
 
-def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers inside one of Megatron's, for `Checkpointer(optimizers=...)`: what writes the state."""
+class OptimizerStep:
+    """The step of the torch optimizer inside one of Megatron's.
+
+    Megatron then writes parameters that the inner one does not know: the low-precision ones of the model,
+    from their main copies.  So it is no torch optimizer here, which would vouch for its own memory only.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.register_step_pre_hook = inner.register_step_pre_hook
+
+
+def optimizer_steps(optimizer: Any) -> list[OptimizerStep]:
+    """What writes the state, for `Checkpointer(optimizers=...)`: all of it that is large.
+
+    A buffer of 64 KiB or more that a forward writes is not the optimizer's: name it with
+    `CaptureOptions.eager`.
+    """
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
-        return [inner for each in chained for inner in torch_optimizers(each)]
+        return [step for each in chained for step in optimizer_steps(each)]
     inner = getattr(optimizer, "optimizer", None)
-    return [] if inner is None else [inner]
+    return [] if inner is None else [OptimizerStep(inner)]
 
 
 class _Parts:

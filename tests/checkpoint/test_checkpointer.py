@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.arena import RankArena
+from resiliency.checkpoint.capture import CaptureOptions
 from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.dcp_storage import DcpStorageWriter
@@ -58,13 +59,20 @@ class Place:
         return self.root / "ckpt"
 
     def open(
-        self, *, events: EventStream | None = None, keep: int = 3, every_steps: int = 1, **options: object
+        self,
+        *,
+        events: EventStream | None = None,
+        keep: int = 3,
+        every_steps: int = 1,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        **options: object,
     ) -> Checkpointer:
         options.setdefault("link", LinkOptions(silence=timedelta(seconds=5), grace=timedelta(seconds=5)))
         return Checkpointer(
             self.directory,
             every_steps=every_steps,
             keep=keep,
+            optimizers=optimizers,
             info=RunInfo(job_name=self.job, host="here"),
             events=events,
             options=CheckpointerOptions(**options),  # type: ignore[arg-type]
@@ -304,6 +312,66 @@ def test_training_is_held_by_the_optimizer_it_knows_and_the_capture_is_of_one_st
         found = {"weights": torch.zeros(1 << 22)}
         dcp.load(found, checkpoint_id=place.directory / f"step={step}", no_dist=True)
         assert found["weights"].unique().tolist() == [float(step)]
+
+
+class Codebook(torch.nn.Module):
+    """A forward writes everything in it but the weight and bias of `norm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(40_000)
+        self.key = torch.nn.Parameter(torch.zeros(40_000), requires_grad=False)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        self.key.add_(1)
+        normed: torch.Tensor = self.norm(data)
+        return normed.square().mean()
+
+
+@pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")
+@pytest.mark.parametrize("dumped", [False, True], ids=["modules", "state-dicts"])
+def test_what_a_forward_writes_is_of_the_saved_step_while_the_optimizers_memory_is_still_copied(
+    place: Place, dumped: bool
+) -> None:
+    held, go_on = set[int](), threading.Event()
+    copying = threading.Event()
+
+    def hold(piece: int) -> None:
+        held.add(piece)
+        copying.set()
+        assert go_on.wait(SOON.total_seconds())
+
+    def build() -> tuple[Codebook, torch.optim.Optimizer]:
+        model = Codebook()
+        return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+
+    def state_of(model: Codebook, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+        if dumped:
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return {"model": model, "optimizer": optimizer}
+
+    model, optimizer = build()
+    model(torch.randn(4, 40_000)).backward()
+    optimizer.step()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with place.open(capture=CaptureOptions(before_piece=hold), optimizers=[optimizer]) as checkpoints:
+        handle = checkpoints.save(1, state_of(model, optimizer))
+        assert copying.wait(SOON.total_seconds())
+        loss = model(torch.randn(4, 40_000) + 5)
+        go_on.set()
+        loss.backward()
+        optimizer.step()
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED
+        later = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        restored, fresh = build()
+        restored(torch.zeros(4, 40_000)).backward()
+        fresh.step()
+        assert checkpoints.restore(state_of(restored, fresh)).step == 1
+    for name, tensor in restored.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+        assert not torch.equal(tensor, later[name]), name
+    assert held == {0, 1, 2, 3}  # weight and bias, and the momentum of each
 
 
 @pytest.mark.parametrize(

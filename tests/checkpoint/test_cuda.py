@@ -85,10 +85,11 @@ def test_a_capture_overlaps_and_never_mixes_two_steps(make: Make) -> None:
 
 def test_training_right_after_the_fence_does_not_change_the_captured_bits(make: Make) -> None:
     arena, capturer = make()
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1024)).cuda()
+    wide = 1 << 14  # so that the running statistics are no small tensors
+    model = nn.Sequential(nn.Linear(64, wide), nn.BatchNorm1d(wide), nn.Linear(wide, 64)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     hook = capturer.install_fence(optimizer)
-    data = torch.randn(64, 1024, device="cuda")
+    data = torch.randn(64, 64, device="cuda")
 
     def train_step() -> None:
         optimizer.zero_grad()
@@ -100,7 +101,7 @@ def test_training_right_after_the_fence_does_not_change_the_captured_bits(make: 
         expected = {name: bits(tensor.cpu()) for name, tensor in model.state_dict().items()}
         moments = [bits(s["exp_avg"].cpu()) for s in optimizer.state_dict()["state"].values()]
         torch.cuda._sleep(BUSY_CYCLES // 10)  # type: ignore[no-untyped-call]
-        capture = capturer.begin({"model": model, "optimizer": optimizer}, step)
+        capture = capturer.begin({"model": model, "optimizer": optimizer}, step, writers=[optimizer])
         train_step()
         assert capture is not None
         assert capture.wait(SOON)

@@ -234,11 +234,11 @@ def differing(left: list[Part], right: list[Part]) -> list[str]:
 def opened(job: Job, directory: Path, name: str) -> Iterator[tuple[Checkpointer, MegatronSaving]]:
     from megatron.core import parallel_state
 
-    from resiliency.plugins.megatron_state import MegatronSaving, torch_optimizers
+    from resiliency.plugins.megatron_state import MegatronSaving, optimizer_steps
 
     options = CheckpointerOptions(format="megatron", link=LinkOptions(grace=timedelta(seconds=5)))
     info = RunInfo(job_name=name, host="here", rank=job.rank, world_size=job.layout.ranks)
-    optimizers = torch_optimizers(job.optimizer)
+    optimizers = optimizer_steps(job.optimizer)
     with Checkpointer(directory, info=info, options=options, optimizers=optimizers) as checkpoints:
         yield checkpoints, MegatronSaving(parallelization_group=parallel_state.get_data_parallel_group())
 
