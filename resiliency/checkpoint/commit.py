@@ -17,8 +17,8 @@ make one without talking): files that a dead attempt left at the same step are n
 A save that failed may be tried again, under its id.  What stands then is the leader's word on the try
 before, and a follower may see it before the leader has cleared it; or a follower is late with its part of a
 try that the leader has left.  So all ranks number the tries alike; the leader's markers, and the votes and
-refusals of followers carry the number, and nobody heeds what is of an earlier try: a vote that lands late
-speaks of files that went with its own.
+refusals of followers carry the save's id and the number, and nobody heeds what is of another save or an
+earlier try: a vote that lands late speaks of files that went with its own.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SaveTicket:
     """What all ranks of one save agree on beforehand.
 
     Args:
-        save_id: the same on all ranks, and for all tries of one save.
+        save_id: the same on all ranks, and for all tries of one save; part of a file's name.
         try_number: from 1, the same on all ranks; a later try may begin while a rank is still at its part of
             the one before.
         ranks: ranks that must vote; on a local tier those of this host.
@@ -107,11 +107,12 @@ class SaveTicket:
 
     def __post_init__(self) -> None:
         outside = [rank for rank in self.ranks if not 0 <= rank < self.world_size]
-        if outside or not self.ranks or self.step < 0 or not self.save_id or self.try_number < 1:
+        is_name = self.save_id and "/" not in self.save_id
+        if outside or not self.ranks or self.step < 0 or not is_name or self.try_number < 1:
             raise CheckpointError(
-                f"a save needs a step >= 0, a save id, a try >= 1 and ranks in 0..{self.world_size - 1},"
-                f" found step {self.step}, save id {self.save_id!r}, try {self.try_number},"
-                f" ranks {sorted(self.ranks)}.",
+                f"a save needs a step >= 0, a save id without '/', a try >= 1 and ranks in"
+                f" 0..{self.world_size - 1}, found step {self.step}, save id {self.save_id!r},"
+                f" try {self.try_number}, ranks {sorted(self.ranks)}.",
                 step=self.step,
             )
 
@@ -481,7 +482,8 @@ class _Save(Generic[ShardT]):
         )
 
     def _refusal_name(self, rank: int) -> str:
-        return f"{self._directory}/rank={rank}.try={self._ticket.try_number}.failed"
+        ticket = self._ticket
+        return f"{self._directory}/rank={rank}.save={ticket.save_id}.try={ticket.try_number}.failed"
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
         """Look until `ready`; False when the deadline passed.

@@ -459,9 +459,11 @@ class Pair:
     storage: Storage
     pool: ThreadPoolExecutor
     try_number: int = 1
+    save_id: str = "attempt-0"
 
     def lead(self, format: LocalFormat) -> Committed:
-        return save(self.storage, format, [small_shard(2, world_size=2)], try_number=self.try_number)
+        shards = [small_shard(2, world_size=2)]
+        return save(self.storage, format, shards, try_number=self.try_number, save_id=self.save_id)
 
     def follow(
         self, format: LocalFormat, looked: Looked | None = None, *, try_number: int | None = None
@@ -470,7 +472,13 @@ class Pair:
         number = self.try_number if try_number is None else try_number
         try:
             shards = [small_shard(2, rank=1, world_size=2)]
-            return save(self.storage, format, shards, leads=False, try_number=number, cancel=looked)
+            return save(
+                *(self.storage, format, shards),
+                leads=False,
+                try_number=number,
+                save_id=self.save_id,
+                cancel=looked,
+            )
         finally:
             looked.now.set()
 
@@ -554,17 +562,22 @@ def test_a_follower_that_is_late_with_its_refusal_of_one_try_does_not_refuse_the
     assert not leader.result(timeout=60).kept
 
 
-def test_a_refusal_that_lands_in_the_next_try_concerns_its_own_alone(pair: Pair) -> None:
+@pytest.mark.parametrize(("save_id", "try_number"), [("attempt-0", 2), ("attempt-1", 1)], ids=["try", "save"])
+@pytest.mark.parametrize("older", ["", "rank=1.try=1.failed"], ids=["", "of-an-older-version"])
+def test_a_refusal_that_lands_in_the_next_try_or_save_concerns_its_own_alone(
+    pair: Pair, save_id: str, try_number: int, older: str
+) -> None:
     """Between a follower's last look and its write its leader may have begun anew."""
     open_save(pair.storage, 2, "attempt-0", 1)
     with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):
         pair.follow(Refusing())
     (refusal,) = pair.storage.list("step=2")
-    pair.try_number = 2
+    pair.save_id, pair.try_number = save_id, try_number
     leader = pair.pool.submit(pair.lead, LocalFormat())
-    wait_for_second_try(pair.storage)
+    writing = Marker(state=MarkerState.WRITING, save_id=save_id, try_number=try_number)
+    wait_until_equal(lambda: try_read_marker(pair.storage, 2), writing)
     pair.storage.make_dir("step=2")  # the leader makes it after its marker
-    write_file(pair.storage, f"step=2/{refusal}", b"late")
+    write_file(pair.storage, f"step=2/{older or refusal}", b"late")
     assert not pair.follow(LocalFormat()).kept
     assert not leader.result(timeout=60).kept
 
@@ -695,6 +708,7 @@ def test_a_cancelled_save_does_not_begin() -> None:
     [
         ({"step": -1}, "step -1"),
         ({"save_id": ""}, "save id ''"),
+        ({"save_id": "a/b"}, "save id 'a/b'"),
         ({"try_number": 0}, "try 0"),
         ({"ranks": [2]}, r"ranks \[2\]"),
     ],

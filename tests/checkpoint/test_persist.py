@@ -80,5 +80,5 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
     assert worker.try_put(RefuseJob(save=job, why="no space"))
     worker.close(timedelta(seconds=60))
     # A leader that is so late clears nothing any more.
-    refusals = ["rank=1.try=1.failed"] if rank else []
+    refusals = ["rank=1.save=s-2.try=1.failed"] if rank else []
     assert sorted(storage.list("step=2")) == ["of-somebody", *refusals]
