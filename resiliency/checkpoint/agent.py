@@ -6,7 +6,8 @@ save ended in each tier; the agent borrows the slots, commits, copies to other h
 the slots back.  It never touches a GPU and runs no training code.  What happens when somebody dies:
 
 * a rank dies: the newest step that all ranks of this host have whole in memory is committed,
-  also if its save was never requested; then the agent waits for the ranks to come back;
+  also if its save was never requested.  If a tier fails at that, or is found to hang, the other one gets it,
+  where this host is the whole job.  Then the agent waits for the ranks to come back;
 * all come back within the grace: they attach as a new session, with their captures still there;
 * nobody does: the agent leaves, and takes the captures along if they are all committed;
 * the agent dies: its locks vanish, its trainers notice, report the save as failed and start another;
@@ -104,6 +105,8 @@ class Agent:
         self._said_bye: set[int] = set()
         self._deserted_at = time.monotonic()
         self._has_to_rescue = False  # and could not, the last time it tried
+        #: Steps, each with a tier that it did not get into: of what failed since a rescue began.
+        self._gave_up: set[tuple[int, TierName]] = set()
         self._terminated = False
         self._leave_by: float | None = None  # once terminated: with ranks or without
         self._patience: Patience | None = None  # with calls of the storage, once terminated
@@ -122,7 +125,7 @@ class Agent:
                 self._intake.look_for_hang(self._patience)
                 self._replication.look_again()
                 if self._has_to_rescue:
-                    self._rescue()
+                    self._try_rescue()
         logger.info("nothing left to do: the agent leaves")
 
     def install_signals(self) -> None:
@@ -262,6 +265,7 @@ class Agent:
             if member is not None:
                 self._drop(other)  # of a session that is over
         self._said_bye.clear()
+        self._gave_up.clear()
         if not self._terminated:
             self._hurry.clear()
         self._intake.begin_session(attach)
@@ -313,6 +317,7 @@ class Agent:
     # --- saves -----------------------------------------------------------------------------------
 
     def _report(self) -> None:
+        is_refused = False
         while True:
             try:
                 job, done = self._results.get_nowait()
@@ -321,9 +326,13 @@ class Agent:
             self._intake.finish(job, done)
             self._tell(job.session, done)
             last = self._last
-            if last is None or done.error or job.session != last.session:
+            if last is None or job.session != last.session:
                 continue
-            if job.tier is TierName.LOCAL:
+            if done.error:
+                if self._is_bereft(last):
+                    is_refused = True
+                    self._gave_up.add((job.step, job.tier))
+            elif job.tier is TierName.LOCAL:
                 self._replication.committed(job.step)
             else:
                 self._intake.free_others(last, job.tier, job.step)
@@ -339,12 +348,25 @@ class Agent:
             self._intake.retire(retire)
             if self._last is not None:
                 self._intake.free_others(self._last, TierName.LOCAL, max(retire.complete))
+        if is_refused:
+            self._try_rescue()
+
+    def _is_bereft(self, last: Attach) -> bool:
+        """Whether memory may hold all that is left: ranks are gone without goodbye, or all are to go."""
+        there = {member.rank for member in self._members.values() if member is not None}
+        return self._terminated or not (there | self._said_bye).issuperset(last.local_ranks)
 
     def _rescue(self) -> None:
+        """Begin to bring to safety what ranks left in memory."""
+        self._gave_up.clear()
+        self._try_rescue()
+
+    def _try_rescue(self) -> None:
+        """Go on with that.  Each tier gets a step once, so this comes to an end."""
         if self._last is None:
             return
         try:
-            self._intake.rescue(self._last)
+            self._intake.rescue(self._last, self._gave_up)
         except OSError as error:  # no descriptor is left, for instance
             if not self._has_to_rescue:
                 logger.error("what ranks left in memory cannot be read for now: %s", error)

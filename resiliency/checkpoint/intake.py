@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -88,6 +88,8 @@ class Intake:
         self.in_work = 0
         #: The last saves that were handed to a worker, and how they ended if they have.
         self._handled: dict[JobKey, Done | None] = {}
+        #: Session and step of the last rescue that was said to have come to nothing.
+        self._in_vain: tuple[str, int] | None = None
 
     def begin_session(self, attach: Attach) -> None:
         """Another start of the job: what was gathered for the one before is over."""
@@ -168,20 +170,21 @@ class Intake:
             self._gathering_of(member, tried).missing[member.rank] = skip.reason
             self._submit(member, tried)
 
-    def rescue(self, last: Attach) -> None:
-        """Commit the newest step that every rank of this host has whole in memory, where it is quickest."""
-        tier = self._quickest_tier(last)
-        if tier is None:
-            logger.error("what ranks left in memory is not committed: the storage for it does not answer")
-            return
+    def rescue(self, last: Attach, without: Collection[tuple[int, TierName]] = ()) -> None:
+        """Commit the newest step that every rank of this host has whole in memory, where it is quickest.
+
+        Args:
+            without: steps, each with a tier that is not to get it.
+        """
         steps = [
             {h.step for _, h in peek(self._arena, rank) if h.run_id == last.session}
             for rank in last.local_ranks
         ]
         for step in sorted(set.intersection(*steps), reverse=True)[:1]:
-            handled = [tried for session, tried in self._handled if session == last.session]
-            number = _newest_try(self._gathering, step, tier) or 1
-            if _newest_try(handled, step, tier) >= number or self._is_committed(last.session, step):
+            if self._is_committed(last.session, step):
+                return
+            tier = self._tier_for(last, step, without)
+            if tier is None:
                 return
             for wanted in TierName:
                 # Where some ranks have already sent it, it goes as well.
@@ -189,15 +192,38 @@ class Intake:
                 if number:
                     self._rescue_into(last, TierTry(step, number, wanted.value))
 
-    def _quickest_tier(self, last: Attach) -> TierName | None:
-        """The first that does not hang.
+    def _tier_for(
+        self, last: Attach, step: int, without: Collection[tuple[int, TierName]]
+    ) -> TierName | None:
+        """The first that has not failed at a step and does not hang; None as well while one is still at it.
 
         Where other hosts have parts too they take the first, and in another nobody would wait for this one's.
         """
         tiers = [TierName(name) for name in last.settings.tiers]
         if not last.is_alone:
             del tiers[1:]
-        return next((tier for tier in tiers if not self._workers[tier].why_hung()), None)
+        for tier in tiers:
+            handled = [tried for session, tried in self._handled if session == last.session]
+            newest = _newest_try(handled, step, tier)
+            if newest >= (_newest_try(self._gathering, step, tier) or 1):
+                if self._handled[last.session, TierTry(step, newest, tier.value)] is None:
+                    return None  # how it ends is reported
+            elif (step, tier) not in without and not self._workers[tier].why_hung():
+                if tier is not tiers[0]:
+                    logger.warning(
+                        "step %d, which its ranks left in memory, goes to the %s tier: the %s tier failed, or"
+                        " does not answer",
+                        *(step, tier.value, tiers[0].value),
+                    )
+                return tier
+        if self._in_vain != (last.session, step):
+            self._in_vain = last.session, step
+            logger.error(
+                "step %d, which its ranks left in memory, is not committed: storage of the %s tier failed, or"
+                " does not answer",
+                *(step, " and the ".join(tier.value for tier in tiers)),
+            )
+        return None
 
     def _rescue_into(self, last: Attach, tried: TierTry) -> None:
         step = tried.step

@@ -45,6 +45,7 @@ from resiliency.checkpoint.wire import (
 from resiliency.errors import ConfigError, PeerError
 from resiliency.testing.processes import Command
 from tests.checkpoint.storage_builders import no_descriptor_left
+from tests.checkpoint.test_hung_storage import Hang
 from tests.waiting import wait_until, wait_until_equal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -307,6 +308,36 @@ def test_what_a_rank_left_is_committed_once_the_agent_has_descriptors_for_it(
         wait_until_equal(lambda: complete(tmp_path), [1])
         agent.signal(signal.SIGTERM)
         assert agent.wait(timeout=60) == 0
+    capturer.close()
+    slots.close(remove=True)
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+def test_what_a_rank_left_goes_to_the_other_tier_once_the_first_is_found_not_to_take_it(
+    tmp_path: Path, job: str, trouble: str
+) -> None:
+    arena = job_directory(job)
+    local, persistent = tmp_path / "local", tmp_path / "persistent"
+    if trouble == "hangs":
+        local.mkdir()
+        hang = Hang(local, 7)  # the tidying at the start does not return, and the rescue waits behind it
+    else:
+        local.write_text("in the way")
+    settings = replace(
+        ATTACH.settings, directory=str(persistent), local_directory=str(local), save_timeout_s=5.0
+    )
+    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
+    slots, capturer, _ = captured(arena)
+    with Command(argv, env={"TMPDIR": str(tmp_path)}) as agent:
+        rank = attached(wait_until(lambda: connect(arena)), settings)
+        rank.close()  # without goodbye
+        wait_until(lambda: complete(persistent) == [1], "nothing is committed")
+        if trouble == "hangs":
+            hang.end()  # else its agent would wait for it before it leaves
+        agent.signal(signal.SIGTERM)
+        assert agent.wait(timeout=60) == 0
+    (log,) = tmp_path.glob("*-agent.log")  # it has no rank whose output it could share
+    assert re.search("step 1, .* goes to the persistent tier: the local tier failed, or", log.read_text())
     capturer.close()
     slots.close(remove=True)
 

@@ -25,6 +25,7 @@ from resiliency.checkpoint.jobs import SaveJob
 from resiliency.checkpoint.marker import Marker, MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.wire import Attach, Done, Save, Settings, Skip
 from tests.checkpoint.storage_builders import no_descriptor_left
 from tests.checkpoint.test_hung_storage import Hang
@@ -214,6 +215,37 @@ def test_a_step_that_was_left_out_as_storage_hung_is_rescued(desk: Desk, tiers: 
     assert desk.reports(1) == {(3, "local"): ""}
 
 
+def test_a_rescue_that_fails_in_one_tier_goes_to_the_next_and_ends_when_none_has_taken_it(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tier in BOTH:
+        (desk.root / tier).write_text("in the way")
+    for rank in (0, 1):
+        desk.capture(rank, 1)
+    gave_up: set[tuple[int, TierName]] = set()
+    for tier in BOTH:
+        for _ in range(2):  # the second time it is in work
+            desk.intake.rescue(desk.ranks[0], gave_up)
+        ((found, why),) = desk.reports(1).items()
+        assert found == (1, tier)
+        assert why
+        gave_up.add((1, TierName(tier)))
+    for _ in range(2):
+        desk.intake.rescue(desk.ranks[0], gave_up)
+    assert (desk.done.empty(), desk.intake.in_work) == (True, 0)
+    assert caplog.text.count("is not committed: storage of the local and the persistent tier failed") == 1
+
+
+def test_only_the_first_tier_gets_a_rescue_of_one_of_several_hosts(tmp_path: Path) -> None:
+    with closing(Desk(tmp_path, local_ranks=(1,), host="h1")) as desk:
+        (tmp_path / "h1" / "local").write_text("in the way")
+        desk.capture(1, 1)
+        desk.intake.rescue(desk.ranks[0])
+        assert list(desk.reports(1)) == [(1, "local")]
+        desk.intake.rescue(desk.ranks[0], {(1, TierName.LOCAL)})  # nobody would wait for it elsewhere
+        assert (desk.done.empty(), desk.intake.in_work) == (True, 0)
+
+
 def test_ranks_that_ask_again_are_heard_although_the_disk_does_not_answer(desk: Desk) -> None:
     saves = [replace(desk.capture(rank, 1), again=True) for rank in (0, 1)]
     (desk.root / "local").mkdir()
@@ -354,6 +386,8 @@ def test_a_rank_that_asks_late_of_a_try_that_failed_hears_that_and_another_try_i
     desk: Desk,
 ) -> None:
     (desk.root / "local").write_text("in the way")
+    settings = replace(desk.ranks[0].settings, directory="")  # else it goes there
+    desk.ranks = [replace(rank, settings=settings) for rank in desk.ranks]
     saves = [desk.capture(rank, 1, ("local",)) for rank in (0, 1)]
     desk.intake.rescue(desk.ranks[0])
     ((number, why),) = outcomes(desk, 1)
