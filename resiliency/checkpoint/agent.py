@@ -123,6 +123,7 @@ class Agent:
                 beat_at = time.monotonic() + BEAT_S
                 self._beat()
                 self._intake.look_for_hang(self._patience)
+                self._intake.look_again()
                 self._replication.look_again()
                 if self._has_to_rescue:
                     self._try_rescue()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -27,12 +26,9 @@ from resiliency.checkpoint.arena import (
     ranks_in,
     try_open_slot,
 )
-from resiliency.checkpoint.errands import Errands
-from resiliency.checkpoint.generations import committed_save
 from resiliency.checkpoint.jobs import CleanJob, FreeJob, JobKey, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.persist import Worker
-from resiliency.checkpoint.save_id import save_id_of
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.recalls import Recall, Recalls
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.watched_storage import Patience
@@ -43,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 #: More saves than can be queued or in slots, times tiers.
 _REMEMBERED = 128
-#: Far less than what an agent may be silent for.
-_LONGEST_LOOK = timedelta(seconds=2)
 
 
 class _Gathering:
@@ -79,10 +73,7 @@ class Intake:
         self._arena = arena
         self._on_done = on_done
         self._workers = {tier: Worker(tier, on_done, hurry) for tier in TierName}
-        self._looks = Errands("resiliency-look")
-        #: One that is not done: the disk hangs.
-        self._last_look: Future[str | None] = Future()
-        self._last_look.set_result(None)
+        self._recalls = Recalls()
         self._gathering: dict[TierTry, _Gathering] = {}
         #: Reports that are still to come.
         self.in_work = 0
@@ -96,6 +87,7 @@ class Intake:
         for gathering in self._gathering.values():
             gathering.close()
         self._gathering.clear()
+        self._recalls.drop_all()
         # What earlier sessions had in work is reported to nobody.
         self._handled = {key: done for key, done in self._handled.items() if done is None}
         if attach.settings.local_directory:
@@ -109,7 +101,8 @@ class Intake:
         for tried in save.tries:
             key = (member.session, tried)
             if save.again and tried.tier == TierName.LOCAL.value and key not in self._handled:
-                self._recall(member, save)
+                # An agent before this one may have committed it, and died before all heard of it.
+                self._recalls.ask(member, tried)
             if key not in self._handled:
                 gathering = self._gathering_of(member, tried)
                 gathering.patient |= save.patient
@@ -119,44 +112,18 @@ class Intake:
                 missed.append(done)
         return missed
 
-    def _recall(self, member: Attach, save: Save) -> None:
-        """An agent before this one may have committed the step, and died before all heard of it.
+    def look_again(self) -> None:
+        """See what is known by now of the saves of agents before this one.
 
-        Then it is reported once more, as if it had been committed now: to all ranks, and for its copies.
+        What is committed is reported once more, as if it had been now: to all ranks, and for its copies.
         """
-        storage = LocalStorage(member.settings.local_directory)
-        try:
-            found = self._look(lambda: committed_save(storage, save.step))
-        except CheckpointError as error:
-            logger.warning("the local tier cannot be looked at: %s", error)
-            return
-        if found != save_id_of(member.session, save.step):
-            return
-        job = SaveJob(
-            tier=TierName.LOCAL,
-            step=save.step,
-            session=member.session,
-            run_id=member.run_id,
-            world_size=member.world_size,
-            ranks=tuple(sorted(member.local_ranks)),
-            loan=Loan({}),
-            settings=member.settings,
-            try_number=save.try_number,
-        )
-        self._report_committed(job)
-
-    def _look(self, look: Callable[[], str | None]) -> str | None:
-        """What `look` finds on the disk; None as well while that does not answer.
-
-        Ranks take an agent that says nothing for hung, so its main thread waits once, and not for long.
-        """
-        if not self._last_look.done():
-            return None
-        self._last_look = self._looks.submit(look)
-        if not wait([self._last_look], _LONGEST_LOOK.total_seconds()).done:
-            logger.error("the local tier does not answer: what is in it of earlier agents is not reported")
-            return None
-        return self._last_look.result()
+        for recall, is_there in self._recalls.take_answered():
+            if is_there:
+                if recall.tried in self._gathering:
+                    self._gathering.pop(recall.tried).close()
+                self._report_committed(_committed_job(recall))
+            elif recall.tried in self._gathering:
+                self._submit(recall.member, recall.tried)
 
     def _report_committed(self, job: SaveJob) -> None:
         """Nothing is left to do for a step that is here already."""
@@ -284,7 +251,7 @@ class Intake:
         deadline = time.monotonic() + timeout.total_seconds()
         for worker in self._workers.values():
             worker.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
-        self._looks.close()
+        self._recalls.close()
         for gathering in self._gathering.values():
             gathering.close()
         self._gathering.clear()  # and with them the mappings of slots
@@ -330,6 +297,10 @@ class Intake:
         gathering = self._gathering[tried]
         if gathering.ranks != set(attach.local_ranks):
             return
+        key = (gathering.session, tried)
+        if gathering.missing and self._recalls.is_open(key):
+            return  # it may be committed all the same: ranks that were told so say no more of it
+        self._recalls.drop(key)  # a commit finds what is there, too
         del self._gathering[tried]
         # Ranks pass the tries of a tier in order, so an older one that is still incomplete never will be
         # whole.  Of another tier it may be: after the loss of an agent they speak of one tier at a time.
@@ -394,3 +365,19 @@ class Intake:
 def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
     """The number of the newest of `step` in `tier`; 0: none."""
     return max((tried.number for tried in tries if (tried.step, tried.tier) == (step, tier)), default=0)
+
+
+def _committed_job(recall: Recall) -> SaveJob:
+    """What an earlier agent did, as a job with nothing to do."""
+    member = recall.member
+    return SaveJob(
+        tier=TierName.LOCAL,
+        step=recall.tried.step,
+        session=member.session,
+        run_id=member.run_id,
+        world_size=member.world_size,
+        ranks=tuple(sorted(member.local_ranks)),
+        loan=Loan({}),
+        settings=member.settings,
+        try_number=recall.tried.number,
+    )

@@ -81,12 +81,23 @@ class Desk:
     def reports(self, count: int) -> dict[tuple[int, str], str]:
         """The next ones, by step and tier."""
         found = {}
+        pause = Event()
         for _ in range(count):
-            job, done = self.done.get(timeout=60)
+            for _ in range(6000):  # as the agent does
+                self.intake.look_again()
+                if not self.done.empty():
+                    break
+                pause.wait(0.01)
+            job, done = self.done.get(timeout=0)
             self.intake.finish(job, done)
             found[done.step, done.tier] = done.error
         assert self.done.empty()
         return found
+
+    def replace_agent(self) -> None:
+        """By one that knows nothing of what was before."""
+        self.intake.close(SOON)
+        self.intake = Intake(self.root / "arena", lambda job, done: self.done.put((job, done)), self.hurry)
 
     def complete(self, tier: str) -> list[int]:
         found = list_checkpoints(LocalStorage(self.root / tier))
@@ -167,8 +178,7 @@ def test_a_rank_that_lost_its_agent_hears_from_the_next_what_the_first_had_commi
     for rank in (0, 1):
         desk.intake.save(desk.ranks[rank], saves[rank])
     assert desk.reports(1) == {(1, "local"): ""}
-    desk.intake.close(SOON)
-    desk.intake = Intake(desk.root / "arena", lambda job, done: desk.done.put((job, done)), desk.hurry)
+    desk.replace_agent()
     assert desk.intake.save(desk.ranks[1], replace(saves[1], again=True)) == []
     assert desk.reports(1) == {(1, "local"): ""}  # for all, as that of any save
     (missed,) = desk.intake.save(desk.ranks[0], replace(saves[0], again=True))
@@ -176,6 +186,46 @@ def test_a_rank_that_lost_its_agent_hears_from_the_next_what_the_first_had_commi
     assert desk.intake.save(desk.ranks[0], replace(desk.capture(0, 2, ("local",)), again=True)) == []
     assert desk.done.empty()
     assert desk.intake.in_work == 0
+
+
+def test_what_an_earlier_agent_committed_is_reported_however_late_the_disk_says_so(desk: Desk) -> None:
+    """Rank 0 was told, so it says no more of it."""
+    lost = desk.capture(1, 1, ("local",))
+    saves = [desk.capture(rank, 2, ("local",)) for rank in (0, 1)]
+    for rank in (0, 1):
+        desk.intake.save(desk.ranks[rank], saves[rank])
+    assert desk.reports(1) == {(2, "local"): ""}
+    desk.replace_agent()
+    hang = Hang(desk.root / "local", 1)
+    for save in (lost, saves[1]):
+        desk.intake.save(desk.ranks[1], replace(save, again=True))
+    for rank in (0, 1):
+        desk.intake.save(desk.ranks[rank], desk.capture(rank, 3, ("local",)))
+    desk.intake.look_again()
+    assert desk.done.empty()
+    hang.end()
+    assert desk.reports(3) == {
+        (1, "local"): "rank 0 went on without it",
+        (2, "local"): "",
+        (3, "local"): "",
+    }
+    assert desk.intake.in_work == 0
+
+
+def test_who_asks_for_what_the_disk_does_not_say_in_the_time_of_a_save_hears_that_others_went_on(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(desk.ranks[0].settings, save_timeout_s=0.2)
+    desk.ranks = [replace(rank, settings=settings) for rank in desk.ranks]
+    (desk.root / "local").mkdir()
+    hang = Hang(desk.root / "local", 1)
+    desk.intake.save(desk.ranks[1], replace(desk.capture(1, 1, ("local",)), again=True))
+    for rank in (0, 1):
+        desk.intake.save(desk.ranks[rank], desk.capture(rank, 2, ("local",)))
+    assert desk.reports(1) == {(1, "local"): "rank 0 went on without it"}
+    assert "whether an earlier agent committed step 1 is not known" in caplog.text
+    hang.end()
+    assert desk.reports(1) == {(2, "local"): ""}
 
 
 @pytest.mark.parametrize("tiers", [("local",), BOTH], ids=["when-it-answers", "in-the-other-tier"])
@@ -257,7 +307,7 @@ def test_ranks_that_ask_again_are_heard_although_the_disk_does_not_answer(desk: 
     assert desk.done.get(timeout=20)[1].tier == "persistent"
     told.join(20)
     assert not told.is_alive()
-    hang.end()  # for the look and, behind it, the save
+    hang.end()  # for the look and the save
     assert desk.done.get(timeout=60)[1].error == ""
 
 
