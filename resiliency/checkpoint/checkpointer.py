@@ -190,7 +190,10 @@ class Checkpointer:
             The step and where it came from; step 0 if there is nothing, and `state` is as it was.
         Raises:
             ConfigError: the ranks gave different inventories.
-            LayoutMismatch: the names, shapes or number of ranks are not those that were saved, on any rank.
+            LayoutMismatch: the names, shapes or number of ranks are not those that were saved, on any rank;
+                nothing of `state` was changed.
+            CheckpointError: an object, such as an optimizer with other parameter groups, refused its state;
+                the rest is overwritten.
             CheckpointCorrupt: there are checkpoints, and all of them turned out bad; of the last one a part
                 may be in `state`.
             CheckpointIncomplete: hosts hold parts of several saves, and not one save is whole.

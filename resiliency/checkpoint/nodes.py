@@ -33,7 +33,7 @@ from resiliency.checkpoint.leaves import (
 )
 from resiliency.checkpoint.table import Path
 from resiliency.checkpoint.values import Allowed, class_name
-from resiliency.errors import LayoutMismatch
+from resiliency.errors import CheckpointError, LayoutMismatch
 
 #: Run after all bytes are in place; returns the restored object.
 Finish = Callable[[], Any]
@@ -411,7 +411,8 @@ class StatefulNode:
         try:
             finish_state = self.item.restore(target.state_dict(), source, path)
         except LayoutMismatch as error:
-            if "expected_shape" in error.fields:
+            # A module has all its tensors from the start, and would refuse others when much is overwritten.
+            if "expected_shape" in error.fields or isinstance(target, torch.nn.Module):
                 raise
             # An optimizer that has not stepped yet has no state to read into: give it new tensors.
             source.forget(mark)
@@ -434,7 +435,11 @@ def _load_state(target: Any, state: Any, path: Path) -> None:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
         key = "/".join(map(str, path))
-        raise LayoutMismatch(f"{key}: {type(target).__name__} refused its state: {error}", key=key) from error
+        raise CheckpointError(  # no LayoutMismatch, which says that nothing was changed
+            f"{key}: {type(target).__name__} refused the state that was saved: {error}",
+            hint="Other parts of the state are overwritten already.  Is it built as it was then?",
+            key=key,
+        ) from error
 
 
 def _distribute_like_parameters(optimizer: torch.optim.Optimizer, state: Any) -> None:

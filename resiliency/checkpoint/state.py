@@ -324,6 +324,7 @@ def restore_into(
     Raises:
         LayoutMismatch: the text names the key and both sides.
         ConfigError: the shard names a class that is not allowed.
+        CheckpointError: an object, such as an optimizer with other parameter groups, refused its state.
     """
     return plan_restore(state, shard, allow=allow, threads=threads, timeout=timeout)()
 

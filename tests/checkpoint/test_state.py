@@ -35,7 +35,7 @@ from resiliency.checkpoint import (
     restore_into,
 )
 from resiliency.checkpoint.state import sharded_objects
-from resiliency.errors import CheckpointCorrupt, ConfigError, LayoutMismatch
+from resiliency.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
 from tests.checkpoint.capture_builders import bits, saved
 
 DTYPES = [
@@ -307,6 +307,35 @@ def test_a_mismatch_names_the_key_and_both_sides_and_changes_nothing(
         restore_into(target, shard)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert target["n"] == 1 or isinstance(target["n"], torch.Tensor)
+
+
+def test_a_renamed_layer_is_refused_before_any_other_tensor_is_written(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    def build(name: str, value: float) -> dict[str, Any]:
+        model = torch.nn.Sequential(OrderedDict({name: torch.nn.Linear(2, 2)}))
+        torch.nn.init.constant_(model[0].weight, value)  # type: ignore[arg-type]
+        return {"before": torch.full((3,), value), "model": model, "after": torch.full((3,), value)}
+
+    shard = saved(build("old", 1.0), tmp_path / "job", stack)
+    target = build("new", 2.0)
+    with pytest.raises(LayoutMismatch, match=r"model: .*new\.weight.*old\.weight"):
+        restore_into(target, shard)
+    assert bits(target["model"].new.weight) == bits(torch.full((2, 2), 2.0))
+    for name in ("before", "after"):
+        assert bits(target[name]) == bits(torch.full((3,), 2.0))
+
+
+def test_an_optimizer_that_refuses_its_state_is_named_with_what_became_of_the_rest(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    def build(groups: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)])
+
+    shard = saved({"optimizer": build(1)}, tmp_path / "job", stack)
+    with pytest.raises(CheckpointError, match=r"optimizer: SGD refused .*overwritten already") as caught:
+        restore_into({"optimizer": build(2)}, shard)
+    assert not isinstance(caught.value, LayoutMismatch)
 
 
 def test_a_shard_in_read_only_memory_can_be_restored(tmp_path: Path, stack: ExitStack) -> None:
