@@ -85,7 +85,7 @@ def list_steps(storage: Storage) -> tuple[list[int], list[int]]:
     return sorted(there | marked), sorted(there - marked)
 
 
-def _marked_steps(storage: Storage) -> list[int]:
+def marked_steps(storage: Storage) -> list[int]:
     """Steps with a marker, lowest first: one listing, where reading all markers would ask for each step."""
     everything, unmarked = list_steps(storage)
     return sorted(set(everything) - set(unmarked))
@@ -269,7 +269,7 @@ def forget_failed(storage: Storage, *, below: int) -> None:
 
 
 def _failed_steps(storage: Storage) -> list[int]:
-    found = ((step, try_read_marker(storage, step)) for step in _marked_steps(storage))
+    found = ((step, try_read_marker(storage, step)) for step in marked_steps(storage))
     return [step for step, marker in found if marker is not None and marker.state is MarkerState.FAILED]
 
 
@@ -285,7 +285,7 @@ def clean_unfinished(
         keep: steps to leave, such as those of saves in flight.
     """
     gone = []
-    for step in _marked_steps(storage):
+    for step in marked_steps(storage):
         marker = try_read_marker(storage, step)
         if marker is None or marker.state is MarkerState.CORRUPT or step in keep:
             continue

@@ -21,10 +21,25 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.catalog import Condition, inspect, is_damaged, remove_checkpoint, steps_in
+from resiliency.checkpoint.catalog import (
+    Condition,
+    clean_unfinished,
+    inspect,
+    is_damaged,
+    marked_steps,
+    remove_checkpoint,
+    steps_in,
+)
 from resiliency.checkpoint.file_lock import FileLock
-from resiliency.checkpoint.manifest import Manifest, read_manifest
-from resiliency.checkpoint.marker import parse_step, step_directory, try_read_marker
+from resiliency.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from resiliency.checkpoint.marker import (
+    Marker,
+    MarkerState,
+    lift_marker,
+    parse_step,
+    step_directory,
+    try_read_marker,
+)
 from resiliency.checkpoint.save_id import save_id_of, session_of
 from resiliency.checkpoint.storage import Storage, write_failed
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed, ConfigError
@@ -33,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 #: End of the name of the note that a generation is not handed over any more.
 GIVEN_UP = ".given-up"
+#: Hides a generation while it is handed over.  What still stands behind it is whole.
+HANDED_OVER = Marker(state=MarkerState.REMOVING, reason="handed over")
 #: Longest wait for who deletes or hands over generations just now.
 _LOCK = timedelta(seconds=5)
 _POLL_S = 0.02
@@ -126,6 +143,27 @@ def awaiting(storage: Storage, complete: Collection[int]) -> list[int]:
 def give_up(storage: Storage, step: int) -> None:
     """Note that a generation is not handed over any more: it goes like others."""
     storage.create(step_directory(step) + GIVEN_UP).close()
+
+
+def clean_tier(storage: Storage) -> list[int]:
+    """Delete what unfinished saves and removals left in a local tier; returns the steps that went.
+
+    What was hidden to be handed over, and was not, is shown instead: it may be the last good one, and other
+    hosts may have handed over theirs.  On a full disk its marker is empty.  So may be that of a save at a
+    power cut, which nobody can tell from it: a generation with a manifest, the last of its files, then stays.
+
+    Where generations are handed over call it `locked`: another process may be about to rename one.
+    """
+    unclear = set()
+    for step in marked_steps(storage):
+        marker = try_read_marker(storage, step)
+        if marker == HANDED_OVER:
+            lift_marker(storage, step)
+            logger.info("%s was not handed over, and is shown again", storage.describe(step_directory(step)))
+        elif marker is not None and marker.state is MarkerState.UNKNOWN:
+            unclear.add(step)
+    keep = {step for step in unclear if storage.exists(f"{step_directory(step)}/{MANIFEST}")}
+    return clean_unfinished(storage, keep=keep)
 
 
 def _still_waiting(storage: Storage, complete: Collection[int], *, most: int) -> list[int]:

@@ -38,7 +38,6 @@ from resiliency.checkpoint.catalog import Condition, inspect
 from resiliency.checkpoint.lease import leased_steps
 from resiliency.checkpoint.manifest import read_manifest
 from resiliency.checkpoint.marker import (
-    Marker,
     MarkerState,
     lift_marker,
     parse_step,
@@ -228,8 +227,9 @@ class Replicator:
         Raises:
             CheckpointError, OSError: ask again, or it stays there.
         """
-        self._show_hidden()
-        generations.give_up(self._storage, step)
+        with generations.locked(self._root):
+            self._show_hidden()
+            generations.give_up(self._storage, step)
 
     def check(self) -> None:
         """Log what the replicator complains about, once, and raise if it failed.
@@ -258,8 +258,8 @@ class Replicator:
 
     def _hand_over(self, step: int, despite_readers: bool) -> bool:
         self.check()
-        self._show_hidden()
         with generations.locked(self._root):  # the local tier may give it up meanwhile, and delete it
+            self._show_hidden()
             is_ours = self._is_ours(step)
             return self._rename(step, despite_readers) if is_ours else True
 
@@ -321,7 +321,7 @@ class Replicator:
     def _hide(self, step: int) -> None:
         """As for a removal: a reader takes its lease first and looks at the marker second."""
         try:
-            put_marker(self._storage, step, Marker(state=MarkerState.REMOVING, reason="handed over"))
+            put_marker(self._storage, step, generations.HANDED_OVER)
         except CheckpointWriteFailed as error:
             # The replicator frees what is older when it gets this: where there is no room it must get it.  An
             # empty marker hides as well.
@@ -330,7 +330,10 @@ class Replicator:
 
     def _show_hidden(self) -> None:
         for step in sorted(self._hidden):
-            lift_marker(self._storage, step)
+            marker = try_read_marker(self._storage, step)
+            # Not that of a removal: the local tier may have shown the step since, and begun to delete it.
+            if marker is None or marker == generations.HANDED_OVER or marker.state is MarkerState.UNKNOWN:
+                lift_marker(self._storage, step)
             self._hidden.discard(step)
 
     def _try(self, tidy_up: Callable[[], None], otherwise: str) -> None:

@@ -16,19 +16,25 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
 
 from resiliency.checkpoint.arena import free_others
-from resiliency.checkpoint.catalog import clean_unfinished, forget_failed, free_failed, try_prune
+from resiliency.checkpoint.catalog import (
+    clean_unfinished,
+    forget_failed,
+    free_failed,
+    marked_steps,
+    try_prune,
+)
 from resiliency.checkpoint.commit import CheckpointFormat, SaveTicket, commit
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.dcp_leaves import PlainLeaves
-from resiliency.checkpoint.generations import locked, make_way, retire
+from resiliency.checkpoint.generations import clean_tier, locked, make_way, retire
 from resiliency.checkpoint.jobs import CleanJob, FreeJob, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
@@ -234,7 +240,7 @@ class Worker:
         elif isinstance(job, RefuseJob):
             _refuse(storage, job)
         elif isinstance(job, CleanJob):
-            _try(lambda: _log_gone("unfinished", clean_unfinished(storage)))
+            _try(lambda: _log_gone("unfinished", _clean(storage, job, self._tier)))
         elif isinstance(job, FreeJob):
             free_others(job.arena, job.local_ranks, step=job.step)
         else:
@@ -345,13 +351,29 @@ def _tidy(storage: Storage, job: SaveJob) -> None:
     _try(lambda: forget_failed(storage, below=job.step))
 
 
+def _clean(storage: WatchedStorage, job: CleanJob, tier: TierName) -> list[int]:
+    if tier is TierName.PERSISTENT:
+        return clean_unfinished(storage)
+    if not marked_steps(storage):  # nor, at a first start, a directory that could be locked
+        return []
+    with _kept_from_trainers(storage, job.settings):
+        return clean_tier(storage)
+
+
+@contextmanager
+def _kept_from_trainers(storage: WatchedStorage, settings: Settings) -> Iterator[None]:
+    """For the time in which generations are deleted: where they are handed over, a trainer renames them."""
+    with ExitStack() as stack:
+        if settings.local_backlog:
+            with storage.noted("lock", ""):
+                stack.enter_context(locked(Path(settings.local_directory)))
+        yield
+
+
 def _retire(storage: WatchedStorage, job: RetireJob) -> None:
     settings = job.settings
     local = Path(settings.local_directory)
-    with ExitStack() as stack:
-        if settings.local_backlog:  # a trainer renames them away
-            with storage.noted("lock", ""):
-                stack.enter_context(locked(local))
+    with _kept_from_trainers(storage, settings):
         gone = retire(
             storage,
             run_id=job.run_id,

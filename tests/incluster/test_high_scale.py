@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,15 +27,21 @@ from resiliency.checkpoint.high_scale import (
     ReplicatorSilent,
     meet_replicators,
 )
+from resiliency.checkpoint.jobs import CleanJob
 from resiliency.checkpoint.lease import Lease
 from resiliency.checkpoint.local_format import LocalFormat
+from resiliency.checkpoint.marker import Marker, MarkerState, put_marker
+from resiliency.checkpoint.persist import Worker
 from resiliency.checkpoint.replicated_job import ReplicatedJob
 from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.wire import Settings
 from resiliency.errors import CheckpointIncomplete, ConfigError
 from resiliency.runtime import RunInfo
 from resiliency.testing.processes import Command
 from resiliency.testing.rank_pool import RankPool
 from resiliency.testing.replicator import ReplicatorFault, start_replicator
+from resiliency.testing.storage import StorageTrouble, TroubledStorage
 from tests.checkpoint.storage_builders import assert_holds, save, small_shard
 
 SOON = timedelta(seconds=60)
@@ -287,6 +295,66 @@ def test_a_step_waits_while_the_local_tier_deletes(saved: Path) -> None:
         Replicator(job(saved)).hand_over(11)
     assert_holds(LocalStorage(saved), small_shard(11))
     assert Replicator(job(saved)).hand_over(11)
+
+
+def clean(volume: Path) -> None:
+    """What an agent does first that is started anew."""
+    worker = Worker(TierName.LOCAL, lambda job, done: None, threading.Event())
+    settings = Settings(
+        directory="",
+        local_directory=str(volume),
+        local_backlog=4,
+        keep=1,
+        replicated=False,
+        bytes_per_s=0,
+        save_timeout_s=60,
+    )
+    assert worker.try_put(CleanJob(settings=settings))
+    worker.close(SOON)
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["there-is-room", "the-disk-is-full"])
+def test_a_step_that_a_failed_hand_over_left_hidden_outlives_the_cleaning_of_a_new_agent(
+    saved: Path, *, is_full: bool
+) -> None:
+    """Three faults in a row: the step is not renamed, its marker is not removed, and an agent dies."""
+    troubles = [StorageTrouble(step=11, operation=operation) for operation in ("replace", "remove")]
+    full = [StorageTrouble(step=11, operation="write", errno=errno.ENOSPC)]
+    volume = TroubledStorage(LocalStorage(saved), *troubles, *(full if is_full else []))
+    commit(saved, 11)
+    put_marker(volume, 12, Marker(state=MarkerState.WRITING))
+    replicator = Replicator(job(saved), storage=volume)
+    with pytest.raises(NotHandedOver, match="step 11 could not be handed over for now"):
+        replicator.hand_over(11)
+    assert volume.is_over
+    assert inspect(volume, 11).condition is Condition.UNFINISHED
+    clean(saved)
+    # An empty marker does not say that it is one of a hand-over.
+    expected = Condition.UNFINISHED if is_full else Condition.COMPLETE
+    assert inspect(volume, 11).condition is expected
+    assert not (saved / "step=12-unfinished").exists()
+    assert replicator.hand_over(11)
+    assert_holds_renamed(saved, 11)
+
+
+def assert_holds_renamed(volume: Path, step: int) -> None:
+    os.rename(volume / str(step), volume / f"step={step}")
+    assert_holds(LocalStorage(volume), small_shard(step))
+
+
+def test_a_step_that_is_being_deleted_is_not_shown_for_a_hand_over_that_failed_before(saved: Path) -> None:
+    troubles = [StorageTrouble(step=11, operation=operation) for operation in ("replace", "remove")]
+    volume = TroubledStorage(LocalStorage(saved), *troubles)
+    replicator = Replicator(job(saved), storage=volume)
+    for step in (11, 12):
+        commit(saved, step)
+    with pytest.raises(NotHandedOver):
+        replicator.hand_over(11)
+    clean(saved)
+    put_marker(volume, 11, Marker(state=MarkerState.REMOVING))  # the local tier has given it up meanwhile
+    (saved / "step=11" / "manifest.json").unlink()
+    assert replicator.hand_over(12)
+    assert inspect(volume, 11).condition is Condition.UNFINISHED
 
 
 def test_nothing_is_handed_to_a_replicator_that_failed(saved: Path) -> None:
