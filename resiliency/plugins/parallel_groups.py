@@ -16,7 +16,7 @@ def parallel_groups() -> tuple[str, ...]:
     """Labels of this rank's groups, such as ("tp:4", "pp:0"): the kind, and the lowest rank of the job in it.
 
     Returns:
-        None for groups of one rank, and none where Megatron's groups do not exist.
+        No label for a group of one rank, and none at all where Megatron's groups do not exist.
     """
     if not parallel_state.is_initialized():
         return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
 
 from resiliency.checkpoint import Capturer, RankArena, dcp_files, open_captured
 from resiliency.checkpoint.commit import CheckpointFormat
@@ -27,6 +29,8 @@ from resiliency.checkpoint.state import StateWalker, materialize, restore_into
 from resiliency.checkpoint.storage import Buffer, LocalStorage, Storage, WritableFile
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.torch_record import memory_of
+from resiliency.testing.storage import MemoryStorage
+from tests.checkpoint import test_state
 from tests.checkpoint.capture_builders import SOON, saved
 from tests.checkpoint.storage_builders import save
 from tests.checkpoint.test_state import assert_same
@@ -211,6 +215,21 @@ def test_every_kind_of_state_comes_back_from_disk_bit_for_bit(
     found = materialize(shard, allow=allow)
     assert_same(found, state)
     assert_same(restore_into(found, shard, allow=allow), state)
+
+
+@formats
+@given(state=test_state.states)
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+def test_any_generated_state_comes_back_from_storage_bit_for_bit(
+    format: CheckpointFormat[Shard], state: Any
+) -> None:
+    storage = MemoryStorage()
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        save(storage, format, [saved(state, Path(directory) / "job", stack)])
+    shard = CheckpointReader(storage, 1).read_shard(0)
+    assert_same(materialize(shard, allow=[test_state.Moments, test_state.Pair]), state)
 
 
 @formats

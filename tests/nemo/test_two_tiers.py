@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job with the local tier of a checkpoint process, and persistent saves by NeMo itself beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from resiliency.plugins import manifest
+from tests.nemo.conftest import TENSOR_PARALLEL, Job, Layout, Losses
+from tests.nemo.test_checkpoint_process import ONE_RESTART, complete, restored_from
+
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+
+
+def test_a_killed_rank_is_restarted_in_place_from_the_newest_local_save_and_nemos_saves_go_on(
+    new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
+) -> None:
+    job = new_job(TENSOR_PARALLEL)
+    disk = job.directory / "disk"
+    job.run(
+        *("--local-ckpt-dir", disk, "--local-ckpt-interval", 20, "--enable-async-ckpt"),
+        *("--sim-fault-desc", "rank_killed,step=50"),
+        launcher=ONE_RESTART,
+        save_every=30,
+        attempts=2,
+    )
+    assert restored_from(job) == [(0, None), (40, "memory")]
+    assert job.losses() == uninterrupted(TENSOR_PARALLEL)
+    assert 40 in complete(disk / "job" / "checkpoint")
+    nemos = manifest.complete_checkpoints(job.checkpoints)
+    assert [path.name for path in nemos] == ["step=60", "step=30"]
+    assert all((path / "weights").is_dir() for path in nemos)
