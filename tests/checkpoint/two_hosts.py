@@ -20,7 +20,7 @@ import torch.distributed as dist
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
 from resiliency.errors import ResiliencyError
 from resiliency.runtime import RunInfo
-from tests.checkpoint.test_checkpointer import wait_for
+from tests.waiting import wait_until
 
 SOON = timedelta(minutes=4)
 STEPS = 3
@@ -44,7 +44,8 @@ def main(rank: int, root: Path, victim: int) -> None:
                 state[name].fill_(step)
             handle = checkpoints.save(step, state)
             if step == 2 and rank == victim:
-                wait_for(root / "ckpt" / "step=2" / f"__{victim}_0.distcp")
+                begun = root / "ckpt" / "step=2" / f"__{victim}_0.distcp"
+                wait_until(begun.exists, f"{begun} is not written")
                 os.kill(checkpoints.agent_pid, signal.SIGKILL)
             assert handle.wait(SOON)
             print("saved", step, handle.state.value, handle.record.why, flush=True)
