@@ -41,9 +41,9 @@ class Errands:
         """The thread ends after what it has been given; what comes later is never done.  Does not wait."""
         self._queue.put(None)
 
-    def wait_for_end(self, timeout: timedelta) -> bool:
-        """Wait until the thread is gone, after `close`; False if it still is not."""
-        self._thread.join(timeout.total_seconds())
+    def wait_for_end(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the thread is gone, after `close`; False if it still is not.  None: however long."""
+        self._thread.join(None if timeout is None else timeout.total_seconds())
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -67,17 +67,19 @@ def side_by_side(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
     threads: list[Errands] = []
     futures: list[Future[_T]] = []
     try:
-        try:
-            for number in range(len(tasks)):
-                threads.append(Errands(f"{name}_{number}"))
-            for thread, task in zip(threads, tasks, strict=True):
-                futures.append(thread.submit(task))
-        finally:
-            for thread in threads:
-                thread.close()
+        for number in range(len(tasks)):
+            threads.append(Errands(f"{name}_{number}"))
+        for thread, task in zip(threads, tasks, strict=True):
+            futures.append(thread.submit(task))
+        for thread in threads:
+            thread.close()
         wait(futures)
     except BaseException:
-        wait(futures)
+        # For the threads: an interrupt may come when a task is under way and its future not noted yet.
+        for thread in threads:
+            thread.close()
+        for thread in threads:
+            thread.wait_for_end()
         raise
     return [future.result() for future in futures]
 
