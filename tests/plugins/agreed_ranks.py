@@ -103,17 +103,19 @@ def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held
     from resiliency.checkpoint.storage import LocalStorage
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+    from resiliency.plugins.process_restores import ProcessRestores
 
     connector = _connector(-1, root, ERRORS["unfit"])
     went: list[bool] = []
 
-    class Process(PersistentCheckpointProcessIO):
+    class Restores(ProcessRestores):
         def inventory(self) -> Any:
             return SimpleNamespace(stored=[NEWEST], on_hosts={NEWEST: Tier.MEMORY} if is_held else {})
 
         def unusable(self, *, above: int) -> Any:
             return Unusable()
 
+    class Process(PersistentCheckpointProcessIO):
         def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             Agreement.of_process_group().gather(None)  # rank 0 reads
             if rank == 1:
@@ -122,7 +124,8 @@ def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held
 
     strategy = connector.trainer.strategy
     loads = strategy.checkpoint_io
-    strategy.checkpoint_io = Process(MinCkptOverheadCheckpointIO(), root)
+    strategy.checkpoint_io = io = Process(MinCkptOverheadCheckpointIO(), root)
+    io.restores = Restores(io.checkpoint_io, io.directories, io.open)
     return connector._restore_newest().name, any(went)
 
 
