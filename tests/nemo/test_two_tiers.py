@@ -30,5 +30,6 @@ def test_a_killed_rank_is_restarted_in_place_from_the_newest_local_save_and_nemo
     assert job.losses() == uninterrupted(TENSOR_PARALLEL)
     assert 40 in complete(disk / "job" / "checkpoint")
     nemos = manifest.complete_checkpoints(job.checkpoints)
-    assert [path.name for path in nemos] == ["step=60", "step=30"]
+    # The save of step 30 may have ended by the kill or not: NeMo's first one starts a process.
+    assert nemos[0].name == "step=60"
     assert all((path / "weights").is_dir() for path in nemos)
