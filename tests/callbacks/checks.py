@@ -13,7 +13,8 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ def refusal(make: Callable[[], object]) -> str:
     with pytest.raises(ConfigError) as caught:
         make()
     return str(caught.value)
+
+
+@contextmanager
+def logged_by(name: str) -> Iterator[list[str]]:
+    """What the logger `name` says in this block, a text each, from INFO on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(name)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 class Run:
@@ -283,15 +299,10 @@ def step_times_reach_the_log_and_every_logger(directory: Path) -> None:
     from resiliency.callbacks.logging import StepLoggingCallback, peak_memory_bytes
 
     assert "at least 1, found 0" in refusal(lambda: StepLoggingCallback(tokens_per_step=1, interval_steps=0))
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("resiliency.callbacks.logging")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
     sink = CSVLogger(directory, name="csv", version="")
-    trainer = Run(directory).train(6, StepLoggingCallback(tokens_per_step=100, interval_steps=2), logger=sink)
-    log.removeHandler(handler)
+    callback = StepLoggingCallback(tokens_per_step=100, interval_steps=2)
+    with logged_by("resiliency.callbacks.logging") as lines:
+        trainer = Run(directory).train(6, callback, logger=sink)
     assert [line.split()[1] for line in lines[:-1]] == ["2/6", "4/6", "6/6"]
     assert "over 3 logged steps" in lines[-1]
     header, *rows = Path(sink.experiment.metrics_file_path).read_text().splitlines()

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.callbacks.checks import Run, check, connector, refusal
+from tests.callbacks.checks import Run, check, connector, logged_by, refusal
 
 
 def at_leisure() -> Any:
@@ -132,8 +132,6 @@ def one_copy_serves_all_tiers_that_are_due_and_the_last_step_goes_into_each(dire
 
 @check
 def what_saves_cost_is_told_in_a_callback_and_logged_at_the_end(directory: Path) -> None:
-    import logging
-
     from lightning.pytorch.callbacks import Callback
 
     from resiliency.checkpoint.tiers import TierName
@@ -145,16 +143,10 @@ def what_saves_cost_is_told_in_a_callback_and_logged_at_the_end(directory: Path)
                 advised.append(process_of(trainer).advice(TierName.LOCAL, mtbf_s=3600).text)
 
     advised: list[str] = []
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("resiliency.checkpoint.saver")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
     run = TwoTiers(directory)
     io = run.process(both=False)
-    run.train_with(io, 17, Asking(), run.tier(8, "local"))
-    log.removeHandler(handler)
+    with logged_by("resiliency.checkpoint.saver") as lines:
+        run.train_with(io, 17, Asking(), run.tier(8, "local"))
     assert [text.partition(" every ")[0] for text in advised] == ["local: save"]
     assert [line.partition(" s (")[2].partition(",")[0] for line in lines] == ["median of 2)"]
     text = refusal(lambda: io.advice(TierName.LOCAL, mtbf_s=3600))

@@ -329,7 +329,7 @@ def test_what_a_rank_left_goes_to_the_other_tier_once_the_first_is_found_not_to_
     argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "60"]
     slots, capturer, _ = captured(arena)
     with Command(argv, env={"TMPDIR": str(tmp_path)}) as agent:
-        rank = attached(wait_until(lambda: connect(arena), "there is no agent"), settings)
+        rank = attached(connected(arena), settings)
         rank.close()  # without goodbye
         wait_until(lambda: complete(persistent) == [1], "nothing is committed")
         if trouble == "hangs":

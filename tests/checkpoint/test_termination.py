@@ -617,10 +617,7 @@ def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
         for process in told:
             process.send_signal(number)
         assert launcher.wait(timeout=SOON_S) == 0
-        stopped = [launcher.wait_for_line(f"rank {rank} stopped.*", timeout=1)[0] for rank in (0, 1)]
-        launcher.assert_no_orphans(timeout=SOON_S)
-    assert stopped[0].split()[2:] == stopped[1].split()[2:]
-    assert complete(tmp_path) == [int(stopped[0].split()[3])]
+        assert_stopped_together(launcher, tmp_path)
 
 
 def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path, job: str) -> None:
@@ -638,7 +635,12 @@ def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path,
         torchrun.wait_for_line("rank 1 step 5", timeout=SOON_S)
         torchrun.signal(signal.SIGTERM)
         torchrun.wait(timeout=SOON_S)  # torchrun's own code says that it was told to end
-        stopped = [torchrun.wait_for_line(f"rank {rank} stopped.*", timeout=1)[0] for rank in (0, 1)]
-        torchrun.assert_no_orphans(timeout=SOON_S)
+        assert_stopped_together(torchrun, tmp_path)
+
+
+def assert_stopped_together(command: Command, directory: Path) -> None:
+    """Both ranks stopped at one step, which is committed, and left nothing."""
+    stopped = [command.wait_for_line(f"rank {rank} stopped.*", timeout=1)[0] for rank in (0, 1)]
+    command.assert_no_orphans(timeout=SOON_S)
     assert stopped[0].split()[2:] == stopped[1].split()[2:]
-    assert complete(tmp_path) == [int(stopped[0].split()[3])]
+    assert complete(directory) == [int(stopped[0].split()[3])]
