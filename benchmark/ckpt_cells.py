@@ -180,7 +180,7 @@ def _saving(ranks: Sequence[Figures]) -> Series:
             for durable, held in zip(figures["durable_s"], figures["held_alone_s"], strict=True)
         ]
     series = _slowest([{k: v for k, v in figures.items() if isinstance(v, list)} for figures in ranks])
-    for name in ("setup_s", "first_held_s", "first_durable_s"):
+    for name in ("setup_s", "first_held_s", "second_held_s", "first_durable_s"):
         series[name] = [max(figures[name] for figures in ranks)]
     series["extra_bytes"] = [ranks[0]["extra_bytes"] / len(ranks)]
     return series

@@ -325,7 +325,7 @@ def _clone_buckets(buckets: list[Any]) -> list[Any]:
 
 
 class Ours:
-    """`resiliency.checkpoint.Checkpointer`, prewarmed."""
+    """`resiliency.checkpoint.Checkpointer`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -333,11 +333,13 @@ class Ours:
     def prepare(self, training: Trained) -> None:
         self._training = training
         self._checkpoints = self._open()
-        self._checkpoints.prewarm(training.state)
+        self._checkpoints.prepare(training.state)  # as `restore` and `step` do
 
     def save(self, step: int) -> Save:
         save = Save(self._directory / f"step={step}")
-        handle = self._checkpoints.save(step, self._training.state)
+        # The first ones count, also where they come before there is memory for them.
+        wait = PATIENCE if step <= 2 else None
+        handle = self._checkpoints.save(step, self._training.state, wait=wait)
 
         def watch() -> None:
             handle.wait(PATIENCE)

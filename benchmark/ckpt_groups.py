@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of fresh rank processes, and what memory their whole process tree takes.
 
-Ranks are forked from a server that has imported torch and nothing has run in it, so a fresh process
+Ranks are forked from an interpreter that has imported torch and nothing has run in it, so a fresh process
 costs a tenth of a second.  Everything they start carries a mark in its environment, is counted with
 them, and is ended with them.
 """
@@ -9,25 +9,26 @@ them, and is ended with them.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 from ckpt_rank import Figures, Task, serve
 
+from resiliency.testing import warm
 from resiliency.testing.processes import MARKER_ENV, processes_marked
 
 #: A contestant that says nothing for that long has failed.
 SILENCE_S = 240.0
 _LOOK_S = 0.02
+_PRELOAD = ("torch.distributed.checkpoint", "resiliency.checkpoint")
 
 
 class RankFailed(Exception):
@@ -39,9 +40,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
-        os.environ[MARKER_ENV] = ":".join(filter(None, (os.environ.get(MARKER_ENV), self._mark)))
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "ckpt_rank"])
+        self._interpreter = contextlib.ExitStack()
 
     def run(self, task: Task, env: dict[str, str]) -> list[Figures]:
         """The figures of each rank; rank 0's may have `extra_bytes`.
@@ -50,18 +49,13 @@ class Groups:
             RankFailed: with the first error.
         """
         with tempfile.TemporaryDirectory() as directory:
-            ranks: list[ForkServerProcess] = []
+            ranks: list[warm.Process] = []
             pipes: list[Connection] = []
             try:
                 for rank in range(task.world_size):
-                    ours, theirs = self._context.Pipe()
-                    process = self._context.Process(
-                        target=serve, args=(task, rank, f"{directory}/store", env, theirs)
-                    )
-                    process.start()
-                    theirs.close()
+                    process, pipe = warm.start_function(serve, task, rank, f"{directory}/store", env)
                     ranks.append(process)
-                    pipes.append(ours)
+                    pipes.append(pipe)
                 return self._converse(pipes)
             finally:
                 _end(ranks, pipes)
@@ -99,16 +93,19 @@ class Groups:
         psutil.wait_procs(left, timeout=10)
 
     def __enter__(self) -> Groups:
+        # Before the mark is set, which the interpreter must not have: it is no contestant's.
+        self._interpreter.enter_context(warm.interpreter(*_PRELOAD))
+        os.environ[MARKER_ENV] = ":".join(filter(None, (os.environ.get(MARKER_ENV), self._mark)))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+        self._interpreter.close()
 
 
 def _is_server(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        words = " ".join(process.cmdline())
-        return process.pid == os.getpid() or "forkserver" in words or "resource_tracker" in words
+        return process.pid == os.getpid() or "resource_tracker" in " ".join(process.cmdline())
     return True
 
 
@@ -120,15 +117,16 @@ def _receive(pipe: Connection, rank: int) -> tuple[str, Any]:
     return kind, content
 
 
-def _end(ranks: Sequence[ForkServerProcess], pipes: Sequence[Connection]) -> None:
+def _end(ranks: Sequence[warm.Process], pipes: Sequence[Connection]) -> None:
     for process in ranks:
-        process.join(20)
-        if process.is_alive():
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
             for child in psutil.Process(process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
             process.kill()
-            process.join(10)
+            process.wait(10)
     for pipe in pipes:
         pipe.close()
 
@@ -163,7 +161,8 @@ class _Memory:
 
     def _now(self) -> int:
         if time.monotonic() - self._listed > 0.5:
-            self._seen = [process.pid for process in processes_marked(self._mark)]
+            # What ranks share with the interpreter is split with it: all parts together tell what is new.
+            self._seen = [*warm.pids(), *(process.pid for process in processes_marked(self._mark))]
             self._listed = time.monotonic()
         return _shared_bytes() + sum(_private_bytes(pid) for pid in self._seen)
 

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_bars import Bar, bars, copy_limit, excess_percent, median
 from ckpt_cells import CellResult, Outcome
 from ckpt_contestants import BLOCKING, OURS
-from ckpt_rank import ROOM, STEPS
+from ckpt_rank import ROOM, STEPS, STEPS_BEFORE_FIRST
 
 from resiliency.events import JsonValue
 
@@ -112,6 +112,7 @@ _COLUMNS: dict[str, Callable[[CellResult, Outcome], str]] = {
     "excess %": _excess_cell,
     "durable": _ms("durable_s"),
     "first held": _ms("first_held_s"),
+    "second held": _ms("second_held_s"),
     "extra memory": _extra,
     "from memory": _ms("memory_restore_s"),
     "from disk": _ms("disk_restore_s"),
@@ -223,7 +224,8 @@ slowest rank of each round.  Training: linear layers under AdamW, gloo, one torc
 - *excess*: the {STEPS} steps from the save on, less what was held, less {STEPS} undisturbed steps of the
   same round (before and after in turn); *excess %* is its share of those.  Savers that block have none.
 - *durable*: from the call until the checkpoint is written and synced on all ranks, while nothing else
-  runs.  *first held*: the first save of the process ("none"); ours was prewarmed, which no rival offers.
+  runs.  *first held*, *second held*: the first saves of the process ("none"), after
+  {STEPS_BEFORE_FIRST} steps.
 - *extra memory*: peak during a save beyond training's own memory, processes and shared memory included,
   in states per rank.  Small states show the fixed cost: a writer process with torch takes 0.2 GB or more.
 - *from memory*, *from disk*: into the trained tensors, in a fresh process; before a read from disk the

@@ -51,6 +51,11 @@ class Report:
         }
 
     @property
+    def title(self) -> str:
+        fault = "From a hang that was found" if self.workload.hung else "From a killed rank"
+        return f"{fault} to the first new step"
+
+    @property
     def failures(self) -> list[Result]:
         return [result for result in self.results if result.restart is None]
 
@@ -94,6 +99,8 @@ _ROWS: dict[str, Callable[[Restart], float | None]] = {
     "of it the launcher's part (first two)": lambda run: run.launcher_s,
     "steady step": lambda run: run.step_s,
     "training held by a save": lambda run: run.held_s,
+    "first start: command to first step": lambda run: run.first_step_s,
+    "memory of ranks and template, GiB (PSS)": lambda run: (run.memory_bytes or 0) / 2**30 or None,
 }
 
 
@@ -164,22 +171,31 @@ def as_markdown(report: Report) -> str:
     facts, work = report.machine, report.workload
     head, *body = rows(report)
     table = [head, ["---"] * len(head), *body]
+    flags = f"`{' '.join(work.launcher_flags)}`"
     versions = ", ".join(f"{name} {facts[name]}" for name in list(facts)[5:] if facts[name] is not None)
     failures = [f"- {_failure(result).splitlines()[0]}" for result in report.failures]
     return "\n".join(
         [
-            f"# From a killed rank to the first new step, {work.name} workload, {report.date:%Y-%m-%d}",
+            f"# {report.title}, {work.name} workload, {report.date:%Y-%m-%d}",
             "",
             f"`{report.command}`",
             "",
             f"Machine: {facts['cores']} cores ({facts['cpu']}), {facts['memory_gib']} GiB, "
             f"Linux {facts['kernel']}, load {facts['load_1min']} before; {versions}.",
             f"Job: {work.description}; {RANKS} ranks on one host, {work.steps} steps, a save every "
-            f"{work.save_every}; the last rank gets SIGKILL after step {work.fault_step}, so step "
+            f"{work.save_every}; the last rank gets {'SIGSTOP' if work.hung else 'SIGKILL'} after step "
+            f"{work.fault_step}, so step "
             f"{work.restored_step} is restored.",
             f"Launchers: monitor interval {report.monitor_interval_s:g} s for all; torchrun and ft_launcher "
             "with `--standalone`; torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which a",
-            "restart can fail; ft_launcher with `--ft-enable-nic-monitor false`.",
+            "restart can fail; ft_launcher with `--ft-enable-nic-monitor false`.  `standby off`: launcher.py",
+            "with `--standby off`; without it, ranks are forked from a template, which from round 2 on knows",
+            "the imports before the first start, too.",
+            *(
+                [f"Zero is the end of the first rank that a launcher found hung ({flags})."]
+                if work.hung
+                else []
+            ),
             "",
             *(f"| {' | '.join(row)} |" for row in table),
             "",
@@ -206,7 +222,7 @@ def as_png(report: Report) -> Any:
     figure = Figure(figsize=(12, 6.4), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
-        f"From a killed rank to the first new step  ·  {report.workload.name} workload",
+        f"{report.title}  ·  {report.workload.name} workload",
         size=17, weight="bold", color=_INK, x=0.01, ha="left",
     )  # fmt: skip
     whole, part = figure.subplots(2, 1)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,12 +22,15 @@ from restart_spans import Restart, Unmeasured, measure
 
 from resiliency.events import events_path
 from resiliency.goodput_measure.reader import read_events
+from resiliency.launch.standby import CACHE_DIR_ENV
 from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, RunInfo
 from resiliency.testing.processes import Command, processes_marked
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = "restart"
 RANKS = 2
+#: In the command line of the process that ranks are forked from.
+TEMPLATE = str(Path("resiliency") / "template")
 #: The launcher that is compared with the others.
 OURS = "launcher.py"
 
@@ -35,6 +38,8 @@ OURS = "launcher.py"
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A training script, and where its fault lies: after a checkpoint, and some steps beyond it.
+
+    It lies some seconds behind the start, so that what a launcher prepares in the background is prepared.
 
     `deadline_s` bounds each of the two attempts on a busy machine.
     """
@@ -45,10 +50,17 @@ class Workload:
     fault_step: int
     deadline_s: float
     description: str
+    #: The rank is stopped (SIGSTOP) instead of killed; time counts from its end, when it was found hung.
+    hung: bool = False
 
     @property
     def fault(self) -> str:
-        return f"rank_killed,step={self.fault_step}"
+        return f"{'rank_hung' if self.hung else 'rank_killed'},step={self.fault_step}"
+
+    @property
+    def launcher_flags(self) -> tuple[str, ...]:
+        """What a launcher needs to find the fault."""
+        return ("--ft-rank-heartbeat-timeout", "10", "--ft-workload-check-interval", "1") if self.hung else ()
 
     @property
     def restored_step(self) -> int:
@@ -69,6 +81,7 @@ class Workload:
             *("--persistent-ckpt-dir", str(directory / "storage")),
             *("--persistent-ckpt-interval", str(self.save_every), "--log-interval", "1"),
             *("--log-dir", str(directory / "logs"), "--sim-fault-desc", self.fault),
+            *(["--enable-fault-tolerance"] if self.hung else []),
         ]
 
 
@@ -77,18 +90,18 @@ WORKLOADS = {
     for workload in (
         Workload(
             name="light",
-            steps=40,
-            save_every=10,
-            fault_step=25,
-            deadline_s=60,
+            steps=280,
+            save_every=25,
+            fault_step=260,
+            deadline_s=120,
             description="torch and gloo, one linear layer, a torch.save of a few MiB",
         ),
         Workload(
             name="nemo",
-            steps=40,
-            save_every=10,
-            fault_step=25,
-            deadline_s=150,
+            steps=380,
+            save_every=50,
+            fault_step=360,
+            deadline_s=240,
             description="NeMo 2 and Megatron-core on gloo, model `tiny`, a sharded persistent checkpoint",
         ),
     )
@@ -113,6 +126,7 @@ def launchers(monitor_interval_s: float) -> dict[str, Launcher]:
     torchrun = (str(programs / "torchrun"), "--standalone", *flags)
     return {
         OURS: Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags)),
+        "standby off": Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags, "--standby", "off")),
         # As shipped, its workers meet in a store that outlives the restart; half of the restarts
         # failed with "connection refused", most likely from the address of a dead rank.
         "torchrun": Launcher(argv=torchrun, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
@@ -128,7 +142,9 @@ def launchers(monitor_interval_s: float) -> dict[str, Launcher]:
 
 
 #: What is compared when nothing is asked for.
-DEFAULT_LAUNCHERS = (OURS, "torchrun", "ft_launcher")
+DEFAULT_LAUNCHERS = (OURS, "standby off", "torchrun", "ft_launcher")
+#: Those that notice a rank that hangs.
+WATCHFUL = (OURS, "standby off", "ft_launcher")
 
 
 def run_once(launcher: Launcher, workload: Workload, directory: Path) -> Restart:
@@ -148,20 +164,30 @@ def run_once(launcher: Launcher, workload: Workload, directory: Path) -> Restart
         RUN_DIR_ENV: str(directory),
         "GOODPUT_USE_FILE_TRACKING": "1",
         "OMP_NUM_THREADS": "1",
+        # Of all runs: after the first one, our launcher knows the script's imports.
+        CACHE_DIR_ENV: str(directory.parent / "cache"),
     }
+    started = time.monotonic()
     with Command(
-        [*launcher.argv, *workload.argv(directory)],
+        [*launcher.argv, *workload.launcher_flags, *workload.argv(directory)],
         env=environment,
         cwd=directory,
         log=directory / "output.txt",
     ) as command:
         command.wait_for_line(r"\bstep 1\b", timeout=workload.deadline_s)
+        first_step_s = time.monotonic() - started
         with WorkerEnds.of(command) as ends:
             ended = ends.wait(timeout=workload.deadline_s)
+        command.wait_for_line(rf"\bstep {workload.fault_step + 1}\b", timeout=workload.deadline_s)
+        memory_bytes = _memory_bytes(command)
         if (code := command.wait(timeout=workload.deadline_s)) != 0:
             tail = "\n".join(command.lines[-20:])
             raise Unmeasured(f"the job ended with exit code {code}, expected 0.  Its last lines:\n{tail}")
-    restart = measure(list(read_events(events_path(info), progress=False)), ended)
+    restart = replace(
+        measure(list(read_events(events_path(info), progress=False)), ended, from_first_end=workload.hung),
+        first_step_s=first_step_s,
+        memory_bytes=memory_bytes,
+    )
     if restart.restored_step != workload.restored_step:
         raise Unmeasured(f"restored step {restart.restored_step}, expected {workload.restored_step}.")
     return restart
@@ -224,6 +250,18 @@ class WorkerEnds:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _memory_bytes(command: Command) -> int:
+    """Memory of the ranks, and of the template that they were forked from: what is shared counts once."""
+    total = 0
+    for process in processes_marked(command.id):
+        try:
+            if "RANK" in process.environ() or TEMPLATE in " ".join(process.cmdline()[:4]):
+                total += process.memory_full_info().pss
+        except psutil.Error:  # ended meanwhile
+            continue
+    return total
 
 
 def _workers(command: Command) -> Iterator[tuple[int, int]]:

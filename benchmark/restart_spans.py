@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one restart cost, span by span: a pure function of run events and of process ends.
 
-The zero is the moment at which the fault was injected.  Every span is told by the same witness
+The zero is the moment at which the fault was injected, or found.  Every span is told by the same witness
 under every launcher: the training script's own events, and the ends of the old processes as the
 kernel reported them to the benchmark.  What only one launcher tells about itself is kept apart.
 
@@ -65,17 +65,23 @@ class Restart:
     held_s: float | None
     restored_step: int
     lost_steps: int
+    #: From the command to the very first step, and memory of the ranks after the restart, from outside.
+    first_step_s: float | None = None
+    memory_bytes: int | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
         return asdict(self)
 
 
-def measure(events: Sequence[RunEvent], ended: Mapping[int, datetime]) -> Restart:
+def measure(
+    events: Sequence[RunEvent], ended: Mapping[int, datetime], *, from_first_end: bool = False
+) -> Restart:
     """Measure the one restart in `events`.
 
     Args:
         events: all that training script and launcher wrote.
         ended: rank -> when its first process ended, as seen from outside.
+        from_first_end: the zero is the first of these ends: for faults that kill no process.
     Raises:
         Unmeasured: the events do not hold exactly one fault and one complete restart after it.
     """
@@ -89,7 +95,7 @@ def measure(events: Sequence[RunEvent], ended: Mapping[int, datetime]) -> Restar
             f"expected the same ranks before, after and among the ended processes, "
             f"found {sorted(old)}, {sorted(new)} and {sorted(ended)}."
         )
-    zero = to_us(fault.time)
+    zero = to_us(min(ended.values()) if from_first_end else fault.time)
     spans = _spans(zero, max(map(to_us, ended.values())), list(new.values()))
     restored = _restored_step(list(new.values()))
     return Restart(

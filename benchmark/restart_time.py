@@ -4,8 +4,9 @@
     python3 benchmark/restart_time.py --workload light --runs 5
 
 The same training script runs under each launcher in turn (A B C A B C ...); its last rank kills
-itself after a checkpoint, and the restart is measured span by span.  A run that fails is reported,
-makes the exit code 1, and does not stop the others.
+itself after a checkpoint, and the restart is measured span by span.  With ``--fault hung`` it stops
+itself, and the restart is measured from the moment at which a launcher has found that out and ends it.
+A run that fails is reported, makes the exit code 1, and does not stop the others.
 """
 
 from __future__ import annotations
@@ -17,12 +18,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from measuring import count, machine
 from restart_report import Report, Result, as_markdown, as_png, as_text
-from restart_runs import DEFAULT_LAUNCHERS, OURS, WORKLOADS, Launcher, Workload, launchers, run_once
+from restart_runs import (
+    DEFAULT_LAUNCHERS,
+    OURS,
+    WATCHFUL,
+    WORKLOADS,
+    Launcher,
+    Workload,
+    launchers,
+    run_once,
+)
 from tqdm import tqdm
 
 from resiliency.errors import ResiliencyError
@@ -42,13 +53,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--workload",
         choices=list(WORKLOADS),
         default="light",
-        help="light: torch and gloo, about 25 s a round; nemo: real training, about 2 min a round "
+        help="light: torch and gloo, about a minute a round; nemo: real training, about 3 min a round "
         "(on two cores; default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fault",
+        choices=("killed", "hung"),
+        default="killed",
+        help="what happens to the last rank; hung: for nemo, and for launchers that notice (%(default)s)",
     )
     parser.add_argument("--runs", type=count, default=5, metavar="N", help="rounds (default: %(default)s)")
     parser.add_argument(
-        "--launchers", nargs="+", choices=known, default=list(DEFAULT_LAUNCHERS), metavar="NAME",
-        help=f"which of {', '.join(known)} (default: the first three)",
+        "--launchers", nargs="+", choices=known, metavar="NAME",
+        help=f"which of {', '.join(known)} (default: the first four, or those that notice the fault)",
     )  # fmt: skip
     parser.add_argument(
         "--monitor-interval", type=_seconds, default=0.1, metavar="SECONDS",
@@ -73,6 +90,8 @@ def main() -> int:
     """Exit codes: 0 all runs were measured, 1 some were not."""
     parser = build_parser()
     args = parser.parse_args()
+    workload = replace(WORKLOADS[args.workload], hung=args.fault == "hung")
+    args.launchers = args.launchers or (WATCHFUL if workload.hung else DEFAULT_LAUNCHERS)
     chosen = {
         name: launcher
         for name, launcher in launchers(args.monitor_interval).items()
@@ -82,12 +101,12 @@ def main() -> int:
     facts = machine()
     root = Path(tempfile.mkdtemp(prefix="restart-", dir=args.directory))
     try:
-        results = run_all(chosen, WORKLOADS[args.workload], args.runs, root)
+        results = run_all(chosen, workload, args.runs, root)
     finally:
         if not args.keep:
             shutil.rmtree(root)
     report = Report(
-        workload=WORKLOADS[args.workload],
+        workload=workload,
         monitor_interval_s=args.monitor_interval,
         launchers=tuple(chosen),
         results=tuple(results),
@@ -103,6 +122,10 @@ def main() -> int:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, chosen: dict[str, Launcher]) -> None:
     """Refuse now what would cost the results half an hour later."""
+    if args.fault == "hung" and args.workload != "nemo":
+        parser.error("--fault hung needs --workload nemo: the light one sends no heartbeats")
+    if args.fault == "hung" and (blind := set(args.launchers) - set(WATCHFUL)):
+        parser.error(f"--fault hung: {', '.join(sorted(blind))} never notices a rank that hangs")
     for name, launcher in chosen.items():
         if shutil.which(launcher.argv[0]) is None:
             parser.error(f"{name} needs {launcher.argv[0]}, which does not exist: is its package installed?")
@@ -126,6 +149,7 @@ def _publish(report: Report, args: argparse.Namespace) -> None:
 def _command(args: argparse.Namespace, chosen: Iterable[str]) -> str:
     """What repeats this measurement; where this one wrote its files is nobody's business."""
     words = ["python3 benchmark/restart_time.py", f"--workload {args.workload}", f"--runs {args.runs}"]
+    words += ["--fault hung"] if args.fault == "hung" else []
     words.append(f"--monitor-interval {args.monitor_interval:g}")
     words.append(f"--launchers {' '.join(chosen)}")
     return " ".join(words)

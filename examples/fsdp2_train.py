@@ -5,13 +5,14 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fsdp2_train.py --ckpt-dir /tmp/ckpt
 
 Start it again and it goes on.  With another number of ranks, load the newest ``step=N`` with
-`torch.distributed.checkpoint.load`, which cuts the tensors anew.
+`torch.distributed.checkpoint.load`, which cuts the tensors anew: docs/loading-elsewhere.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 from datetime import timedelta
 
 import torch
@@ -32,8 +33,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ckpt-dir", required=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=int, default=10)
+    # A step of this toy takes milliseconds: saves in a short interval would be skipped, as storage is slower.
+    parser.add_argument("--every", type=int, default=50)
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ class RunEvent:
 
     @classmethod
     def from_json(cls, line: str) -> RunEvent:
-        """Parse a line.
+        """Parse a line.  Keys come in any order, and a count may be a float without a fraction.
 
         Raises:
             ValueError: not JSON, a field is missing or of the wrong type, or the event is unknown.
@@ -110,7 +110,10 @@ class RunEvent:
         if not isinstance(record, dict):
             raise ValueError(f"an event is a JSON object, found {type(record).__name__}")
         try:
-            time = datetime.fromisoformat(str(record["timestamp"]).replace("Z", "+00:00"))
+            stamp = record["timestamp"]
+            if not isinstance(stamp, str):
+                raise ValueError(f"timestamp must be text such as 2026-01-31T12:00:00Z, found {stamp!r}")
+            time = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
             if time.tzinfo is None:
                 time = time.replace(tzinfo=timezone.utc)
             fields = record.get("fields", {})
@@ -121,10 +124,10 @@ class RunEvent:
                 time=time,
                 job_name=str(record["job_name"]),
                 host=str(record.get("host", "")),
-                node_rank=_optional_int(record, "node_rank") or 0,
-                rank=_optional_int(record, "rank"),
-                attempt=_optional_int(record, "attempt"),
-                step=_optional_int(record, "step"),
+                node_rank=_optional_count(record, "node_rank") or 0,
+                rank=_optional_count(record, "rank"),
+                attempt=_optional_count(record, "attempt"),
+                step=_optional_count(record, "step"),
                 fields=fields,
             )
         except KeyError as error:
@@ -137,13 +140,23 @@ def _dumps(record: Mapping[str, JsonValue], *, allow_nan: bool = True) -> str:
     )
 
 
-def _optional_int(record: Mapping[str, JsonValue], name: str) -> int | None:
+#: A double is exact up to here.  A larger count is damage.
+_LARGEST_COUNT = 2**53
+
+
+def _optional_count(record: Mapping[str, JsonValue], name: str) -> int | None:
+    """The count under `name`; 60.0 is 60, because Google Cloud Logging keeps every number as a double."""
     value = record.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, found {value!r}")
-    return value
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value <= _LARGEST_COUNT  # false for NaN, too
+        and value == int(value)
+    ):
+        return int(value)
+    raise ValueError(f"{name} must be a whole number from 0 to 2**53, found {value!r}")
 
 
 #: What a sink may fail with: storage, or an event that its encoder cannot carry.

@@ -8,12 +8,15 @@ monotonic seconds measure durations, aware UTC stamps events.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Protocol, overload
 
 from resiliency.errors import ConfigError
@@ -24,10 +27,14 @@ JOB_ENV = "JOB_IDENTIFIER"
 RUN_DIR_ENV = "RESILIENCY_RUN_DIR"
 #: Where ranks ask their launcher for a checkpoint agent: an abstract socket's name, without its first NUL.
 AGENT_HOST_ENV = "RESILIENCY_AGENT_HOST"
+#: Directory in which ranks that are told to end note where they stopped, for their launcher.
+STOP_NOTES_ENV = "RESILIENCY_STOP_NOTES"
 #: What this host shares with others that fail together with it: ``rack=r7,block=b1``.
 FAILURE_DOMAINS_ENV = "RESILIENCY_FAILURE_DOMAINS"
 #: Name or address at which the other hosts of the job reach this one; default: found out.
 PEER_ADDRESS_ENV = "RESILIENCY_PEER_ADDRESS"
+
+_STOP_NOTE = "stopped-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +115,38 @@ def _domains(text: str) -> tuple[tuple[str, str], ...]:
             variable=FAILURE_DOMAINS_ENV,
         )
     return domains
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopNote:
+    """Where a rank that was told to end stopped.
+
+    Attributes:
+        step: that it had reached.
+        committed: the checkpoint of that step is.
+        cause: the signal's name, and what went wrong if something did.
+    """
+
+    step: int
+    committed: bool
+    cause: str
+
+    def leave(self) -> None:
+        """Tell the launcher, if there is one; a note that cannot be written changes nothing."""
+        directory = os.environ.get(STOP_NOTES_ENV)
+        if directory:
+            with suppress(OSError):
+                Path(directory, f"{_STOP_NOTE}{os.getpid()}").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def take_all(cls, directory: Path) -> list[StopNote]:
+        """The notes in `directory`, which are gone then."""
+        found = []
+        for path in sorted(directory.glob(f"{_STOP_NOTE}*")):
+            with suppress(OSError, ValueError, TypeError):
+                found.append(cls(**json.loads(path.read_text())))
+            path.unlink(missing_ok=True)
+        return found
 
 
 class Clock(Protocol):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank pool and the leak checks, for every test."""
+"""The warm interpreter, the rank pool and the leak checks, for every test."""
 
 import os
 from collections import Counter
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from resiliency.runtime import AGENT_HOST_ENV
+from resiliency.testing import host_bed, warm
 from tests import agent_host
 
 pytest_plugins = ["resiliency.testing.fixtures"]
@@ -19,12 +20,25 @@ settings.load_profile("project")
 
 # Unbuffered, Python writes a line in pieces, and ranks that share a pipe tear each other's lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# As in ranks under a launcher; a program with another number could not be forked from the warm interpreter.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_sessionstart() -> None:
+    """What programs and ranks of many tests import, beside torch."""
+    warm.preload(*host_bed.PRELOAD, "resiliency.launch.job", "resiliency.launch.agent_host_main")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the most slow tests come first, so that of two workers none is left with one at the end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.fixture(scope="session")
+def nemo_is_warm() -> None:
+    """From here on the warm interpreter holds NeMo and Megatron: forked trainings import little."""
+    warm.preload("nemo.collections.llm", "megatron.core.dist_checkpointing")
 
 
 @pytest.fixture(scope="session")

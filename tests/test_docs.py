@@ -41,3 +41,11 @@ def test_every_import_of_ours_in_an_example_names_a_module_of_ours(page: Path) -
     for module in re.findall(r"^\s*(?:from|import) (resiliency[\w.]*)", "\n".join(blocks), re.MULTILINE):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), module
+
+
+def test_every_install_line_names_extras_that_exist() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    extras = re.findall(r"pip install '(?:\.|resiliency)\[(\w+)\]'", text)
+    assert {"checkpoint", "launch", "nemo"} <= set(extras)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert [name for name in extras if f"\n{name} = [" not in project] == []

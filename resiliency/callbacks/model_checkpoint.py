@@ -26,10 +26,11 @@ from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
 from resiliency.checkpoint.catalog import remove_checkpoint
+from resiliency.checkpoint.marker import read_marker
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import PRIORITY
 from resiliency.checkpoint.tiers import TierName as Tier
-from resiliency.errors import CheckpointWriteFailed, ConfigError
+from resiliency.errors import CheckpointError, CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
 from resiliency.plugins.dist_ckpt import is_rank_zero
@@ -107,6 +108,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         #: The process that knows the interval.
         self._paced_by: PersistentCheckpointProcessIO | None = None
         self._events = events
+        #: Steps that this training has committed, oldest commit first.
+        self._committed: list[int] = []
         #: That this training does.
         self._first_step = 1
 
@@ -187,7 +190,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             self._finish(trainer, process)
             return
         if not self._outranked(trainer, at_end=True):
-            self._save(trainer)
+            self._save(trainer, last=True)
         checkpoint_io = trainer.strategy.checkpoint_io
         if isinstance(checkpoint_io, AsyncFinalizableCheckpointIO):
             checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
@@ -198,14 +201,35 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             step = exception.fields.get("step")
             self._emit(EventType.SAVE_FAILED, step if isinstance(step, int) else None, error=str(exception))
 
-    def _save(self, trainer: Any) -> None:
+    def _save(self, trainer: Any, *, last: bool = False) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
             path = Path(self.dirpath) / f"step={trainer.global_step}"
             process = self._process(trainer)
             if process is not None:
                 self._capture(trainer, process, path)
+            # One rank decides for all: another host's mount may show it something older.
+            elif why := trainer.strategy.broadcast(_why_taken(path) if trainer.is_global_zero else ""):
+                self._refuse(trainer, path, why, last=last)
             else:
                 self._save_checkpoint(trainer, f"{path}{self.FILE_EXTENSION}")
+
+    def _refuse(self, trainer: Any, path: Path, why: str, *, last: bool) -> None:
+        """Fail a save whose place is taken; training goes on.
+
+        Raises:
+            CheckpointWriteFailed: it is the last save, on all ranks.
+        """
+        error = CheckpointWriteFailed(
+            f"{path} {why}: it stays, and the state of now is not saved.",
+            hint="Save to another directory, or move checkpoints of steps that are trained again away.",
+            step=trainer.global_step,
+            path=str(path),
+        )
+        if last:
+            raise error
+        if trainer.is_global_zero:
+            logger.error("%s", error)
+        self._emit(EventType.SAVE_FAILED, trainer.global_step, error=str(error))
 
     def _capture(
         self,
@@ -336,18 +360,26 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             if trainer.is_global_zero:
                 logger.info("committed checkpoint of step %d in %s", global_step, ckpt_to_dir(filepath))
                 self._emit(EventType.CHECKPOINT_SAVED, global_step)
+                self._committed = [step for step in self._committed if step != global_step] + [global_step]
                 self._prune(Path(self.dirpath))
 
         return commit
 
     def _prune(self, root: Path) -> None:
+        """Keep the newest: what this training has committed, in that order, before what was there."""
         if self.keep == -1:
             return
-        for old in manifest.complete_checkpoints(root)[self.keep :]:
-            step = manifest.step_of(old)
-            assert step is not None  # or it would not be listed
+        steps = {
+            step
+            for path in manifest.complete_checkpoints(root)
+            if (step := manifest.step_of(path)) is not None
+        }
+        # A training that went on from an older step is newer than the higher steps before it.
+        age = {step: number for number, step in enumerate(self._committed, start=1)}
+        newest = sorted(steps, key=lambda step: (age.get(step, 0), step), reverse=True)
+        for step in newest[self.keep :]:
             if remove_checkpoint(LocalStorage(root), step):
-                logger.info("deleted checkpoint %s, the newest %d are kept", old, self.keep)
+                logger.info("deleted checkpoint step=%d of %s, the newest %d are kept", step, root, self.keep)
 
     def _emit(self, event: EventType, step: int | None, error: str | None = None) -> None:
         if self._events is not None:
@@ -377,6 +409,17 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             manifest.fsync_directory(directory)
             manifest.marker_of(directory).unlink(missing_ok=True)
             manifest.fsync_directory(directory.parent)
+
+
+def _why_taken(directory: Path) -> str:
+    """Why nothing may be written there; empty: it is free, or a marker says that nothing of it is needed."""
+    storage, step = LocalStorage(directory.parent), manifest.step_of(directory)
+    try:
+        is_marked = step is not None and read_marker(storage, step) is not None
+        is_taken = not is_marked and bool(storage.list(directory.name))
+    except CheckpointError as error:
+        return f"may hold a checkpoint ({error.message})"
+    return "is a checkpoint of an earlier training" if is_taken else ""
 
 
 def _tiers_of(trainer: Any) -> list[ModelCheckpoint]:

@@ -35,6 +35,7 @@ from resiliency.checkpoint.intake import Intake
 from resiliency.checkpoint.job_memory import hold_job, remove_when_dead
 from resiliency.checkpoint.jobs import RetireJob, SaveJob
 from resiliency.checkpoint.replication import Replication
+from resiliency.checkpoint.save_id import start_of
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.watched_storage import Patience
 from resiliency.checkpoint.wire import (
@@ -122,6 +123,8 @@ class Agent:
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT_S
                 self._beat()
+                if self._leave_by is not None and time.monotonic() >= self._leave_by:
+                    self._intake.stop_waiting()
                 self._intake.look_for_hang(self._patience)
                 self._intake.look_again()
                 self._replication.look_again()
@@ -263,8 +266,9 @@ class Agent:
 
     def _begin_session(self, attach: Attach) -> None:
         for other, member in list(self._members.items()):
-            if member is not None:
-                self._drop(other)  # of a session that is over
+            # A start that went back introduces its ranks again; of any other the session is over.
+            if member is not None and start_of(member.session) != start_of(attach.session):
+                self._drop(other)
         self._said_bye.clear()
         self._gave_up.clear()
         if not self._terminated:
@@ -334,7 +338,9 @@ class Agent:
                     is_refused = True
                     self._gave_up.add((job.step, job.tier))
             elif job.tier is TierName.LOCAL:
-                self._replication.committed(job.step)
+                # Under its own name a kept step has its copies, or gets them by repairs.
+                if not done.kept or last.is_alone:
+                    self._replication.committed(job.step)
             else:
                 self._intake.free_others(last, job.tier, job.step)
         retire: RetireJob | None = None

@@ -53,6 +53,10 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 _LOOK_S = 0.05
 _BACKOFF_S = (0.0, 0.2, 1.0, 5.0)
+#: A connection, or an agent, that ended sooner than this will end soon again.
+_LIVED_S = 10.0
+#: Between the starts of agents that end at once: each costs training the time in which it imports torch.
+_RESTART_S, _LONGEST_RESTART_S = 0.5, 30.0
 _AT_ONCE = timedelta(0)
 
 
@@ -110,6 +114,7 @@ class AgentLink:
         self._given_up = threading.Event()
         self._attached = threading.Event()
         self._agent: subprocess.Popen[bytes] | None = None
+        self._starts_of_agents = _Starts()
         #: Address of the launcher's agent host; empty if there is none, or it failed.
         self._host = os.environ.get(AGENT_HOST_ENV, "")
         #: Process id of the agent, once attached; 0 while there is none.
@@ -122,9 +127,28 @@ class AgentLink:
         self._thread = threading.Thread(target=self._run, name="resiliency-agent-link", daemon=True)
         self._thread.start()
 
-    def wait_for_agent(self) -> bool:
-        """Wait until this rank is attached; False if that takes longer than an agent may take to start."""
-        return self._attached.wait(self._options.start.total_seconds())
+    def wait_for_agent(
+        self, at_most: timedelta | None = None, *, tell_every: timedelta = timedelta(seconds=10)
+    ) -> bool:
+        """Wait until this rank is attached.
+
+        Args:
+            at_most: None: as long as an agent may take to start.
+            tell_every: how often to log that it waits.
+        Returns:
+            False if that takes longer.
+        """
+        began = time.monotonic()
+        left_s = longest_s = (at_most or self._options.start).total_seconds()
+        while left_s > 0 and not self._attached.wait(min(tell_every.total_seconds(), left_s)):
+            waited_s = time.monotonic() - began
+            left_s = longest_s - waited_s
+            logger.warning(
+                "rank %d waits for the checkpoint agent of host %r at %s: %.0f of %g s; rank %d starts it",
+                *(self._attach.rank, self._attach.host, self._directory, waited_s, longest_s),
+                min(self._attach.local_ranks),
+            )
+        return self._attached.is_set()
 
     def request(self, message: Peers | Repair | Save | Skip | Hurry) -> None:
         """Pass a message to the agent, this one or the next; never blocks, and does nothing after `close`."""
@@ -179,7 +203,7 @@ class AgentLink:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failures = 0
+        failures = short_lived = 0
         while not self._given_up.is_set():
             try:
                 channel = self._connect()
@@ -190,7 +214,7 @@ class AgentLink:
             else:
                 if channel is None:
                     return
-                failures = 0
+                began = time.monotonic()
                 try:
                     self._converse(channel)
                     return
@@ -200,6 +224,9 @@ class AgentLink:
                     self.agent_pid = 0
                     self._attached.clear()
                     channel.close()
+                # One that an agent ends each time is no better than none.
+                short_lived = 0 if time.monotonic() - began >= _LIVED_S else short_lived + 1
+                failures = max(short_lived - 1, 0)
             if self._agent is not None:
                 self._agent.poll()
             self._given_up.wait(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
@@ -258,6 +285,7 @@ class AgentLink:
         if isinstance(answer, Attached):
             self.agent_pid, self.peer_port = channel.pid, answer.peer_port
             self._attached.set()
+            self._starts_of_agents.attached()
             return True
         if isinstance(answer, Refused):
             why = f"refused this rank: {answer.reason}"
@@ -271,9 +299,14 @@ class AgentLink:
         if self._agent is not None:
             if self._agent.poll() is None:
                 return
-            logger.info(
-                "the checkpoint agent ended with exit code %d; starting another", self._agent.returncode
-            )
+            pause_s = self._starts_of_agents.ended(self._agent.pid)
+            if pause_s is not None:
+                logger.info(
+                    "checkpoint agent %d ended with exit code %d; another is started in %.1f s",
+                    *(self._agent.pid, self._agent.returncode, pause_s),
+                )
+        if not self._starts_of_agents.is_due():
+            return
         if self._host and self._launcher_starts_it():
             return
         argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main"]
@@ -287,6 +320,7 @@ class AgentLink:
                 start_new_session=True,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             )
+            self._starts_of_agents.began(self._agent.pid)
         except OSError as error:
             if error.errno not in SHORTAGES:
                 raise PeerError(f"the checkpoint agent cannot be started: {error}.") from error
@@ -304,7 +338,10 @@ class AgentLink:
             answer = self._ask_host()
         except (PeerError, ConfigError) as error:
             answer = Refused(reason=str(error))
-        if isinstance(answer, Started) or self._given_up.is_set():
+        if isinstance(answer, Started):
+            self._starts_of_agents.began(answer.pid)
+            return True
+        if self._given_up.is_set():
             return True
         why = answer.reason if isinstance(answer, Refused) else "it does not answer"
         self._warn_once(f"the launcher starts no checkpoint agent, so this rank does: {why}")
@@ -383,6 +420,41 @@ class AgentLink:
                 _readable(fd, timeout_s=5.0)
             finally:
                 os.close(fd)
+
+
+class _Starts:
+    """When an agent may be started: at once after one that served for a while, else after growing pauses."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._attached_at: float | None = None
+        self._due_at = self._pause_s = 0.0
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due_at
+
+    def began(self, pid: int) -> None:
+        """An agent is there; of another one than before nobody said that it had ended."""
+        if pid == self._pid:
+            return
+        if self._pid:
+            self.ended(self._pid)
+        self._pid, self._attached_at = pid, None
+
+    def attached(self) -> None:
+        """It takes this rank."""
+        self._attached_at = time.monotonic()
+
+    def ended(self, pid: int) -> float | None:
+        """How long to wait for the next; None if that was said before."""
+        if pid != self._pid:
+            return None
+        self._pid = 0
+        now = time.monotonic()
+        lived = self._attached_at is not None and now - self._attached_at >= _LIVED_S
+        self._pause_s = 0.0 if lived else min(max(2 * self._pause_s, _RESTART_S), _LONGEST_RESTART_S)
+        self._due_at = now + self._pause_s
+        return self._pause_s
 
 
 def _readable(*fds: int, timeout_s: float) -> set[int]:

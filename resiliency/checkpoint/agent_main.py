@@ -19,6 +19,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.agent import Agent
 from resiliency.checkpoint.agent_output import AgentOutput
+from resiliency.checkpoint.job_memory import hold_job
 from resiliency.checkpoint.terminated import end_process
 from resiliency.checkpoint.wire import listen
 from resiliency.errors import ConfigError
@@ -65,12 +66,18 @@ def serve(arena: Path, *, grace: timedelta, output: AgentOutput | None = None) -
     SIGTERM may be blocked by the caller, so that none is lost before this can act on it.
     """
     try:
-        listener = listen(arena)
+        held = hold_job(arena)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    yield_disk()
-    agent = Agent(arena, listener, grace=grace, output=output)
+    try:
+        yield_disk()
+        agent = Agent(arena, listen(arena), grace=grace, output=output)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        held.close()
     agent.install_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:

@@ -6,6 +6,7 @@
         removed-rank-<r>/                a rank that ran here before, while it is being deleted
         rank-<r>/
             owner.lock                   exclusive lock: the one process that captures for rank r
+            room                         number and size of its slots, those to be allocated included
             layout-<fingerprint>.json    what the bytes of a slot mean
             slot-<i>                     header page | tensors | values
 
@@ -42,11 +43,14 @@ from resiliency.checkpoint.job_memory import (
     DEATH_TIMEOUT_S,
     LOOK_S,
     OWNER_LOCK,
+    announce_room,
+    awaited_room,
     hold_job,
     owner_in,
     remove_if_dead,
     remove_rank,
     try_remove_rank,
+    withdraw_room,
 )
 from resiliency.checkpoint.preflight import check_room, is_leaving, process_start_ticks
 from resiliency.checkpoint.slots import (
@@ -55,6 +59,7 @@ from resiliency.checkpoint.slots import (
     SlotFile,
     SlotHeader,
     SlotState,
+    file_bytes,
     mapped,
     values_offset,
 )
@@ -107,9 +112,16 @@ class RankArena:
         self._owner = self._own()
         self._start = process_start_ticks(os.getpid()) or 0
         self.slots = [SlotFile(self._where / f"slot-{i}") for i in range(slots)]
-        self._sequence = max((s.header.sequence for s in self.slots if s.header), default=0)
+        #: Of a predecessor that had more: each goes when this process has captured anew.
+        self._surplus = [SlotFile(path) for path in self._beyond(slots)]
+        found = (slot.header for slot in (*self.slots, *self._surplus))
+        self._sequence = max((header.sequence for header in found if header), default=0)
         #: Notified whenever this process gives a slot back.
         self._changed = threading.Condition()
+
+    def _beyond(self, slots: int) -> list[Path]:
+        names = {path.name: path for path in self._where.glob("slot-*")}
+        return [path for name, path in sorted(names.items()) if int(name.removeprefix("slot-")) >= slots]
 
     def _own(self) -> FileLock:
         lock = self._open_lock()
@@ -142,21 +154,27 @@ class RankArena:
             with contextlib.suppress(FileNotFoundError):  # removed since
                 return FileLock(self._where / OWNER_LOCK, create=True)
 
-    def try_take(self) -> SlotFile | None:
-        """A slot to capture into, held exclusively: never the newest capture; None if all are lent."""
+    def try_take(self, room: tuple[int, int] | None = None) -> SlotFile | None:
+        """A slot to capture into, held exclusively: never the newest capture; None if all are lent.
+
+        Args:
+            room: for tensors and values; a slot that has it is preferred.
+        """
         captured = [s for s in self.slots if s.header and s.header.state == SlotState.CAPTURED]
         newest = max(captured, key=_sequence, default=None)
-        for slot in sorted(self.slots, key=_sequence):
+        for slot in sorted(
+            self.slots, key=lambda s: (room is not None and not s.is_ready(*room), _sequence(s))
+        ):
             if slot is not newest and slot.try_take():
                 return slot
         return None
 
-    def take(self, timeout: timedelta) -> SlotFile | None:
+    def take(self, timeout: timedelta, room: tuple[int, int] | None = None) -> SlotFile | None:
         """`try_take`, waiting for a reader to finish; None at the timeout."""
         deadline = time.monotonic() + timeout.total_seconds()
         with self._changed:
             while True:
-                slot = self.try_take()
+                slot = self.try_take(room)
                 left = deadline - time.monotonic()
                 if slot is not None or left <= 0:
                     return slot
@@ -169,8 +187,9 @@ class RankArena:
         Raises:
             ConfigError: there is no room; the old content is still whole.
         """
-        self._check_room(layout.size_bytes, len(values))
-        slot.reserve(layout.size_bytes, len(values))
+        if not slot.is_ready(layout.size_bytes, len(values)):
+            self._check_room(layout.size_bytes, len(values))
+            slot.reserve(layout.size_bytes, len(values))
         self._sequence += 1
         slot.mark(
             SlotHeader(
@@ -186,7 +205,9 @@ class RankArena:
         # For all slots at once: better refused at the first save than at the second.
         missing = sum(slot.missing_bytes(tensor_bytes, values_bytes) for slot in self.slots)
         if missing:
-            check_room(self._where, missing)
+            # Written before the others' are read: of two ranks that ask at once, one sees the other at least.
+            announce_room(self._where, len(self.slots), file_bytes(tensor_bytes, values_bytes))
+            check_room(self._where, missing, others_bytes=awaited_room(self._where))
 
     def publish(self, slot: SlotFile, values: bytes, *, lend: bool = False) -> None:
         """All tensors are in: readers may have the slot.  `values` as given to `begin`.
@@ -197,6 +218,7 @@ class RankArena:
         slot.write_values(slot.header.tensor_bytes, values)
         slot.mark(replace(slot.header, state=SlotState.CAPTURED))
         slot.give(lend=lend)
+        self._surplus = [each for each in self._surplus if not _try_remove(each)]
         self._notify()
 
     def abandon(self, slot: SlotFile) -> None:
@@ -219,7 +241,7 @@ class RankArena:
         path = self._where / f"layout-{layout.fingerprint}.json"
         if path.exists():
             return
-        used = {s.header.fingerprint for s in self.slots if s.header}
+        used = {s.header.fingerprint for s in (*self.slots, *self._surplus) if s.header}
         for old in self._where.glob("layout-*.json"):
             if old.stem.removeprefix("layout-") not in used:
                 old.unlink(missing_ok=True)
@@ -238,7 +260,7 @@ class RankArena:
         Raises:
             CheckpointMissing: no whole capture (of that step) is there.
         """
-        for slot in sorted(self.slots, key=_sequence, reverse=True):
+        for slot in sorted((*self.slots, *self._surplus), key=_sequence, reverse=True):
             header = slot.header
             if header is None or header.state != SlotState.CAPTURED or step not in (None, header.step):
                 continue
@@ -272,20 +294,26 @@ class RankArena:
             group=header.group,
         )
 
-    def prewarm(self, layout: StateLayout, values_bytes: int = 1 << 16) -> None:
-        """Allocate and map all free slots now, so that the first capture costs what later ones do."""
-        self._check_room(layout.size_bytes, values_bytes)
-        for slot in self.slots:
-            if slot.try_take():
-                try:
-                    slot.reserve(layout.size_bytes, values_bytes)
-                finally:
-                    slot.give()
+    def make_room(self, tensor_bytes: int, values_bytes: int) -> Iterator[SlotFile | None]:
+        """Allocate and map all slots, that of the newest capture last; any thread may do it.
+
+        Yields None before the first, and each slot that has the room.
+
+        Raises:
+            ConfigError: there is no room.
+        """
+        self._check_room(tensor_bytes, values_bytes)
+        yield None
+        for slot in sorted(self.slots, key=_sequence):
+            slot.reserve(tensor_bytes, values_bytes)
+            yield slot
 
     def close(self, *, remove: bool = False) -> None:
         """Give up ownership; with `remove`, delete the slots too (a job that ended well)."""
-        for slot in self.slots:
+        for slot in (*self.slots, *self._surplus):
             slot.close()
+        self._surplus = []
+        withdraw_room(self._where)
         if remove:
             remove_rank(self._where)
         self._owner.close()
@@ -304,6 +332,15 @@ def _sequence(slot: SlotFile) -> int:
     """Order of age; a slot without a whole capture is older than any."""
     whole = slot.header is not None and slot.header.state == SlotState.CAPTURED
     return slot.header.sequence if whole and slot.header else 0
+
+
+def _try_remove(slot: SlotFile) -> bool:
+    """Delete a slot, unless it is lent."""
+    if not slot.try_take():
+        return False
+    slot.path.unlink(missing_ok=True)
+    slot.close()
+    return True
 
 
 class CapturedSlot:
@@ -357,7 +394,7 @@ def try_open_slot(path: Path) -> CapturedSlot | None:
         return None
     opened = None
     try:
-        if lock.try_lock(exclusive=False):  # held exclusively: a capture is going on
+        if lock.try_lock(exclusive=False) and lock.is_current():  # held exclusively: a capture is going on
             header = SlotHeader.unpack(os.pread(lock.fd, PAGE_BYTES, 0))
             if header is not None and _is_whole(header, os.fstat(lock.fd).st_size):
                 opened = CapturedSlot(lock, header, _read_layout(path, header))

@@ -16,7 +16,7 @@ from enum import Enum
 
 from resiliency.checkpoint.dcp_format import METADATA
 from resiliency.checkpoint.lease import leased_steps
-from resiliency.checkpoint.manifest import MANIFEST, Manifest
+from resiliency.checkpoint.manifest import MANIFEST, Manifest, index_name, read_manifest
 from resiliency.checkpoint.marker import (
     MARKER_SUFFIX,
     Marker,
@@ -197,20 +197,61 @@ def prune(
 ) -> list[int]:
     """Delete complete checkpoints but the newest `keep_last`; returns the steps that went.
 
-    Spared are those in `keep`, those somebody holds a lease on, and checkpoints that are damaged
-    or were written by others: those are for people to look at.
+    Spared are those in `keep`, those somebody holds a lease on, and checkpoints that were written by others,
+    were found damaged, or lack their manifest or an index: those are for people to look at.  Removals that
+    failed before are tried again.
 
     Raises:
         ConfigError: `keep_last` is below 1: the last good checkpoint is never deleted.
+        CheckpointError: a removal failed; the others were tried all the same.
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
-    complete = [found.step for found in list_checkpoints(storage) if found.condition is Condition.COMPLETE]
-    return [
-        step
-        for step in complete[:-keep_last]
-        if step not in keep and remove_checkpoint(storage, step, clock=clock)
-    ]
+    committed = [step for step in list_steps(storage)[1] if try_read_committed(storage, step) is not None]
+    needless = {*committed[:-keep_last], *half_removed(storage)}.difference(keep)
+    return remove_checkpoints(storage, needless, clock=clock)
+
+
+def try_read_committed(storage: Storage, step: int) -> Manifest | None:
+    """The manifest of an unmarked checkpoint in the engine's form, if nothing of it is missed at a glance.
+
+    Two operations, however many ranks there are: `inspect` reads the indexes of all.
+    """
+    directory = step_directory(step)
+    try:
+        manifest = read_manifest(storage, directory)
+        names = storage.list(directory)
+    except (CheckpointError, ConfigError):
+        return None
+    expected = {index_name(directory, rank) for rank in manifest.ranks}
+    is_whole = manifest.step == step and expected <= {f"{directory}/{name}" for name in names}
+    if not is_whole or _NEMOS in names or any(name.endswith(SET_ASIDE) for name in names):
+        return None
+    return manifest
+
+
+def half_removed(storage: Storage) -> list[int]:
+    """Steps whose removal has begun and failed, lowest first."""
+    removing = Marker(state=MarkerState.REMOVING)
+    return [step for step in marked_steps(storage) if try_read_marker(storage, step) == removing]
+
+
+def remove_checkpoints(storage: Storage, steps: Iterable[int], *, clock: Clock | None = None) -> list[int]:
+    """`remove_checkpoint` for each, lowest first; returns the steps that went.
+
+    Raises:
+        CheckpointError: one could not be removed; the others were tried all the same.
+    """
+    gone, failures = [], []
+    for step in sorted(steps):
+        try:
+            if remove_checkpoint(storage, step, clock=clock):
+                gone.append(step)
+        except CheckpointError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return gone
 
 
 def try_prune(storage: Storage, keep_last: int, *, spare: int) -> None:

@@ -36,10 +36,11 @@ from resiliency.checkpoint.joining import Neighbors, join
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTier, intervals_of, settings_of
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.restoring import Fill, Restored, Restorer
+from resiliency.checkpoint.save_id import branch_of
 from resiliency.checkpoint.saver import Saver
 from resiliency.checkpoint.saves import SaveHandle
 from resiliency.checkpoint.schedule import Schedule
-from resiliency.checkpoint.state import plan_restore
+from resiliency.checkpoint.state import StateWalker, plan_restore
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.termination import TerminationOptions
@@ -114,6 +115,7 @@ class Checkpointer:
         settings = settings_of(directory, keep=keep, local=local, replicated=replicated, options=options)
         intervals = intervals_of(every_steps, every, settings, local)
         info = identified(info or RunInfo.from_env())
+        self._info = info
         self._agreement = Agreement(info.rank or 0, info.world_size)
         self._schedule = Schedule(intervals, self._agreement, options.clock)
         membership = join(
@@ -121,7 +123,7 @@ class Checkpointer:
         )
         self._attach = membership.attach
         self._arena = membership.arena
-        self._capturer = Capturer(self._arena, options.capture)
+        self._capturer = Capturer(self._arena, options.capture, walker=StateWalker(allow=options.allow))
         self._delivery = Delivery(
             membership.directory,
             self._attach,
@@ -140,7 +142,11 @@ class Checkpointer:
             emit=self._emit,
         )
         self._neighbors = Neighbors(membership, self._delivery.link)
+        #: How often a restore led back behind what this start had saved.
+        self._branches = 0
         self._closed = False
+        #: Whether room for captures of the whole state has been asked for.
+        self._is_prepared = False
         self._end: CommonEnd | None = None
         if termination is not None:
             self._end = self._watch_for_signals(termination)
@@ -175,9 +181,17 @@ class Checkpointer:
         return self._restorer().take_inventory()
 
     def restore(
-        self, state: object, *, step: int | None = None, inventory: Inventory | None = None
+        self,
+        state: object,
+        *,
+        step: int | None = None,
+        inventory: Inventory | None = None,
+        partial: bool = False,
     ) -> Restored:
         """Bring the newest state back, in place; collective over all ranks.
+
+        Where the step is before some that this start of the job has saved, they stay, as after a restart that
+        goes back: what is saved again at one of those steps of the persistent tier fails by name.
 
         It comes from this host's memory if every rank finds its capture there, else from the newest step
         that can be made whole from the tiers and verifies.  A bad checkpoint is hidden and the one
@@ -186,6 +200,9 @@ class Checkpointer:
         Args:
             step: take this one or nothing; None means the newest.
             inventory: of `take_inventory`, the same on all ranks; None: take it now.
+            partial: dicts of `state` may lack parts that were saved (the model alone, for an evaluation), and
+                have parts that were not, which stay as they are.  What a module or an optimizer holds still
+                comes back whole.
         Returns:
             The step and where it came from; step 0 if there is nothing, and `state` is as it was.
         Raises:
@@ -201,9 +218,12 @@ class Checkpointer:
         """
 
         def fill(shard: Shard) -> Callable[[], object]:
-            return plan_restore(state, shard, allow=self._options.allow)
+            return plan_restore(state, shard, allow=self._options.allow, partial=partial)
 
-        return self.restore_with(fill, step=step, inventory=inventory)
+        restored = self.restore_with(fill, step=step, inventory=inventory)
+        if not restored.step:
+            self._prepare(state)
+        return restored
 
     def restore_with(
         self, fill: Fill, *, step: int | None = None, inventory: Inventory | None = None
@@ -215,31 +235,77 @@ class Checkpointer:
                 None); that runs only when all ranks fit.  The shard is valid until then.
             step, inventory: as for `restore`.
         """
+        self._capturer.fence()  # a capture under way reads the state that is overwritten
+        room: list[tuple[int, int]] = []
+
+        def fill_noted(shard: Shard) -> Callable[[], object] | None:
+            room[:] = [(shard.layout.size_bytes, len(shard.values))]
+            return fill(shard)
+
         self._emit(EventType.RESTORE_STARTED)
-        restored = self._restorer().restore(fill, step=step, inventory=inventory)
+        restored = self._restorer().restore(fill_noted, step=step, inventory=inventory)
+        if restored.step and room:
+            self._is_prepared = True
+            self._capturer.prepare_room(*room[0])
         attach = replace(
             self._attach,
             run_id=restored.run_id or self._attach.run_id,
             restored_step=restored.step or self._attach.restored_step,
         )
+        went_back = restored.step and self._went_back(restored.step)
+        if went_back:
+            self._branches += 1
+            attach = replace(attach, session=branch_of(attach.session, self._branches))
+            self._arena.run_id = attach.session
         if attach != self._attach:
             self._attach = attach
             self._delivery.link.introduce_again(attach)
+        if went_back:
+            self._neighbors.meet_again(attach, self._agreement, self._info)
         if restored.step:
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
             self._neighbors.repair(restored)
         return restored
 
-    def prewarm(self, state: object) -> None:
-        """Make room for the captures of `state` now, so that the first save costs what later ones do.
+    def _went_back(self, step: int) -> bool:
+        """Whether `step` is before what this start has saved, which then is over; collective."""
+        if max(self._agreement.gather(self._saver.newest_step)) <= step:
+            return False
+        self._delivery.went_back(self._options.close_timeout)
+        self._saver.went_back()
+        self._schedule.went_back(step)
+        # The first rank that introduces itself again ends the session for all ranks of its host.
+        self._agreement.gather(None)
+        return True
 
-        Worth its while once the optimizer has its state: after a restore, or after the first step of a
-        fresh run.  Without it the first two saves allocate the memory, and training waits for that.
+    def prewarm(self, state: object) -> None:
+        """Make room for the captures of `state`, and wait for it.
+
+        Rarely needed: `restore` and the first `step` have the room made in the background.  A program that
+        calls neither before its first save calls `prepare`, or this.
 
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
         """
         self._capturer.prewarm(state)
+
+    def prepare(self, state: object) -> None:
+        """Have room made for the captures of `state` in the background; returns at once.
+
+        Best once the optimizer has its state: after its first step.  Saves that come before the room is
+        there are skipped, see `save`.
+
+        Raises:
+            ConfigError: something in the state cannot be saved.
+        """
+        self._is_prepared = True
+        self._capturer.prepare(state)
+
+    def _prepare(self, state: object) -> None:
+        try:
+            self._capturer.prepare(state)
+        except Exception as error:  # of the state, which the caller did not ask to save: its save will tell
+            logger.debug("memory for captures is not prepared yet: %r", error)
 
     def step(self, step: int, state: object) -> SaveHandle | None:
         """Say that `step` optimizer steps are done; saves when it is time to.
@@ -251,6 +317,9 @@ class Checkpointer:
             Terminated: the job was told to end; exit code 0 if this step is committed, else 128 + signal.
         """
         self._saver.tick()
+        if not self._is_prepared:  # now the optimizer has its state
+            self._is_prepared = True
+            self._prepare(state)
         if self._end is not None:
             self._end.boundary(step, state)
         due = self._schedule.due(step)
@@ -303,12 +372,15 @@ class Checkpointer:
         nothing else may change before they step (see `CheckpointerOptions.overlap` and `fence`).  The rest,
         such as buffers that the next forward writes, is copied when this returns.
 
+        Memory is never allocated here: of a state of 64 MiB or more, a save that comes before the room for
+        it is there is skipped, which only the first one of a start can be; see `prepare`.
+
         Args:
             tiers: None means all that there are.
-            wait: for storage to catch up, at most so long, before the save is skipped; for the last one of
-                a job.  None: as `CaptureOptions.when_full` says, by default not at all.  A tier that still
-                writes an earlier save is then left out of this one, if there is another tier.  All ranks
-                give one, or none does.
+            wait: for storage to catch up, or for memory, at most so long, before the save is skipped; for
+                the last one of a job.  None: as `CaptureOptions.when_full` says, by default not at all.  A
+                tier that still writes an earlier save is then left out of this one, if there is another
+                tier.  All ranks give one, or none does.
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
         """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at checkpoints from a shell: ``resiliency-ckpt ls|verify|show DIR``, or
-``python3 -m resiliency.checkpoint``.
+``python3 -m resiliency.checkpoint``; ``free`` gives the shared memory of dead jobs back.
 
 Exit codes, the same for all commands, whether or not anybody read the output to its end:
 
@@ -19,9 +19,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.catalog import Condition, Found, find_newest, inspect, list_checkpoints, steps_in
+from resiliency.checkpoint.catalog import Condition, Found, find_newest, inspect, steps_in
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.leftovers import LeftoverFate, free_leftovers
+from resiliency.checkpoint.marker import parse_step
 from resiliency.checkpoint.progress import Progress
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.storage import LocalStorage, Storage
@@ -29,6 +33,17 @@ from resiliency.errors import CheckpointError, CheckpointIncomplete, CheckpointM
 
 OK, DAMAGED, USAGE, NOTHING, INTERRUPTED = 0, 1, 2, 3, 130
 MODULE = "python3 -m resiliency.checkpoint"
+
+_EPILOG = """\
+examples:
+  {prog} ls /ckpt                 every step, committed or not
+  {prog} verify /ckpt             compare all bytes of the newest step with their checksums
+  {prog} verify /ckpt --all       of every step
+  {prog} show /ckpt/step=600      names, dtypes and shapes of what one step holds
+  {prog} free --all-users         after a job, as root: shared memory that dead jobs left
+
+exit codes: 0 good, 1 damaged, 2 wrong usage or unreadable, 3 nothing usable, 130 Ctrl-C
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +57,14 @@ class _Answer:
 
 def main(argv: Sequence[str] | None = None, *, prog: str = MODULE) -> int:
     """Run one command; returns the exit code."""
-    options = _parser(prog).parse_args(argv)
+    parser = _parser(prog)
+    options = parser.parse_args(argv)
     directory: Path = options.directory
+    named = parse_step(Path(os.path.abspath(directory)).name)
+    if named is not None:
+        if options.step not in (None, named):
+            parser.error(f"{directory} is step {named}, found --step {options.step}")
+        options.step, directory = named, Path(os.path.abspath(directory)).parent
     command: Callable[[Storage, argparse.Namespace], _Answer] = options.run
     try:
         if not directory.is_dir():
@@ -80,14 +101,18 @@ def _print(text: str) -> None:
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Look at the checkpoints of a directory.",
-        epilog="exit codes: 0 good, 1 damaged, 2 wrong usage or unreadable, 3 nothing usable, 130 Ctrl-C",
+        description="Look at the checkpoints of a directory, and free the memory of dead jobs.",
+        epilog=_EPILOG.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _command(commands, "ls", _list, "list all checkpoints with their condition")
-    verify = _command(commands, "verify", _verify, "read checkpoints and compare all checksums")
-    verify.add_argument("--all", action="store_true", help="every complete checkpoint, not the newest")
+    _command(commands, "ls", _list, "list all checkpoints with their condition; no bytes are compared")
+    verify = _command(
+        commands, "verify", _verify, "read a checkpoint, the newest by default, and compare all checksums"
+    )
+    verify.add_argument("--all", action="store_true", help="every committed checkpoint, not the newest alone")
     _command(commands, "show", _show, "say what one checkpoint holds")
+    _add_free(commands)
     return parser
 
 
@@ -98,7 +123,10 @@ def _command(
     help: str,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory that holds step=N")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="directory that holds step=N, or one step=N"
+    )
+    parser.set_defaults(step=None)
     if name != "ls":
         parser.add_argument("--step", type=int, help="default: the newest that is usable")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -106,8 +134,67 @@ def _command(
     return parser
 
 
+def _add_free(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    purpose = "free the shared memory that dead jobs left on this host"
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "free",
+        help=purpose,
+        description=f"{purpose}.  A job with a living process is never touched.",
+        epilog="exit codes: 0 nothing is left that should go, 1 something could not be freed, 2 wrong usage",
+    )
+    parser.add_argument(
+        "directory",
+        type=Path,
+        nargs="?",
+        default=DEFAULT_ROOT,
+        metavar="DIR",
+        help="where the jobs keep their captures (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--older-than",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="leave what changed since then: between the death of a rank and its restart no process may live,"
+        " if no launcher of this library runs the job (default: %(default)g)",
+    )
+    parser.add_argument("--all-users", action="store_true", help="of all users; run it as root")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be freed")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(run=_free)
+
+
+def _free(_: Storage, options: argparse.Namespace) -> _Answer:
+    found = free_leftovers(
+        options.directory,
+        older_than=timedelta(seconds=options.older_than),
+        all_users=options.all_users,
+        dry_run=options.dry_run,
+    )
+    code = DAMAGED if any(item.fate is LeftoverFate.REFUSED for item in found) else OK
+    if options.json:
+        rows = [
+            {
+                "directory": str(item.directory),
+                "user": item.user,
+                "size_bytes": item.size_bytes,
+                "idle_s": round(item.idle_s, 1),
+                "outcome": item.fate.value,
+            }
+            for item in found
+        ]
+        return _Answer(code, _json(rows))
+    lines = [
+        f"{item.directory}: {item.fate.value} ({_size(item.size_bytes)}, user {item.user},"
+        f" last change {item.idle_s:.0f} s ago)"
+        for item in found
+    ]
+    return _Answer(code, "\n".join(lines))
+
+
 def _list(storage: Storage, options: argparse.Namespace) -> _Answer:
-    found = list_checkpoints(storage)
+    steps = steps_in(storage) if options.step is None else [_existing(storage, options.step)]
+    found = [inspect(storage, step) for step in steps]
     text = ""
     if options.json:
         text = _json([_as_json(item) for item in found])
@@ -116,6 +203,7 @@ def _list(storage: Storage, options: argparse.Namespace) -> _Answer:
             ("STEP", "CONDITION", "SIZE", "RANKS", "FORMAT", "CREATED", "NOTE"),
             [_row(item) for item in found],
         )
+        print("conditions are those of manifests and sizes; verify compares the bytes", file=sys.stderr)
     else:
         print(f"no checkpoints in {storage.describe()}", file=sys.stderr)
     if any(item.condition is Condition.BAD for item in found):
@@ -125,9 +213,7 @@ def _list(storage: Storage, options: argparse.Namespace) -> _Answer:
 
 def _verify(storage: Storage, options: argparse.Namespace) -> _Answer:
     if options.step is not None:
-        if options.step not in steps_in(storage):
-            raise CheckpointMissing(f"{storage.describe()} has no step {options.step}.", step=options.step)
-        steps = [options.step]
+        steps = [_existing(storage, options.step)]
     elif options.all:
         steps = [
             step for step in steps_in(storage) if inspect(storage, step).condition is not Condition.UNFINISHED
@@ -142,8 +228,19 @@ def _verify(storage: Storage, options: argparse.Namespace) -> _Answer:
         f"step {result['step']}: {result['error'] or 'good, ' + _size(result['size_bytes'])}"
         for result in results
     ]
+    left = [step for step in steps_in(storage) if step not in steps]
+    if left and not options.all:
+        lines.append(
+            f"not verified: {len(left)} other steps, from {left[0]} to {left[-1]}; --all takes every one"
+        )
     text = _json(results) if options.json else "\n".join(lines)
     return _Answer(DAMAGED if any(result["error"] for result in results) else OK, text)
+
+
+def _existing(storage: Storage, step: int) -> int:
+    if step not in steps_in(storage):
+        raise CheckpointMissing(f"{storage.describe()} has no step {step}.", step=step)
+    return step
 
 
 def _newest_ours(storage: Storage) -> int:
@@ -152,7 +249,10 @@ def _newest_ours(storage: Storage) -> int:
     for step in reversed(steps_in(storage)):
         if inspect(storage, step).condition in committed:
             return step
-    raise CheckpointMissing(f"{storage.describe()} holds no checkpoint with checksums.")
+    raise CheckpointMissing(
+        f"{storage.describe()} holds no committed checkpoint with checksums: torch's own have none.",
+        hint="ls says what is there.",
+    )
 
 
 def _verify_one(storage: Storage, step: int) -> dict[str, object]:
@@ -168,7 +268,7 @@ def _verify_one(storage: Storage, step: int) -> dict[str, object]:
 
 
 def _show(storage: Storage, options: argparse.Namespace) -> _Answer:
-    step = find_newest(storage).step if options.step is None else options.step
+    step = find_newest(storage).step if options.step is None else _existing(storage, options.step)
     found = inspect(storage, step)
     if found.condition is Condition.STOCK:
         return _Answer(OK, _json(_as_json(found)) if options.json else f"{found.path}: torch's own format")

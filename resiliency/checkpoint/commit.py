@@ -33,8 +33,10 @@ from typing import Generic, Protocol, TypeVar
 from resiliency.checkpoint.commit_protocol import FINAL, Event, State, next_state
 from resiliency.checkpoint.errands import side_by_side
 from resiliency.checkpoint.manifest import (
+    MANIFEST,
     Manifest,
     RankIndex,
+    index_name,
     read_manifest,
     try_read_index,
     write_index,
@@ -46,6 +48,7 @@ from resiliency.checkpoint.marker import (
     MarkerState,
     lift_marker,
     put_marker,
+    read_marker,
     step_directory,
     try_read_marker,
 )
@@ -61,6 +64,11 @@ from resiliency.errors import (
 from resiliency.runtime import Clock, SystemClock
 
 ShardT = TypeVar("ShardT", contravariant=True)
+
+#: Longest pause between two looks at the storage; each is about a tenth of the wait so far.
+_LONGEST_PAUSE_S = 1.0
+#: How long an overtaken save waits for others at least.
+_LAST_WAIT_S = 3.0
 
 
 class CheckpointFormat(Protocol[ShardT]):
@@ -92,7 +100,7 @@ class SaveTicket:
         restored_step: where this start of the job went on, 0 for nowhere.  Committed by an earlier start,
             that step is the one to save; any other may be of a branch that the job has left.
         timeout: longest wait for other ranks, counted from the start of this process's part.
-        poll: pause between looks at the storage while waiting for others.
+        poll: first pause between looks at the storage while waiting for others; later ones are longer.
     """
 
     step: int
@@ -126,13 +134,30 @@ class Committed:
     size_bytes: int
 
 
-def open_save(storage: Storage, step: int, save_id: str, try_number: int = UNNUMBERED) -> None:
+def open_save(
+    storage: Storage, step: int, save_id: str, try_number: int = UNNUMBERED, *, replaces: bool = False
+) -> None:
     """Hide `step` and empty its directory; its ranks may write once this returns.
 
     For the leader, and only where nothing stands that is worth keeping.
+
+    Args:
+        replaces: also a committed checkpoint, such as a copy of what its owner saved again.
+    Raises:
+        CheckpointWriteFailed: a committed checkpoint is there, or the storage refused.
+        CheckpointCorrupt: the storage does not say what is there.
     """
     directory = step_directory(step)
-    if storage.exists(directory) or try_read_marker(storage, step) is not None:
+    is_marked = read_marker(storage, step) is not None
+    if not is_marked and not replaces and storage.exists(f"{directory}/{MANIFEST}"):
+        path = storage.describe(directory)
+        raise CheckpointWriteFailed(
+            f"{path} holds a committed checkpoint, which is not overwritten.",
+            hint="Save to another directory, or move the old checkpoint away.",
+            path=path,
+            step=step,
+        )
+    if is_marked or storage.exists(directory):
         # Followers must not write before the leftovers are gone: the marker that names this
         # save, which they wait for, comes after.
         put_marker(storage, step, Marker(state=MarkerState.CLEARING, save_id=save_id, try_number=try_number))
@@ -151,6 +176,7 @@ def commit(
     leads: bool,
     clock: Clock | None = None,
     cancel: threading.Event | None = None,
+    overtaken: threading.Event | None = None,
 ) -> Committed:
     """Write the shards of this process's ranks and see the checkpoint committed.
 
@@ -161,12 +187,14 @@ def commit(
         shards: rank to what `format` writes for it.
         leads: True in exactly one process of the save.
         cancel: ends the waits early and lets nothing more begin but what tells others that the save failed.
+        overtaken: others may be gone, and something waits for this save to end: it waits for them no longer
+            than its own part took, and 3 s at least.
     Raises:
         CheckpointWriteFailed: the storage refused, here or at another rank; or something else stands at
-            this step; or the save was cancelled.
+            this step; or the save was cancelled or overtaken.
         CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
     """
-    return _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel).run()
+    return _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel, overtaken).run()
 
 
 class _Save(Generic[ShardT]):
@@ -181,6 +209,7 @@ class _Save(Generic[ShardT]):
         leads: bool,
         clock: Clock,
         cancel: threading.Event | None,
+        overtaken: threading.Event | None,
     ) -> None:
         self._storage = storage
         self._format = format
@@ -189,6 +218,8 @@ class _Save(Generic[ShardT]):
         self._leads = leads
         self._clock = clock
         self._cancel = cancel or threading.Event()
+        self._overtaken = overtaken or threading.Event()
+        self._worked_s = 0.0
         self._deadline = clock.monotonic() + ticket.timeout.total_seconds()
         self._directory = step_directory(ticket.step)
         self._indexes: dict[int, RankIndex] = {}
@@ -238,9 +269,7 @@ class _Save(Generic[ShardT]):
     def _claim(self) -> Event:
         storage, step = self._storage, self._ticket.step
         storage.make_dir("")
-        marked = try_read_marker(storage, step) is not None
-        leftovers = storage.exists(self._directory)
-        if leftovers and not marked and storage.list(self._directory):
+        if read_marker(storage, step) is None and storage.list(self._directory):
             self._check_kept()
             return Event.EXISTS
         open_save(storage, step, self._ticket.save_id, self._ticket.try_number)
@@ -272,34 +301,46 @@ class _Save(Generic[ShardT]):
     def _gather(self) -> Event:
         missing = set(self._ticket.ranks) - self._indexes.keys()
 
+        unlisted: CheckpointCorrupt | None = None
+
         def all_voted() -> bool:
+            nonlocal unlisted
+            if not missing:
+                return True
+            try:
+                names = {f"{self._directory}/{name}" for name in self._storage.list(self._directory)}
+            except CheckpointCorrupt as error:  # the next look may fare better
+                unlisted = error
+                return False
+            unlisted = None
             for rank in sorted(missing):
-                self._check_refusal(rank)
+                self._check_refusal(rank, names)
+                if index_name(self._directory, rank) not in names:
+                    continue
                 found = try_read_index(self._storage, self._directory, rank)
                 if found is not None and self._is_vote_of_this_try(found[0]):
                     self._indexes[rank], self._digests[rank] = found
                     missing.discard(rank)
             return not missing
 
-        if self._wait(all_voted):
+        if self._wait(all_voted, lambda: f"ranks {_listed(missing)}"):
             return Event.DONE
-        names = ", ".join(str(rank) for rank in sorted(missing))
         raise CheckpointIncomplete(
             f"step {self._ticket.step}: {len(missing)} of {len(self._ticket.ranks)} ranks did not finish "
-            f"writing within {self._ticket.timeout.total_seconds():g} s: {names}.",
+            f"writing within {self._ticket.timeout.total_seconds():g} s: {_listed(missing)}.",
             hint="Older checkpoints are untouched; look at the logs of these ranks.",
             step=self._ticket.step,
             missing_ranks=sorted(missing),
             path=self._storage.describe(self._directory),
-        )
+        ) from unlisted
 
     def _is_vote_of_this_try(self, index: RankIndex) -> bool:
         ticket = self._ticket
         return (index.save_id, index.try_number) == (ticket.save_id, ticket.try_number)
 
-    def _check_refusal(self, rank: int) -> None:
+    def _check_refusal(self, rank: int, names: Collection[str]) -> None:
         name = self._refusal_name(rank)
-        if self._storage.exists(name):
+        if name in names:
             raise CheckpointWriteFailed(
                 f"step {self._ticket.step}: rank {rank} could not write its part.",
                 hint=f"Its reason is in {self._storage.describe(name)} and in its log.",
@@ -341,7 +382,7 @@ class _Save(Generic[ShardT]):
             found[:] = [Event.DONE]
             return self._heeds(marker) and marker.state is MarkerState.WRITING
 
-        if not self._wait(open_for_us):
+        if not self._wait(open_for_us, lambda: "the leader"):
             raise self._leader_silent("did not open the save")
         if found == [Event.DONE]:
             self._storage.make_dir(self._directory)
@@ -352,10 +393,11 @@ class _Save(Generic[ShardT]):
             marker = try_read_marker(self._storage, self._ticket.step)
             if marker is None:
                 return self._is_committed(of_this_save=True)
+            self._check_not_replaced(marker)
             self._heeds(marker)
             return False
 
-        if not self._wait(published):
+        if not self._wait(published, lambda: "the leader"):
             raise self._leader_silent("did not commit")
         return Event.DONE
 
@@ -408,7 +450,18 @@ class _Save(Generic[ShardT]):
         """
         marker = try_read_marker(self._storage, self._ticket.step)
         if marker is not None:
+            self._check_not_replaced(marker)
             self._heeds(marker)
+
+    def _check_not_replaced(self, marker: Marker) -> None:
+        """Once the leader has opened this save, a marker of another one says that this one is over."""
+        is_open = marker.state in (MarkerState.CLEARING, MarkerState.WRITING)
+        if is_open and marker.save_id and not self._is_of_this_save(marker):
+            raise CheckpointWriteFailed(
+                f"step {self._ticket.step}: this part is of save {self._ticket.save_id!r}, and the step is"
+                f" being saved as {marker.save_id!r} by now.",
+                step=self._ticket.step,
+            )
 
     def _leader_silent(self, what: str) -> CheckpointIncomplete:
         return CheckpointIncomplete(
@@ -428,15 +481,17 @@ class _Save(Generic[ShardT]):
         """
         if manifest.save_id != self._ticket.save_id and self._ticket.step != self._ticket.restored_step:
             raise self._occupied(
-                f"was saved by an earlier start of the job ({manifest.save_id}), and this one did not go on "
-                "from it: it stays, and the state of now is not saved."
+                f"was saved by an earlier start of the job, or before it went back ({manifest.save_id}), and"
+                " this state did not go on from it: it stays, and the state of now is not saved."
             )
 
     def _write(self) -> Event:
         # Side by side: one file after the other would leave the device idle at each sync between them.
+        began = self._clock.monotonic()
         tasks = [partial(self._write_rank, shard) for shard in self._shards.values()]
         for index in side_by_side(tasks, "resiliency-rank"):
             self._indexes[index.rank] = index
+        self._worked_s = self._clock.monotonic() - began
         return Event.DONE
 
     def _write_rank(self, shard: ShardT) -> RankIndex:
@@ -460,7 +515,8 @@ class _Save(Generic[ShardT]):
 
     def _give_up(self) -> Event:
         reason = str(self._error)
-        marker = try_read_marker(self._storage, self._ticket.step)
+        # What cannot be read may be somebody's committed step, which a marker of ours would hide.
+        marker = read_marker(self._storage, self._ticket.step)
         if self._leads:
             # Else it came so late that the step is somebody else's, and maybe committed.
             is_ours = marker is not None and self._is_of_this_try(marker)
@@ -485,18 +541,37 @@ class _Save(Generic[ShardT]):
         ticket = self._ticket
         return f"{self._directory}/rank={rank}.save={ticket.save_id}.try={ticket.try_number}.failed"
 
-    def _wait(self, ready: Callable[[], bool]) -> bool:
+    def _wait(self, ready: Callable[[], bool], others: Callable[[], str]) -> bool:
         """Look until `ready`; False when the deadline passed.
 
         A shared file system tells nobody about changes, so looking is all there is.
 
+        Args:
+            others: who is waited for.
         Raises:
-            CheckpointWriteFailed: the save was cancelled: others are to blame for nothing.
+            CheckpointWriteFailed: the save was cancelled or overtaken: others are to blame for nothing.
         """
+        began = self._clock.monotonic()
         while not ready():
-            left_s = self._deadline - self._clock.monotonic()
-            if self._cancel.wait(min(self._ticket.poll.total_seconds(), max(left_s, 0.0))):
+            now = self._clock.monotonic()
+            waited_s, left_s = now - began, self._deadline - now
+            if self._overtaken.is_set() and waited_s >= max(_LAST_WAIT_S, self._worked_s):
+                raise self._given_up_for_others(waited_s, others())
+            pause_s = min(max(self._ticket.poll.total_seconds(), waited_s / 10), _LONGEST_PAUSE_S)
+            if self._cancel.wait(min(pause_s, max(left_s, 0.0))):
                 raise self._cancelled("while it waited for others")
             if left_s <= 0:
                 return False
         return True
+
+    def _given_up_for_others(self, waited_s: float, others: str) -> CheckpointWriteFailed:
+        step = self._ticket.step
+        return CheckpointWriteFailed(
+            f"step {step}: {others} did not answer for {waited_s:.0f} s, and the job goes on or ends.",
+            hint="Older checkpoints are untouched.",
+            step=step,
+        )
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))

@@ -11,14 +11,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 
+from resiliency.checkpoint.errands import Errands
 from resiliency.errors import CheckpointError
 
 PIECE_BYTES = 16 << 20
@@ -127,10 +128,10 @@ class CopyRun:
         self._error: BaseException | None = None
         self._stopped = False
 
-    def _start(self, pool: ThreadPoolExecutor, threads: int) -> None:
-        self._running = max(1, min(threads, len(self._work)))
-        for _ in range(self._running):
-            pool.submit(self._take)
+    def _start(self, threads: Sequence[Errands]) -> None:
+        self._running = max(1, min(len(threads), len(self._work)))
+        for thread in threads[: self._running]:
+            thread.submit(self._take)
 
     def _take(self) -> None:
         try:
@@ -178,9 +179,8 @@ class Copier:
     """
 
     def __init__(self, threads: int = 2, *, before_piece: Callable[[int], None] | None = None) -> None:
-        self._threads = threads
         self._before = before_piece
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="resiliency-copy")
+        self._threads = [Errands(f"resiliency-copy_{number}") for number in range(threads)]
 
     def start(self, work: Sequence[Piece], *, keep: object, paced: bool = True) -> CopyRun:
         """Begin to copy.
@@ -190,12 +190,18 @@ class Copier:
             paced: call `before_piece`; False for what somebody waits for.
         """
         run = CopyRun(work, keep, self._before if paced else None)
-        run._start(self._pool, self._threads)
+        run._start(self._threads)
         return run
 
-    def close(self) -> None:
-        """Wait for what runs, then end the threads."""
-        self._pool.shutdown(wait=True)
+    def close(self, timeout: timedelta | None = None) -> bool:
+        """Wait for what runs, and end the threads; False if a copy still runs at the timeout.  Idempotent."""
+        for thread in self._threads:
+            thread.close()
+        if timeout is None:
+            return all(thread.wait_for_end() for thread in self._threads)
+        deadline = time.monotonic() + timeout.total_seconds()
+        left = (timedelta(seconds=max(0.0, deadline - time.monotonic())) for _ in self._threads)
+        return all(thread.wait_for_end(each) for thread, each in zip(self._threads, left, strict=True))
 
     def __enter__(self) -> Copier:
         return self

@@ -76,6 +76,8 @@ class DeviceRun:
 
     def fence(self, timeout: timedelta | None) -> bool:
         """Let later work of the calling thread's current stream start after the copies; does not block."""
+        if torch.cuda.is_current_stream_capturing():
+            return True  # nothing is written while a graph is recorded, and it may not wait for other streams
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
 

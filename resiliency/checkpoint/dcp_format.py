@@ -14,8 +14,10 @@ at the same place within a page as in the slot, and is written from there withou
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import io
+import json
 import logging
 import math
 import pickle
@@ -33,11 +35,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from resiliency.checkpoint._compat import DCP_VERSION, StorageInfo
-from resiliency.checkpoint.local_format import add_blobs
+from resiliency.checkpoint.local_format import LAYOUT_BLOB, add_blobs
 from resiliency.checkpoint.manifest import BlobRecord, RankIndex, TensorRecord
-from resiliency.checkpoint.shard_file import DEFAULT_THREADS, FileRecord, Pace, Piece, write_shard_file
+from resiliency.checkpoint.rank_sets import mesh_of
+from resiliency.checkpoint.shard_file import (
+    DEFAULT_THREADS,
+    FileRecord,
+    Pace,
+    Piece,
+    Want,
+    read_ranges,
+    write_shard_file,
+)
+from resiliency.checkpoint.shared_names import SharedNames
 from resiliency.checkpoint.storage import PAGE_BYTES, Buffer, Storage
-from resiliency.checkpoint.table import Shard, TensorEntry, TensorView, contiguous_stride
+from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView, contiguous_stride
 from resiliency.checkpoint.torch_record import RecordFile, memory_of
 from resiliency.errors import CheckpointIncomplete, LayoutMismatch
 
@@ -77,8 +89,9 @@ class DcpFormat:
 
     Args:
         spread_unsharded: tensors that no rank shards are the same on all ranks (plain data
-            parallelism): each is written by one rank, and the bytes are balanced.  Without it
-            every rank writes its own, since they might differ.
+            parallelism): each is written by one rank, and the bytes are balanced.  Ranks that have
+            different ones are refused when the checkpoint is sealed.  Without it every rank writes its
+            own, since they might differ.
         leaves: values that stock readers shall find as well; rank 0's are written.
         objects: records of `torch.save` that stock readers shall find as well; of all ranks.
         threads: writes per rank that are under way at a time.
@@ -139,7 +152,7 @@ class DcpFormat:
             fingerprint=shard.layout.fingerprint,
             files=(file,),
             tensors=plan.records,
-            blobs=(*content.blobs, *blobs),
+            blobs=(*content.blobs, *blobs, *plan.notes),
         )
 
     def _plan(self, shard: Shard) -> _FilePlan:
@@ -148,12 +161,19 @@ class DcpFormat:
         if plan is None or plan.layout is not shard.layout or plan.world_size != shard.world_size:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            others = _written_elsewhere(shard) if self._spread else frozenset()
-            plan = self._plans[shard.rank] = _FilePlan(shard, others)
+            spread = _Spread(shard) if self._spread else None
+            plan = self._plans[shard.rank] = _FilePlan(shard, spread)
         return plan
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
-        """Write `.metadata` from all indexes, and the extra files."""
+        """Write `.metadata` from all indexes, and the extra files.
+
+        Raises:
+            LayoutMismatch: ranks were to have the same tensors and do not, or parts of tensors overlap.
+            CheckpointIncomplete: the parts of a tensor do not add up to the whole.
+        """
+        if self._spread:
+            _check_alike(storage, directory, indexes)
         content = {**self._extra_files, METADATA: self._metadata(indexes)}
         return [write_whole_file(storage, directory, name, data) for name, data in content.items()]
 
@@ -178,36 +198,101 @@ def _is_block(entry: TensorEntry) -> bool:
     return len(entry.shape) == len(entry.global_shape) == len(entry.global_offset)
 
 
-def _written_elsewhere(shard: Shard) -> frozenset[str]:
-    """Unsharded entries that fall to other ranks, by a rule that all ranks compute alike."""
-    loads = [(0, rank) for rank in range(shard.world_size)]
-    others = set()
-    whole = [entry for entry in shard.layout.entries if not entry.is_sharded and entry.replica_id == 0]
-    for entry in sorted(whole, key=lambda entry: (-entry.size_bytes, entry.key)):
-        load, rank = heapq.heappop(loads)
-        heapq.heappush(loads, (load + entry.size_bytes, rank))
-        if rank != shard.rank:
-            others.add(entry.key)
-    return frozenset(others)
+class _Spread:
+    """Who writes which of the entries that all ranks have whole, by a rule that all ranks compute alike.
+
+    It holds as long as they have the same ones, which `digest` is for.  Which of the copies an entry is
+    (`TensorEntry.replica_id`) does not count.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.keys = {entry.key for entry in shard.layout.entries if _is_everywhere(entry)}
+        self.others: set[str] = set()
+        loads = [(0, rank) for rank in range(shard.world_size)]
+        by_key = shard.layout.by_key
+        for entry in sorted((by_key[key] for key in self.keys), key=lambda e: (-e.size_bytes, e.key)):
+            load, rank = heapq.heappop(loads)
+            heapq.heappush(loads, (load + entry.size_bytes, rank))
+            if rank != shard.rank:
+                self.others.add(entry.key)
+        self.digest = hashlib.blake2b(
+            json.dumps(_everywhere(shard.layout)).encode(), digest_size=16
+        ).hexdigest()
+
+
+def _is_everywhere(entry: TensorEntry) -> bool:
+    return not entry.is_sharded and not mesh_of(entry.attributes)
+
+
+def _everywhere(layout: StateLayout) -> list[tuple[str, str, tuple[int, ...], str]]:
+    """Key, dtype, shape and base of what all ranks have whole."""
+    entries = [entry for entry in layout.entries if _is_everywhere(entry)]
+    keys = {entry.key for entry in entries}
+    found = [(entry.key, entry.dtype, entry.shape, "") for entry in entries]
+    found += [(view.key, view.dtype, view.shape, view.base) for view in layout.views if view.base in keys]
+    return sorted(found)
+
+
+#: Begins the name of an empty blob, which ends with the digest of what all ranks have whole.
+_ALIKE = "alike:"
+
+
+def _check_alike(storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> None:
+    """Raise LayoutMismatch unless all ranks have the same whole tensors: else some are written by none."""
+    digests = {
+        index.rank: next((blob.key for blob in index.blobs if blob.key.startswith(_ALIKE)), "")
+        for index in indexes
+    }
+    first = indexes[0]
+    other = next((index for index in indexes if digests[index.rank] != digests[first.rank]), None)
+    if other is None:
+        return
+    mine, theirs = (set(_everywhere(_layout_of(storage, directory, each))) for each in (first, other))
+    key, dtype, shape, _ = min(mine ^ theirs)
+    has, lacks = (first, other) if (key, dtype, shape) in {item[:3] for item in mine} else (other, first)
+    raise LayoutMismatch(
+        f"{key}: rank {has.rank} has a {dtype} tensor {list(shape)} that rank {lacks.rank} has not, or"
+        f" not alike ({len(mine ^ theirs)} differences).  With replicated=True each tensor is written by one"
+        " rank, so all must have the same ones.",
+        hint="Give all ranks the tensor, save it as bytes or a list, or make the Checkpointer without"
+        " replicated=True.",
+        key=key,
+        rank=has.rank,
+    )
+
+
+def _layout_of(storage: Storage, directory: str, index: RankIndex) -> StateLayout:
+    blob = index.blob(LAYOUT_BLOB)
+    file = next((file for file in index.files if blob is not None and file.name == blob.file), None)
+    if blob is None or file is None:
+        raise CheckpointIncomplete(f"rank {index.rank} wrote no layout.", rank=index.rank)
+    content = bytearray(blob.size_bytes)
+    wanted = Want(blob.position, memoryview(content), blob.key)
+    read_ranges(storage, file.inside(directory), [wanted], threads=1)
+    return StateLayout.from_json(bytes(content))
 
 
 class _FilePlan(RecordFile["TensorEntry | TensorView"]):
     """What of one rank's tensors comes where in its file.  Of the layout alone: it holds no bytes of them."""
 
-    def __init__(self, shard: Shard, others: frozenset[str]) -> None:
+    def __init__(self, shard: Shard, spread: _Spread | None) -> None:
         super().__init__()
         self.file = f"__{shard.rank}_0.distcp"
         self.layout = shard.layout
         self.world_size = shard.world_size
         self._tensors: list[TensorRecord] = []
         _warn_of_flat(shard)
+        shared, others = (spread.keys, spread.others) if spread else (set(), set())
         for entry in self.layout.entries:
-            if entry.replica_id == 0 and entry.key not in others:
+            if entry.key not in others if entry.key in shared else entry.replica_id == 0:
                 self._add_entry(entry)
         for view in self.layout.views:
-            if view.replica_id == 0 and view.base not in others:
+            if view.base not in others if view.base in shared else view.replica_id == 0:
                 self._add_view(view)
         self.records = tuple(self._tensors)
+        self.notes: tuple[BlobRecord, ...] = ()
+        if spread is not None:
+            self.notes = (BlobRecord(key=_ALIKE + spread.digest, file=self.file, position=0, size_bytes=0),)
 
     def _add_entry(self, entry: TensorEntry) -> None:
         residue = entry.offset_bytes % PAGE_BYTES
@@ -335,15 +420,17 @@ def dcp_metadata(indexes: Sequence[RankIndex]) -> Metadata:
     """What torch's readers ask for, from what the ranks wrote.
 
     Raises:
-        LayoutMismatch: two ranks disagree about dtype or global shape of a key.
+        LayoutMismatch: two ranks disagree about dtype or global shape of a sharded tensor, or their parts of
+            it overlap.
         CheckpointIncomplete: the parts of a tensor do not add up to the whole.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
+    names = SharedNames(indexes)
     merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={}, version=DCP_VERSION)
     for index in indexes:
         for record in index.tensors:
             if not record.hidden:
-                _add_part(merged, tensors, record, index.rank)
+                _add_part(merged, tensors, record, index.rank, names.prefix(index.rank, record))
     for blob in (blob for index in indexes for blob in index.blobs if blob.path):
         if blob.key in tensors:
             logger.warning("%s is a tensor and a value: stock readers will not find the value", blob.key)
@@ -360,11 +447,16 @@ def dcp_metadata(indexes: Sequence[RankIndex]) -> Metadata:
 
 
 def _add_part(
-    merged: Metadata, tensors: dict[str, TensorStorageMetadata], record: TensorRecord, rank: int
+    merged: Metadata,
+    tensors: dict[str, TensorStorageMetadata],
+    record: TensorRecord,
+    rank: int,
+    prefix: str,
 ) -> None:
     dtype, size = stored_dtype(record.dtype), torch.Size(record.global_shape)
+    key = f"{prefix}.{record.key}" if prefix else record.key
     tensor = tensors.setdefault(
-        record.key, TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=[])
+        key, TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=[])
     )
     if tensor.properties.dtype != dtype or tensor.size != size:
         raise LayoutMismatch(
@@ -374,13 +466,13 @@ def _add_part(
             key=record.key,
             rank=rank,
         )
-    index = MetadataIndex(record.key, record.offsets, len(tensor.chunks))
+    index = MetadataIndex(key, record.offsets, len(tensor.chunks))
     if index in merged.storage_data or record.record is None:
         return  # a copy that another rank wrote as well
     tensor.chunks.append(
         ChunkStorageMetadata(offsets=torch.Size(record.offsets), sizes=torch.Size(record.shape))
     )
-    merged.planner_data[record.key] = record.path
+    merged.planner_data[key] = (prefix, *record.path) if prefix else record.path
     merged.storage_data[index] = StorageInfo(record.file, *record.record)
 
 
@@ -390,5 +482,11 @@ def _check_whole(key: str, tensor: TensorStorageMetadata) -> None:
         raise CheckpointIncomplete(
             f"{key}: the ranks wrote {held} of {math.prod(tensor.size)} elements of {list(tensor.size)}.",
             hint="Does exactly one rank hold each part with replica_id 0?",
+            key=key,
+        )
+    if held > math.prod(tensor.size):
+        raise LayoutMismatch(
+            f"{key}: the ranks wrote {held} elements of {list(tensor.size)}: parts of it overlap.",
+            hint="Ranks name different tensors alike: give those of each rank names of their own.",
             key=key,
         )

@@ -89,7 +89,7 @@ def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
     elif isinstance(value, list) and not _is_leaf(value):
         for position, item in enumerate(value):
             yield from _leaves((*path, position), item)
-    elif path and not isinstance(value, torch.Tensor | _Unknown):
+    elif path and not isinstance(value, torch.Tensor | torch.Generator | _Unknown):
         yield path, value
 
 

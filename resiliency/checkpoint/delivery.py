@@ -139,6 +139,17 @@ class Delivery:
             handles = [saving.handle for saving in self._under_way.values()]
         return all(h.wait(timedelta(seconds=max(0.0, deadline - time.monotonic()))) for h in handles)
 
+    def went_back(self, timeout: timedelta) -> None:
+        """See the saves off that are under way; what is saved from here on is of another branch."""
+        if not self.wait(timeout):
+            with self._lock:
+                left = sorted(self._under_way)
+            for tried in left:
+                self._finish(tried, "the job went back to an earlier step before it was committed")
+        with self._lock:
+            self._local_saves.clear()
+        self.captured_step = self._committed_step = self._complete_step = -1
+
     def await_last_copies(self, timeout: timedelta) -> None:
         """Let the last step become complete before the hosts go apart."""
         attach = self._attach

@@ -22,13 +22,15 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.catalog import (
-    Condition,
     clean_unfinished,
-    inspect,
+    half_removed,
     is_damaged,
+    list_steps,
     marked_steps,
     remove_checkpoint,
+    remove_checkpoints,
     steps_in,
+    try_read_committed,
 )
 from resiliency.checkpoint.file_lock import FileLock
 from resiliency.checkpoint.manifest import MANIFEST, Manifest, read_manifest
@@ -83,14 +85,13 @@ def retire(
         complete = _saved_by(storage, session_of(complete[newest], newest), before=newest) | dict(complete)
     waiting = _still_waiting(storage, complete, most=keep + backlog) if backlog else ()
     older = []
-    for step in steps_in(storage):
-        found = inspect(storage, step) if step < newest else None
-        if found is not None and found.condition is Condition.COMPLETE:
-            assert found.manifest is not None
-            if found.manifest.run_id == run_id:
-                older.append((complete.get(step) == found.manifest.save_id, step))
-    needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in waiting]
-    gone = [step for step in sorted(needless) if remove_checkpoint(storage, step)]
+    for step in list_steps(storage)[1]:
+        manifest = try_read_committed(storage, step) if step < newest else None
+        if manifest is not None and manifest.run_id == run_id:
+            older.append((complete.get(step) == manifest.save_id, step))
+    needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in waiting}
+    needless.update(step for step in half_removed(storage) if step < newest)
+    gone = remove_checkpoints(storage, needless)
     if backlog:
         _forget_notes(storage, below=min(complete))
     return gone

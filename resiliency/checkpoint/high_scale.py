@@ -102,6 +102,7 @@ class Replicator:
     Args:
         cancel: ends every wait early, as a timeout does.
         storage: that directory, for tests.
+        tell_every: how often to log what is awaited.
     """
 
     def __init__(
@@ -111,8 +112,10 @@ class Replicator:
         cancel: threading.Event | None = None,
         clock: Clock | None = None,
         storage: Storage | None = None,
+        tell_every: timedelta = timedelta(seconds=30),
     ) -> None:
         self.job = job
+        self._tell_every_s = tell_every.total_seconds()
         self._root = job.directory
         self._storage = storage or LocalStorage(job.directory)
         self._cancel = cancel or threading.Event()
@@ -149,7 +152,7 @@ class Replicator:
             raise ConfigError(
                 f"{self._root} cannot be written: {error.strerror or error}.", path=str(self._root)
             ) from error
-        if not self._wait(lambda: not config.exists(), timeout):
+        if not self._wait(lambda: not config.exists(), f"to take {config}", timeout):
             # Else a replicator that comes later would clean the directory under a job that goes without.
             config.unlink(missing_ok=True)
             raise self._silent(f"did not take {config}", timeout)
@@ -171,7 +174,7 @@ class Replicator:
             link[:] = self._root.glob(f"{self._link_name('*')}")
             return bool(link)
 
-        if not self._wait(arrived, timeout):
+        if not self._wait(arrived, f"to restore, or to say that it has nothing, in {self._root}", timeout):
             announced = self._announced()
             what = (
                 "said nothing about a restore" if announced is None else f"did not restore step {announced}"
@@ -411,11 +414,24 @@ class Replicator:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    def _wait(self, ready: Callable[[], bool], timeout: timedelta) -> bool:
-        deadline = time.monotonic() + timeout.total_seconds()
+    def _wait(self, ready: Callable[[], bool], what: str, timeout: timedelta) -> bool:
+        began = tell_at = time.monotonic()
+        deadline = began + timeout.total_seconds()
         while not ready():
             self.check()
-            left_s = deadline - time.monotonic()
+            now = time.monotonic()
+            if now >= tell_at:
+                # At first it is nothing strange.
+                level, tell_at = (
+                    logging.INFO if tell_at == began else logging.WARNING,
+                    now + self._tell_every_s,
+                )
+                logger.log(
+                    level,
+                    "node %d waits for the replicator %s: %.0f of %g s",
+                    *(self.job.node_rank, what, now - began, timeout.total_seconds()),
+                )
+            left_s = deadline - now
             if left_s <= 0 or self._cancel.wait(min(_POLL_S, left_s)):
                 return False
         return True

@@ -29,6 +29,7 @@ from resiliency.checkpoint.arena import (
 from resiliency.checkpoint.jobs import CleanJob, FreeJob, JobKey, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.persist import Worker
 from resiliency.checkpoint.recalls import Recall, Recalls
+from resiliency.checkpoint.save_id import start_of
 from resiliency.checkpoint.tiers import TierName
 from resiliency.checkpoint.tries import TierTry
 from resiliency.checkpoint.watched_storage import Patience
@@ -44,9 +45,10 @@ _REMEMBERED = 128
 class _Gathering:
     """The ranks of this host that have said what they have of one step for one try in one tier."""
 
-    def __init__(self, session: str, run_id: str) -> None:
-        self.session = session
-        self.run_id = run_id
+    def __init__(self, member: Attach) -> None:
+        self.member = member
+        self.session = member.session
+        self.until = time.monotonic() + member.settings.save_timeout_s
         self.patient = False
         self.slots: dict[int, CapturedSlot] = {}
         self.missing: dict[int, str] = {}
@@ -54,6 +56,11 @@ class _Gathering:
     @property
     def ranks(self) -> set[int]:
         return self.slots.keys() | self.missing.keys()
+
+    @property
+    def absent(self) -> list[int]:
+        """The others of this host."""
+        return sorted(set(self.member.local_ranks) - self.ranks)
 
     def close(self) -> None:
         for slot in self.slots.values():
@@ -84,16 +91,35 @@ class Intake:
 
     def begin_session(self, attach: Attach) -> None:
         """Another start of the job: what was gathered for the one before is over."""
-        for gathering in self._gathering.values():
+        incomplete = dict(self._gathering)
+        for gathering in incomplete.values():
             gathering.close()
         self._gathering.clear()
         self._recalls.drop_all()
         # What earlier sessions had in work is reported to nobody.
-        self._handled = {key: done for key, done in self._handled.items() if done is None}
+        self._handled = {
+            key: done
+            for key, done in self._handled.items()
+            if done is None or start_of(key[0]) == start_of(attach.session)
+        }
         if attach.settings.local_directory:
             self._workers[TierName.LOCAL].try_put(CleanJob(settings=attach.settings))
         if attach.settings.directory and 0 in attach.local_ranks:
             self._workers[TierName.PERSISTENT].try_put(CleanJob(settings=attach.settings))
+        for tried, gathering in incomplete.items():
+            self._refuse(tried, gathering)
+
+    def stop_waiting(self) -> None:
+        """The agent is to leave: saves end to wait for other hosts, see `Worker`."""
+        for worker in self._workers.values():
+            worker.stop_waiting()
+
+    def _refuse(self, tried: TierTry, gathering: _Gathering) -> None:
+        """Tell other hosts, which may wait, that this one's part of a save will not come."""
+        why = f"ranks {', '.join(map(str, gathering.absent))} ended before they had it."
+        job = _save_job(gathering.member, tried, Loan({}), missing=why)
+        if job.concerns_others:
+            self._workers[job.tier].try_put(RefuseJob(save=job, why=why))
 
     def save(self, member: Attach, save: Save) -> list[Done]:
         """A rank has a step; returns what it may have missed, as a rescue was faster."""
@@ -113,7 +139,7 @@ class Intake:
         return missed
 
     def look_again(self) -> None:
-        """See what is known by now of the saves of agents before this one.
+        """See what is known by now of the saves of agents before this one, and which ranks are overdue.
 
         What is committed is reported once more, as if it had been now: to all ranks, and for its copies.
         """
@@ -124,6 +150,19 @@ class Intake:
                 self._report_committed(_committed_job(recall))
             elif recall.tried in self._gathering:
                 self._submit(recall.member, recall.tried)
+        for tried in sorted(tried for tried, one in self._gathering.items() if time.monotonic() > one.until):
+            if (gathering := self._gathering.get(tried)) is not None:  # else it went with a newer one
+                self._end_gathering(tried, gathering)
+
+    def _end_gathering(self, tried: TierTry, gathering: _Gathering) -> None:
+        """Fail a try of which some ranks have said nothing for the time of a save: their slots are lent."""
+        member = gathering.member
+        for rank in gathering.absent:
+            gathering.missing[rank] = (
+                f"rank {rank} said nothing of it for {member.settings.save_timeout_s:g} s: it hangs, or is on"
+                f" another machine that is called {member.host!r} as well"
+            )
+        self._submit(member, tried)
 
     def _report_committed(self, job: SaveJob) -> None:
         """Nothing is left to do for a step that is here already."""
@@ -194,7 +233,7 @@ class Intake:
 
     def _rescue_into(self, last: Attach, tried: TierTry) -> None:
         step = tried.step
-        gathering = self._gathering.get(tried) or _Gathering(last.session, last.run_id)
+        gathering = self._gathering.get(tried) or _Gathering(last)
         with ExitStack() as opened:
             try:
                 found = {
@@ -267,7 +306,7 @@ class Intake:
         )
 
     def _gathering_of(self, member: Attach, tried: TierTry) -> _Gathering:
-        return self._gathering.setdefault(tried, _Gathering(member.session, member.run_id))
+        return self._gathering.setdefault(tried, _Gathering(member))
 
     def _add(self, gathering: _Gathering, member: Attach, save: Save) -> None:
         try:
@@ -307,24 +346,13 @@ class Intake:
         older = [other for other in self._gathering if other.tier == tried.tier and other < tried]
         for other in sorted(older):
             incomplete = self._gathering[other]
-            for rank in set(attach.local_ranks) - incomplete.ranks:
+            for rank in incomplete.absent:
                 incomplete.missing[rank] = f"rank {rank} went on without it"
             self._submit(attach, other)  # those that wait for it are told
         is_committed = self._is_committed(gathering.session, tried.step, tried.tier)
         missing = "" if is_committed else "; ".join(gathering.missing.values())
-        job = SaveJob(
-            tier=TierName(tried.tier),
-            step=tried.step,
-            session=gathering.session,
-            run_id=gathering.run_id,
-            world_size=attach.world_size,
-            ranks=tuple(sorted(attach.local_ranks)),
-            loan=Loan({} if missing or is_committed else gathering.slots),
-            settings=attach.settings,
-            try_number=tried.number,
-            restored_step=attach.restored_step,
-            missing=missing,
-        )
+        loan = Loan({} if missing or is_committed else gathering.slots)
+        job = _save_job(attach, tried, loan, missing=missing)
         if missing or is_committed or job.key in self._handled:
             gathering.close()
         if job.key in self._handled:
@@ -337,12 +365,13 @@ class Intake:
     def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
         self.in_work += 1
         worker = self._workers[job.tier]
+        worker.overtake(job.session)
         hang = worker.why_hung()
         if hang and not job.missing:
             worker.leave_out(job, hang)
             return
         why, left_out = job.missing, False
-        if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving:
+        if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving(job.session):
             # Its slot would be lent for as long, and there is one for each tier.
             why, left_out = (
                 "an earlier save is still being written: storage is slower than the interval",
@@ -369,15 +398,20 @@ def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
 
 def _committed_job(recall: Recall) -> SaveJob:
     """What an earlier agent did, as a job with nothing to do."""
-    member = recall.member
+    return _save_job(recall.member, recall.tried, Loan({}))
+
+
+def _save_job(member: Attach, tried: TierTry, loan: Loan, *, missing: str = "") -> SaveJob:
     return SaveJob(
-        tier=TierName.LOCAL,
-        step=recall.tried.step,
+        tier=TierName(tried.tier),
+        step=tried.step,
         session=member.session,
         run_id=member.run_id,
         world_size=member.world_size,
         ranks=tuple(sorted(member.local_ranks)),
-        loan=Loan({}),
+        loan=loan,
         settings=member.settings,
-        try_number=recall.tried.number,
+        try_number=tried.number,
+        restored_step=member.restored_step,
+        missing=missing,
     )

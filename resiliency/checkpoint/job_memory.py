@@ -25,6 +25,8 @@ DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 (the point of the arena)
 PREFIX = "resiliency-"
 #: In the directory of each rank: held by the process that is the rank.
 OWNER_LOCK = "owner.lock"
+#: In the directory of each rank: how many slots it has or is about to allocate, and their size.
+_ROOM = "room"
 #: How the name of a rank's directory begins that is being removed.
 _ASIDE = "removed-"
 #: How often a wait looks at the locks of other processes.
@@ -71,6 +73,39 @@ def hold_job(directory: Path) -> FileLock:
 def owner_in(text: bytes) -> int | None:
     """What owner.lock says: the process that took it last, living or not; None while that is written."""
     return int(text) if text.isdigit() else None
+
+
+def announce_room(where: Path, slots: int, slot_bytes: int) -> None:
+    """Say what the slots of a rank are going to take, before they take it."""
+    temporary = where / f"{_ROOM}.tmp"
+    temporary.write_text(f"{slots} {slot_bytes}")
+    temporary.replace(where / _ROOM)
+
+
+def withdraw_room(where: Path) -> None:
+    """The rank allocates nothing any more."""
+    (where / _ROOM).unlink(missing_ok=True)
+
+
+def awaited_room(where: Path) -> int:
+    """Bytes that living ranks beside the one in `where` have announced and not allocated yet."""
+    return sum(_awaited(other) for other in where.parent.glob("rank-*") if other != where)
+
+
+def _awaited(where: Path) -> int:
+    try:
+        owner = owner_in((where / OWNER_LOCK).read_bytes())
+        slots, slot_bytes = map(int, (where / _ROOM).read_text().split())
+    except (OSError, ValueError):  # it has not asked for anything, or is gone
+        return 0
+    if owner is None or is_leaving(owner):
+        return 0
+    present = [
+        path.stat().st_size
+        for path in map(where.joinpath, map("slot-{}".format, range(slots)))
+        if path.exists()
+    ]
+    return slots * slot_bytes - sum(min(size, slot_bytes) for size in present)
 
 
 def try_remove_rank(where: Path) -> bool:
@@ -155,21 +190,22 @@ def clean_up(
     """
     removed = []
     for directory in sorted(root.glob(f"{PREFIX}*-{os.getuid()}")):
-        if directory != keep and _idle_s(directory) >= idle.total_seconds() and remove_if_dead(directory):
+        if directory != keep and idle_s(directory) >= idle.total_seconds() and remove_if_dead(directory):
             removed.append(directory)
     return removed
 
 
-def _idle_s(directory: Path) -> float:
+def idle_s(directory: Path) -> float:
     """Seconds since anything in `directory` changed."""
     newest = 0.0
-    for path in _walk(directory):
+    for path in walk(directory):
         with contextlib.suppress(FileNotFoundError):
             newest = max(newest, path.stat().st_mtime)
     return time.time() - newest
 
 
-def _walk(directory: Path) -> Iterator[Path]:
+def walk(directory: Path) -> Iterator[Path]:
+    """A job's directory, and all that is in it."""
     yield directory
     yield from directory.glob("*")
     yield from directory.glob("rank-*/*")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resiliency.checkpoint.agent_link import AgentLink
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.job_memory import clean_up, job_directory
+from resiliency.checkpoint.machine import Machine
 from resiliency.checkpoint.meeting import Meeting, introduce_agents, meet
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.peers.table import PeerTable
@@ -57,13 +58,15 @@ def join(
         group: of ranks that may stand in for each other.
         parallel_groups: that this rank is a member of.
     Raises:
-        ConfigError: `parallel_groups` is one text, ranks were given different tiers, there is no room in
-            shared memory, or a living process owns this rank.
+        ConfigError: `parallel_groups` is one text, ranks were given different tiers, two hosts have one name,
+            there is no room in shared memory, or a living process owns this rank.
         PeerError: another rank could not.
     """
     _check_labels(parallel_groups)
     # Copies leave both kinds of groups: where a stand-in is, the same state is already.
-    meeting = meet(agreement, info, tiers=settings.tiers, groups={group, *parallel_groups})
+    machine = Machine.of_this_process(options.arena_root)
+    groups = {group, *parallel_groups}
+    meeting = meet(agreement, info, tiers=settings.tiers, groups=groups, machine=machine)
     # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
     suffix = f"{zlib.crc32((settings.directory or settings.local_directory).encode()):08x}"
     directory = job_directory(f"{info.job_name}-{suffix}", options.arena_root)
@@ -152,6 +155,12 @@ class Neighbors:
         )
         if _is_first_of_host(attach):
             self._link.request(Peers(path=str(path)))
+
+    def meet_again(self, attach: Attach, agreement: Agreement, info: RunInfo) -> None:
+        """Under the name of another session; else like `meet`."""
+        meeting = self._membership.meeting.renamed(attach.session)
+        self._membership = replace(self._membership, meeting=meeting, attach=attach)
+        self.meet(agreement, info)
 
     def repair(self, restored: Restored) -> None:
         """Have the hosts that are here make up for the copies that were lost with others."""

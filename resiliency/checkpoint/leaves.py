@@ -15,10 +15,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from resiliency.checkpoint.rank_sets import MESH, text_of_ranks
 from resiliency.checkpoint.table import Path
 from resiliency.checkpoint.values import class_name
 from resiliency.errors import ConfigError
@@ -95,6 +99,13 @@ class Leaf:
     raw: torch.Tensor
     #: None: not sharded.
     placement: Placement | None = None
+    #: The DTensor whose part `raw` is: what writes to one counts them in its version, not in its part's.
+    owner: torch.Tensor | None = None
+
+    @property
+    def written(self) -> torch.Tensor:
+        """The tensor whose version tells whether it was written."""
+        return self.raw if self.owner is None else self.owner
 
 
 def leaf_kind(obj: object) -> str | None:
@@ -143,7 +154,7 @@ def leaf_of(obj: Any, kind: str, path: Path) -> Leaf:
         ConfigError: a tensor without plain memory (meta, sparse CSR, a wrapper subclass, ...).
     """
     if kind == "dtensor":
-        return Leaf(_plain(obj.to_local(), path), _dtensor_placement(obj))
+        return Leaf(_plain(obj.to_local(), path), _dtensor_placement(obj), obj)
     if kind == "numpy":
         return Leaf(torch.from_numpy(obj))
     return Leaf(_plain(obj, path))
@@ -220,4 +231,25 @@ def _dtensor_placement(tensor: DTensor) -> Placement:
     for size, position, placement in zip(mesh.shape, coordinate, placements, strict=False):
         if isinstance(placement, Replicate):
             replica = replica * size + position
-    return Placement(global_shape=tuple(tensor.shape), global_offset=tuple(offset), replica_id=replica)
+    size, ranks = _mesh_text(mesh)
+    # One that all ranks have whole is like one without a mesh.
+    is_everywhere = size == dist.get_world_size() and all(p.is_replicate() for p in placements)
+    return Placement(
+        global_shape=tuple(tensor.shape),
+        global_offset=tuple(offset),
+        replica_id=replica,
+        attributes=() if is_everywhere else ((MESH, ranks),),
+    )
+
+
+# Asked for each tensor of a state, and there are few meshes.
+_meshes: WeakKeyDictionary[DeviceMesh, tuple[int, str]] = WeakKeyDictionary()
+
+
+def _mesh_text(mesh: DeviceMesh) -> tuple[int, str]:
+    """How many ranks it has, and which."""
+    known = _meshes.get(mesh)
+    if known is None:
+        ranks = mesh.mesh.flatten().tolist()
+        known = _meshes[mesh] = len(ranks), text_of_ranks(ranks)
+    return known

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from resiliency.checkpoint.manifest import read_manifest
 from resiliency.checkpoint.storage import SHORTAGES, Storage, read_file, write_file
-from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
+from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
 MARKER_SUFFIX = "-unfinished"
 _STEP = re.compile(r"step=(\d+)")
@@ -92,21 +93,61 @@ def lift_marker(storage: Storage, step: int) -> None:
 
 
 def try_read_marker(storage: Storage, step: int) -> Marker | None:
-    """The marker of `step`, None when there is none."""
+    """The marker of `step`, None when there is none.
+
+    A marker that cannot be read hides its step: a checkpoint must not come out of hiding because its device
+    is in trouble.
+    """
     try:
-        record = json.loads(read_file(storage, marker_name(step)))
+        return read_marker(storage, step)
+    except CheckpointCorrupt:
+        return Marker(state=MarkerState.UNKNOWN)
+
+
+def read_marker(storage: Storage, step: int) -> Marker | None:
+    """As `try_read_marker`, for callers that delete what a marker hides.
+
+    Raises:
+        CheckpointCorrupt: the storage does not say whether there is one: the step may be committed.
+    """
+    try:
+        content = read_file(storage, marker_name(step))
+    except CheckpointMissing:
+        return None
+    except CheckpointCorrupt as error:
+        # Out of descriptors, reading fails also where there is none, and looking does not.
+        if error.fields.get("errno") in SHORTAGES and not storage.exists(marker_name(step)):
+            return None
+        raise
+    marker = _parsed(content)
+    return None if _is_lifted(storage, step, marker) else marker
+
+
+def _parsed(content: bytes) -> Marker:
+    try:
+        record = json.loads(content)
         return Marker(
             state=MarkerState(record["state"]),
             save_id=str(record["save_id"]),
             reason=str(record["reason"]),
             try_number=int(record.get("try_number", UNNUMBERED)),
         )
-    except CheckpointMissing:
-        return None
-    except CheckpointCorrupt as error:
-        # Out of descriptors, reading fails also where there is none, and looking does not.  What else fails
-        # to be read is there: a checkpoint must not come out of hiding because its device is in trouble.
-        is_absent = error.fields.get("errno") in SHORTAGES and not storage.exists(marker_name(step))
-        return None if is_absent else Marker(state=MarkerState.UNKNOWN)
     except (ValueError, KeyError, TypeError):
         return Marker(state=MarkerState.UNKNOWN)
+
+
+def _is_lifted(storage: Storage, step: int, marker: Marker) -> bool:
+    """Whether a mount shows a marker that another host has lifted.
+
+    A mount with a metadata cache (GCS FUSE) opens a file for a minute or longer after its removal; its
+    listings are fresh.  A listing alone may be older than the marker (NFS), so the manifest of the very
+    save that the marker names is asked for as well: a save writes it last.
+    """
+    if marker.state is not MarkerState.WRITING or not marker.save_id:
+        return False
+    try:
+        if marker_name(step) in storage.list(""):
+            return False
+        return read_manifest(storage, step_directory(step)).save_id == marker.save_id
+    except (CheckpointError, ConfigError):
+        return False

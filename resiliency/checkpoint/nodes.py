@@ -12,8 +12,9 @@ without a new layout.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ from resiliency.checkpoint.leaves import (
 from resiliency.checkpoint.table import Path
 from resiliency.checkpoint.values import Allowed, class_name
 from resiliency.errors import CheckpointError, LayoutMismatch
+
+logger = logging.getLogger(__name__)
 
 #: Run after all bytes are in place; returns the restored object.
 Finish = Callable[[], Any]
@@ -60,6 +63,8 @@ class Source(Protocol):
     """Where a walk back takes from."""
 
     allowed: Allowed
+    #: Whether dicts may have other keys than were saved; None: within an object that takes its state whole.
+    partial: bool | None
 
     def value(self, index: int) -> Any:
         """The decoded value at `index`."""
@@ -69,8 +74,12 @@ class Source(Protocol):
         """A new tensor that will hold the bytes of `key` when the restore is done."""
         ...
 
-    def target(self, key: str, raw: torch.Tensor) -> None:
-        """Let the bytes of `key` be read into `raw`.  Raises LayoutMismatch."""
+    def target(self, key: str, raw: torch.Tensor, placement: Placement | None = None) -> None:
+        """Let the bytes of `key` be read into `raw`, a part at `placement`.  Raises LayoutMismatch."""
+        ...
+
+    def check_place(self, key: str, placement: Placement) -> None:
+        """Raise LayoutMismatch unless the part saved as `key` lies at `placement`."""
         ...
 
     def mark(self) -> int:
@@ -102,6 +111,12 @@ def mismatch(path: Path, expected: str, found: str) -> LayoutMismatch:
     )
 
 
+def _listed(keys: Collection[Any], most: int = 5) -> str:
+    names = sorted(map(repr, keys))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "nothing else") + more
+
+
 def _kind(obj: object) -> str:
     return f"a {type(obj).__name__}"
 
@@ -123,17 +138,19 @@ class ValueNode:
     def restore(self, target: Any, source: Source, path: Path) -> Finish:
         if leaf_kind(target) is not None or is_stateful(target):
             raise mismatch(path, "a plain value", _kind(target))
+        source.allowed.trust(target)
         value = source.value(self.index)
 
         def finish() -> Any:
-            if type(target) is type(value) is dict:
+            new = plain.put(target, value)
+            if type(target) is type(new) is dict:
                 target.clear()
-                target.update(value)
+                target.update(new)
                 return target
-            if type(target) is type(value) is list:
-                target[:] = value
+            if type(target) is type(new) is list:
+                target[:] = new
                 return target
-            return value
+            return new
 
         return finish
 
@@ -185,10 +202,10 @@ class TensorNode:
         if kind is None:
             raise mismatch(path, "a tensor", _kind(target))
         if kind == "sharded":
-            data = sharded_type(type(target)).describe(target).data  # type: ignore[union-attr]
-            if not isinstance(data, torch.Tensor):
+            view = sharded_type(type(target)).describe(target)  # type: ignore[union-attr]
+            if not isinstance(view.data, torch.Tensor):
                 raise mismatch(path, "a tensor", f"{_kind(target)} without a tensor")
-            source.target(self.key, leaf_of(data, "tensor", path).raw)
+            source.target(self.key, leaf_of(view.data, "tensor", path).raw, view.placement)
             return lambda: target
         if (self.quantizer >= 0) and (
             not target.is_quantized or quantizer_of(target) != source.value(self.quantizer)
@@ -196,7 +213,12 @@ class TensorNode:
             return _constant(self.rebuild(source))
         if self.quantizer < 0 and getattr(target, "is_quantized", False):
             raise mismatch(path, "a tensor that is not quantised", "a quantised one")
-        source.target(self.key, leaf_of(target, kind, path).raw)
+        leaf = leaf_of(target, kind, path)
+        placement = leaf.placement
+        if placement is None and self.kind == "dtensor":  # a plain tensor is a whole one
+            shape = tuple(leaf.raw.shape)
+            placement = Placement(global_shape=shape, global_offset=(0,) * len(shape))
+        source.target(self.key, leaf.raw, placement)
         return lambda: target
 
     def to_json(self) -> Any:
@@ -278,16 +300,11 @@ class DictNode:
         if not isinstance(target, dict):
             raise mismatch(path, "a dict", _kind(target))
         if set(target) != set(self.keys):
-            missing = sorted(map(repr, set(target) - set(self.keys)))
-            extra = sorted(map(repr, set(self.keys) - set(target)))
-            raise mismatch(
-                path,
-                f"a dict without {', '.join(missing) or 'nothing less'}",
-                f"one without {', '.join(extra) or 'nothing less'}",
-            )
+            self._differs(target, source, path)
         finishes = {
             key: node.restore(target[key], source, (*path, path_part(key)))
             for key, node in zip(self.keys, self.items, strict=True)
+            if key in target
         }
 
         def finish() -> Any:
@@ -296,6 +313,26 @@ class DictNode:
             return target
 
         return finish
+
+    def _differs(self, target: dict[Any, Any], source: Source, path: Path) -> None:
+        """The keys differ: an error, unless a part will do."""
+        name = "/".join(map(str, path)) or "(the whole state)"
+        lacking, left = set(target) - set(self.keys), set(self.keys) - set(target)
+        texts = [
+            f"{word} {_listed(keys)}, which {other}"
+            for word, keys, other in (
+                ("the checkpoint does not hold", lacking, "the state to restore has"),
+                ("the state to restore does not have", left, "the checkpoint holds"),
+            )
+            if keys
+        ]
+        message = f"{name}: {'; '.join(texts)}."
+        if not source.partial or (not path and not set(target) & set(self.keys)):
+            hint = "Is it built as it was when it was saved?"
+            if source.partial is False:
+                hint = "restore(state, partial=True) restores what both have and leaves the rest as it is."
+            raise LayoutMismatch(message, hint=hint, key=name)
+        logger.info("restoring a part.  %s", message)
 
     def to_json(self) -> Any:
         keys = [plain.encode(key) for key in self.keys]
@@ -407,16 +444,24 @@ class StatefulNode:
     def restore(self, target: Any, source: Source, path: Path) -> Finish:
         if not is_stateful(target):
             return self.item.restore(target, source, path)
+        state = target.state_dict()
+        self._check_optimizer(target, state, source, path)
         mark = source.mark()
+        outer, source.partial = source.partial, None
         try:
-            finish_state = self.item.restore(target.state_dict(), source, path)
+            finish_state = self.item.restore(state, source, path)
         except LayoutMismatch as error:
             # A module has all its tensors from the start, and would refuse others when much is overwritten.
             if "expected_shape" in error.fields or isinstance(target, torch.nn.Module):
                 raise
             # An optimizer that has not stepped yet has no state to read into: give it new tensors.
             source.forget(mark)
+            source.allowed.trust(state)
+            if isinstance(target, torch.optim.Optimizer):
+                _check_moments(self.item, target, source)
             finish_state = _constant(self.item.rebuild(source))
+        finally:
+            source.partial = outer
 
         def finish() -> Any:
             _load_state(target, finish_state(), path)
@@ -424,8 +469,33 @@ class StatefulNode:
 
         return finish
 
+    def _check_optimizer(self, target: Any, state: Any, source: Source, path: Path) -> None:
+        """Torch lets an optimizer take the settings and moments of any other, and fail or diverge later."""
+        if not isinstance(target, torch.optim.Optimizer) or class_name(type(target)) == self.cls:
+            return
+        groups = _saved_groups(self.item, source)
+        saved, found = ({key for group in part for key in group} for part in (groups, state["param_groups"]))
+        if groups and saved != found:
+            raise LayoutMismatch(
+                f"{'/'.join(map(str, path))}: the checkpoint holds the state of {self.cls.rpartition(':')[2]}"
+                f" with {_listed(saved - found)}, the state to restore has {type(target).__name__}"
+                f" with {_listed(found - saved)}.",
+                hint="Build the optimizer that was saved, or leave it out: restore({...}, partial=True).",
+                key="/".join(map(str, path)),
+            )
+
     def to_json(self) -> Any:
         return {"n": "stateful", "class": self.cls, "item": self.item.to_json()}
+
+
+def _saved_groups(optimizer: Node, source: Source) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer's state; empty if they hold tensors, such as a learning rate."""
+    if isinstance(optimizer, ValueNode):  # it has not stepped
+        state = source.value(optimizer.index)
+        return state.get("param_groups", []) if isinstance(state, dict) else []
+    nodes = dict(zip(optimizer.keys, optimizer.items, strict=True)) if isinstance(optimizer, DictNode) else {}
+    groups = nodes.get("param_groups")
+    return source.value(groups.index) if isinstance(groups, ValueNode) else []
 
 
 def _load_state(target: Any, state: Any, path: Path) -> None:
@@ -440,6 +510,23 @@ def _load_state(target: Any, state: Any, path: Path) -> None:
             hint="Other parts of the state are overwritten already.  Is it built as it was then?",
             key=key,
         ) from error
+
+
+def _check_moments(node: Node, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    """Raise LayoutMismatch unless what becomes state of a sharded parameter is of the same part of it."""
+    of_all = _item(node, "state")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor):
+            moments = _item(of_all, index)
+            for moment in moments.items if isinstance(moments, DictNode) else ():
+                placement = leaf_of(parameter, "dtensor", ()).placement
+                if isinstance(moment, TensorNode) and moment.kind == "dtensor" and placement is not None:
+                    source.check_place(moment.key, placement)
+
+
+def _item(node: Node | None, key: Any) -> Node | None:
+    return dict(zip(node.keys, node.items, strict=True)).get(key) if isinstance(node, DictNode) else None
 
 
 def _distribute_like_parameters(optimizer: torch.optim.Optimizer, state: Any) -> None:

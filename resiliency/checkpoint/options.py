@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 
 from resiliency.checkpoint.agent_link import LinkOptions
@@ -120,8 +121,14 @@ def interval_of(every_steps: int, every: Interval | None) -> Interval:
     """One interval from the two ways to give it.
 
     Raises:
-        ConfigError: both are given, or one is negative.
+        ConfigError: both are given, or one is negative or no number.
     """
+    given: object = every_steps
+    if not isinstance(given, Integral):
+        raise ConfigError(
+            f"every_steps must be a whole number, found {every_steps!r}.",
+            hint="0, the default, leaves saving to `save`.",
+        )
     if every is not None and every_steps:
         raise ConfigError(f"give every_steps or every, not both; found {every_steps} and {every}.")
     if every_steps < 0:

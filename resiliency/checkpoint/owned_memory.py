@@ -14,11 +14,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from resiliency.checkpoint.aliases import span_bytes
+
+#: Torch's table of hooks, which `Optimizer.__init__` makes; without it none can be registered.
+_HOOKS = "_optimizer_step_pre_hooks"
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,40 @@ class Owners:
             self._addresses, self._tensors = addresses, tensors
             self._memory = OwnedMemory.of(optimizers)
         return self._memory
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """What steps in the end: wrappers such as Accelerate's are torch optimizers without a table of hooks."""
+    while isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, _HOOKS):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
+def takes_hooks(optimizer: Any) -> bool:
+    """False for a subclass of torch's optimizer that was made without `Optimizer.__init__`."""
+    return not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, _HOOKS)
+
+
+def why_unfenced(optimizer: object) -> str:
+    """How `optimizer` may write its parameters without the hooks of its `step`; empty: in no way known."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        return f"{name} writes parameters in train() and eval()"
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        return f"{name} steps in hooks of DistributedDataParallel"
+    parameters = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    for group, parameter in parameters:
+        if group.get("capturable") and parameter.is_cuda:
+            return f"{name} is capturable, and a CUDA graph may replay its steps"
+        steppers = getattr(parameter, "_in_backward_optimizers", None)
+        if steppers and not any(stepper is optimizer for stepper in steppers):
+            return f"another optimizer steps parameters of {name} in the backward pass"
+    return ""
 
 
 def _written_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -28,18 +29,20 @@ from resiliency.checkpoint.catalog import (
     clean_unfinished,
     forget_failed,
     free_failed,
+    is_damaged,
     marked_steps,
     try_prune,
 )
-from resiliency.checkpoint.commit import CheckpointFormat, SaveTicket, commit
+from resiliency.checkpoint.commit import CheckpointFormat, Committed, SaveTicket, commit
 from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.dcp_leaves import PlainLeaves
-from resiliency.checkpoint.generations import clean_tier, locked, make_way, retire
+from resiliency.checkpoint.generations import clean_tier, committed_save, locked, make_way, retire
 from resiliency.checkpoint.jobs import CleanJob, FreeJob, Loan, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex
 from resiliency.checkpoint.megatron_format import MegatronFormat
 from resiliency.checkpoint.peers.retirement import retire_replicas_alone
+from resiliency.checkpoint.preflight import check_tier_in_memory
 from resiliency.checkpoint.shard_file import FileRecord
 from resiliency.checkpoint.storage import LocalStorage, Storage
 from resiliency.checkpoint.table import Shard
@@ -84,11 +87,15 @@ class Pace:
 
 @dataclass
 class _Work:
-    """The job that the thread is at.  `given_up`: its storage hangs; `reported`: of a save, how it ended."""
+    """The job that the thread is at.
+
+    `given_up`: its storage hangs; `overtaken`: see `commit`; `reported`: of a save, how it ended.
+    """
 
     job: Job
     storage: WatchedStorage
     given_up: threading.Event = field(default_factory=threading.Event)
+    overtaken: threading.Event = field(default_factory=threading.Event)
     reported: bool = False
 
 
@@ -113,7 +120,11 @@ class Worker:
         self._hurry = hurry
         self._open_storage = open_storage
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
-        self._saves = 0
+        #: Sessions of the saves that are being written or wait to be.
+        self._saves: Counter[str] = Counter()
+        #: The session that saves; hosts may be gone that were of one before.
+        self._session = ""
+        self._is_leaving = False
         #: Of the last save, and what of the settings it was made for: it knows the layouts of this host.
         self._layout: tuple[object, CheckpointFormat[Shard]] | None = None
         self._lock = threading.Lock()
@@ -121,11 +132,22 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
         self._thread.start()
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is being written or waits to be."""
+    def is_saving(self, session: str) -> bool:
+        """Whether a save of a session is being written or waits to be."""
         with self._lock:
-            return self._saves > 0
+            return self._saves[session] > 0
+
+    def overtake(self, session: str) -> None:
+        """A session saves: those of earlier ones, whose hosts may be gone, soon wait for others no more."""
+        with self._lock:
+            self._session = session
+            self._note_overtaken()
+
+    def stop_waiting(self) -> None:
+        """The agent is to leave: no save, also of those to come, waits for other hosts for long."""
+        with self._lock:
+            self._is_leaving = True
+            self._note_overtaken()
 
     def try_put(self, job: Job) -> bool:
         """Queue a job; False if too many wait."""
@@ -195,7 +217,7 @@ class Worker:
     def _count(self, job: Job, change: int) -> None:
         if isinstance(job, SaveJob):
             with self._lock:
-                self._saves += change
+                self._saves[job.session] += change
 
     def _take_waiting_saves(self) -> list[SaveJob]:
         saves: list[SaveJob] = []
@@ -212,6 +234,14 @@ class Worker:
             self._queue.put_nowait(other)
         return saves
 
+    def _note_overtaken(self) -> None:
+        if self._work is None:
+            return
+        session = _session(self._work.job)
+        is_earlier = session != self._session and bool(session and self._session)
+        if self._is_leaving or is_earlier:
+            self._work.overtaken.set()
+
     def _may_report(self, work: _Work) -> bool:
         """True for who asks first."""
         with self._lock:
@@ -223,6 +253,7 @@ class Worker:
             work = _Work(job, WatchedStorage(self._open_storage(_directory(self._tier, _settings(job)))))
             with self._lock:
                 self._work = work
+                self._note_overtaken()
             try:
                 self._do(work)
             except Exception:  # the border of this thread: the jobs that wait are not to blame
@@ -238,7 +269,7 @@ class Worker:
         if isinstance(job, SaveJob):
             self._run_save(work, job)
         elif isinstance(job, RefuseJob):
-            _refuse(storage, job)
+            _refuse(work, job)
         elif isinstance(job, CleanJob):
             _try(lambda: _log_gone("unfinished", _clean(storage, job, self._tier)))
         elif isinstance(job, FreeJob):
@@ -259,12 +290,17 @@ class Worker:
 
     def _save(self, work: _Work, job: SaveJob) -> Done:
         began = time.monotonic()
-        error, size = "", 0
+        error, size, kept = "", 0, False
         try:
-            size = self._commit(work, job)
+            committed = self._commit(work, job)
+            size = committed.size_bytes
+            # Else an agent before this one has committed this very save.
+            kept = committed.kept and committed_save(work.storage, job.step) != job.save_id
             logger.info(
-                "step %d committed in the %s tier: %d bytes in %.2f s",
-                *(job.step, self._tier.value, size, time.monotonic() - began),
+                "step %d %s in the %s tier: %d bytes in %.2f s",
+                job.step,
+                "was there before, and stays" if kept else "committed",
+                *(self._tier.value, size, time.monotonic() - began),
             )
         except ResiliencyError as failure:
             error = str(failure)
@@ -278,21 +314,33 @@ class Worker:
             tier=self._tier.value,
             error=error,
             try_number=job.try_number,
+            kept=kept,
             size_bytes=size,
             queued_s=began - job.queued,
             commit_s=time.monotonic() - began,
         )
 
-    def _commit(self, work: _Work, job: SaveJob) -> int:
+    def _commit(self, work: _Work, job: SaveJob) -> Committed:
         storage = work.storage
         if job.leads:
             _try(lambda: free_failed(storage))
-        if self._tier is TierName.LOCAL:
+        # A step that the job went on from is the one to save, and stays.
+        if self._tier is TierName.LOCAL and (job.step != job.restored_step or is_damaged(storage, job.step)):
+            size = sum(
+                slot.header.tensor_bytes + slot.header.values_bytes for slot in job.loan.slots.values()
+            )
+            check_tier_in_memory(Path(job.settings.local_directory), size)
             make_way(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
         shards = {rank: slot.shard for rank, slot in job.loan.slots.items()}
-        layout = self._format(job.settings)
-        ticket = _ticket(job)
-        return commit(storage, layout, ticket, shards, leads=job.leads, cancel=work.given_up).size_bytes
+        return commit(
+            storage,
+            self._format(job.settings),
+            _ticket(job),
+            shards,
+            leads=job.leads,
+            cancel=work.given_up,
+            overtaken=work.overtaken,
+        )
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         of = settings.format, settings.replicated, settings.bytes_per_s
@@ -329,6 +377,12 @@ def _directory(tier: TierName, settings: Settings) -> str:
 
 def _settings(job: Job) -> Settings:
     return job.save.settings if isinstance(job, RefuseJob) else job.settings
+
+
+def _session(job: Job) -> str:
+    """Of a job that may wait for other hosts; empty: it does not."""
+    save = job.save if isinstance(job, RefuseJob) else job
+    return save.session if isinstance(save, SaveJob) and save.concerns_others else ""
 
 
 def _ticket(job: SaveJob) -> SaveTicket:
@@ -400,7 +454,7 @@ def _try(tidy_up: Callable[[], None]) -> None:
         logger.warning("needless files were not deleted: %s", error)
 
 
-def _refuse(storage: Storage, job: RefuseJob) -> None:
+def _refuse(work: _Work, job: RefuseJob) -> None:
     """As a commit that fails where it would write: this way the other hosts learn of it.
 
     This waits for no longer than a save may take.  A follower that comes later still looks once whether its
@@ -413,7 +467,14 @@ def _refuse(storage: Storage, job: RefuseJob) -> None:
         return
     ticket, unwritten = replace(ticket, timeout=max(left, timedelta(0))), dict.fromkeys(job.save.ranks)
     try:
-        commit(storage, _Unwritable(job.why), ticket, unwritten, leads=job.save.leads)
+        commit(
+            work.storage,
+            _Unwritable(job.why),
+            ticket,
+            unwritten,
+            leads=job.save.leads,
+            overtaken=work.overtaken,
+        )
     except ResiliencyError as error:
         logger.info("step %d is not saved: %s", job.save.step, error)
 

@@ -9,6 +9,7 @@ answered by the OOM killer, and the process's limit on file sizes.  The first is
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from resiliency.errors import ConfigError
+from resiliency.errors import CheckpointWriteFailed, ConfigError
 
 #: cgroup v1 says "no limit" with a number of about this size.
 _NO_LIMIT = 1 << 60
@@ -24,29 +25,79 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class Room:
-    """What one limit leaves, and how to raise it."""
+    """What one limit leaves, and how to raise it.
+
+    Attributes:
+        is_shared: with the other ranks of the host.
+    """
 
     limit: str
     free_bytes: int
     hint: str
+    is_shared: bool = True
 
 
-def check_room(directory: Path, wanted_bytes: int) -> None:
+def check_room(directory: Path, wanted_bytes: int, *, others_bytes: int = 0) -> None:
     """Refuse if `wanted_bytes` more in `directory` would exceed a limit.
 
+    Args:
+        others_bytes: what other ranks of this host are about to allocate.
     Raises:
         ConfigError: the text names the limit, both numbers, and what to set.
     """
     for room in rooms(directory):
-        if wanted_bytes > room.free_bytes:
+        others = others_bytes if room.is_shared else 0
+        if wanted_bytes + others > room.free_bytes:
+            beside = f" and {_size(others)} for other ranks of this host" if others else ""
             raise ConfigError(
-                f"shared memory for checkpoints: {_size(wanted_bytes)} more are needed in {directory},"
-                f" {room.limit} leaves {_size(room.free_bytes)}.",
+                f"shared memory for checkpoints: {_size(wanted_bytes)} more are needed in {directory}"
+                f"{beside}, {room.limit} leaves {_size(room.free_bytes)}.",
                 hint=room.hint,
                 path=str(directory),
                 wanted_bytes=wanted_bytes,
                 free_bytes=room.free_bytes,
             )
+
+
+def check_tier_in_memory(
+    directory: Path,
+    wanted_bytes: int,
+    *,
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    proc: Path = Path("/proc"),
+) -> None:
+    """Refuse to write so much more to a `directory` in memory as the container's memory limit does not leave.
+
+    A disk that is full answers with an error; memory is answered by the OOM killer.  On a disk: nothing.
+
+    Raises:
+        CheckpointWriteFailed: as for a full disk.
+    """
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    if not is_in_memory(directory):
+        return
+    for room in _cgroup_rooms(cgroups, proc):
+        if wanted_bytes > room.free_bytes:
+            raise CheckpointWriteFailed(
+                f"{directory} is memory: {_size(wanted_bytes)} more are needed there, {room.limit} leaves"
+                f" {_size(room.free_bytes)}.",
+                hint=f"{room.hint}  Or put the local tier on a disk.",
+                path=str(directory),
+                errno=errno.ENOSPC,
+            )
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether what is written there takes memory, and not a disk."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    found = (line.split(" - ", 1) for line in mounts if line.split()[2] == number)
+    return any(rest.split()[0] in ("tmpfs", "ramfs") for _, rest in found)
 
 
 def rooms(
@@ -63,7 +114,8 @@ def rooms(
     yield from _cgroup_rooms(cgroups, proc)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY:
-        yield Room("the limit on file sizes (ulimit -f)", limit, "Raise it: ulimit -f unlimited.")
+        hint = "Raise it: ulimit -f unlimited."
+        yield Room("the limit on file sizes (ulimit -f)", limit, hint, is_shared=False)
 
 
 def _cgroup_rooms(cgroups: Path, proc: Path) -> Iterator[Room]:

@@ -23,6 +23,7 @@ from resiliency.checkpoint.manifest import (
     read_manifest,
 )
 from resiliency.checkpoint.marker import MarkerState, step_directory, try_read_marker
+from resiliency.checkpoint.rank_sets import mesh_of, ranks_of
 from resiliency.checkpoint.shard_file import (
     DEFAULT_THREADS,
     FileRecord,
@@ -32,6 +33,7 @@ from resiliency.checkpoint.shard_file import (
     read_ranges,
     verify_file,
 )
+from resiliency.checkpoint.shared_names import SharedNames
 from resiliency.checkpoint.storage import Storage, page_memory
 from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry
 from resiliency.checkpoint.torch_record import memory_of
@@ -207,15 +209,17 @@ class CheckpointReader:
         return assembly.finish()
 
     def keys(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Global tensors: key to dtype and global shape."""
+        """Global tensors: key, as `.metadata` has it, to dtype and global shape."""
         return {key: (parts[0].dtype, parts[0].global_shape) for key, parts in self._parts_by_key().items()}
 
     def _parts_by_key(self) -> dict[str, list[TensorRecord]]:
         parts: dict[str, dict[tuple[int, ...], TensorRecord]] = defaultdict(dict)
-        for index in self.indexes():
+        indexes = self.indexes()
+        names = SharedNames(indexes)
+        for index in indexes:
             for record in index.tensors:
                 if not record.hidden:
-                    parts[record.key].setdefault(record.offsets, record)
+                    parts[names.name(index.rank, record)].setdefault(record.offsets, record)
         return {key: list(by_offset.values()) for key, by_offset in parts.items()}
 
     def _places(self, rank: int, layout: StateLayout) -> list[_Place]:
@@ -239,11 +243,13 @@ class CheckpointReader:
         ]
 
     def _find(self, rank: int, entry: TensorEntry, key: str) -> TensorRecord:
-        """The part that `rank` wrote itself, else the copy of the rank that owns it."""
-        others = (other for other in self.manifest.ranks if other != rank)
-        for holder in (rank, *others):
+        """The part that `rank` wrote itself, else the copy of the rank that owns it: one of the same mesh."""
+        mesh = mesh_of(entry.attributes)
+        sharing = ranks_of(mesh) if mesh else self.manifest.ranks
+        for holder in (rank, *(other for other in sharing if other != rank)):
             for record in self._records(holder).get((key, entry.global_offset), ()):
-                if record.shape == entry.shape and record.dtype == entry.dtype:
+                is_same = mesh_of(record.attributes) == mesh
+                if is_same and record.shape == entry.shape and record.dtype == entry.dtype:
                     return record
         raise CheckpointIncomplete(
             f"{self.path} holds no bytes for {entry.key} at {entry.global_offset} of rank {rank}.",

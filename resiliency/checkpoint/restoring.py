@@ -219,6 +219,8 @@ class Restorer:
         while inventory.has_newer(None if plan is None else plan.step):
             inventory.look_further()
             plan = self._best(inventory, None)
+        if plan is None and inventory.list_rest():
+            plan = self._best(inventory, None)
         return plan
 
     def _best(self, inventory: Inventory, step: int | None) -> Plan | None:
@@ -349,7 +351,12 @@ def _try_quarantine(storage: Storage, step: int, ranks: Collection[int], why: st
 
     It is read again: a host that cannot see the directory must not cost the job its checkpoints.
     """
-    if not storage.exists(step_directory(step)):
+    try:
+        is_there = storage.exists(step_directory(step))
+    except CheckpointError as error:
+        logger.warning("step %d was not read again: %s", step, error)
+        return
+    if not is_there:
         logger.warning("%s is gone since it was listed", storage.describe(step_directory(step)))
         return
     try:

@@ -17,6 +17,7 @@ from resiliency.checkpoint.capture import Capturer, WhenFull
 from resiliency.checkpoint.delivery import Delivery
 from resiliency.checkpoint.intervals import Advice
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.owned_memory import takes_hooks, unwrapped, why_unfenced
 from resiliency.checkpoint.saves import FINAL, SaveHandle, SaveState
 from resiliency.checkpoint.schedule import Schedule
 from resiliency.checkpoint.step_times import Excess, StepTimes
@@ -59,6 +60,9 @@ class Saver:
         self._emit = emit
         #: The optimizers that fence, by identity, with the handles of their hooks.
         self._hooks: dict[int, tuple[Any, Any]] = {}
+        self._has_warned = False
+        #: Of each of them why its fence cannot be relied upon; empty: it can.
+        self._unfenced: dict[int, str] = {}
         self._times = StepTimes(options.clock.monotonic)
         self._newest: SaveHandle | None = None
         #: How long training had been held when the newest save began.
@@ -99,22 +103,36 @@ class Saver:
             capture = self._capturer.begin(state, step, writers=writers, keep=True, wait=wait)
         except ResiliencyError as error:  # the caller may go on without this save, and so must the others
             self._emit(EventType.SAVE_RELEASED, step)
+            self._delivery.log.add_held(self._held_s)
             self._delivery.not_captured(handle, SaveState.FAILED, str(error), self._held_s)
             raise
         if capture is not None and not writers:
             self._capturer.fence()
+        self._delivery.log.add_held(self._held_s)
         self._emit(EventType.SAVE_RELEASED, step)
         if capture is None:
-            self._delivery.not_captured(handle, SaveState.SKIPPED, self._delivery.why_full, self._held_s)
+            why = self._capturer.why_skipped or self._delivery.why_full
+            self._delivery.not_captured(handle, SaveState.SKIPPED, why, self._held_s)
             return handle
         delayed_s = self._capturer.stats.last_delayed_s
         handle.update(size_bytes=capture.layout.size_bytes, held_s=self._held_s, delayed_s=delayed_s)
+        capture.on_held = lambda seconds: self._add_held(handle, seconds)
         if delayed_s:
             why = "storage is slower than the interval"
             logger.info("save of step %d waited %.2f s for a slot: %s", step, delayed_s, why)
         patient = wait is not None or self._options.capture.when_full is WhenFull.WAIT
         self._delivery.send(handle, capture, patient=patient)
         return handle
+
+    @property
+    def newest_step(self) -> int:
+        """The last step that was to be saved; -1: none."""
+        return -1 if self._newest is None else self._newest.step
+
+    def went_back(self) -> None:
+        """A restore led back behind `newest_step`: what was saved is of another branch."""
+        self._newest = None
+        self._saved_in.clear()
 
     def tried(self, step: int) -> dict[str, SaveHandle]:
         """The tiers that `step` was to be saved to, and its last save there; the same tiers on all ranks."""
@@ -182,16 +200,38 @@ class Saver:
         return handle
 
     def _fencing_writers(self, state: object) -> list[Any]:
-        """What will call the fence before it writes the state; nothing: nobody will."""
+        """What will call the fence before it writes the state; nothing: that cannot be relied upon."""
         if not self._options.overlap:
             return []
-        writers = {id(each): each for each in (*self._optimizers, *_optimizers_in(state))}
+        found = map(unwrapped, (*self._optimizers, *_optimizers_in(state)))
+        writers = {id(each): each for each in found}
+        if unhookable := [each for each in writers.values() if not takes_hooks(each)]:
+            self._warn_of(unhookable[0])
+            return []
         for gone in self._hooks.keys() - writers.keys():
             self._hooks.pop(gone)[1].remove()
+            del self._unfenced[gone]
         for key, writer in writers.items():
             if key not in self._hooks:
                 self._hooks[key] = writer, self._capturer.install_fence(writer)
-        return list(writers.values())
+                self._unfenced[key] = why_unfenced(writer)
+                if self._unfenced[key]:
+                    logger.warning("saves hold training until the state is copied: %s", self._unfenced[key])
+        return [] if any(map(self._unfenced.get, writers)) else list(writers.values())
+
+    def _warn_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "saves do not overlap with training: %s does not tell when it steps, Optimizer.__init__ was"
+                " not called; put the optimizer that it wraps into the state",
+                type(optimizer).__name__,
+            )
+
+    def _add_held(self, handle: SaveHandle, seconds: float) -> None:
+        """A fence held training, after the save had begun."""
+        handle.update(held_s=handle.record.held_s + seconds)
+        self._delivery.log.add_held(seconds)
 
     def _note_excess(self, excess: Excess | None) -> None:
         if excess is not None and self._newest is not None and self._newest.step == excess.step:

@@ -33,7 +33,8 @@ class SaveRecord:
             commit is one of all ranks, in the local tier one of this host's; see `complete`.
         why: of a failed or skipped save, or of the tiers that failed.
         size_bytes: captured by this rank.
-        held_s: how long training stood still when the save began; a fence may add to it later.
+        held_s: how long training stood still: when the save began, and from the next optimizer step on also
+            at its fence.
         delayed_s: of that, waiting for a slot, where storage is slower than the interval; 0 if one was free.
         queued_s: until the agent began to write; of the tier that took longest, as is `commit_s`.
         commit_s: from then until it was durable on all ranks.
@@ -196,12 +197,16 @@ class SaveLog:
                 if outcome is SaveState.COMMITTED and tier not in record.committed_in:
                     outcome = SaveState.FAILED
                 self._tiers[tier, outcome.value] += 1
-            self._held_s += record.held_s
             self._delayed_s += record.delayed_s
             self._commit_s += record.commit_s
             if record.state is SaveState.COMMITTED:
                 self._bytes += record.size_bytes
                 self._last_step = max(self._last_step, record.step)
+
+    def add_held(self, held_s: float) -> None:
+        """Training stood still, at a save or at its fence."""
+        with self._lock:
+            self._held_s += held_s
 
     def add_excess(self, excess_s: float) -> None:
         with self._lock:

@@ -55,6 +55,10 @@ class Schedule:
         """A save was asked for; on all ranks alike, whatever becomes of it."""
         self._policy.saved(step, tiers)
 
+    def went_back(self, step: int) -> None:
+        """A restore led back to `step`; on all ranks alike."""
+        self._policy.went_back(step)
+
     def add_cost(self, tiers: Collection[TierName], cost_s: float) -> None:
         """What one save cost training: held and excess time."""
         for tier in tiers:

@@ -42,7 +42,8 @@ class Builder:
 
     def __init__(self) -> None:
         self.nodes: list[TensorNode] = []
-        self._values = 0
+        #: Where the values are, in their order.
+        self.places: list[Path] = []
         self._keys: set[str] = set()
 
     def build(self, state: object) -> Node:
@@ -57,20 +58,22 @@ class Builder:
             raise ConfigError("the state contains itself, or is nested too deeply to be saved.") from None
 
     def _node(self, obj: Any, path: Path) -> Node:
-        return self._value() if not has_tensors(obj) else self._structured(obj, path)
+        return self._value(path) if not has_tensors(obj) else self._structured(obj, path)
 
-    def _value(self) -> ValueNode:
-        self._values += 1
-        return ValueNode(self._values - 1)
+    def _value(self, path: Path) -> ValueNode:
+        self.places.append(path)
+        return ValueNode(len(self.places) - 1)
 
     def _structured(self, obj: Any, path: Path) -> Node:
         if is_sparse(obj):
             indices = self._node(obj._indices(), (*path, "indices"))
-            return SparseNode(indices, self._node(obj._values(), (*path, "values")), self._value())
+            return SparseNode(indices, self._node(obj._values(), (*path, "values")), self._value(path))
         kind = leaf_kind(obj)
         if kind is not None:
             return self._leaf(obj, kind, path)
         if isinstance(obj, dict):
+            for key in obj:
+                _check_key(key, path)
             items = tuple(self._node(item, (*path, path_part(key))) for key, item in obj.items())
             return DictNode(dict_class(type(obj)), tuple(obj), items)
         if isinstance(obj, (list, tuple)):
@@ -86,14 +89,14 @@ class Builder:
         if kind == "sharded":
             view = sharded_type(type(obj)).describe(obj)  # type: ignore[union-attr]
             if not isinstance(view.data, torch.Tensor):
-                return ObjectNode(self._value().index, view.placement)
+                return ObjectNode(self._value(path).index, view.placement)
         quantized = isinstance(obj, torch.Tensor) and obj.is_quantized
         node = TensorNode(
             key=self._key(path),
             kind=kind,
             path=path,
             requires_grad=kind == "parameter" and bool(obj.requires_grad),
-            quantizer=self._value().index if quantized else -1,
+            quantizer=self._value(path).index if quantized else -1,
         )
         self.nodes.append(node)
         return node
@@ -106,6 +109,20 @@ class Builder:
             key = f"{wanted}~{count}"
         self._keys.add(key)
         return key
+
+
+def _check_key(key: Any, path: Path) -> None:
+    """Keys beside tensors are part of a layout, which has to be read without the classes of a job."""
+    if type(key) in (str, int):
+        return
+    try:
+        plain.decode(json.loads(json.dumps(plain.encode(key))), Allowed())
+    except ConfigError as error:
+        raise ConfigError(
+            f"{'/'.join(map(str, path)) or 'the state'}: a dict that holds tensors has the key {key!r}, of"
+            f" class {class_name(type(key))}, which could not be restored.",
+            hint="Use strings, numbers or tuples of them as keys.",
+        ) from error
 
 
 def to_bytes(root: Node) -> bytes:

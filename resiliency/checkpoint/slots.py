@@ -8,21 +8,30 @@ the rest.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from resiliency.checkpoint.file_lock import FileLock
+from resiliency.checkpoint.storage import address_of
 from resiliency.checkpoint.table import align
 from resiliency.errors import ConfigError
 
 PAGE_BYTES = mmap.PAGESIZE
+#: What one call of the kernel allocates: a process that ends waits for no more than that.
+_ALLOCATE_BYTES = 128 << 20
+#: What one call maps.  Meanwhile other threads of the process cannot map memory.
+_POPULATE_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 _MAGIC = b"RSLYSLOT"
 _VERSION = 2
@@ -89,16 +98,38 @@ def values_offset(tensor_bytes: int) -> int:
     return PAGE_BYTES + align(tensor_bytes, PAGE_BYTES)
 
 
+def file_bytes(tensor_bytes: int, values_bytes: int) -> int:
+    """Size of a slot's file that holds so much."""
+    return values_offset(tensor_bytes) + align(values_bytes, PAGE_BYTES)
+
+
 def mapped(path: Path, size: int, *, private: bool) -> mmap.mmap:
     """`path` in memory, through an open file of its own: a mapping keeps its file open, locks and all."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if private:
             return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-        populate = getattr(mmap, "MAP_POPULATE", 0)  # pay the page faults here, not in a capture
-        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate)
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
     finally:
         os.close(fd)
+
+
+def populate(memory: memoryview) -> bool:
+    """Take the page faults of `memory` now; False where the kernel cannot, and the first copy takes them.
+
+    Not by MAP_POPULATE: Python holds the interpreter's lock while it maps, and all threads would stand still.
+    """
+    address = address_of(memory)
+    for start in range(0, memory.nbytes, _POPULATE_BYTES):
+        length = min(_POPULATE_BYTES, memory.nbytes - start)
+        if _libc().madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+            return False
+    return True
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)  # its calls release the interpreter's lock
 
 
 class SlotFile:
@@ -108,9 +139,10 @@ class SlotFile:
         self._lock = FileLock(path, create=True)
         self.path = path
         self.memory: memoryview | None = None
-        self._map: mmap.mmap | None = None
+        self._reserving = threading.Lock()
         self._taken = False
         self._lent = 0
+        self._is_left = False
         self.header = SlotHeader.unpack(os.pread(self._lock.fd, PAGE_BYTES, 0))
         #: Counts how often `memory` moved.
         self.generation = 0
@@ -129,31 +161,45 @@ class SlotFile:
 
     def missing_bytes(self, tensor_bytes: int, values_bytes: int) -> int:
         """What `reserve` would still have to allocate."""
-        wanted = values_offset(tensor_bytes) + align(values_bytes, PAGE_BYTES)
-        return max(0, wanted - os.fstat(self._lock.fd).st_size)
+        return max(0, file_bytes(tensor_bytes, values_bytes) - os.fstat(self._lock.fd).st_size)
+
+    def is_ready(self, tensor_bytes: int, values_bytes: int) -> bool:
+        """Whether `reserve` has nothing to do."""
+        memory = self.memory
+        is_mapped = memory is not None and memory.nbytes >= tensor_bytes
+        return is_mapped and not self.missing_bytes(tensor_bytes, values_bytes)
+
+    def unready_bytes(self, tensor_bytes: int, values_bytes: int) -> int:
+        """What `reserve` would still have to allocate or to map."""
+        unmapped = tensor_bytes if tensor_bytes > self.capacity_bytes else 0
+        return max(unmapped, self.missing_bytes(tensor_bytes, values_bytes))
 
     def reserve(self, tensor_bytes: int, values_bytes: int) -> None:
         """Have room for that much, allocated and mapped: later no access can fail.
 
+        Any thread may call it, also while the slot is lent or captured into: what it holds stays.
+
         Raises:
             ConfigError: no room; the text says which limit and what to set.
         """
-        missing = self.missing_bytes(tensor_bytes, values_bytes)
-        if missing:
-            present = os.fstat(self._lock.fd).st_size
-            try:
-                os.posix_fallocate(self._lock.fd, present, missing)
-            except OSError as error:
-                os.ftruncate(self._lock.fd, present)
-                raise _no_room(error, self.path, present + missing) from error
-        if self.memory is None or tensor_bytes > self.capacity_bytes:
-            self._remap(values_offset(tensor_bytes))
+        with self._reserving:
+            self._allocate(file_bytes(tensor_bytes, values_bytes))
+            if self.memory is None or tensor_bytes > self.capacity_bytes:
+                memory = memoryview(mapped(self.path, values_offset(tensor_bytes), private=False))
+                populate(memory)
+                self.memory = memory[PAGE_BYTES:]
+                self.generation += 1
 
-    def _remap(self, size: int) -> None:
-        self.release_memory()
-        self._map = mapped(self.path, size, private=False)
-        self.memory = memoryview(self._map)[PAGE_BYTES:]
-        self.generation += 1
+    def _allocate(self, wanted: int) -> None:
+        present = size = os.fstat(self._lock.fd).st_size
+        try:
+            while size < wanted:
+                length = min(_ALLOCATE_BYTES, wanted - size)
+                os.posix_fallocate(self._lock.fd, size, length)
+                size += length
+        except OSError as error:
+            os.ftruncate(self._lock.fd, present)
+            raise _no_room(error, self.path, wanted) from error
 
     def mark(self, header: SlotHeader) -> None:
         os.pwrite(self._lock.fd, header.pack(), 0)
@@ -185,11 +231,21 @@ class SlotFile:
 
     def release_memory(self) -> None:
         """Let go of the mapping; it ends when nobody uses a view of it any more."""
-        self.memory = self._map = None
+        self.memory = None
+
+    def leave(self) -> None:
+        """A copy into it hangs: from here on `close` leaves it locked and mapped."""
+        self._is_left = True
+
+    def come_back(self) -> None:
+        """The copy has ended after all."""
+        self._is_left = False
+        self.close()
 
     def close(self) -> None:
-        self.release_memory()
-        self._lock.close()
+        if not self._is_left:
+            self.release_memory()
+            self._lock.close()
 
 
 def _no_room(error: OSError, path: Path, wanted: int) -> ConfigError:

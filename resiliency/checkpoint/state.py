@@ -24,13 +24,15 @@ from resiliency.checkpoint.nodes import Gathered, Node, StructureChanged, Tensor
 from resiliency.checkpoint.skeleton import Builder, from_bytes, to_bytes, tree_of
 from resiliency.checkpoint.skeleton import sharded_objects as skeleton_objects
 from resiliency.checkpoint.storage import address_of
-from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView, item_bytes
+from resiliency.checkpoint.table import Path, Shard, StateLayout, TensorEntry, TensorView, item_bytes
 from resiliency.checkpoint.values import (
     Allowed,
     decode,
     dtype_called,
     dump_values,
     load_values,
+    names_in,
+    opaque_parts,
 )
 from resiliency.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
 
@@ -47,6 +49,8 @@ class Snapshot:
     values: bytes
     #: The same object as in an earlier snapshot if all sources are at the same addresses.
     addresses: object
+    #: Of each entry the tensor whose version counts what is written to its source.
+    written: tuple[torch.Tensor, ...]
 
 
 class StateWalker:
@@ -55,10 +59,16 @@ class StateWalker:
     Args:
         replica_id: of plain tensors: 0 if this rank owns them, else they are copies of another
             rank's (data-parallel rank, for plain DDP).
+        allow: classes that a restart will allow, see `resiliency.checkpoint.values`: a state that names
+            others is refused; None: nothing is known of a restart.
     """
 
-    def __init__(self, *, replica_id: int = 0) -> None:
+    def __init__(self, *, replica_id: int = 0, allow: Iterable[type | str] | None = None) -> None:
         self._replica_id = replica_id
+        self._allowed = None if allow is None else Allowed(allow)
+        #: Opaque values of the last snapshot, and where values are in the state.
+        self._opaque: set[str] = set()
+        self._places: list[Path] = []
         self._root: Node | None = None
         self._nodes: list[TensorNode] = []
         self._skeleton = b""
@@ -76,9 +86,12 @@ class StateWalker:
         gathered = self._gather(state)
         signature = [_signature(leaf) for leaf in gathered.leaves]
         values = dump_values(gathered.values)
+        if self._allowed is not None and (self._opaque or b'{"pickle":' in values):
+            self._check_restorable(gathered.values, self._allowed)
         if self._layout is not None and signature == self._signature and -1 not in self._order:
-            sources = tuple(gathered.leaves[i].raw for i in self._order)
-            return Snapshot(self._layout, sources, values, self._signature)
+            leaves = [gathered.leaves[i] for i in self._order]
+            sources, written = tuple(leaf.raw for leaf in leaves), tuple(leaf.written for leaf in leaves)
+            return Snapshot(self._layout, sources, values, self._signature, written)
         stored = stored_tensors(self._nodes, gathered.leaves, replica_id=self._replica_id)
         layout = StateLayout(
             entries=tuple(item.entry for item in stored),
@@ -91,7 +104,11 @@ class StateWalker:
         self._signature = signature
         position = {node.key: i for i, node in enumerate(self._nodes)}
         self._order = [position.get(item.entry.key, -1) for item in stored]
-        return Snapshot(self._layout, tuple(item.source for item in stored), values, signature)
+        written = tuple(
+            item.source if i < 0 else gathered.leaves[i].written
+            for i, item in zip(self._order, stored, strict=True)
+        )
+        return Snapshot(self._layout, tuple(item.source for item in stored), values, signature, written)
 
     def _gather(self, state: object) -> Gathered:
         if self._root is not None:
@@ -103,6 +120,7 @@ class StateWalker:
                 pass
         builder = Builder()
         self._root = builder.build(state)
+        self._places = builder.places
         self._nodes, self._skeleton, self._layout = builder.nodes, to_bytes(self._root), None
         gathered = Gathered()
         try:
@@ -113,6 +131,26 @@ class StateWalker:
                 hint="A state_dict() in it returns different keys or types at each call.",
             ) from None
         return gathered
+
+    def _check_restorable(self, values: list[Any], allowed: Allowed) -> None:
+        """Refuse what would be refused when it is restored, as long as that costs nothing."""
+        opaque = set()
+        for index, value in enumerate(values):
+            for path, data in opaque_parts(value):
+                opaque.add(data)
+                if data in self._opaque:
+                    continue
+                refused = sorted(name for name in names_in(data) if not allowed.permits(name))
+                if refused:
+                    place = "/".join(map(str, (*self._places[index], *path))) or "the state"
+                    raise ConfigError(
+                        f"{place}: a checkpoint of this object could not be restored: it names"
+                        f" {', '.join(refused)}, not on the list of allowed classes.",
+                        hint=f"Allow it, now and at restarts: options=CheckpointerOptions(allow={refused!r})."
+                        "  Or save plain values, or leave it out of the state.",
+                        names=refused,
+                    )
+        self._opaque = opaque
 
 
 def _signature(leaf: Leaf) -> Any:
@@ -171,11 +209,13 @@ class Targets:
         self._items: dict[str, TensorEntry | TensorView] = {item.key: item for item in layout.tensors()}
         self._targets: list[tuple[TensorEntry | TensorView, torch.Tensor]] = []
 
-    def target(self, key: str, raw: torch.Tensor) -> None:
+    def target(self, key: str, raw: torch.Tensor, placement: Placement | None = None) -> None:
         """Let the bytes of `key` be read into `raw`.
 
+        Args:
+            placement: of the part that `raw` is; None: `raw` is a whole tensor, or the caller has compared.
         Raises:
-            LayoutMismatch: shape or dtype differ; the text names both.
+            LayoutMismatch: shape, dtype or place differ; the text names both.
         """
         item = self._item(key)
         if tuple(raw.shape) != item.shape:
@@ -195,7 +235,26 @@ class Targets:
                 expected_shape=item.shape,
                 found_shape=tuple(raw.shape),
             )
+        if placement is not None:
+            self.check_place(key, placement)
         self._targets.append((item, raw))
+
+    def check_place(self, key: str, placement: Placement) -> None:
+        """Raise LayoutMismatch unless the part saved as `key` is the part of its tensor at `placement`."""
+        item = self._item(key)
+        saved = (item.global_shape, item.global_offset)
+        found = (tuple(placement.global_shape), tuple(placement.global_offset))
+        if saved != found:
+            raise LayoutMismatch(
+                f"{key}: the checkpoint holds for this rank the part of a tensor {saved[0]} that begins at"
+                f" {saved[1]}, the state to restore has that of a tensor {found[0]} at {found[1]}.",
+                hint="Is this the same parallel layout, with its ranks in the same order?",
+                key=key,
+                expected_shape=item.shape,
+                found_shape=item.shape,
+                expected_offset=saved[1],
+                found_offset=found[1],
+            )
 
     def mark(self) -> int:
         return len(self._targets)
@@ -234,6 +293,7 @@ class Restore(Targets):
         allow: classes that the checkpoint may name, see `resiliency.checkpoint.values`.
         into: a state of the same structure, whose tensors are to be filled in place; None makes a
             new state on the host (DTensors and registered sharded types come back as their local part).
+        partial: `into` may lack parts that were saved, and have others, which stay as they are.
     Raises:
         LayoutMismatch: `into` differs; the text names the key and both sides.
         ConfigError: a class is not allowed.
@@ -246,8 +306,10 @@ class Restore(Targets):
         *,
         into: object = None,
         allow: Iterable[type | str] = (),
+        partial: bool = False,
     ) -> None:
         super().__init__(layout)
+        self.partial: bool | None = partial
         self.allowed = Allowed(allow)
         self._values = load_values(values)
         self._fresh: dict[str, torch.Tensor] = {}
@@ -334,14 +396,16 @@ def plan_restore(
     shard: Shard,
     *,
     allow: Iterable[type | str] = (),
+    partial: bool = False,
     threads: int = 2,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Callable[[], Any]:
     """The first half of `restore_into`, which changes nothing, for ranks that first agree; returns the other.
 
+    With `partial`, dicts of `state` may lack keys that were saved, and have others, which stay as they are.
     Raises as `restore_into`.
     """
-    restore = Restore(shard.layout, shard.values, into=state, allow=allow)
+    restore = Restore(shard.layout, shard.values, into=state, allow=allow, partial=partial)
 
     def act() -> Any:
         _fill(restore, shard, threads, timeout)

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
+import selectors
 import socket
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -22,11 +25,18 @@ from datetime import timedelta
 from enum import Enum
 
 from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.descriptors import make_room_for
 from resiliency.errors import ConfigError, PeerError, ResiliencyError
 
 #: A line longer than this is no word of ours.
 LINE_BYTES = 64 << 10
+#: For a connection, and for the greeting of who made it; rank 0 answers thousands within that.
 _HELLO_S = 5.0
+_ANSWER_S = 20.0
+#: Between tries to reach rank 0, doubled each time.
+_AGAIN_S, _LONGEST_AGAIN_S = 0.2, 3.0
+#: Out of descriptors, for example: connections wait until some strangers are gone.
+_ACCEPT_PAUSE_S = 0.1
 
 
 class Kind(str, Enum):
@@ -142,7 +152,11 @@ def connect_ranks(agreement: Agreement, *, address: str, timeout: timedelta) -> 
     error: ResiliencyError | None = None
     listener = None
     try:
-        listener = _listener() if agreement.rank == 0 else None
+        if agreement.rank == 0:
+            make_room_for(agreement.world_size, what="connections from all ranks to rank 0")
+            listener = _listener()
+    except ConfigError as failure:
+        error = failure
     except OSError as failure:
         error = ConfigError(f"rank 0 cannot be reached by the others: {failure}.", rank=0)
     names = agreement.gather(socket.gethostname())
@@ -194,53 +208,138 @@ def _addresses(address: str, several_hosts: bool) -> list[str]:
 
 
 def _accept(listener: socket.socket, world_size: int, token: str, deadline: float) -> dict[int, Peer]:
-    """Raises: ConfigError: a rank did not come in time."""
-    peers: dict[int, Peer] = {}
-    while len(peers) < world_size - 1:
-        try:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            peer = Peer(listener.accept()[0])
-        except OSError as error:
-            missing = sorted(set(range(1, world_size)) - peers.keys())
-            for peer in peers.values():
+    """All other ranks; strangers are turned away, and hold up nobody.
+
+    Raises:
+        ConfigError: a rank did not come in time.
+    """
+    with _Door(listener, world_size, token) as door:
+        while len(door.peers) < world_size - 1 and time.monotonic() < deadline:
+            door.serve(deadline)
+        missing = sorted(set(range(1, world_size)) - door.peers.keys())
+        if missing:
+            for peer in door.peers.values():
                 peer.close()
             raise ConfigError(
-                f"ranks {brief(missing)} did not connect to rank 0: {error}.",
+                f"ranks {brief(missing)} did not connect to rank 0 in time{door.last_error}.",
                 hint="Give its address by TerminationOptions(address=...).",
-            ) from error
-        hello = _hello_of(peer)
-        if hello is None or hello.text != token or not 0 < hello.number < world_size:
-            peer.close()  # a stranger
-            continue
-        peer.send(Word(kind=Kind.HELLO, text=token))
-        peers[hello.number] = peer
-    return peers
+            )
+        return door.peers
+
+
+class _Door:
+    """Where rank 0 lets the others in: connections are greeted side by side, each within a deadline."""
+
+    def __init__(self, listener: socket.socket, world_size: int, token: str) -> None:
+        self._listener = listener
+        self._world_size = world_size
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        #: Who has not said yet who it is, oldest first, and until when it may.
+        self._waiting: dict[Peer, float] = {}
+        self.peers: dict[int, Peer] = {}
+        self.last_error = ""
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def serve(self, deadline: float) -> None:
+        """Wait for something to happen, and see to it."""
+        until = min(deadline, next(iter(self._waiting.values()), deadline))
+        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+            if isinstance(key.fileobj, Peer):
+                self._greet(key.fileobj)
+            else:
+                self._let_in()
+        now = time.monotonic()
+        for peer in [peer for peer, until in self._waiting.items() if until <= now]:
+            self._turn_away(peer)
+
+    def _let_in(self) -> None:
+        try:
+            peer = Peer(self._listener.accept()[0])
+        except (BlockingIOError, ConnectionError):  # gone again
+            return
+        except OSError as error:
+            self.last_error = f": {error}"
+            threading.Event().wait(_ACCEPT_PAUSE_S)
+            return
+        self._waiting[peer] = time.monotonic() + _HELLO_S
+        self._selector.register(peer, selectors.EVENT_READ)
+
+    def _greet(self, peer: Peer) -> None:
+        try:
+            words = peer.receive()
+        except PeerError:
+            self._turn_away(peer)
+            return
+        if not words:
+            return
+        hello = words[0]
+        if (hello.kind, hello.text) != (Kind.HELLO, self._token) or not 0 < hello.number < self._world_size:
+            self._turn_away(peer)
+            return
+        self._forget(peer)
+        peer.send(Word(kind=Kind.HELLO, text=self._token))
+        before = self.peers.pop(hello.number, None)
+        if before is not None:  # it came again, as it had no answer
+            before.close()
+        self.peers[hello.number] = peer
+
+    def _turn_away(self, peer: Peer) -> None:
+        self._forget(peer)
+        peer.close()
+
+    def _forget(self, peer: Peer) -> None:
+        del self._waiting[peer]
+        self._selector.unregister(peer)
+
+    def __enter__(self) -> _Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in list(self._waiting):
+            self._turn_away(peer)
+        self._selector.close()
 
 
 def _reach(addresses: list[str], port: int, token: str, rank: int, deadline: float) -> Peer:
     """Raises: ConfigError: rank 0 is at none of the addresses."""
-    problems = []
-    for address in addresses:
-        left_s = min(_HELLO_S, deadline - time.monotonic())
-        try:
-            peer = Peer(socket.create_connection((address, port), timeout=max(left_s, 0.001)))
-        except OSError as error:
-            problems.append(f"{address}: {error}")
-            continue
-        peer.send(Word(kind=Kind.HELLO, number=rank, text=token))
-        hello = _hello_of(peer, max(left_s, deadline - time.monotonic()))
-        if hello is not None and hello.text == token:
-            return peer
-        peer.close()
-        problems.append(f"{address}: something else answers there")
-    raise ConfigError(
-        f"rank {rank} cannot reach rank 0 on port {port}: {'; '.join(problems)}.",
-        hint="Give its address by TerminationOptions(address=...).",
-        rank=rank,
-    )
+    pause_s = _AGAIN_S
+    while True:
+        problems = []
+        for address in addresses:
+            found = _try_reach(address, port, token, rank, deadline)
+            if isinstance(found, Peer):
+                return found
+            problems.append(f"{address}: {found}")
+        left_s = deadline - time.monotonic()
+        if left_s <= pause_s:
+            raise ConfigError(
+                f"rank {rank} cannot reach rank 0 on port {port}: {'; '.join(problems)}.",
+                hint="Give its address by TerminationOptions(address=...).",
+                rank=rank,
+            )
+        # With thousands of ranks its queue may have been full.  Not all of them again at one moment.
+        threading.Event().wait(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+        pause_s = min(2 * pause_s, _LONGEST_AGAIN_S)
 
 
-def _hello_of(peer: Peer, wait_s: float = _HELLO_S) -> Word | None:
+def _try_reach(address: str, port: int, token: str, rank: int, deadline: float) -> Peer | str:
+    """Rank 0, or why it is not there."""
+    left_s = min(_HELLO_S, deadline - time.monotonic())
+    try:
+        peer = Peer(socket.create_connection((address, port), timeout=max(left_s, 0.001)))
+    except OSError as error:
+        return str(error)
+    peer.send(Word(kind=Kind.HELLO, number=rank, text=token))
+    hello = _hello_of(peer, max(left_s, min(_ANSWER_S, deadline - time.monotonic())))
+    if hello is not None and hello.text == token:
+        return peer
+    peer.close()
+    return "something else answers there"
+
+
+def _hello_of(peer: Peer, wait_s: float) -> Word | None:
     try:
         words = peer.receive(timedelta(seconds=wait_s))
     except PeerError:

@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -86,7 +87,13 @@ class Storage(Protocol):
         """Sorted names in a directory; empty when there is none."""
         ...
 
-    def exists(self, name: str) -> bool: ...
+    def exists(self, name: str) -> bool:
+        """Whether there is a file or directory of that name.
+
+        Raises:
+            CheckpointCorrupt: the storage does not say; a False would let callers delete what is there.
+        """
+        ...
 
     def replace(self, source: str, target: str) -> None:
         """Rename a file over another.  For tools: commits do without it, since
@@ -324,7 +331,9 @@ def _write_all(fd: int, offset: int, views: Sequence[memoryview]) -> None:
 class _LocalReader:
     def __init__(self, path: Path, *, direct: bool) -> None:
         self._path = path
-        self._direct = -1
+        #: Opened when the first piece can use it, which that of a small file seldom can.
+        self._direct: int | None = None if direct else -1
+        self._lock = threading.Lock()
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -332,8 +341,6 @@ class _LocalReader:
         except OSError as error:
             raise read_failed(error, str(path)) from error
         self._size = os.fstat(self._fd).st_size
-        if direct:
-            self._direct = _open_direct(path, os.O_RDONLY)
 
     @property
     def size_bytes(self) -> int:
@@ -341,13 +348,19 @@ class _LocalReader:
 
     def read_into(self, offset: int, target: memoryview) -> int:
         view = target.cast("B")
-        if self._direct >= 0 and is_page_aligned(view, offset):
+        if is_page_aligned(view, offset) and (direct := self._open_direct()) >= 0:
             # The end of a file seldom lies on a page: a short direct read is completed, or found
             # to be the end, by the buffered one.
             with contextlib.suppress(OSError):
-                done = os.preadv(self._direct, [view], offset)
+                done = os.preadv(direct, [view], offset)
                 return done + self._read_buffered(offset + done, view[done:])
         return self._read_buffered(offset, view)
+
+    def _open_direct(self) -> int:
+        with self._lock:
+            if self._direct is None:
+                self._direct = _open_direct(self._path, os.O_RDONLY)
+            return self._direct
 
     def _read_buffered(self, offset: int, view: memoryview) -> int:
         done = 0
@@ -362,10 +375,11 @@ class _LocalReader:
         return done
 
     def close(self) -> None:
-        for fd in (self._fd, self._direct):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct = -1
+        with self._lock:
+            for fd in (self._fd, self._direct):
+                if fd is not None and fd >= 0:
+                    os.close(fd)
+            self._fd = self._direct = -1
 
 
 def _make_durable_dir(path: Path) -> None:
@@ -426,7 +440,14 @@ class LocalStorage:
             raise read_failed(error, str(self._path(name))) from error
 
     def exists(self, name: str) -> bool:
-        return os.path.lexists(self._path(name))
+        path = self._path(name)
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise read_failed(error, str(path)) from error
+        return True
 
     def replace(self, source: str, target: str) -> None:
         with _writing("rename to", self._path(target)):

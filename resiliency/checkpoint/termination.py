@@ -54,6 +54,7 @@ from resiliency.checkpoint.signal_pipe import SignalPipe
 from resiliency.checkpoint.stop_link import Kind, Word, brief, connect_ranks
 from resiliency.checkpoint.terminated import Terminated, TerminationOptions, end_process
 from resiliency.errors import ConfigError, PeerError
+from resiliency.runtime import StopNote
 
 __all__ = ["Terminated", "Termination", "TerminationOptions", "end_process"]
 
@@ -185,10 +186,11 @@ class Termination:
             self._on_its_way = True
 
     def terminated(self, step: int, *, committed: bool) -> Terminated:
-        """What to raise at the end."""
+        """What to raise at the end; the launcher hears of it."""
         with self._changed:
             self._committed |= committed
             cause = self._number.name + (f": {self._called_off}" if self._called_off else "")
+        StopNote(step=step, committed=self._committed, cause=cause).leave()
         return Terminated(self._code(), step=step, committed=committed, cause=cause)
 
     def collect(self, found: Iterable[str]) -> frozenset[str] | None:

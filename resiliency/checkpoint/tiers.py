@@ -22,6 +22,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
+from typing import Any
 
 from resiliency.checkpoint.intervals import best_steps
 from resiliency.errors import ConfigError, PeerError
@@ -55,10 +57,11 @@ class Interval:
     mtbf_s: float = 0.0
 
     def __post_init__(self) -> None:
-        values = {"steps": self.steps, "seconds": self.seconds, "mtbf_s": self.mtbf_s}
+        values: dict[str, Any] = {"steps": self.steps, "seconds": self.seconds, "mtbf_s": self.mtbf_s}
         for name, value in values.items():
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} of an interval must be 0 (not set) or above, found {value}.")
+            is_number = isinstance(value, Real)
+            if not is_number or not 0 <= value < math.inf:
+                raise ConfigError(f"{name} of an interval must be 0 (not set) or above, found {value!r}.")
         given = [name for name, value in values.items() if value]
         if len(given) > 1:
             raise ConfigError(f"an interval is given in one way, found {' and '.join(given)}.")
@@ -155,6 +158,11 @@ class TierPolicy:
         would save at other steps than the rest.
         """
         self._saved.update(dict.fromkeys(tiers, step))
+
+    def went_back(self, step: int) -> None:
+        """A restore led back to `step`, on all ranks: count from there."""
+        if self._start >= 0:
+            self._begin(step)
 
     def _is_due(self, tier: TierName, step: int) -> bool:
         if (steps := self._fixed.get(tier)) is not None:

@@ -5,12 +5,12 @@ Each message is one JSON object in one packet of a Unix socket (SOCK_SEQPACKET k
 and tells at once when the other side is gone).  The address is an abstract name derived from the
 arena's directory: it belongs to one listener at a time, so a host has one agent per job, and it
 vanishes with its process, however that ends.  Both sides check that the other runs as the same user,
-because abstract names have no permissions.
+because abstract names have no permissions.  They belong to the network namespace, which containers may
+share without sharing /dev/shm: so the name holds the directory itself, its device and inode, not its path.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import socket
@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
+from resiliency.checkpoint.machine import file_id
 from resiliency.checkpoint.message_codec import MessageCodec
 from resiliency.checkpoint.tries import TierTry
 from resiliency.errors import ConfigError, PeerError
@@ -185,6 +186,8 @@ class Done:
     `left_out`: the tier was still writing an earlier save and did not even begin.
 
     `hangs`: its storage does not answer, see `resiliency.checkpoint.persist`.
+
+    `kept`: it was committed there by an earlier start of the job, which went on from it.
     """
 
     kind: ClassVar[str] = "done"
@@ -195,6 +198,7 @@ class Done:
     try_number: int = 1
     left_out: bool = False
     hangs: bool = False
+    kept: bool = False
     size_bytes: int
     queued_s: float
     commit_s: float
@@ -357,20 +361,27 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def address(directory: Path) -> str:
-    """Where the agent of the arena `directory` listens."""
-    digest = hashlib.blake2b(str(directory.resolve()).encode(), digest_size=12).hexdigest()
-    return f"\0resiliency-agent-{os.getuid()}-{digest}"
+    """Where the agent of the arena `directory` listens; of another directory at the same path, elsewhere.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    return f"\0resiliency-agent-{os.getuid()}-{file_id(directory.stat())}"
 
 
 def listen(directory: Path) -> socket.socket:
-    """Become the one agent of `directory`.
+    """Become the one agent of `directory`, which is made if need be.
+
+    Hold it (`job_memory.hold_job`) if a clean-up may be under way: it would put another in its place.
 
     Raises:
         ConfigError: there is one already.
     """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    name = address(directory)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(address(directory))
+        listener.bind(name)
     except OSError as error:
         listener.close()
         raise ConfigError(f"{directory} has an agent already: {error}.", path=str(directory)) from error
@@ -380,7 +391,11 @@ def listen(directory: Path) -> socket.socket:
 
 def connect(directory: Path) -> Channel | None:
     """A connection to the agent of `directory`; None if there is none (yet)."""
-    return connect_to(address(directory))
+    try:
+        name = address(directory)
+    except FileNotFoundError:
+        return None
+    return connect_to(name)
 
 
 def connect_to(name: str) -> Channel | None:

@@ -4,7 +4,8 @@
     python3 -m resiliency.goodput_measure.calculator --job-name J --log-file J-goodput.log \
         --reference-step-time 8
 
-Exit codes: 0 calculated, 1 the logs hold no event of this job, 2 a flag or a source that cannot work.
+Exit codes: 0 calculated, 1 the logs hold no event of this job, 2 a flag or a source that cannot work,
+3 calculated from the lesser part of a log whose other lines could not be parsed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from resiliency.runtime import SystemClock
 
 __all__ = ["GoodputReport", "calculate", "main"]
 
-OK, NO_EVENTS, BAD_FLAGS = 0, 1, 2
+OK, NO_EVENTS, BAD_FLAGS, MOSTLY_DAMAGED = 0, 1, 2, 3
 
 
 class _NoEvents(Exception):
@@ -41,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the calculator; returns the exit code."""
     try:
         arguments = _checked(_parser().parse_args(argv))
-        _run(arguments)
+        code = OK if _run(arguments) else MOSTLY_DAMAGED
         sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's end
+        return code
     except _NoEvents as error:
         print(f"calculator: {error}", file=sys.stderr)
         return NO_EVENTS
@@ -59,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python3 -m resiliency.goodput_measure.calculator",
         description="How much of a job's time became training that lasted.",
-        epilog="Exit codes: 0 calculated, 1 no events of this job, 2 a flag or source that cannot work.",
+        epilog="Exit codes: 0 calculated, 1 no events of this job, 2 a flag or source that cannot work, "
+        "3 calculated, but most lines could not be parsed.",
     )
     add = parser.add_argument
     add("--job-name", required=True, help="job to measure, as in JOB_IDENTIFIER")
@@ -121,16 +124,19 @@ def _checked(arguments: argparse.Namespace) -> argparse.Namespace:
     return arguments
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> bool:
+    """Print the report; False if most of what was read could not be parsed."""
     job_name: str = arguments.job_name
     stats = ReadStats()
     goodput_events: list[RunEvent] = []
     ledger: Ledger | None = None
+    is_sound = True
     if arguments.event_log:
         ledger = build_ledger(_full_events(arguments, stats, goodput_events))
     if arguments.log_file or ledger is None:
         if ledger is not None:
             _report_reading(stats, arguments.verbose)
+        is_sound = not stats.is_mostly_damaged
         stats = ReadStats()
         goodput_events = list(_goodput_events(arguments, stats))
     _report_reading(stats, arguments.verbose)
@@ -148,6 +154,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.timeline and ledger is not None:
         write_timeline(ledger, arguments.timeline)
         print(f"\ntimeline: {arguments.timeline}")
+    return is_sound and not stats.is_mostly_damaged
 
 
 def _full_events(
@@ -180,6 +187,9 @@ def _goodput_events(arguments: argparse.Namespace, stats: ReadStats) -> Iterator
 
 def _missing(what: str, job_name: str, stats: ReadStats) -> str:
     found = ", ".join(f"{name} ({count})" for name, count in stats.jobs.most_common(20))
+    if stats.is_mostly_damaged:
+        first = stats.examples[0]
+        found = f"{found or 'none'}; {stats.unparsable} of them could not be parsed, the first {first}"
     return (
         f"there is no {what} of job {job_name!r} among {stats.lines} lines.  "
         f"Jobs in there: {found or 'none'}.  Choose one with --job-name."
@@ -194,7 +204,7 @@ def _report_reading(stats: ReadStats, verbose: bool) -> None:
         print(
             f"warning: {stats.unparsable} of {stats.lines} lines could not be parsed{torn}", file=sys.stderr
         )
-        for example in stats.examples if verbose else ():
+        for example in stats.examples if verbose else stats.examples[: stats.is_mostly_damaged]:
             print(f"  {example}", file=sys.stderr)
 
 

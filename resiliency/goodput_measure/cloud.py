@@ -17,6 +17,8 @@ from resiliency.errors import ControlPlaneError
 from resiliency.events import JsonValue
 
 _CLIENT = "google.cloud.logging"
+#: Key of the entry about itself that the client puts before the first entry of each process, in the same log.
+_DIAGNOSTIC = "logging.googleapis.com/diagnostic"
 
 
 def is_installed() -> bool:
@@ -49,8 +51,8 @@ class CloudLog:
         except ImportError as error:
             raise ControlPlaneError(
                 f"the Google Cloud Logging client cannot be imported: {error}.",
-                hint="Install google-cloud-logging, or keep events in a file: GOODPUT_USE_FILE_TRACKING=1 "
-                "when training, --log-file when calculating.",
+                hint="Install it with: pip install 'resiliency[cloud]', or keep events in a file: "
+                "GOODPUT_USE_FILE_TRACKING=1 when training, --log-file when calculating.",
             ) from error
         try:
             # Any: the client ships no types that hold for all of its releases.
@@ -67,13 +69,17 @@ class CloudLog:
             raise self._mapped("write to", error) from error
 
     def read(self, *, since: datetime) -> Iterator[Mapping[str, JsonValue]]:
-        """Payloads of the entries since `since`, oldest first, fetched page by page."""
+        """Payloads of the entries since `since`, oldest first, fetched page by page.
+
+        Every number is a float and keys are in no order: a payload is a protobuf Struct.  Entries of
+        the client about itself are left out.
+        """
         where = (
             f'logName="projects/{self._client.project}/logs/{self.name}" AND timestamp>="{since.isoformat()}"'
         )
         try:
             for entry in self._client.list_entries(filter_=where, order_by="timestamp asc", page_size=1000):
-                if isinstance(entry.payload, Mapping):
+                if isinstance(entry.payload, Mapping) and _DIAGNOSTIC not in entry.payload:
                     yield entry.payload
         except self._errors as error:
             raise self._mapped("read", error) from error

@@ -4,16 +4,20 @@
 A log of a real job is damaged: a killed process leaves its last line torn, and the next process
 appends to it.  Such lines are counted and described, never fatal, and an event that was glued to
 a torn one is recovered.
+
+Google Cloud Logging keeps neither whole numbers nor the order of keys.  `RunEvent.from_json` accepts
+both, so a log exported from there, one event a line, is read like a log of our own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Container, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import BinaryIO
@@ -29,7 +33,10 @@ PROGRESS_FROM_BYTES = 4 << 20
 
 _KEPT_EXAMPLES = 3
 _KEPT_JOBS = 1000
-_EVENT_START = b'{"timestamp"'
+_EVENT_START = re.compile(rb'\{"(?:timestamp|job_name|event_type|host|node_rank|rank|attempt|step|fields)"')
+# A value inside an event may look like the start of one, so the last start alone is not enough.  A bound
+# keeps a damaged line that is full of starts from taking quadratic time.
+_TRIED_STARTS = 8
 # from_json promises ValueError; the others come from absurd numbers and nesting in damaged lines.
 _DAMAGE = (ValueError, TypeError, OverflowError, RecursionError)
 
@@ -44,6 +51,11 @@ class ReadStats:
     torn_at_end: bool = False
     examples: list[str] = field(default_factory=list)
     jobs: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_mostly_damaged(self) -> bool:
+        """Whether what was read says little of what was written."""
+        return 2 * self.unparsable > self.lines
 
     def count_damage(self, where: str, reason: object) -> None:
         self.unparsable += 1
@@ -128,13 +140,11 @@ def _parse(text: bytes, where: str, stats: ReadStats) -> RunEvent | None:
         return RunEvent.from_json(text.decode())
     except _DAMAGE as error:
         stats.count_damage(where, error)
-    # A line appended right after a torn one: what follows the last start of an event is whole.
-    glued = text.rfind(_EVENT_START)
-    if glued > 0:
-        try:
-            return RunEvent.from_json(text[glued:].decode())
-        except _DAMAGE:
-            return None
+    # A line appended right after a torn one: what follows one of the last starts is a whole event.
+    starts = [found.start() for found in _EVENT_START.finditer(text, 1)]
+    for start in reversed(starts[-_TRIED_STARTS:]):
+        with suppress(*_DAMAGE):
+            return RunEvent.from_json(text[start:].decode())
     return None
 
 

@@ -147,7 +147,7 @@ def goodput_sink(info: RunInfo, env: Mapping[str, str] | None = None) -> EventSi
         except ControlPlaneError as error:
             reason = str(error)
     else:
-        reason = "the Google Cloud Logging client is not installed."
+        reason = "the Google Cloud Logging client is not installed (pip install 'resiliency[cloud]')."
     # A job that restarts a hundred times should not say it a hundred times.
     level = logging.DEBUG if info.attempt else logging.WARNING
     logger.log(

@@ -78,6 +78,9 @@ with _root_logger_kept():
     from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing import (
         api as _processes,
     )
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing import (
+        subprocess_handler as _subprocess_handler,
+    )
     from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous import RendezvousParameters
     from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous import (
         c10d_rendezvous_backend as _c10d,
@@ -135,7 +138,8 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
         "_delay",
     ),
     _ft_rendezvous.FtRendezvousHandler: ("_node_desc_generator", "num_nodes_waiting", "next_rendezvous"),
-    _processes: ("_terminate_process_handler",),
+    _processes: ("_terminate_process_handler", "get_subprocess_handler"),
+    _subprocess_handler.SubprocessHandler: ("_popen",),
     rank_monitor_server.RankMonitorServer: ("_handle_timeout", "_is_hb_timeout_elapsed", "run_in_subprocess"),
 }
 
@@ -144,8 +148,14 @@ NVIDIA_DRIVER = "/dev/nvidiactl"
 RENDEZVOUS_DEFAULTS = {"timeout": "900", "join_timeout": "900", "close_timeout": "600", "read_timeout": "600"}
 
 
-def prepare(private_dir: Path, on_signal: Callable[[int, FrameType | None], None]) -> None:
-    """Make NVRx's module state this launcher's own: sockets, signal handler, hang notes.
+#: Starts a worker: arguments, environment, files for its output and errors, local rank.
+StartWorker = Callable[[Sequence[str], Mapping[str, str], Any, Any, int], Any]
+
+
+def prepare(
+    private_dir: Path, on_signal: Callable[[int, FrameType | None], None], start_worker: StartWorker
+) -> None:
+    """Make NVRx's module state this launcher's own: sockets, signal handler, hang notes, start of workers.
 
     NVRx installs its handler each time it starts workers, and names sockets by pid in the
     temporary directory that all launchers of the host share.
@@ -162,6 +172,12 @@ def prepare(private_dir: Path, on_signal: Callable[[int, FrameType | None], None
         # Upstream warns for each rank and each meeting that it checks no GPUs.
         logging.getLogger(health_check.__name__).setLevel(logging.ERROR)
     _note_hangs(private_dir)
+
+    class Handler(_subprocess_handler.SubprocessHandler):
+        def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
+            return start_worker(args, env, self._stdout, self._stderr, self.local_rank_id)
+
+    _processes.get_subprocess_handler = Handler
 
 
 def hang_note(directory: Path, pid: int) -> Path:

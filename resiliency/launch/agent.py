@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -33,13 +34,18 @@ from resiliency.launch.guardian import Process
 from resiliency.launch.incident import Fault, cause_of
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
+from resiliency.launch.reaction import waits_natively
+from resiliency.launch.standby import Standby
 from resiliency.launch.supervisor import WorkerReport, WorkerStateReporter
 from resiliency.launch.watch import SignalBox, WorkerWatch
+from resiliency.runtime import StopNote
 
 logger = logging.getLogger(__name__)
 
 #: How long the kernel may take to end a process after SIGKILL (uninterruptible I/O).
 KILL_WAIT_S = 10.0
+#: How often workers that are to end are looked at: two looks have to agree that they cannot.
+REACTION_S = 0.5
 #: Upstream sleeps this long before each look at the workers; the real wait is `wait_for_change`.
 UPSTREAM_SLEEP_S = 1e-6
 
@@ -58,6 +64,7 @@ class ResilientAgent(HookedAgent):
         events: EventStream,
         reporter: WorkerStateReporter,
         protection: Protection,
+        standby: Standby,
         signals: SignalBox,
     ) -> None:
         in_process = options.args.run_path
@@ -88,9 +95,11 @@ class ResilientAgent(HookedAgent):
         self._events = events
         self._reporter = reporter
         self._protection = protection
+        self._standby = standby
         self._signals = signals
         self._watch: WorkerWatch | None = None
         self._seen_pids: set[int] = set()
+        self._stops: list[StopNote] = []
         #: What failed on this host in the current attempt.
         self.faults: list[Fault] = []
         rendezvous.on_change = self._others_changed
@@ -105,7 +114,10 @@ class ResilientAgent(HookedAgent):
 
     def joined(self) -> None:
         self.faults = []
+        StopNote.take_all(self._protection.private_dir)  # of an attempt before
+        self._stops.clear()
         self._logs.attempt = self.attempt
+        self._standby.begin_attempt()
         self._events.info = replace(self._events.info, node_rank=self.node_rank)
         self._events.emit(EventType.RENDEZVOUS_DONE, attempt=self.attempt)
 
@@ -122,14 +134,17 @@ class ResilientAgent(HookedAgent):
             ranks=list(ranks.values()),
             hosts=self.host_count,
             restarts=self.restarts_used,
+            forked=self._standby.forked,
         )
         logger.info(
-            "attempt %d: started %d workers, ranks %s, as processes %s",
+            "attempt %d: started %d workers%s, ranks %s, as processes %s",
             self.attempt,
             len(ranks),
+            f" ({self._standby.forked} forked)" if self._standby.forked else "",
             _brief(ranks.values()),
             _brief(self.pids.values()),
         )
+        self._standby.workers_started()
 
     def monitors_started(self, pids: Sequence[int]) -> None:
         self._protection.helpers(pids)
@@ -138,6 +153,7 @@ class ResilientAgent(HookedAgent):
         if self._watch is not None:  # upstream looks once more after it stopped the workers
             self._watch.wait(self._options.monitor_interval.total_seconds(), self._signals.wake_fd)
             self._signals.check()
+            self._standby.look()
 
     def failed(self, failures: Sequence[Any]) -> None:
         if self._watch is None:
@@ -150,7 +166,16 @@ class ResilientAgent(HookedAgent):
     def finished(self) -> None:
         for local_rank, rank in self.ranks.items():
             self._report(rank, local_rank, WorkerReport.COMPLETE)
-        logger.info("attempt %d: all workers of this host succeeded", self.attempt)
+        logger.info("attempt %d: all workers of this host succeeded%s", self.attempt, self.where_stopped())
+
+    def where_stopped(self) -> str:
+        """For the last line about workers that were told to end: ``; step 110, at which ...``; else empty."""
+        self._stops += StopNote.take_all(self._protection.private_dir)
+        if not self._stops:
+            return ""
+        last = min(self._stops, key=lambda stop: stop.committed)  # one that is not, if there is any
+        fate = "is committed" if last.committed else "is not committed"
+        return f"; step {last.step}, at which {last.cause} stopped them, {fate}"
 
     def stop_processes(self, number: signal.Signals, grace_s: float) -> None:
         """Signal the workers, wait for `grace_s`, kill what is left and all that they started.
@@ -178,17 +203,35 @@ class ResilientAgent(HookedAgent):
         for worker in workers:
             worker.send(number)
             worker.send(signal.SIGCONT)  # a stopped process cannot act on a signal
-        if guardian.wait_until_gone(workers, grace_s, self._signals.hurry_fd):
+        why = self._wait_for_end(workers, number, grace_s)
+        if not why:
             return 0
         stubborn = [worker for worker in workers if worker.alive]
-        why = (
-            "a second signal came" if self._signals.hurry else f"they outlived {number.name} by {grace_s:g} s"
-        )
         logger.warning("killing processes %s: %s", _brief(worker.pid for worker in stubborn), why)
         for worker in stubborn:
             worker.send(signal.SIGKILL)
         guardian.wait_until_gone(stubborn, KILL_WAIT_S)
         return len(stubborn)
+
+    def _wait_for_end(self, workers: Sequence[Process], number: signal.Signals, grace_s: float) -> str:
+        """Why those that are left have to be killed; "" when there are none."""
+        deadline = time.monotonic() + grace_s
+        stuck_before = False
+        while not guardian.wait_until_gone(
+            workers, min(REACTION_S, max(deadline - time.monotonic(), 0.0)), self._signals.hurry_fd
+        ):
+            if self._signals.hurry:
+                return "a second signal came"
+            if time.monotonic() >= deadline:
+                return f"they outlived {number.name} by {grace_s:g} s"
+            # When the launcher was asked to end, ranks may wait for each other on their way to a last save.
+            stuck = self._signals.first is None and all(
+                waits_natively(worker.pid) for worker in workers if worker.alive
+            )
+            if stuck and stuck_before:
+                return f"they wait in native code, where {number.name} does not reach them"
+            stuck_before = stuck
+        return ""
 
     def _fault(self, failure: Any) -> Fault:
         note = hang_note(self._protection.private_dir, failure.pid)

@@ -12,23 +12,36 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from resiliency.launch import guardian
 from resiliency.launch.protection import Protection
 from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, RunInfo
+from resiliency.template.client import ForkedProcess
 
 logger = logging.getLogger(__name__)
 
 #: Beyond the time that the agents have: for the host itself.
 _SLACK_S = 5.0
+#: Libraries that follow OMP_NUM_THREADS unless these are set.
+_MORE_THREADS = {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
+
+
+#: Starts a program in a session of its own: as `subprocess.Popen`, with env, stdin, stdout and pass_fds.
+Start = Callable[..., "subprocess.Popen[bytes] | ForkedProcess"]
 
 
 def start_host(
-    address: str, lifeline_fd: int, *, stop_timeout: timedelta, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+    address: str,
+    lifeline_fd: int,
+    *,
+    stop_timeout: timedelta,
+    environment: Mapping[str, str],
+    start: Start | None = None,
+) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start a process that starts checkpoint agents; it can be asked from now on.
 
     Args:
@@ -36,6 +49,7 @@ def start_host(
         lifeline_fd: of a pipe.  At its end, or at SIGTERM, the agents and then the process end.
         stop_timeout: what agents get then to commit what is captured.
         environment: of the process and its agents.
+        start: how; None: in an interpreter of its own.
     Raises:
         OSError: the address is taken, or no process can be started.
     """
@@ -48,7 +62,8 @@ def start_host(
             "--lifeline-fd": lifeline_fd,
             "--stop-s": stop_timeout.total_seconds(),
         }
-        return subprocess.Popen(
+        # In a session of its own: a Ctrl-C is for the launcher, not for it.
+        return (start or _start_cold)(
             [
                 *(os.environ.get("PYTHON_EXEC", sys.executable), "-m", "resiliency.launch.agent_host_main"),
                 *(str(word) for option in options.items() for word in option),
@@ -56,14 +71,18 @@ def start_host(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(listener.fileno(), lifeline_fd),
-            start_new_session=True,  # a Ctrl-C is for the launcher, not for it
             env={
                 **environment,
                 # Agents own no GPU and compute nothing; a library's threads would be in the way of a fork.
                 "CUDA_VISIBLE_DEVICES": "",
-                **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                "OMP_NUM_THREADS": "1",
+                **dict.fromkeys(_MORE_THREADS & environment.keys(), "1"),
             },
         )
+
+
+def _start_cold(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv, start_new_session=True, **options)
 
 
 class AgentHost:
@@ -73,16 +92,22 @@ class AgentHost:
         stop_timeout: what agents get at the end to commit what is captured.
     """
 
-    def __init__(self, info: RunInfo, protection: Protection, *, stop_timeout: timedelta) -> None:
+    def __init__(
+        self, info: RunInfo, protection: Protection, *, stop_timeout: timedelta, start: Start
+    ) -> None:
         #: For `AGENT_HOST_ENV` of the workers.
         self.address = f"resiliency-agent-host-{protection.id}"
         self._stop_s = stop_timeout.total_seconds()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         identity = {JOB_ENV: info.job_name, RUN_DIR_ENV: info.run_dir}
         environment = {**protection.outer_environment(), **identity}
         try:
             self._process = start_host(
-                self.address, protection.lifeline_fd, stop_timeout=stop_timeout, environment=environment
+                self.address,
+                protection.lifeline_fd,
+                stop_timeout=stop_timeout,
+                environment=environment,
+                start=start,
             )
         except OSError as error:
             logger.warning("no checkpoint agents from the launcher, ranks start their own: %s", error)

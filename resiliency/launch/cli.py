@@ -198,6 +198,21 @@ WORKERS = (
         metavar="METHOD",
         help="How --run-path starts workers: spawn, fork or forkserver.",
     ),
+    Flag(
+        name="--standby",
+        default="auto",
+        choices=("auto", "off"),
+        metavar="auto|off",
+        help="auto (default): when workers can be restarted, a process repeats the imports of the script in "
+        "the background, and restarted workers are forked from it instead of importing again.  off: each "
+        "worker imports for itself, as under torchrun.",
+    ),
+    Flag(
+        name="--standby-preload",
+        type=_names,
+        metavar="MODULES",
+        help="Import these, as torch,mylib.model, instead of what the script was seen to import.",
+    ),
     Flag(name="--role", default="default", metavar="NAME", help="Name of the workers in logs."),
     Flag(name="--module", short="-m", switch=True, help="SCRIPT is a module, as in python -m."),
     Flag(name="--no-python", switch=True, help="Run SCRIPT itself, without the Python interpreter."),

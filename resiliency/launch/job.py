@@ -25,9 +25,10 @@ from resiliency.launch.agent_host import AgentHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
+from resiliency.launch.standby import Standby
 from resiliency.launch.supervisor import NullReporter, WorkerStateReporter
 from resiliency.launch.watch import SignalBox
-from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV, RUN_DIR_ENV, SystemClock
+from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV, RUN_DIR_ENV, STOP_NOTES_ENV, SystemClock
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Outcome:
     final: bool = True
 
 
-def run(options: LaunchOptions) -> int:
+def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int:
     """Run the job and return the launcher's exit code.
 
     Raises:
@@ -54,16 +55,15 @@ def run(options: LaunchOptions) -> int:
         logging.DEBUG if logger.isEnabledFor(logging.DEBUG) else logging.WARNING
     )
     config = _compat.fault_tolerance_config(options.args)
-    _set_threads(options.workers)
     signals = SignalBox(lambda number: _compat.SignalException(f"received {number.name}", sigval=number))
+    standby.wake_fd = signals.wake_fd
     log_dir = _log_dir(options)
-    with (
-        Protection(grace=options.stop_timeout) as protection,
-        AgentHost(options.info, protection, stop_timeout=options.term_timeout) as agents,
-    ):
-        _compat.prepare(protection.private_dir, signals.handle)
+    with AgentHost(
+        options.info, protection, stop_timeout=options.term_timeout, start=standby.start_helper
+    ) as agents:
+        _compat.prepare(protection.private_dir, signals.handle, standby.start_worker)
         specs = _compat.make_logs_specs(options.args, log_dir)
-        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options, agents))
+        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options, agents, protection))
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
             handler, serves = _meet(options, signals)
@@ -77,6 +77,7 @@ def run(options: LaunchOptions) -> int:
                 events=events,
                 reporter=reporter,
                 protection=protection,
+                standby=standby,
                 signals=signals,
             )
             try:
@@ -161,7 +162,13 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: Outcome) 
         outcome.exit_code = 0 if agent.all_succeeded else 128 + error.sigval
         outcome.name, outcome.final = error.sigval.name, False
         how = "workers finished cleanly" if agent.all_succeeded else "workers did not finish cleanly"
-        logger.warning("ended by %s: %s, exit code %d", error.sigval.name, how, outcome.exit_code)
+        logger.warning(
+            "ended by %s: %s%s, exit code %d",
+            error.sigval.name,
+            how,
+            agent.where_stopped(),
+            outcome.exit_code,
+        )
     except _compat.UnhealthyNodeException as error:
         outcome.name, outcome.final = "unhealthy host", False
         logger.error("this host leaves the job, because it is unhealthy: %s", error)
@@ -191,9 +198,10 @@ def _summary(options: LaunchOptions, agent: ResilientAgent) -> str:
     )
 
 
-def _adjust(env: dict[str, str], options: LaunchOptions, agents: AgentHost) -> None:
+def _adjust(env: dict[str, str], options: LaunchOptions, agents: AgentHost, protection: Protection) -> None:
     """What a worker's environment has beyond torchrun's."""
     env[AGENT_HOST_ENV] = agents.address
+    env[STOP_NOTES_ENV] = str(protection.private_dir)
     env[JOB_ENV] = options.info.job_name
     env[RUN_DIR_ENV] = options.info.run_dir
     if options.virtual_local_rank:
@@ -208,13 +216,6 @@ def _log_dir(options: LaunchOptions) -> str | None:
     if options.args.log_dir is None and (options.args.redirects, options.args.tee) != ("0", "0"):
         return tempfile.mkdtemp(prefix="torchelastic_")
     return str(options.args.log_dir) if options.args.log_dir is not None else None
-
-
-def _set_threads(workers: int) -> None:
-    """As torchrun: several workers that each use all cores would be slower than one."""
-    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        logger.info("OMP_NUM_THREADS is not set: each worker gets 1; set it to tune CPU work")
 
 
 def _in_thread(function: Callable[[], T]) -> T:

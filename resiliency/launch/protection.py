@@ -38,6 +38,8 @@ class Protection:
     def __init__(self, *, grace: timedelta) -> None:
         self.id = uuid.uuid4().hex
         self.private_dir = _make_private_dir()
+        #: Processes under this launcher that no restart of workers ends.
+        self.exempt: set[int] = set()
         #: At its end once launcher and guardian are gone, so that nobody looks after workers any more.
         self.lifeline_fd, self._lifeline_write_fd = os.pipe2(os.O_CLOEXEC)
         # For children that are started from this process's own environment.
@@ -78,8 +80,9 @@ class Protection:
         return env if self._outer is None else {**env, guardian.LAUNCHER_ENV: self._outer}
 
     def leftovers(self) -> list[guardian.Process]:
-        """Living processes that workers started, the guardian left out."""
-        return [process for process in guardian.find(self.id) if process.pid != self._process.pid]
+        """Living processes that workers started, the launcher's own left out."""
+        spared = {self._process.pid, *self.exempt}
+        return [process for process in guardian.find(self.id) if process.pid not in spared]
 
     def close(self) -> None:
         """Let the guardian go and remove the private directory; idempotent."""

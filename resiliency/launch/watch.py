@@ -23,6 +23,17 @@ logger = logging.getLogger(__name__)
 UPSTREAM_HANDLES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+def stop_ignoring(numbers: Iterable[signal.Signals]) -> None:
+    """Before anything is started that lives on: shells ignore SIGINT in what scripts run behind them.
+
+    Ranks do not inherit that once `SignalBox` handles it, so the import template must not, either.
+    """
+    for number in numbers:
+        if number != signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+
+
 class SignalBox:
     """Signals that ask the launcher to end.
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete
 
 MANIFEST = "manifest.json"
@@ -163,7 +164,7 @@ def seal(directory: Path, *, step: int, world_size: int) -> Manifest:
             step=step,
         )
     manifest = Manifest(step=step, world_size=world_size, files=files)
-    _fsync(directory / WEIGHTS)
+    fsync_directory(directory / WEIGHTS)
     manifest.save(directory)
     return manifest
 
@@ -257,17 +258,17 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in `path` durable; file systems without that notion are left alone."""
-    _fsync(path)
+    """Make the names in `path` durable; file systems without that notion are left alone.
+
+    Raises:
+        CheckpointWriteFailed: the device failed: the names may be lost.
+    """
+    LocalStorage(path).sync_dir("")
 
 
 def _fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-    except OSError as error:
-        # FUSE object stores refuse fsync of directories: there a written object is durable.
-        if not path.is_dir():
-            raise error
     finally:
         os.close(fd)

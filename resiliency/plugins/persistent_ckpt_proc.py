@@ -233,8 +233,9 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             self._handing_over.saved(handle)
 
     def prewarm(self, strategy: Any) -> None:
-        """Make room for captures now, so that the first saves cost no more than later ones.
+        """Have room made for captures in the background, so that the first saves cost what later ones do.
 
+        With CUDA this waits for it: the memory is pinned as well, which the training thread does by itself.
         Call it when the optimizer has its state: after the first step.  Collective where this process was
         not asked for anything before.
 
@@ -243,8 +244,12 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         """
         self.is_prewarmed = True
         state = self.checkpoint_io.preview(strategy)
-        if state is not None:
+        if state is None:
+            return
+        if torch.cuda.is_available():
             self.open().prewarm(state)
+        else:
+            self.open().prepare(state)
 
     def fence(self) -> None:
         """Hold the caller until the state may be written; for whoever is about to."""

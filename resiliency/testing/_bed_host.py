@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs in the processes of a bed's host: the one that starts its agents, the agents, the ranks.
 
-All of them are one process group, so one signal ends a host.  They are forked from Python's fork
-server, and agents from the host's first process, which has imported the engine: a host with its agent
-is there in a tenth of a second.
+All of them are one process group, so one signal ends a host.  They are forked from the interpreter of
+the test run (see `warm`), and agents from the host's first process, which has imported the engine: a
+host with its agent is there in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class HostSetup:
     route: Route
 
 
-def serve_host(setup: HostSetup, bed: Connection, output: Connection) -> None:
+def serve_host(bed: Connection, setup: HostSetup) -> None:
     """The first process of a host: starts an agent for each arena that its ranks ask for.
 
     As `resiliency.launch.agent_host_main` does for a launcher, without its care for a good end: the end of
     a host of the bed is SIGKILL.
     """
     os.setpgid(0, 0)
-    _become_part(setup, output, in_rank=False)
+    _become_part(setup, in_rank=False)
     from resiliency.checkpoint import agent_main
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -119,11 +119,12 @@ class _Starter:
 
 
 def serve_rank(
-    setup: HostSetup, host_pid: int, rank: Mapping[str, str], call: bytes, output: Connection
+    bed: Connection, setup: HostSetup, host_pid: int, rank: Mapping[str, str], call: bytes
 ) -> None:
     """One rank: a process of the host's group that runs the test's function."""
+    bed.close()
     os.setpgid(0, host_pid)
-    _become_part(setup, output, in_rank=True)
+    _become_part(setup, in_rank=True)
     os.environ.update(rank)
     import torch
 
@@ -133,13 +134,10 @@ def serve_rank(
     fn(*arguments)
 
 
-def _become_part(setup: HostSetup, output: Connection, *, in_rank: bool) -> None:
+def _become_part(setup: HostSetup, *, in_rank: bool) -> None:
     # A host must not outlive the bed, whatever happened to the parent's cleanup.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    for fd in (1, 2):
-        os.dup2(output.fileno(), fd)
-    output.close()
     # Lines of many processes share the pipe: each is written at once.
     for name in ("stdout", "stderr"):
         setattr(sys, name, os.fdopen(os.dup(1), "w", buffering=1))

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from collections.abc import Sequence
-from multiprocessing.context import ForkServerProcess
 
+from resiliency.testing import warm
 from resiliency.testing._bed_words import PATIENCE_S, Words
 
 
 class BedJob:
     """One start of a job: a process for each rank."""
 
-    def __init__(self, words: Words, ranks: Sequence[ForkServerProcess], since: int) -> None:
+    def __init__(self, words: Words, ranks: Sequence[warm.Process], since: int) -> None:
         self._words = words
         self._ranks = list(ranks)
         self._since = since
@@ -38,10 +39,10 @@ class BedJob:
     @property
     def is_alive(self) -> bool:
         """Whether any rank runs."""
-        return any(rank.is_alive() for rank in self._ranks)
+        return any(rank.poll() is None for rank in self._ranks)
 
     def pid(self, rank: int) -> int:
-        return self._ranks[rank].pid or 0
+        return self._ranks[rank].pid
 
     def wait(self, timeout: float = PATIENCE_S) -> list[int]:
         """Exit codes of all ranks, minus the signal for those that were killed.
@@ -50,25 +51,22 @@ class BedJob:
             TimeoutError: a rank still runs.
         """
         deadline = time.monotonic() + timeout
+        codes = []
         for number, rank in enumerate(self._ranks):
-            rank.join(max(0.0, deadline - time.monotonic()))
-            if rank.is_alive():
-                raise TimeoutError(f"rank {number} still runs after {timeout:g} s.\n{self._words.tail()}")
+            try:
+                codes.append(rank.wait(max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                text = f"rank {number} still runs after {timeout:g} s.\n{self._words.tail()}"
+                raise TimeoutError(text) from None
         self._words.drain()
-        return [rank.exitcode or 0 for rank in self._ranks]
+        return codes
 
     def end(self) -> None:
         """SIGKILL the ranks that still run, as a launcher does when one of them failed; idempotent."""
         for rank in self._ranks:
-            if rank.is_alive():
-                rank.kill()
+            rank.kill()
         for rank in self._ranks:
-            rank.join(PATIENCE_S)
-
-    def close(self) -> None:
-        self.end()
-        for rank in self._ranks:
-            rank.close()
+            rank.wait(PATIENCE_S)
 
     @property
     def losses(self) -> dict[int, str]:

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from resiliency.errors import ConfigError
 from resiliency.runtime import JOB_ENV
+from resiliency.testing import warm
 from resiliency.testing._bed_host import HostSetup, end_group, serve_host
 from resiliency.testing._bed_points import Orders
 from resiliency.testing._bed_words import PATIENCE_S
 from resiliency.testing.processes import Command
+
+#: `warm.start_function`, with what is the same for all processes of a bed.
+StartFunction = Callable[..., tuple[warm.Process, Connection]]
 
 
 class Host:
@@ -29,14 +32,14 @@ class Host:
         self.disk = self.root / "disk"
         self.domains = dict(domains)
         self.orders = Orders(self._make())
-        self.process: ForkServerProcess | None = None
+        self.process: warm.Process | None = None
         #: Programs with its identity, see `HostBed.command`.
         self.commands: list[Command] = []
         self._lifeline: Connection | None = None
 
     @property
     def is_alive(self) -> bool:
-        return self.process is not None and self.process.is_alive()
+        return self.process is not None and self.process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -45,7 +48,7 @@ class Host:
         Raises:
             ConfigError: the host is dead.
         """
-        if self.process is None or self.process.pid is None:
+        if self.process is None:
             raise ConfigError(f"host {self.name} is dead.", hint="HostBed.revive brings it back.")
         return self.process.pid
 
@@ -62,13 +65,8 @@ class Host:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, context: ForkServerContext, setup: HostSetup, output: Connection) -> None:
-        self._lifeline, theirs = context.Pipe()
-        self.process = context.Process(
-            target=serve_host, args=(setup, theirs, output), name=self.name, daemon=True
-        )
-        self.process.start()
-        theirs.close()
+    def start(self, start_function: StartFunction, setup: HostSetup) -> None:
+        self.process, self._lifeline = start_function(serve_host, setup)
         if not self._lifeline.poll(PATIENCE_S):
             raise TimeoutError(f"host {self.name} did not start within {PATIENCE_S:g} s")
         self._lifeline.recv()
@@ -81,8 +79,7 @@ class Host:
         if self.process is None:
             return
         end_group(self.pid)
-        self.process.join(PATIENCE_S)
-        self.process.close()
+        self.process.wait(PATIENCE_S)
         self.process = None
         if self._lifeline is not None:
             self._lifeline.close()

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from resiliency.testing._output import OutputReader
@@ -29,7 +28,7 @@ class Words:
     def __init__(self, log: Path | None) -> None:
         self._reader = OutputReader(log)
         #: Where hosts write.
-        self.output = Connection(os.dup(self._reader.write_fd), readable=False)
+        self.output_fd = os.dup(self._reader.write_fd)
         self._reader.start()
 
     @property
@@ -90,5 +89,5 @@ class Words:
             threading.Event().wait(_LOOK_S)
 
     def close(self) -> None:
-        self.output.close()
+        os.close(self.output_fd)
         self._reader.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest plugin: a rank pool for the session, and a check that no test leaves anything behind.
+"""pytest plugin: a warm interpreter and a rank pool for the session, and a check for what tests leave behind.
 
     pytest_plugins = ["resiliency.testing.fixtures"]     # in your top conftest.py
 
@@ -8,20 +8,28 @@ variables, or files in shared memory than it began with gets an error that names
 library keeps for the life of the process is allowed test by test, with a reason:
 
     @pytest.mark.leaks("threads", reason="NeMo's logger keeps a thread")
+
+Python processes of the tests are forked from the warm interpreter, see `resiliency.testing.warm`.
 """
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from multiprocessing import resource_tracker
 
 import pytest
 
+from resiliency.testing import warm
 from resiliency.testing.leaks import LeakKind, Owner, Snapshot, leaks_since
-from resiliency.testing.rank_pool import RankPool
+from resiliency.testing.rank_pool import PRELOAD, RankPool
 
 _OWNERS = pytest.StashKey[list[Owner]]()
+#: Job functions of a rank pool are in files that import it.
+_PRELOAD = (*PRELOAD, "pytest")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +40,22 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     owners: list[Owner] = []
     config.stash[_OWNERS] = owners
+    # torch sets this in the process that makes an optimizer step, and reads it during imports: processes that
+    # are started later could not be forked from the interpreter that was started before.
+    with suppress(KeyError, OSError):  # a user without a name
+        torch_default = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", torch_default)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start the interpreter: it imports while tests are collected, and the first process waits for it."""
+    config = session.config
+    hands_out_tests = getattr(config.option, "tx", None) and not hasattr(config, "workerinput")
+    if not hands_out_tests and not config.option.collectonly:
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        stack.enter_context(warm.interpreter(*_PRELOAD))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,6 @@ removes all files; every wait has a deadline.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -27,12 +26,14 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing import forkserver
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from resiliency.errors import ConfigError
 from resiliency.runtime import AGENT_HOST_ENV
+from resiliency.testing import warm
 from resiliency.testing._bed_disks import copies_on, own_on
 from resiliency.testing._bed_host import HostSetup, members, serve_rank
 from resiliency.testing._bed_job import BedJob, identity_of
@@ -52,18 +53,15 @@ __all__ = [
     "Operation",
     "Strike",
     "flip_bit",
-    "warm_up",
 ]
 
 #: What every host and rank needs, imported once.
-_PRELOAD = (
+PRELOAD = (
     "torch.distributed",
     "torch._dynamo",  # every first optimizer imports it, which takes half a second
-    "resiliency.testing._rank",
     "resiliency.testing.bed_training",
     "resiliency.checkpoint.agent_main",
     "resiliency.checkpoint.peers.service",
-    "pytest",
 )
 
 
@@ -85,8 +83,8 @@ class HostBed:
     ) -> None:
         self._id = uuid.uuid4().hex[:12]
         self._domains = domains
-        self._context = multiprocessing.get_context("forkserver")
-        warm_up()
+        self._interpreter = ExitStack()
+        self._interpreter.enter_context(warm.interpreter(*PRELOAD))
         #: In memory, so that a disk of the bed is as fast and as empty as a test wants it.
         self.root = Path(tempfile.mkdtemp(prefix=f"resiliency-bed-{self._id}-", dir=_shared_memory()))
         #: A storage that all hosts see.
@@ -95,6 +93,14 @@ class HostBed:
         self._gates.mkdir()
         self.network = Network(self._host_at)
         self._words = Words(log)
+        self._start_function = partial(
+            warm.start_function,
+            env=dict(os.environ),
+            stdout=self._words.output_fd,
+            stderr=self._words.output_fd,
+            # A process group is within one session.
+            new_session=False,
+        )
         self._hosts: dict[str, Host] = {}
         self._jobs: list[BedJob] = []
         try:
@@ -118,7 +124,7 @@ class HostBed:
         if name in self._hosts:
             raise ConfigError(f"the bed has a host {name!r}.")
         host = self._hosts[name] = Host(name, len(self._hosts), self.root, self._domains(name))
-        host.start(self._context, self._setup(host), self._words.output)
+        host.start(self._start_function, self._setup(host))
         return host
 
     def kill(self, name: str, *, disk: bool = False, memory: bool = True) -> None:
@@ -140,7 +146,7 @@ class HostBed:
         host = self._hosts[name]
         host.end()
         host.orders.withdraw()
-        host.start(self._context, self._setup(host), self._words.output)
+        host.start(self._start_function, self._setup(host))
         return host
 
     def stop(self, name: str) -> None:
@@ -233,13 +239,10 @@ class HostBed:
             for local in range(ranks_per_host):
                 identity = identity_of(node, local, len(names), ranks_per_host)
                 identity |= {"BED_STORE": str(store), **(env or {})}
-                process = self._context.Process(
-                    target=serve_rank,
-                    args=(self._setup(host), host.pid, identity, call, self._words.output),
-                    name=f"rank-{identity['RANK']}",
-                    daemon=True,
+                process, connection = self._start_function(
+                    serve_rank, self._setup(host), host.pid, identity, call
                 )
-                process.start()
+                connection.close()
                 ranks.append(process)
         job = BedJob(self._words, ranks, since)
         self._jobs.append(job)
@@ -307,9 +310,10 @@ class HostBed:
         for host in self._hosts.values():
             host.end()
         for job in self._jobs:
-            job.close()
+            job.end()
         self._jobs.clear()
         self._words.close()
+        self._interpreter.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
     def __enter__(self) -> HostBed:
@@ -328,16 +332,6 @@ class HostBed:
         env[AGENT_HOST_ENV] = f"resiliency-bed-{self._id}-{host.name}"
         route = Route(host.name, host.address, self.network.port)
         return HostSetup(env=env, disk=host.disk, orders=host.root / "orders", route=route)
-
-
-def warm_up() -> None:
-    """Start Python's fork server, with torch and the engine imported, so that no test owns or awaits it.
-
-    It serves the rank pool as well; whichever comes first decides what it has imported.  So call this before
-    the first test: in the hook `pytest_runtestloop`, or in a session fixture that others come after.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
-    forkserver.ensure_running()
 
 
 def flip_bit(path: Path, *, offset: int | None = None) -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 #: How long something that is ending may take: a thread after its last statement, a reaped child.
 GRACE_S = 1.0
 #: pytest rewrites this one between the phases of a test.
-#: The second is set by torch in whichever test is the first to make an optimizer step.
-_IGNORED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+_IGNORED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 #: tqdm starts one thread for all bars of the process, and never ends it.
 _IGNORED_THREADS = frozenset({"TMonitor"})
 #: Servers of Python's multiprocessing; one each per process, for its whole life.

@@ -9,6 +9,8 @@ Every wait has a deadline and is woken by the operating system (pipe, pidfd), ne
 Output arrives when the program flushes it: programs under test should log, or ``print(flush=True)``.
 `PYTHONUNBUFFERED` is not set on purpose, because an unbuffered `print` writes the text and its
 newline separately and lines of different ranks would run into each other.
+
+A Python program is forked from the test run's warm interpreter where there is one, see `warm`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from types import TracebackType
 
 import psutil
 
+from resiliency.testing import warm
 from resiliency.testing._output import OutputReader
 
 #: Ids of the commands that a process runs under, outermost first, joined by ":".
@@ -51,6 +54,7 @@ class Command:
         env: variables to set on top of this process's environment; None as a value removes one.
         cwd: working directory.
         log: file that receives the output as it arrives.
+        cold: start an interpreter of its own, also where one that has imported things could be forked.
     """
 
     def __init__(
@@ -60,19 +64,20 @@ class Command:
         env: Mapping[str, str | None] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         log: str | os.PathLike[str] | None = None,
+        cold: bool = False,
     ) -> None:
         self.argv = [os.fspath(part) for part in argv]
         self.id = uuid.uuid4().hex
         self._output = OutputReader(None if log is None else Path(log))
         try:
-            self._process = subprocess.Popen(
+            self._process = warm.start(
                 self.argv,
                 env=_environment(env or {}, self.id),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output.write_fd,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                stderr=self._output.write_fd,
+                cold=cold,
             )
         except BaseException:
             self._output.close()
@@ -144,7 +149,7 @@ class Command:
             if self._process.poll() is None:
                 raise TimeoutError(self._explain(f"did not exit within {timeout} s"))
         self._output.drain()
-        return int(self._process.returncode)
+        return self._process.wait()
 
     def descendants(self) -> list[psutil.Process]:
         """Living processes below the command, found by parent.  See `survivors` for orphans."""

@@ -10,39 +10,39 @@ waits on pipes and process ends with a deadline, so a test cannot hang, whatever
         report = pool.run(all_reduce_my_rank, 4, timeout=10)
         assert report.values == [6, 6, 6, 6]
 
-Ranks are forked from a server process that has imported torch and nothing else, and that never
-ran a thread.  The server belongs to Python (`multiprocessing.forkserver`) and ends with this
-process.  Its ranks talk gloo over a file, so there is no port to race for.
+Ranks are forked from an interpreter that has imported torch: the one of the test run (see `warm`),
+or one that the pool owns.  They talk gloo over a file, so there is no port to race for.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import pickle
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from enum import Enum
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar, cast
 
 from resiliency.errors import ConfigError
+from resiliency.testing import warm
 from resiliency.testing._job import GO, READY, Job, Reply, fault_point
 from resiliency.testing.faults import Fault
-from resiliency.testing.leaks import open_descriptors
 
 __all__ = ["JobReport", "Outcome", "RankFailed", "RankPool", "RankReport", "fault_point"]
 
 T = TypeVar("T")
 
 #: What every rank needs; add what your tests import, so that it is imported once and not per rank.
-PRELOAD = ("resiliency.testing._rank",)
+PRELOAD = ("torch.distributed", "resiliency.testing._rank")
 
 
 class Outcome(str, Enum):
@@ -109,14 +109,16 @@ class RankPool:
     Not thread-safe: one job at a time.
 
     Args:
-        preload: modules to import once, in the server process, before any rank is forked.
+        preload: modules to import once, in the interpreter that ranks are forked from.
         start_timeout: seconds until all ranks of a job must be ready, process start included.
     """
 
     def __init__(self, *, preload: Sequence[str] = (), start_timeout: float = 120.0) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed", *PRELOAD, *preload])
+        self._interpreter = ExitStack()
+        self._interpreter.enter_context(warm.interpreter(*PRELOAD, *preload))
         self._start_timeout = start_timeout
+        # A rank serves many tests: it gets nothing from the one that needs it first.
+        self._env, self._cwd = dict(os.environ), os.getcwd()
         self._ranks: list[_Rank | None] = []
         self._directory: Path | None = None
         self._closed = False
@@ -150,6 +152,7 @@ class RankPool:
         if self._closed:
             raise ConfigError("the rank pool is closed.")
         call = _pickled_call(fn, args)
+        ready_by = time.monotonic() + self._start_timeout
         ranks = self._living_ranks(world_size)
         directory = tempfile.mkdtemp(dir=self._own_directory())
         job = Job(
@@ -164,7 +167,7 @@ class RankPool:
             sys_path=tuple(sys.path),
         )
         try:
-            answers = self._converse(ranks, job, timeout)
+            answers = self._converse(ranks, job, ready_by, timeout)
         except BaseException:  # Ctrl-C, for one: their answers must not reach the next job
             for number in range(world_size):
                 self._discard(number)
@@ -173,10 +176,10 @@ class RankPool:
             shutil.rmtree(directory, ignore_errors=True)
         return JobReport(tuple(self._conclude(i, answer) for i, answer in enumerate(answers)))
 
-    def _converse(self, ranks: Sequence[_Rank], job: Job, timeout: float) -> list[_Answer]:
+    def _converse(self, ranks: Sequence[_Rank], job: Job, ready_by: float, timeout: float) -> list[_Answer]:
         for number, rank in enumerate(ranks):
             rank.send(replace(job, rank=number))
-        answers = _collect(ranks, time.monotonic() + self._start_timeout)
+        answers = _collect(ranks, ready_by)
         if all(answer == READY for answer in answers):
             for rank in ranks:
                 rank.send(GO)
@@ -208,6 +211,7 @@ class RankPool:
             if rank is not None:
                 rank.end(max(deadline - time.monotonic(), 0.0))
         self._ranks.clear()
+        self._interpreter.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -227,9 +231,13 @@ class RankPool:
         for i, rank in enumerate(self._ranks):
             if rank is not None and not rank.is_alive():
                 self._discard(i)
-        living = [rank or _Rank(self._context) for rank in self._ranks[:count]]
-        self._ranks[:count] = living
-        return living
+        for i in range(count):
+            self._ranks[i] = self._ranks[i] or self._new_rank()
+        return [rank for rank in self._ranks[:count] if rank is not None]
+
+    def _new_rank(self) -> _Rank:
+        timeout = timedelta(seconds=self._start_timeout)
+        return _Rank(*warm.start_function(_rank_main, env=self._env, cwd=self._cwd, import_timeout=timeout))
 
     def _discard(self, rank: int) -> None:
         if (old := self._ranks[rank]) is not None:
@@ -262,21 +270,21 @@ _Answer: TypeAlias = "str | Reply | int | None"
 class _Rank:
     """One rank process and our end of the pipe to it."""
 
-    def __init__(self, context: ForkServerContext) -> None:
-        before = set(open_descriptors())
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_rank_main, args=(theirs,), name="rank", daemon=True)
-        self.process.start()
-        theirs.close()
-        # multiprocessing opens more than it tells, so compare.
-        self.descriptors = sorted(set(open_descriptors()) - before)
+    def __init__(self, process: warm.Process, connection: Connection) -> None:
+        self.process, self.connection = process, connection
+        #: Becomes readable when the process ends.
+        self.pidfd = os.pidfd_open(process.pid)
 
     @property
     def pid(self) -> int:
-        return cast(int, self.process.pid)
+        return self.process.pid
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.connection.fileno(), self.pidfd]
 
     def is_alive(self) -> bool:
-        return self.process.is_alive()
+        return self.process.poll() is None
 
     def is_stopped(self) -> bool:
         try:
@@ -290,11 +298,12 @@ class _Rank:
 
     def end(self, timeout: float) -> None:
         """Wait for the process to end, then insist."""
-        self.process.join(timeout)
-        if self.process.is_alive():
+        os.close(self.pidfd)
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.join(10)
-        self.process.close()
+            self.process.wait(10)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> list[_Answer]:
@@ -306,14 +315,14 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> list[_Answer]:
     answers: dict[int, _Answer] = {}
     while len(answers) < len(ranks):
         waiting = {i: rank for i, rank in enumerate(ranks) if i not in answers}
-        sources: dict[object, int] = {rank.connection: i for i, rank in waiting.items()}
-        sources.update({rank.process.sentinel: i for i, rank in waiting.items()})
+        sources: dict[Connection | int, int] = {rank.connection: i for i, rank in waiting.items()}
+        sources.update({rank.pidfd: i for i, rank in waiting.items()})
         if answers and all(rank.is_stopped() for rank in waiting.values()):
             break
-        ready = wait(list(sources), max(deadline - time.monotonic(), 0.0))  # type: ignore[arg-type]
+        ready = wait(list(sources), max(deadline - time.monotonic(), 0.0))
         if not ready:
             break
-        for i in {sources[source] for source in ready}:
+        for i in {sources[source] for source in ready}:  # type: ignore[index]
             answers[i] = _read(ranks[i])
     return [answers.get(i) for i in range(len(ranks))]
 
@@ -323,8 +332,10 @@ def _read(rank: _Rank) -> _Answer:
     with suppress(EOFError, ConnectionResetError):
         if rank.connection.poll():
             return cast(_Answer, rank.connection.recv())
-    rank.process.join(10)
-    return rank.process.exitcode
+    try:
+        return rank.process.wait(10)
+    except subprocess.TimeoutExpired:  # it closed the pipe, and lives
+        return None
 
 
 def _pickled_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:

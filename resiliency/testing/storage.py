@@ -5,7 +5,7 @@
 survives a power cut, and treats POSIX at its word: bytes survive after `sync` of the file, names
 after `sync_dir` of the directory, and what was not synced may survive, may not, or may be torn.
 `FaultyStorage` wraps any storage and does one bad thing at the n-th operation; `TroubledStorage` has
-errors that pass, placed at an operation on a step.
+errors that pass, placed at an operation on a step; `CachingStorage` shows for a while what is gone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from resiliency.checkpoint.storage import (
     Storage,
     WritableFile,
     read_failed,
+    read_file,
     write_failed,
 )
 from resiliency.errors import CheckpointMissing
@@ -372,8 +373,8 @@ class StorageTrouble:
     """An operation on what belongs to `step` fails with `errno`, `times` times, and then no more.
 
     Args:
-        operation: create, write, sync, open, list, make_dir, replace, link, remove, remove_tree or sync_dir.
-            One that names no step (a listing of the root) belongs to the step named last.
+        operation: create, write, sync, open, list, exists, make_dir, replace, link, remove, remove_tree or
+            sync_dir.  One that names no step (a listing of the root) belongs to the step named last.
     """
 
     step: int
@@ -403,6 +404,10 @@ class TroubledStorage(FaultyStorage):
         self._meet(f"list {name}", read_failed)
         return super().list(name)
 
+    def exists(self, name: str) -> bool:
+        self._meet(f"exists {name}", read_failed)
+        return super().exists(name)
+
     def _change(self, operation: str) -> FaultKind | None:
         what, _, _ = operation.partition(" ")
         self._meet(operation, lambda error, path: write_failed(error, what, path))
@@ -417,6 +422,38 @@ class TroubledStorage(FaultyStorage):
                 if left and (trouble.operation, trouble.step) == (what, self._step):
                     self._left[trouble] = left - 1
                     raise failed(OSError(trouble.errno, os.strerror(trouble.errno)), self.describe(name))
+
+
+class CachingStorage(FaultyStorage):
+    """A mount that caches metadata, as GCS FUSE does: a file that it has opened is there for as long as the
+    cache holds, with its bytes of then, whatever other mounts of `inner` do.  Listings are fresh, and what
+    this mount changes itself it knows.
+
+    Args:
+        now: of a monotonic clock.
+    """
+
+    def __init__(self, inner: Storage, ttl: timedelta, *, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(inner)
+        self._ttl_s = ttl.total_seconds()
+        self._now = now
+        self._seen: dict[str, tuple[float, bytes]] = {}
+
+    def open(self, name: str) -> ReadableFile:
+        since, content = self._seen.get(name, (0.0, b""))
+        if name not in self._seen or self._now() - since >= self._ttl_s:
+            content = read_file(self.inner, name)
+            self._seen[name] = self._now(), content
+        return _MemoryReader(_File(bytearray(content)))
+
+    def exists(self, name: str) -> bool:
+        since, _ = self._seen.get(name, (0.0, b""))
+        return (name in self._seen and self._now() - since < self._ttl_s) or super().exists(name)
+
+    def _change(self, operation: str) -> FaultKind | None:
+        for name in operation.split()[1:]:
+            self._seen = {seen: of for seen, of in self._seen.items() if f"{seen}/".find(f"{name}/") != 0}
+        return super()._change(operation)
 
 
 class _FaultyWriter:

@@ -14,6 +14,7 @@ import pytest
 
 from resiliency.errors import ConfigError
 from resiliency.model import MODELS, ParallelLayout
+from resiliency.testing import warm
 from resiliency.testing.faults import Fault, FaultKind
 
 from .conftest import BENCHMARK
@@ -270,7 +271,7 @@ def run_script(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> subp
     """The real script, as a rank of its own; the caller's environment has no launcher in it."""
     command = [sys.executable, *argv]
     merged = {**os.environ, **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=merged, capture_output=True, text=True, timeout=120)
+    return warm.run(command, cwd=cwd, env=merged, timeout=120)
 
 
 def test_help_comes_at_once_because_nothing_heavy_is_imported(tmp_path: Path) -> None:

@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from resiliency.testing import warm
 from resiliency.testing.processes import Command
 
 SCRIPT = Path(__file__).parents[2] / "benchmark" / "restart_time.py"
+LAUNCHERS = ["launcher.py", "standby off", "torchrun", "ft_launcher"]
 SPANS = ["stopped", "started", "imported", "initialized", "restored", "first_new_step"]
-#: One round takes half a minute on two idle cores.
-PATIENCE = 240.0
+#: One round takes a minute on two idle cores.
+PATIENCE = 600.0
 
 
 @pytest.mark.slow
-def test_one_round_measures_every_span_under_all_three_launchers(tmp_path: Path) -> None:
+def test_one_round_measures_every_span_under_each_launcher(tmp_path: Path) -> None:
     flags = ["--workload", "light", "--runs", "1", "--directory", str(tmp_path)]
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "md", "png")}
     outputs = ["--export", files["json"], "--markdown", files["md"], "--plot", files["png"]]
@@ -27,19 +28,23 @@ def test_one_round_measures_every_span_under_all_three_launchers(tmp_path: Path)
         assert command.wait(timeout=PATIENCE) == 0, command.output
         command.assert_no_orphans(timeout=5)
     report = json.loads(files["json"].read_text())
-    assert [run["launcher"] for run in report["runs"]] == ["launcher.py", "torchrun", "ft_launcher"]
+    assert [run["launcher"] for run in report["runs"]] == LAUNCHERS
     for run in report["runs"]:
         restart = run["restart"]
         assert list(restart["spans_s"]) == SPANS, run
         assert all(span >= 0 for span in restart["spans_s"].values()), run
         assert sum(restart["spans_s"].values()) == pytest.approx(restart["total_s"])
-        assert restart["spans_s"]["imported"] > 0.1, run  # torch cannot be imported in less
-        assert (restart["restored_step"], restart["lost_steps"]) == (20, 5)
+        # torch cannot be imported in less, unless it need not be
+        assert restart["spans_s"]["imported"] > 0.1 or run["launcher"] == LAUNCHERS[0], run
+        assert (restart["restored_step"], restart["lost_steps"]) == (250, 10)
+        assert restart["first_step_s"] > 0.1
+        assert restart["memory_bytes"] > 100 << 20
         assert restart["step_s"] > 0
         assert restart["held_s"] > 0
     assert set(report["runs"][0]["restart"]["own_spans_s"]) >= {"detected", "stopped", "started"}
     assert report["machine"]["torch"]
-    assert "Runs measured: launcher.py 1 of 1, torchrun 1 of 1, ft_launcher 1 of 1" in files["md"].read_text()
+    measured = ", ".join(f"{name} 1 of 1" for name in LAUNCHERS)
+    assert f"Runs measured: {measured}" in files["md"].read_text()
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"report.{kind}" for kind in files)
 
@@ -60,8 +65,21 @@ def test_a_run_that_fails_is_reported_and_makes_the_exit_code_1(tmp_path: Path) 
     assert run["error"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--fault=hung",), "sends no heartbeats"),
+        (("--fault=hung", "--workload=nemo", "--launchers", "torchrun"), "torchrun never notices"),
+    ],
+)
+def test_a_hang_that_nobody_notices_is_refused(words: tuple[str, ...], said: str) -> None:
+    done = warm.run([sys.executable, str(SCRIPT), *words], timeout=60)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "three"])
 def test_a_number_of_runs_that_measures_nothing_is_refused(value: str) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), f"--runs={value}"], capture_output=True, text=True)
+    done = warm.run([sys.executable, str(SCRIPT), f"--runs={value}"], timeout=60)
     assert done.returncode == 2
     assert "must be a whole number above 0" in done.stderr

@@ -111,6 +111,16 @@ def test_a_new_process_that_seems_older_than_the_end_of_the_last_one_takes_no_ne
     assert restart.total_s == pytest.approx(7.0)
 
 
+def test_a_restart_after_a_hang_is_measured_from_the_first_end(spans: ModuleType) -> None:
+    whole, restart = (
+        spans.measure(a_restart(), {0: at(10.4), 1: at(10.1)}, from_first_end=found)
+        for found in (False, True)
+    )
+    assert whole.spans_s["stopped"] == pytest.approx(0.4)
+    assert restart.spans_s["stopped"] == pytest.approx(0.3)
+    assert whole.total_s - restart.total_s == pytest.approx(0.1)
+
+
 def test_the_steady_step_leaves_out_the_first_of_each_attempt_and_held_time_is_the_save(
     spans: ModuleType,
 ) -> None:

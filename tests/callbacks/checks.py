@@ -267,6 +267,33 @@ def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_one
 
 
 @check
+def what_this_training_commits_is_newer_than_higher_steps_of_one_before(directory: Path) -> None:
+    with_steps(directory, 6, 8)
+    run = Run(directory)
+    run.train(4, run.tier(2, keep=2))
+    assert run.names() == ["step=2", "step=4"]
+    assert run.steps_of("checkpoint_saved") == [2, 4]
+
+
+@check
+def a_complete_checkpoint_of_an_earlier_training_is_not_replaced(directory: Path) -> None:
+    from resiliency.errors import CheckpointWriteFailed
+
+    before = with_steps(directory, 4) / "step=4" / "state"
+    before.write_bytes(b"of an earlier training")
+    run = Run(directory)
+    run.train(6, run.tier(2))
+    assert run.names() == ["step=2", "step=4", "step=6"]
+    assert (run.steps_of("checkpoint_saved"), run.steps_of("save_failed")) == ([2, 6], [4])
+    with pytest.raises(
+        CheckpointWriteFailed, match="step=6 is a checkpoint of an earlier training: it stays"
+    ):
+        Run(directory).train(6, run.tier(6))
+    assert before.read_bytes() == b"of an earlier training"
+    assert run.names() == ["step=2", "step=4", "step=6"]
+
+
+@check
 def an_old_checkpoint_stays_while_somebody_reads_it(directory: Path) -> None:
     from resiliency.checkpoint.lease import Lease
     from resiliency.checkpoint.storage import LocalStorage

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from resiliency.testing import warm
 from tests.callbacks import process_checks, stop_checks, tier_checks  # noqa: F401  # register their checks
 from tests.callbacks.checks import CHECKS
 
@@ -18,22 +18,10 @@ pytestmark = pytest.mark.nemo
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def verdicts(nemo_is_warm: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """check -> traceback, empty where it passed."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "tests.callbacks",
-            str(tmp_path_factory.mktemp("checks")),
-        ],
-        cwd=TESTS.removesuffix("tests/__init__.py"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    argv = [sys.executable, "-W", "ignore", "-m", "tests.callbacks", str(tmp_path_factory.mktemp("checks"))]
+    done = warm.run(argv, cwd=TESTS.removesuffix("tests/__init__.py"), timeout=240)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

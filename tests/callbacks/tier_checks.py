@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.callbacks.checks import Run, check, connector, logged_by, refusal
+from tests.waiting import wait_until
 
 
 def at_leisure() -> Any:
@@ -162,8 +163,13 @@ def the_memory_for_saves_is_there_before_the_first_of_them(directory: Path) -> N
 
     class Looking(Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            slots = (directory / "memory").glob("resiliency-*/rank-0/slot-*")
-            allocated[trainer.global_step] = [slot.stat().st_size > 0 for slot in slots]
+            if trainer.global_step == 1:  # another thread makes it
+                wait_until(lambda: sizes() == [True] * 3, "no memory after the first step")
+            allocated[trainer.global_step] = sizes()
+
+    def sizes() -> list[bool]:
+        slots = (directory / "memory").glob("resiliency-*/rank-0/slot-*")
+        return [slot.stat().st_size > 0 for slot in slots]
 
     run.train_with(run.process(), 3, Looking(), run.tier(3, "local"), run.tier(3, priority=1))
     assert run.steps_of("save_started") == [3]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from resiliency.checkpoint import Capturer, RankArena, Shard, open_captured
+from resiliency.checkpoint import Capturer, RankArena, Shard, StateWalker, open_captured
 from resiliency.checkpoint.copying import flat_bytes
 
 SOON = timedelta(seconds=30)
@@ -25,9 +26,10 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return plain.dtype, tuple(plain.shape), data
 
 
-def save(state: object, directory: Path, step: int = 1) -> None:
+def save(state: object, directory: Path, step: int = 1, *, allow: Iterable[type | str] | None = None) -> None:
     """Capture `state` the way a training loop does, and end the process's part."""
-    with RankArena(directory, rank=0) as arena, Capturer(arena) as capturer:
+    walker = StateWalker(allow=allow)
+    with RankArena(directory, rank=0) as arena, Capturer(arena, walker=walker) as capturer:
         capture = capturer.begin(state, step)
         assert capture is not None
         assert capturer.fence(SOON)
@@ -35,7 +37,9 @@ def save(state: object, directory: Path, step: int = 1) -> None:
         assert capture.error is None
 
 
-def saved(state: object, directory: Path, stack: ExitStack) -> Shard:
+def saved(
+    state: object, directory: Path, stack: ExitStack, *, allow: Iterable[type | str] | None = None
+) -> Shard:
     """`state` in a slot, as another process would borrow it until `stack` ends."""
-    save(state, directory)
+    save(state, directory, allow=allow)
     return stack.enter_context(open_captured(directory, 0)).shard

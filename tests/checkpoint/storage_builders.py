@@ -133,6 +133,7 @@ def save(
     try_number: int = 1,
     timeout: timedelta = timedelta(seconds=20),
     cancel: threading.Event | None = None,
+    overtaken: threading.Event | None = None,
 ) -> Committed:
     """Save `shards` as one process that holds all of them."""
     ticket = SaveTicket(
@@ -147,7 +148,7 @@ def save(
         poll=timedelta(milliseconds=2),
     )
     by_rank = {shard.rank: shard for shard in shards}
-    return commit(storage, format, ticket, by_rank, leads=leads, cancel=cancel)
+    return commit(storage, format, ticket, by_rank, leads=leads, cancel=cancel, overtaken=overtaken)
 
 
 def assert_holds(storage: Storage, shard: Shard) -> None:

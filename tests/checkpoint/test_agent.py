@@ -312,6 +312,27 @@ def test_what_a_rank_left_is_committed_once_the_agent_has_descriptors_for_it(
     slots.close(remove=True)
 
 
+def test_an_agent_that_is_told_to_end_does_not_wait_for_a_host_that_is_gone(tmp_path: Path, job: str) -> None:
+    arena = job_directory(job)
+    settings = replace(ATTACH.settings, directory=str(tmp_path), local_directory="", save_timeout_s=60.0)
+    argv = [sys.executable, "-m", "resiliency.checkpoint.agent_main", "--arena", arena, "--grace-s", "1"]
+    slots, capturer, slot = captured(arena)
+    with Command(argv) as agent:
+        rank = connected(arena)
+        rank.send(replace(ALONE, world_size=2, settings=settings))
+        hear(rank, Attached)
+        rank.send(Save(step=1, slot=slot, tiers=("persistent",)))
+        wait_until((tmp_path / "step=1-unfinished").exists, "the save has not begun")
+        began = time.monotonic()
+        agent.signal(signal.SIGTERM)
+        assert "ranks 1 did not answer" in hear(rank, Done).error
+        rank.close()
+        assert agent.wait(timeout=60) == 0
+        assert time.monotonic() - began < 15
+    capturer.close()
+    slots.close(remove=True)
+
+
 @pytest.mark.parametrize("trouble", ["hangs", "fails"])
 def test_what_a_rank_left_goes_to_the_other_tier_once_the_first_is_found_not_to_take_it(
     tmp_path: Path, job: str, trouble: str
@@ -420,12 +441,15 @@ def test_agents_of_two_hosts_commit_together_and_one_that_dies_fails_the_save_on
 # --- examples ------------------------------------------------------------------------------------
 
 
-def torchrun(example: str, job: str, directory: Path, steps: int, *arguments: str) -> Command:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += ["--max-restarts", "1", *arguments, str(EXAMPLES / example)]
-    argv += ["--ckpt-dir", str(directory), "--steps", str(steps), "--every", "10"]
-    env = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return Command(argv, env=env)
+LAUNCHER = (str(EXAMPLES.parent / "launcher.py"),)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def launched(by: tuple[str, ...], example: str, job: str, directory: Path) -> Command:
+    argv = [sys.executable, *by, "--nproc-per-node", "2", "--max-restarts", "1", str(EXAMPLES / example)]
+    argv += ["--ckpt-dir", str(directory), "--steps", "60", "--every", "10"]
+    env = {"JOB_IDENTIFIER": job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return Command(argv, env=env, cwd=directory.parent)
 
 
 #: What comes after it in the line may be another process's: they share a pipe.
@@ -433,14 +457,14 @@ WEIGHTS = r"rank 0 weights ([0-9a-f]{64})"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["ddp_train.py", "fsdp2_train.py"])
+@pytest.mark.parametrize(("example", "by"), [("ddp_train.py", TORCHRUN), ("fsdp2_train.py", LAUNCHER)])
 def test_an_example_whose_rank_is_killed_ends_with_the_same_bits(
-    tmp_path: Path, job: str, example: str
+    tmp_path: Path, job: str, example: str, by: tuple[str, ...]
 ) -> None:
-    with torchrun(example, job + "-b", tmp_path / "b", 60) as whole:
+    with launched(LAUNCHER, example, job + "-b", tmp_path / "b") as whole:
         expected = whole.wait_for_line(WEIGHTS, timeout=120)[1]
         assert whole.wait(timeout=60) == 0
-    with torchrun(example, job, tmp_path / "a", 60) as killed:
+    with launched(by, example, job, tmp_path / "a") as killed:
         killed.wait_for_line("rank 1 step 25 ", timeout=120)
         os.kill(rank_pid(killed, 1), signal.SIGKILL)
         start = killed.wait_for_line(r"rank 0 starts after step [1-9].*", timeout=120)

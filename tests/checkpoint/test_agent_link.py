@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +39,10 @@ from resiliency.checkpoint.wire import (
     Save,
     Settings,
     Skip,
+    connect,
     listen,
 )
+from tests.checkpoint.containers import NEW_MOUNTS, run_in_container
 from tests.checkpoint.storage_builders import no_descriptor_left
 from tests.waiting import wait_until
 
@@ -305,6 +309,76 @@ def test_a_request_that_comes_after_the_end_reaches_nobody_and_writes_to_no_othe
             os.read(read, 1)
         os.close(read)
         os.close(write)
+
+
+def test_an_agent_that_ends_at_once_is_started_again_after_growing_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, starts = tmp_path / "ends_at_once", tmp_path / "starts"
+    program.write_text(f'#!/bin/sh\ndate +%s.%N >>"{starts}"\nexit 1\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    link = link_at(tmp_path, starts=True)
+    try:
+        wait_until(lambda: starts.exists() and starts.read_text().count("\n") >= 4, "it is not started again")
+    finally:
+        link.close(goodbye=False)
+    at = [float(line) for line in starts.read_text().splitlines()]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(at)]
+    for pause, least in zip(pauses[:3], (0.4, 0.9, 1.9), strict=True):
+        assert pause >= least, pauses
+
+
+def test_a_rank_that_each_agent_drops_at_once_comes_back_after_growing_pauses(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    agent = agent_of(tmp_path)
+    link = link_at(tmp_path)
+    at = []
+    try:
+        for _ in range(4):
+            agent.attach()
+            at.append(time.monotonic())
+            assert agent.channel is not None
+            agent.channel.close()
+    finally:
+        link.close(goodbye=False)
+    assert at[2] - at[1] >= 0.2
+    assert at[3] - at[2] >= 1.0
+
+
+def test_a_wait_for_an_agent_is_told_with_the_host_and_the_rank_that_starts_it(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn], caplog: pytest.LogCaptureFixture
+) -> None:
+    link = link_at(tmp_path)
+    try:
+        assert not link.wait_for_agent(at_most=timedelta(seconds=0.2), tell_every=timedelta(seconds=0.1))
+        assert "rank 1 waits for the checkpoint agent of host 'h'" in caplog.text
+        assert "rank 0 starts it" in caplog.text
+        agent_of(tmp_path).attach()
+        assert link.wait_for_agent()
+    finally:
+        link.close(goodbye=False)
+
+
+def test_an_arena_at_the_same_path_of_another_container_has_an_agent_of_its_own(tmp_path: Path) -> None:
+    root = tmp_path / "memory"
+    arena = root / "job"
+    arena.mkdir(parents=True)
+
+    def connect_there() -> Channel | None:
+        """It shares the network, and keeps its captures in a file system of its own."""
+        arena.mkdir()
+        found = connect(arena)
+        listen(arena).close()
+        return found
+
+    with listen(arena):
+        mounts = ("mount --make-rprivate /", f"mount -t tmpfs tmpfs {root}")
+        assert run_in_container(NEW_MOUNTS, mounts, connect_there) is None
+        channel = connect(arena)
+        assert channel is not None
+        channel.close()
 
 
 @pytest.fixture

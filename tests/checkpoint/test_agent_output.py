@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from resiliency.testing import warm
+
 AGENT = """
 import sys
 from resiliency.checkpoint.agent_output import AgentOutput
@@ -28,7 +30,7 @@ def said_beside(trainer_says: Path, how: str, directory: Path) -> int:
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stderr=stderr) as trainer:
             argv = [sys.executable, "-c", AGENT, str(trainer.pid)]
             env = {**os.environ, "TMPDIR": str(directory)}
-            agent = subprocess.run(argv, env=env, stderr=subprocess.DEVNULL, timeout=60)
+            agent = warm.run(argv, env=env, timeout=60)
         stderr.write("a word of the trainer\n")
     return agent.returncode
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import os
 import re
-import signal
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
@@ -26,9 +26,17 @@ from resiliency.checkpoint import (
 )
 from resiliency.checkpoint.arena import free_others, peek, rank_directory, ranks_in, try_open_slot
 from resiliency.checkpoint.file_lock import FileLock
-from resiliency.checkpoint.job_memory import OWNER_LOCK, hold_job, remove_if_dead, remove_when_dead
-from resiliency.checkpoint.preflight import check_room, is_leaving, rooms
-from resiliency.errors import CheckpointMissing, ConfigError
+from resiliency.checkpoint.job_memory import (
+    DEFAULT_ROOT,
+    OWNER_LOCK,
+    hold_job,
+    remove_if_dead,
+    remove_when_dead,
+)
+from resiliency.checkpoint.preflight import check_room, check_tier_in_memory, is_in_memory, is_leaving, rooms
+from resiliency.errors import CheckpointMissing, CheckpointWriteFailed, ConfigError
+from resiliency.testing import warm
+from resiliency.testing.processes import Command
 from tests.checkpoint.capture_builders import SOON, save
 from tests.checkpoint.capturing_until_killed import TENSORS, state_of
 from tests.waiting import wait_until
@@ -37,21 +45,12 @@ LAYOUT = StateWalker().snapshot({"w": torch.ones(100)}).layout
 
 
 @contextmanager
-def trainer(directory: Path, piece: object) -> Iterator[subprocess.Popen[str]]:
+def trainer(directory: Path, piece: object) -> Iterator[None]:
     """A process that stands still at `piece` of its second capture; killed with SIGKILL at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.checkpoint.capturing_until_killed", str(directory), str(piece)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        try:
-            assert process.stdout.readline() == "here\n"
-            yield process
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait(30)
+    argv = [sys.executable, "-m", "tests.checkpoint.capturing_until_killed", str(directory), str(piece)]
+    with Command(argv) as process:
+        process.wait_for_line("^here$", timeout=60)
+        yield
 
 
 @pytest.mark.parametrize("piece", [0, TENSORS - 1, "published"])
@@ -171,7 +170,7 @@ DYING = """
 import ctypes, os, pathlib, platform, sys, threading
 from resiliency.checkpoint.arena import RankArena
 arena = RankArena(pathlib.Path(sys.argv[1]), rank=0)
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0))).start()
+threading.Thread(target=lambda: (open(sys.argv[2]).read(), os._exit(0))).start()
 print("dying", flush=True)
 # The main thread alone: the process is a zombie by all signs, and its files stay open until the other ends.
 ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
@@ -181,9 +180,8 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 @pytest.mark.parametrize("successor", ["trainer", "cleaner"])
 def test_a_predecessor_that_is_still_dying_is_waited_for(tmp_path: Path, successor: str) -> None:
     directory = job_directory("job", tmp_path)
-    dying = subprocess.Popen(
-        [sys.executable, "-c", DYING, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    lifeline = tmp_path / "lifeline"
+    os.mkfifo(lifeline)
 
     def succeed() -> bool:
         if successor == "cleaner":
@@ -191,16 +189,16 @@ def test_a_predecessor_that_is_still_dying_is_waited_for(tmp_path: Path, success
         RankArena(directory, rank=0).close(remove=True)
         return True
 
-    with dying, futures.ThreadPoolExecutor(1) as pool:
-        assert dying.stdout is not None
-        assert dying.stdin is not None
-        assert dying.stdout.readline() == b"dying\n"
+    argv = [sys.executable, "-c", DYING, str(directory), str(lifeline)]
+    with Command(argv) as dying:
+        dying.wait_for_line("^dying$", timeout=60)
         wait_until(lambda: is_leaving(dying.pid), "it does not die")
-        done = pool.submit(succeed)
-        assert not futures.wait([done], timeout=0.2).done
-        dying.stdin.close()
-        assert done.result(60)
-    assert list(tmp_path.iterdir()) == []
+        with futures.ThreadPoolExecutor(1) as pool:
+            with lifeline.open("wb"):
+                done = pool.submit(succeed)
+                assert not futures.wait([done], timeout=0.2).done
+            assert done.result(60)
+    assert list(tmp_path.iterdir()) == [lifeline]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -323,11 +321,47 @@ def test_running_out_of_shared_memory_is_an_error_that_says_what_to_set(tmp_path
     )
     directory = job_directory("job", tmp_path)
     command = [sys.executable, "-c", program, str(directory)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    output = warm.run(command, check=True, timeout=60).stdout
     assert re.search(r"ConfigError .*8\.0 MiB more.*ulimit -f.* leaves 1\.0 MiB.*Raise it", output), output
     assert "[2, 1]" in output
     with open_captured(directory, 0) as slot:
         assert slot.shard.step == 4
+
+
+def test_a_slot_more_than_a_rank_wants_goes_with_its_next_capture_and_serves_a_restore_until_then(
+    tmp_path: Path,
+) -> None:
+    directory = job_directory("job", tmp_path)
+    with RankArena(directory, rank=0, slots=3) as arena:
+        for step in (1, 2, 3):
+            capture(arena, step)
+    with RankArena(directory, rank=0, slots=2) as arena:
+        with arena.captured() as shard:
+            assert shard.step == 3
+        capture(arena, 4)
+        assert [(path.name, header.step) for path, header in peek(directory, 0)] == [
+            ("slot-0", 4),
+            ("slot-1", 2),
+        ]
+        assert sorted(path.name for path in rank_directory(directory, 0).glob("slot-*")) == [
+            "slot-0",
+            "slot-1",
+        ]
+
+
+def test_ranks_that_ask_for_memory_at_once_are_refused_what_only_one_of_them_could_have(
+    tmp_path: Path,
+) -> None:
+    directory = job_directory("job", tmp_path)
+    half = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize // 4 // 2**20 * 2**20  # two slots
+    with RankArena(directory, rank=0) as first, RankArena(directory, rank=1) as second:
+        assert next(first.make_room(half + (64 << 20), 0)) is None  # about to allocate
+        with pytest.raises(
+            ConfigError, match=r"and .* MiB for other ranks of this host, the file system leaves"
+        ):
+            next(second.make_room(half + (64 << 20), 0))
+    with RankArena(directory, rank=1) as second:  # the first one is gone, and has not taken it
+        assert next(second.make_room(half + (64 << 20), 0)) is None
 
 
 def test_preflight_refuses_what_the_file_system_cannot_hold(tmp_path: Path) -> None:
@@ -361,6 +395,25 @@ def test_preflight_sees_the_tightest_memory_limit_of_the_cgroups_above(version: 
     ]
     assert [room.free_bytes for room in found] == [150]
     assert "resources.limits.memory" in found[0].hint
+
+
+def test_a_local_tier_in_memory_is_refused_what_the_container_has_no_memory_for(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").mkdir()
+    (tmp_path / "cgroup/memory.max").write_text("1000\n")
+    (tmp_path / "cgroup/memory.current").write_text("900\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    limits = {"cgroups": tmp_path / "cgroup", "proc": tmp_path / "proc"}
+    with tempfile.TemporaryDirectory(dir=DEFAULT_ROOT) as memory:
+        tier = Path(memory) / "not" / "made" / "yet"
+        check_tier_in_memory(tier, 100, **limits)
+        with pytest.raises(
+            CheckpointWriteFailed, match=r"is memory: .* the memory limit of the container"
+        ) as found:
+            check_tier_in_memory(tier, 101, **limits)
+    assert found.value.fields["errno"] == errno.ENOSPC
+    if not is_in_memory(tmp_path):
+        check_tier_in_memory(tmp_path, 101, **limits)
 
 
 def test_different_job_names_never_share_a_directory() -> None:

@@ -122,6 +122,22 @@ def test_a_capture_that_misses_its_fence_is_dropped_and_never_published(make: Ma
     assert capturer.fence(SOON)
 
 
+def test_a_copy_that_hangs_is_left_behind_with_its_slot_when_the_capturer_is_closed(tmp_path: Path) -> None:
+    gate = Gate()
+    arena = RankArena(tmp_path / "job", rank=0)
+    capturer = Capturer(arena, CaptureOptions(before_piece=gate, eager_below_bytes=0, threads=1))
+    capture = capturer.begin({"w": torch.ones(1000)}, 1)
+    assert capture is not None
+    assert gate.arrived.wait(30)
+    capturer.close(timedelta(milliseconds=1))
+    assert not capture.wait(timedelta(0))
+    arena.close()
+    with RankArena(tmp_path / "job", rank=0) as successor:
+        assert [slot.path.name for slot in iter(successor.try_take, None)] == ["slot-1"]
+    gate.open()  # the copy goes on, into memory that is still there
+    assert capture.wait(SOON)
+
+
 def test_a_copy_that_fails_drops_the_capture_and_training_goes_on(make: Make) -> None:
     failing = True
 
@@ -172,6 +188,7 @@ def test_a_save_without_a_free_slot_is_skipped_counted_and_reported(
     arena, capturer = make()
     state = {"w": torch.ones(100)}
     kept = [capturer.begin(state, step, keep=True) for step in (1, 2)]
+    caplog.set_level("INFO")
     assert capturer.begin(state, 3) is None
     assert capturer.stats.skipped == 1
     assert "save of step 3 skipped" in caplog.text
@@ -248,6 +265,40 @@ def test_a_prewarmed_arena_allocates_and_maps_nothing_at_the_first_capture(make:
     assert [(slot.path.stat().st_blocks, slot.generation) for slot in arena.slots] == before
 
 
+def test_no_save_allocates_memory_on_the_training_thread(make: Make) -> None:
+    gate = Gate()
+    arena, capturer = make(before_slot=lambda: gate(0), at_once_below_bytes=0)
+    state = {"w": torch.ones(1 << 20)}
+
+    def allocated() -> list[int]:
+        return [slot.path.stat().st_blocks for slot in arena.slots]
+
+    assert capturer.begin(state, 1) is None
+    assert "still being prepared" in capturer.why_skipped
+    assert capturer.stats.skipped == 1
+    assert allocated() == [0, 0]  # only the thread at the gate may do it
+    opener = threading.Thread(target=gate.open)
+    opener.start()
+    capture = capturer.begin(state, 2, wait=SOON)
+    opener.join()
+    assert capture is not None
+    capturer.prewarm(state)
+    before = allocated()
+    assert min(before) * 512 >= 4 << 20
+    for step in (3, 4):
+        assert capture.wait(SOON)
+        capture = capturer.begin(state, step)
+        assert capture is not None
+    assert allocated() == before
+
+
+def test_a_small_state_is_saved_at_once_by_memory_of_another_thread(make: Make) -> None:
+    threads: list[str] = []
+    _, capturer = make(before_slot=lambda: threads.append(threading.current_thread().name))
+    assert capturer.begin({"w": torch.ones(1 << 16)}, 1) is not None
+    assert threads[0] == "resiliency-memory"
+
+
 def test_many_saves_leak_neither_descriptors_nor_threads(make: Make) -> None:
     def count() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
@@ -261,7 +312,7 @@ def test_many_saves_leak_neither_descriptors_nor_threads(make: Make) -> None:
         capturer.begin({**state, "n": step}, step)
     assert count() == before
     assert capturer.stats.skipped == 0
-    assert len(list((arena.directory / "rank-0").iterdir())) == 4  # lock, layout, two slots
+    assert len(list((arena.directory / "rank-0").iterdir())) == 5  # lock, layout, room, two slots
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,19 @@ from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
+    CheckpointWriteFailed,
     ConfigError,
     LayoutMismatch,
 )
-from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault, StorageKilled
+from resiliency.testing.storage import (
+    FaultKind,
+    FaultyStorage,
+    MemoryStorage,
+    StorageFault,
+    StorageKilled,
+    StorageTrouble,
+    TroubledStorage,
+)
 from tests.checkpoint.storage_builders import assert_holds, make_shard, save, small_shard
 
 formats = pytest.mark.parametrize("format", [LocalFormat(), DcpFormat()], ids=lambda item: item.name)
@@ -333,6 +342,28 @@ def test_pruning_keeps_the_last_good_ones_and_whatever_is_not_plainly_old() -> N
     assert [item.step for item in list_checkpoints(storage)] == [4, 5, 6]
     assert find_newest(storage).step == 4
     assert prune(storage, keep_last=1) == []
+
+
+def test_pruning_reads_manifests_and_no_index() -> None:
+    storage = FaultyStorage(saved(LocalFormat(), 1, 2, 3), count_reads=True)
+    assert prune(storage, keep_last=2) == [1]
+    assert sorted(storage.operations) == [f"read step={step}/manifest.json" for step in (1, 2, 3)]
+
+
+def test_a_checkpoint_that_lacks_an_index_counts_for_none_and_stays() -> None:
+    storage = saved(LocalFormat(), 1, 2, 3)
+    storage.remove("step=2/rank=0.json")
+    assert prune(storage, keep_last=2) == []
+
+
+def test_a_removal_that_failed_is_tried_again_and_keeps_no_other_from_being_done() -> None:
+    storage = saved(LocalFormat(), 1, 2, 3, 4)
+    troubled = TroubledStorage(storage, StorageTrouble(step=1, operation="remove_tree"))
+    with pytest.raises(CheckpointWriteFailed, match="step=1"):
+        prune(troubled, keep_last=2)
+    assert storage.list("") == ["step=1", "step=1-unfinished", "step=3", "step=4"]
+    assert prune(troubled, keep_last=2) == [1]
+    assert storage.list("") == ["step=3", "step=4"]
 
 
 def test_the_last_good_checkpoint_cannot_be_asked_away() -> None:

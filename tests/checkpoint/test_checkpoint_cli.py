@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +21,14 @@ import pytest
 
 from resiliency import commands
 from resiliency.checkpoint import cli, progress
+from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.catalog import quarantine
 from resiliency.checkpoint.cli import DAMAGED, INTERRUPTED, NOTHING, OK, USAGE, main
 from resiliency.checkpoint.dcp_format import DcpFormat
+from resiliency.checkpoint.job_memory import DEFAULT_ROOT, hold_job, job_directory
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.storage import LocalStorage
+from resiliency.testing import warm
 from tests.checkpoint.storage_builders import save, small_shard
 
 
@@ -51,6 +56,64 @@ def test_ls_shows_a_table_row_per_step(directory: Path, capsys: pytest.CaptureFi
     assert lines[1].endswith("corrupt: bytes differ")
     assert lines[2].split()[:2] == ["20", "complete"]
     assert lines[2].split()[4:6] == ["1/1", "dcp"]
+
+
+def test_free_removes_what_dead_jobs_left_and_nothing_of_a_living_or_recent_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead, living, recent = (job_directory(name, tmp_path) for name in ("dead", "living", "recent"))
+    for directory in (dead, living, recent):
+        RankArena(directory, rank=0).close()
+    for directory in (dead, living):
+        for path in (*directory.rglob("*"), directory):
+            os.utime(path, (1, 1))
+    others = tmp_path / f"resiliency-other-{os.getuid() + 1}"  # of nobody: its name and its owner differ
+    others.mkdir()
+    (tmp_path / f"resiliency-link-{os.getuid()}").symlink_to(others)
+    with contextlib.closing(hold_job(living)):
+        assert main(["free", str(tmp_path), "--all-users", "--dry-run"]) == OK
+        assert f"{dead}: would be freed" in capsys.readouterr().out
+        assert dead.exists()
+        assert main(["free", str(tmp_path), "--all-users", "--json"]) == OK
+        rows = {row["directory"]: row["outcome"] for row in json.loads(capsys.readouterr().out)}
+    assert rows == {
+        str(dead): "freed",
+        str(living): "a process of the job lives",
+        str(recent): "changed too recently",
+    }
+    assert [path.exists() for path in (dead, living, recent, others)] == [False, True, True, True]
+
+
+@pytest.fixture
+def everybodys() -> Iterator[Path]:
+    """A directory that other users reach."""
+    with tempfile.TemporaryDirectory(dir=DEFAULT_ROOT) as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may have files of others")
+def test_free_touches_what_is_of_others_with_their_rights_alone(
+    everybodys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = everybodys / "victim"
+    victim.mkdir(mode=0o755)
+    (victim / "file").touch()
+    job = everybodys / "resiliency-job-12345"
+    job.mkdir(mode=0o700)
+    (job / "job.lock").touch()
+    (job / "rank-0").symlink_to(victim)  # where root would delete all files
+    for path in (job / "job.lock", job):
+        os.chown(path, 12345, 12345)
+    assert main(["free", str(everybodys), "--all-users", "--older-than", "0"]) == DAMAGED
+    assert "not permitted" in capsys.readouterr().out
+    assert (victim / "file").exists()
+    (job / "rank-0").unlink()
+    assert main(["free", str(everybodys), "--older-than", "0"]) == OK  # of this user alone
+    assert job.exists()
+    assert main(["free", str(everybodys), "--all-users", "--older-than", "0"]) == OK
+    assert not job.exists()
+    assert os.geteuid() == 0
 
 
 def test_ls_json_is_one_document(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +151,31 @@ def test_show_names_every_tensor(directory: Path, capsys: pytest.CaptureFixture[
     assert {"key": "model.bias", "dtype": "bfloat16", "global_shape": [5]} in shown["tensors"]
 
 
+def test_a_step_directory_is_that_step(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["show", str(directory / "step=3")]) == OK
+    assert "step=3: complete" in capsys.readouterr().out
+    monkeypatch.chdir(directory / "step=3")
+    assert main(["verify", "."]) == OK
+    assert capsys.readouterr().out.startswith("step 3: good")
+    assert main(["ls", str(directory / "step=20"), "--json"]) == OK
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [20]
+    assert main(["ls", str(directory / "step=4")]) == NOTHING
+    with pytest.raises(SystemExit) as caught:
+        main(["show", str(directory / "step=3"), "--step", "20"])
+    assert caught.value.code == USAGE
+
+
+def test_what_was_not_verified_is_said(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(directory)]) == OK
+    assert "verify compares the bytes" in capsys.readouterr().err
+    main(["verify", str(directory)])
+    assert "not verified: 1 other steps, from 3 to 3; --all" in capsys.readouterr().out
+    main(["verify", str(directory), "--all"])
+    assert "not verified" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])
 def test_nothing_usable_and_no_directory_are_told_apart(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
@@ -108,17 +196,10 @@ def test_ls_of_a_damaged_checkpoint_exits_as_damaged(directory: Path) -> None:
 
 
 def test_the_module_runs_as_a_program(directory: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "resiliency.checkpoint", "verify", str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    argv = [sys.executable, "-m", "resiliency.checkpoint"]
+    done = warm.run([*argv, "verify", str(directory)], timeout=240)
     assert (done.returncode, done.stdout[:13]) == (0, "step 20: good")
-    assert (
-        subprocess.run([sys.executable, "-m", "resiliency.checkpoint"], capture_output=True).returncode == 2
-    )
+    assert warm.run(argv, timeout=240).returncode == 2
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,6 +37,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from tests import agent_host
+from tests.checkpoint.test_capture import Gate
 from tests.waiting import settled, wait_until
 
 SOON = timedelta(seconds=60)
@@ -131,6 +135,27 @@ def test_after_a_prewarm_no_save_allocates_memory(place: Place) -> None:
         assert allocated() == before
 
 
+@pytest.mark.parametrize("ask", ["the first step", "a restore"])
+def test_memory_for_all_captures_is_there_before_the_first_save(place: Place, ask: str) -> None:
+    memory = place.root / "memory"
+    memory.mkdir()
+    state = make_state(1, size=1 << 20)
+
+    def allocated() -> list[int]:
+        return [path.stat().st_blocks * 512 for path in sorted(memory.glob("*/rank-0/slot-*"))]
+
+    with place.open(arena_root=memory, every_steps=100) as checkpoints:
+        if ask == "a restore":
+            checkpoints.restore(state)
+        else:
+            assert checkpoints.step(1, state) is None
+        wait_until(lambda: len(allocated()) == 2 and min(allocated()) >= 4 << 20, "memory is missing")
+        before = allocated()
+        for step in (2, 3):
+            assert checkpoints.save(step, state).wait(SOON)
+        assert allocated() == before
+
+
 def test_a_start_frees_the_memory_of_jobs_that_are_dead_for_long(place: Place) -> None:
     memory = place.root / "memory"
     memory.mkdir()
@@ -206,12 +231,13 @@ def test_another_model_is_refused_with_both_shapes_and_stays_as_it_is(place: Pla
 
 
 def test_saves_that_slow_storage_cannot_take_are_skipped_and_counted_while_training_runs(
-    place: Place,
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     sink = MemorySink()
     events = EventStream(RunInfo(job_name="j", rank=0), [sink])
     with place.open(bytes_per_s=32 << 20, events=events) as checkpoints:
         state = make_state(1, size=16 << 20)  # 64 MiB: two seconds each
+        checkpoints.prewarm(state)
         handles = [checkpoints.save(step, state) for step in range(1, 6)]
         states = [handle.state for handle in handles]
         assert states.count(SaveState.SKIPPED) >= 2
@@ -225,6 +251,7 @@ def test_saves_that_slow_storage_cannot_take_are_skipped_and_counted_while_train
     assert types.count(EventType.SAVE_STARTED) == types.count(EventType.SAVE_RELEASED) == 5
     assert types.count(EventType.SAVE_FAILED) == skipped
     assert types.count(EventType.CHECKPOINT_SAVED) == 5 - skipped
+    assert sum("skipped" in record.getMessage() for record in caplog.records) == skipped
 
 
 def test_the_steps_after_a_save_are_compared_with_undisturbed_ones(place: Place) -> None:
@@ -314,6 +341,28 @@ def test_training_is_held_by_the_optimizer_it_knows_and_the_capture_is_of_one_st
         assert found["weights"].unique().tolist() == [float(step)]
 
 
+def test_the_hold_of_an_optimizer_at_its_fence_counts_as_held_time_of_the_save(place: Place) -> None:
+    weights = torch.nn.Parameter(torch.zeros(1 << 20))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    gate = Gate()
+    with place.open(capture=CaptureOptions(before_piece=gate)) as checkpoints:
+        handle = checkpoints.save(1, {"weights": weights, "optimizer": optimizer})
+        assert gate.arrived.wait(30)
+        began = handle.record.held_s
+        opener = threading.Thread(target=gate.open)
+        weights.grad = torch.full_like(weights, -1.0)
+        before = time.monotonic()
+        opener.start()
+        optimizer.step()
+        at_most = time.monotonic() - before
+        opener.join()
+        assert handle.wait(SOON)
+        assert began < handle.record.held_s <= began + at_most
+        held = re.search(r'held_seconds_total{rank="0"} (\S+)', checkpoints.metrics_text())
+    assert held is not None
+    assert float(held[1]) == pytest.approx(handle.record.held_s, abs=1e-5)
+
+
 class Codebook(torch.nn.Module):
     """A forward writes everything in it but the weight and bias of `norm`."""
 
@@ -326,6 +375,67 @@ class Codebook(torch.nn.Module):
         self.key.add_(1)
         normed: torch.Tensor = self.norm(data)
         return normed.square().mean()
+
+
+@pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")
+def test_a_wrapped_optimizer_that_torch_did_not_initialise_overlaps_by_the_one_within(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    inner = torch.optim.SGD([weight], lr=1.0)
+    with place.open() as checkpoints:
+        checkpoints.save(1, {"weight": weight, "optimizer": Wrapper(inner)})
+        assert len(inner._optimizer_step_pre_hooks) == 1
+        Wrapper(inner).step()
+        assert checkpoints.wait(SOON)
+    assert "do not overlap" not in caplog.text
+    state = {"weight": torch.nn.Parameter(torch.zeros(1000)), "optimizer": Wrapper(inner)}
+    with place.open() as checkpoints:
+        assert checkpoints.restore(state).step == 1
+    assert torch.equal(state["weight"], torch.ones(1000))  # type: ignore[arg-type]
+
+
+@pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")
+def test_an_optimizer_that_cannot_say_when_it_steps_is_saved_without_overlap_and_told_once(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    wrapper = Wrapper(torch.optim.SGD([weight], lr=1.0))
+    wrapper.wrapped, wrapper.optimizer = wrapper.optimizer, None
+    with place.open() as checkpoints:
+        for step in (1, 2):
+            weight.data.fill_(step)
+            handle = checkpoints.save(step, {"weight": weight, "optimizer": wrapper})
+            weight.data.fill_(-1)  # nothing is left to copy
+            assert handle.wait(SOON)
+            assert handle.state is SaveState.COMMITTED
+    assert caplog.text.count("saves do not overlap with training: Wrapper") == 1
+    state = {"weight": torch.nn.Parameter(torch.zeros(1000)), "optimizer": wrapper}
+    with place.open() as checkpoints:
+        assert checkpoints.restore(state).step == 2
+    assert torch.equal(state["weight"], torch.full((1000,), 2.0))  # type: ignore[arg-type]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: a torch optimizer by class, and `Optimizer.__init__` was never called."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer: torch.optim.Optimizer | None = optimizer
+        self.wrapped = optimizer
+
+    state = property(lambda self: self.wrapped.state)
+    param_groups = property(lambda self: self.wrapped.param_groups)
+    defaults = property(lambda self: self.wrapped.defaults)
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.wrapped.step()
+
+    def state_dict(self) -> dict[str, object]:
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        self.wrapped.load_state_dict(state_dict)
 
 
 @pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")
@@ -412,10 +522,14 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"keep": 0}, "keep must be at least 1"), ({"bytes_per_s": -1}, "bandwidth not negative")],
+    [
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"bytes_per_s": -1}, "bandwidth not negative"),
+        ({"every_steps": None}, "every_steps must be a whole number, found None"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(
-    place: Place, wrong: dict[str, int], message: str
+    place: Place, wrong: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         place.open(**wrong)
@@ -431,6 +545,43 @@ def test_an_object_that_cannot_be_saved_is_named_and_leaves_the_checkpointer_usa
         with pytest.raises(ConfigError, match="lock"):
             checkpoints.save(1, {"lock": threading.Lock()})
         assert checkpoints.save(2, make_state(2)).wait(SOON)
+
+
+class Settings:
+    """An object of a class of the job."""
+
+
+def test_an_object_that_no_restart_would_build_is_refused_at_its_save_with_the_option_that_allows_it(
+    place: Place,
+) -> None:
+    state = {**make_state(1), "settings": [Settings()]}
+    with place.open() as checkpoints:
+        with pytest.raises(ConfigError, match=r"settings/0: .*Settings.*CheckpointerOptions\(allow="):
+            checkpoints.save(1, state)
+        assert checkpoints.save(2, make_state(2)).wait(SOON)
+    with place.open(allow=(Settings,)) as checkpoints:
+        assert checkpoints.save(3, state).wait(SOON)
+        assert checkpoints.restore(state).step == 3
+
+
+def test_a_part_of_a_step_comes_back_from_memory_and_from_storage(place: Place) -> None:
+    with place.open() as checkpoints:
+        handle = checkpoints.save(1, {**make_state(1), "moments": torch.ones(2000)})
+        assert handle.wait(SOON)
+        for tier in (Tier.MEMORY, Tier.DISK):
+            if tier is Tier.DISK:
+                checkpoints.close()
+                checkpoints = place.open()
+            state = {**make_state(0), "scheduler": torch.zeros(3)}
+            with pytest.raises(LayoutMismatch, match="partial=True"):
+                checkpoints.restore(state)
+            assert state["lr"] == 0
+            restored = checkpoints.restore(state, partial=True)
+            assert (restored.step, restored.tier) == (1, tier)
+            assert torch.equal(state["weights"], torch.ones(1000))  # type: ignore[arg-type]
+            assert torch.equal(state["scheduler"], torch.zeros(3))  # type: ignore[arg-type]
+            assert state["lr"] == 1
+        checkpoints.close()
 
 
 def test_many_saves_leave_no_threads_files_or_processes_behind(place: Place) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from resiliency.checkpoint.dcp_format import DcpFormat
 from resiliency.checkpoint.local_format import LocalFormat
 from resiliency.checkpoint.manifest import RankIndex, read_index
 from resiliency.checkpoint.marker import Marker, MarkerState, marker_name, put_marker, try_read_marker
-from resiliency.checkpoint.storage import LocalStorage, Storage, read_file, write_file
+from resiliency.checkpoint.storage import LocalStorage, ReadableFile, Storage, read_file, write_file
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import (
     CheckpointError,
@@ -35,13 +36,17 @@ from resiliency.errors import (
     CheckpointWriteFailed,
     InternalError,
 )
+from resiliency.testing import warm
 from resiliency.testing.storage import (
+    CachingStorage,
     FaultKind,
     FaultyStorage,
     MemoryStorage,
     StorageFault,
     StorageKilled,
+    StorageTrouble,
     Survival,
+    TroubledStorage,
 )
 from tests.checkpoint.storage_builders import assert_holds, make_shard, no_descriptor_left, save, small_shard
 from tests.waiting import wait_until, wait_until_equal
@@ -157,6 +162,28 @@ def test_a_checkpoint_of_another_run_at_the_same_step_is_never_overwritten() -> 
     assert_holds(storage, small_shard(4))
 
 
+@pytest.mark.parametrize("operation", ["open", "list", "exists"])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_storage_that_does_not_say_what_stands_at_a_step_costs_the_save_and_not_the_checkpoint(
+    operation: str, times: int
+) -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(5)])
+    troubled = TroubledStorage(storage, StorageTrouble(step=5, operation=operation, times=times))
+    with pytest.raises(CheckpointError):
+        save(troubled, LocalFormat(), [small_shard(5, seed=9)], save_id="attempt-1")
+    assert_holds(storage, small_shard(5))
+    assert inspect(storage, 5).condition is Condition.COMPLETE
+
+
+def test_a_committed_step_is_not_opened_for_another_save() -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(5)])
+    with pytest.raises(CheckpointWriteFailed, match="step=5 holds a committed checkpoint"):
+        open_save(storage, 5, "attempt-1")
+    assert_holds(storage, small_shard(5))
+
+
 def test_a_foreign_directory_at_the_same_step_is_never_overwritten() -> None:
     storage = MemoryStorage()
     storage.make_dir("step=4")
@@ -231,15 +258,8 @@ def test_sigkill_at_any_operation_on_disk_leaves_the_previous_or_the_new_step(
     tmp_path: Path, format: str
 ) -> None:
     """One process forks a child for every operation; each child kills itself there."""
-    script = Path(__file__).with_name("storing_until_killed.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), format],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-    )
+    argv = [sys.executable, "-m", "tests.checkpoint.storing_until_killed", str(tmp_path), format]
+    done = warm.run(argv, timeout=120, check=True)
     deaths = [int(line) for line in done.stdout.split()]
     assert len(deaths) > 20
     steps = []
@@ -426,6 +446,109 @@ def test_a_leader_whose_claim_fails_behind_its_marker_keeps_no_follower_waiting(
             save(broken, LocalFormat(), [small_shard(2, world_size=2)])
         with pytest.raises(CheckpointWriteFailed, match=r"given up by its leader: .*EIO"):
             follower.result(timeout=10)
+
+
+class CountedLooks(FaultyStorage):
+    """Counts operations that look."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.looks: list[str] = []
+
+    def open(self, name: str) -> ReadableFile:
+        self.looks.append(f"open {name}")
+        return super().open(name)
+
+    def list(self, name: str) -> list[str]:
+        self.looks.append(f"list {name}")
+        return super().list(name)
+
+    def exists(self, name: str) -> bool:
+        self.looks.append(f"exists {name}")
+        return super().exists(name)
+
+
+def test_a_leader_lists_the_votes_of_all_ranks_at_once_and_looks_less_often_the_longer_it_waits() -> None:
+    storage = CountedLooks(MemoryStorage())
+    with pytest.raises(CheckpointIncomplete, match="99 of 100 ranks"):
+        save(storage, LocalFormat(), [small_shard(2, world_size=100)], timeout=timedelta(seconds=1))
+    assert len(storage.looks) < 80, storage.looks
+    assert len([look for look in storage.looks if look != "list step=2"]) < 10, storage.looks
+
+
+def test_a_leader_whose_storage_cannot_be_listed_for_a_moment_finds_the_votes_later(pair: Pair) -> None:
+    storage = pair.storage
+    put_marker(storage, 2, Marker(state=MarkerState.FAILED, save_id="before"))
+    troubled = TroubledStorage(storage, StorageTrouble(step=2, operation="list", times=3))
+    pair.storage = troubled
+    leader = pair.pool.submit(pair.lead, LocalFormat())
+    wait_until(lambda: troubled.is_over, "the leader does not look")
+    pair.storage = storage
+    pair.follow(LocalFormat())
+    assert not leader.result(timeout=20).kept
+
+
+@pytest.mark.parametrize("ttl", [timedelta(minutes=1), timedelta.max], ids=["a minute", "for ever"])
+def test_a_follower_whose_mount_still_shows_a_lifted_marker_sees_the_commit_and_reads_it(
+    pair: Pair, ttl: timedelta
+) -> None:
+    storage = pair.storage
+    cached = CachingStorage(storage, ttl)
+    pair.storage = cached
+    follower = pair.follow_first(LocalFormat())
+    pair.storage = storage
+    assert not pair.lead(LocalFormat()).kept
+    assert not follower.result(timeout=20).kept
+    assert cached.exists(marker_name(2)), "the cache has nothing to be wrong about"
+    assert try_read_marker(cached, 2) is None
+    assert inspect(cached, 2).condition is Condition.COMPLETE
+    again = save(cached, LocalFormat(), [small_shard(2, world_size=2)])
+    assert again.kept, "a leader on that host takes it for unfinished"
+
+
+@pytest.mark.parametrize("state", [MarkerState.REMOVING, MarkerState.CORRUPT, MarkerState.FAILED])
+def test_no_other_marker_is_taken_for_lifted(state: MarkerState) -> None:
+    storage = MemoryStorage()
+    save(storage, LocalFormat(), [small_shard(2)])
+    cached = CachingStorage(storage, timedelta(minutes=1))
+    put_marker(storage, 2, Marker(state=state, save_id="attempt-0"))
+    assert try_read_marker(cached, 2) is not None
+    storage.remove(marker_name(2))
+    assert try_read_marker(cached, 2) is not None
+
+
+@pytest.mark.parametrize("who", ["leader", "follower"])
+def test_an_overtaken_save_waits_for_others_no_longer_than_its_own_part_took(pair: Pair, who: str) -> None:
+    overtaken = threading.Event()
+    overtaken.set()
+    began = time.monotonic()
+    rank = int(who == "follower")
+    with pytest.raises(
+        CheckpointWriteFailed, match=r"did not answer for [34] s, and the job goes on or ends"
+    ):
+        save(
+            pair.storage,
+            LocalFormat(),
+            [small_shard(2, rank=rank, world_size=2)],
+            leads=who == "leader",
+            overtaken=overtaken,
+        )
+    assert time.monotonic() - began < 10
+
+
+def test_a_follower_does_not_vote_where_its_step_is_being_saved_as_another(pair: Pair) -> None:
+    class Replaced(LocalFormat):
+        def write_rank(
+            self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
+        ) -> RankIndex:
+            index = super().write_rank(storage, directory, shard, run_id=run_id, save_id=save_id)
+            open_save(storage, 2, "attempt-1", 1)
+            return index
+
+    open_save(pair.storage, 2, pair.save_id, 1)
+    with pytest.raises(CheckpointWriteFailed, match="is being saved as 'attempt-1' by now"):
+        pair.follow(Replaced())
+    assert pair.storage.list("step=2") == []
 
 
 # --- another try of a save that failed ------------------------------------------------------------

@@ -7,10 +7,10 @@ import io
 import json
 import os
 import pickle
-import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from resiliency.checkpoint.storage import LocalStorage, read_file
 from resiliency.checkpoint.table import Shard
 from resiliency.checkpoint.torch_record import envelope, memory_of
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+from resiliency.testing.processes import Command
 from resiliency.testing.storage import FaultyStorage, MemoryStorage
 from tests.checkpoint.storage_builders import Part, Tie, assert_holds, make_shard, save, small_shard
 
@@ -278,10 +279,26 @@ def test_parts_that_do_not_make_a_whole_are_never_committed() -> None:
 
 
 def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
-    a = make_shard({"w": torch.zeros(3)}, world_size=2)
-    b = make_shard({"w": torch.zeros(4)}, rank=1, world_size=2)
+    def half(rank: int, offset: int, rows: int) -> Shard:
+        part = Part(torch.zeros(2), global_shape=(rows,), offset=(offset,))
+        return make_shard({"w": part}, rank=rank, world_size=2)
+
     with pytest.raises(LayoutMismatch, match="w: rank 1 has"):
-        save(MemoryStorage(), DcpFormat(), [a, b])
+        save(MemoryStorage(), DcpFormat(), [half(0, 0, 4), half(1, 2, 5)])
+    with pytest.raises(LayoutMismatch, match=r"w: the ranks wrote 4 elements of \[3\]: parts of it overlap"):
+        save(MemoryStorage(), DcpFormat(), [half(0, 0, 3), half(1, 1, 3)])
+
+
+def test_tensors_of_one_name_that_differ_between_ranks_are_all_there_for_stock_torch(tmp_path: Path) -> None:
+    states = [{"w": torch.arange(size) + 1.0, "same": torch.ones(2)} for size in (3, 4, 3)]
+    shards = [make_shard(state, rank=rank, world_size=3) for rank, state in enumerate(states)]
+    save(LocalStorage(tmp_path), DcpFormat(), shards)
+    found = {"@rank0": {"w": torch.zeros(3)}, "@rank1": {"w": torch.zeros(4)}}
+    dcp.load({**found, "same": torch.zeros(2)}, checkpoint_id=tmp_path / "step=1", no_dist=True)
+    assert torch.equal(found["@rank0"]["w"], states[0]["w"])
+    assert torch.equal(found["@rank1"]["w"], states[1]["w"])
+    for shard in shards:
+        assert_holds(LocalStorage(tmp_path), shard)
 
 
 def test_a_part_that_torch_cannot_place_is_kept_for_our_reader_and_said_aloud(
@@ -306,27 +323,15 @@ def test_metadata_speaks_of_each_part_once() -> None:
 
 def run_ranks(world_size: int, *jobs: tuple[str, Path]) -> None:
     """Real gloo ranks of `storing_ranks.py` do the jobs in order; all must end well."""
-    script = Path(__file__).with_name("storing_ranks.py")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "tests.checkpoint.storing_ranks"]
     words = [f"{mode}:{root}" for mode, root in jobs]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(world_size), *words],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=90)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=10)
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Command([*argv, str(rank), str(world_size), *words]))
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            assert rank.wait(timeout=90) == 0, rank.output
 
 
 def test_real_ranks_exchange_checkpoints_between_ours_and_stock_at_other_world_sizes(tmp_path: Path) -> None:

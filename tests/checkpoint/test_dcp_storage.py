@@ -38,6 +38,7 @@ from resiliency.errors import (
     CheckpointWriteFailed,
     ConfigError,
 )
+from resiliency.testing import warm
 from resiliency.testing.rank_pool import RankPool
 from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault, Survival
 from tests.checkpoint import dcp_ranks
@@ -293,8 +294,7 @@ def test_a_power_cut_at_any_operation_leaves_the_previous_or_the_new_step(kind: 
 
 
 def test_sigkill_at_any_operation_on_disk_leaves_the_previous_or_the_new_step(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("dcp_saving_until_killed.py")
-    done = run_script(script, tmp_path)
+    done = run_program("dcp_saving_until_killed", tmp_path)
     deaths = [int(line) for line in done.stdout.split()]
     assert len(deaths) > 15
     steps = []
@@ -307,14 +307,8 @@ def test_sigkill_at_any_operation_on_disk_leaves_the_previous_or_the_new_step(tm
     assert (steps[0], steps[-1]) == (1, 2)
 
 
-def run_script(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-    )
+def run_program(name: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    done = warm.run([sys.executable, "-m", f"tests.checkpoint.{name}", str(directory)], timeout=240)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -529,7 +523,7 @@ def test_a_save_whose_writer_was_given_another_one_meanwhile_fails_and_the_other
 @pytest.mark.slow
 def test_the_process_executor_takes_the_writer_and_a_failed_save_does_not_end_it(tmp_path: Path) -> None:
     assert isinstance(pickle.loads(pickle.dumps(DcpStorageWriter(tmp_path / "step=1"))), DcpStorageWriter)  # noqa: S301
-    done = run_script(Path(__file__).with_name("dcp_async_process.py"), tmp_path)
+    done = run_program("dcp_async_process", tmp_path)
     assert done.stdout.split() == ["saved", "refused", "saved"]
     for step in (1, 3):
         assert_stored(LocalStorage(tmp_path), step)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Shard, plan_restore
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, Shard, plan_restore
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.marker import Marker, MarkerState, put_marker
@@ -235,3 +235,62 @@ def test_when_ranks_fail_in_different_ways_all_are_told_of_one_kind(
     assert first[2] == second[2] == "none"  # bad for one rank: passed over on both
     assert "no memory to restore the shard of this rank: MemoryError('too large.')" in first[3]
     assert second[3].startswith("PeerError: rank 0, while restoring from")
+
+
+def rolled_back(rank: int, directory: Path, job: str, tier: str) -> dict[int, str]:
+    """Save three steps, go back to the first, and save again what comes after it."""
+    outcomes = {}
+    local = LocalTier(directory=directory / "local", keep=9) if tier == "local" else None
+    settings = {"info": RunInfo(job_name=job, host="here", rank=rank, world_size=2), "local": local}
+    settings["options"] = CheckpointerOptions(link=LinkOptions(grace=timedelta(seconds=5)))
+    with Checkpointer(None if local else directory, keep=9, **settings) as checkpoints:  # type: ignore[arg-type]
+        for step in (10, 20, 30):
+            assert checkpoints.save(step, state(step)).wait(SOON)
+        target = state(0)
+        assert checkpoints.restore(target, step=10).step == 10
+        assert target["weights"].unique().tolist() == [10]  # type: ignore[attr-defined]
+        for step in (10, 20, 30, 40):
+            handle = checkpoints.save(step, state(-step))
+            assert handle.wait(SOON)
+            outcomes[step] = f"{handle.state.value} {handle.record.why}".strip()
+        assert checkpoints.restore(target).step == 40
+        assert checkpoints.save(50, state(-50)).wait(SOON)
+    with Checkpointer(None if local else directory, keep=9, **settings) as checkpoints:  # type: ignore[arg-type]
+        for step in (20, 50):
+            assert checkpoints.restore(target, step=step).step == step
+            outcomes[-step] = str(target["weights"].unique().tolist())  # type: ignore[attr-defined]
+    return outcomes
+
+
+@pytest.fixture
+def roll_back(
+    tmp_path: Path, job: str, rank_pool: RankPool, agent_host_env: dict[str, str]
+) -> Callable[[str], Sequence[dict[int, str]]]:
+    """Runs `rolled_back` with a tier; what each rank returned."""
+
+    def run(tier: str) -> Sequence[dict[int, str]]:
+        report = rank_pool.run(
+            *(rolled_back, 2, tmp_path, job, tier), timeout=120.0, operation_timeout=60.0, env=agent_host_env
+        )
+        return report.values
+
+    return run
+
+
+def test_after_a_rollback_in_one_process_nothing_counts_as_saved_that_is_of_the_branch_before(
+    roll_back: Callable[[str], Sequence[dict[int, str]]],
+) -> None:
+    for outcomes in roll_back("persistent"):
+        assert (outcomes[10], outcomes[40]) == ("committed", "committed")
+        for step in (20, 30):
+            assert outcomes[step].startswith("failed ")
+            assert "or before it went back" in outcomes[step]
+        assert (outcomes[-20], outcomes[-50]) == ("[20.0]", "[-50.0]")
+
+
+def test_after_a_rollback_in_one_process_steps_of_the_local_tier_are_those_of_now(
+    roll_back: Callable[[str], Sequence[dict[int, str]]],
+) -> None:
+    for outcomes in roll_back("local"):
+        assert [outcomes[step] for step in (20, 30, 40)] == ["committed"] * 3
+        assert (outcomes[-20], outcomes[-50]) == ("[-20.0]", "[-50.0]")

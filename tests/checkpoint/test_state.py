@@ -4,9 +4,11 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import enum
 import json
 import math
 import os
+import random
 import struct
 import tempfile
 from collections import OrderedDict
@@ -34,7 +36,7 @@ from resiliency.checkpoint import (
     register_sharded_type,
     restore_into,
 )
-from resiliency.checkpoint.state import sharded_objects
+from resiliency.checkpoint.state import plan_restore, sharded_objects
 from resiliency.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
 from tests.checkpoint.capture_builders import bits, saved
 
@@ -385,6 +387,133 @@ def test_opaque_objects_come_back_and_what_cannot_be_saved_is_named(tmp_path: Pa
         StateWalker().snapshot(loop)
     with pytest.raises(ConfigError, match=r"'w'.*meta device"):
         StateWalker().snapshot({"w": torch.empty(2, device="meta")})
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+    STOP = "stop"
+
+
+@dataclasses.dataclass
+class Progress:
+    epoch: int
+    mode: Mode
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+
+class Plain:
+    """No class that a checkpoint may name unasked."""
+
+
+def odd_state(number: int) -> dict[str, Any]:
+    generator, numbers = torch.Generator().manual_seed(number), np.random.default_rng(number)
+    return {
+        "generator": generator,
+        "numbers": numbers,
+        "random": random.Random(number),  # noqa: S311 - a state of it, no secret
+        "counts": collections.defaultdict(int, {"a": number}),
+        "progress": Progress(number, Mode.STOP if number else Mode.TRAIN, [0.5] * number),
+        "pair": Pair(number, (Mode.STOP,)),
+    }
+
+
+def test_a_state_of_common_objects_that_saves_comes_back_without_a_list_of_classes(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    state = odd_state(3)
+    state["generator"].set_state(torch.Generator().manual_seed(17).get_state())
+    shard = saved(state, tmp_path / "job", stack, allow=())
+    target = odd_state(0)
+    generator, progress = target["generator"], target["progress"]
+    restore_into(target, shard)
+    assert target["generator"] is generator  # the sampler that it was given to goes on with it
+    assert target["progress"] is progress
+    assert progress == Progress(3, Mode.STOP, [0.5] * 3)
+    assert torch.equal(generator.get_state(), state["generator"].get_state())
+    assert target["numbers"].random() == state["numbers"].random()
+    assert target["random"].random() == state["random"].random()
+    assert (target["counts"]["a"], target["counts"]["b"]) == (3, 0)
+    assert target["pair"] == Pair(3, (Mode.STOP,))
+
+
+def test_one_object_in_two_places_of_the_target_does_not_lose_what_was_two(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    shard = saved([Progress(1, Mode.STOP), Progress(2, Mode.STOP)], tmp_path / "job", stack)
+    one = Progress(0, Mode.STOP)
+    found = restore_into([one, one], shard)
+    assert [item.epoch for item in found] == [1, 2]
+
+
+def test_a_class_that_the_target_does_not_hold_is_built_only_if_it_is_allowed(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    shard = saved({"best": Progress(3, Mode.STOP)}, tmp_path / "job", stack, allow=())
+    with pytest.raises(ConfigError, match=r"names .*Progress.*CheckpointerOptions\(allow="):
+        restore_into({"best": None}, shard)
+    found = restore_into({"best": None}, shard, allow=[Progress, Mode])
+    assert found["best"] == Progress(3, Mode.STOP)
+
+
+@pytest.mark.parametrize("place", ["settings", "key"])
+def test_a_state_that_could_not_be_restored_is_refused_when_it_is_saved(place: str) -> None:
+    walker = StateWalker(allow=["builtins:int"])
+    good, bad = {"w": torch.ones(1), "deep": [0]}, {"w": torch.ones(1), "deep": [Plain()]}
+    if place == "key":
+        bad = {"w": torch.ones(1), Mode.STOP: torch.ones(1)}  # type: ignore[dict-item]
+    walker.snapshot(good)
+    words = (
+        r"deep/0: .*:Plain.*CheckpointerOptions\(allow=\[" if place == "settings" else "has the key .*Mode"
+    )
+    for _ in range(2):  # also where the layout is known
+        with pytest.raises(ConfigError, match=words):
+            walker.snapshot(bad)
+    walker.snapshot(good)
+    if place == "settings":
+        StateWalker(allow=[Plain]).snapshot(bad)
+
+
+def test_a_part_of_a_state_is_restored_where_that_is_asked_for(tmp_path: Path, stack: ExitStack) -> None:
+    def build(value: float, *names: str) -> dict[str, Any]:
+        parts = {name: torch.nn.Linear(2, 2) for name in names}
+        for part in parts.values():
+            torch.nn.init.constant_(part.weight, value)
+        return {**parts, "step": int(value)}
+
+    shard = saved(build(1.0, "model", "ema"), tmp_path / "job", stack)
+    target = build(2.0, "model", "head")
+    with pytest.raises(LayoutMismatch) as caught:
+        restore_into(target, shard)
+    for words in ("does not hold 'head', which the state", "does not have 'ema', which", "partial=True"):
+        assert words in str(caught.value)
+    plan_restore(target, shard, partial=True)()
+    assert target["model"].weight.unique().tolist() == [1.0]
+    assert target["head"].weight.unique().tolist() == [2.0]
+    assert target["step"] == 1
+    with pytest.raises(LayoutMismatch, match="'model'"):
+        plan_restore({"other": torch.ones(1)}, shard, partial=True)
+    # A module is no container of parts: a layer that is not there stays an error.
+    with pytest.raises(LayoutMismatch, match=r"model: .*'bias'"):
+        plan_restore({"model": torch.nn.Linear(2, 2, bias=False)}, shard, partial=True)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_state_of_another_optimizer_is_refused_with_both_names(
+    stepped: bool, tmp_path: Path, stack: ExitStack
+) -> None:
+    def stepped_once(cls: Any, **settings: Any) -> torch.optim.Optimizer:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer: torch.optim.Optimizer = cls([parameter], lr=0.1, **settings)
+        if stepped:
+            parameter.grad = torch.ones(2)
+            optimizer.step()
+        return optimizer
+
+    shard = saved({"optimizer": stepped_once(torch.optim.AdamW)}, tmp_path / "job", stack)
+    with pytest.raises(LayoutMismatch, match=r"optimizer: .*AdamW.*'betas'.*SGD with .*'momentum'"):
+        restore_into({"optimizer": stepped_once(torch.optim.SGD)}, shard)
+    own = type("Own", (torch.optim.AdamW,), {})
+    restore_into({"optimizer": stepped_once(own, betas=(0.5, 0.5))}, shard)
 
 
 class LibraryTensor:

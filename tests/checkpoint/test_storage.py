@@ -9,15 +9,16 @@ import mmap
 import os
 import random
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from resiliency.checkpoint.storage import LocalStorage, Storage, read_file, write_failed, write_file
 from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWriteFailed, ResiliencyError
+from resiliency.testing import warm
 from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault, Survival
 
 
@@ -161,9 +162,7 @@ def test_a_limit_on_the_file_size_is_a_named_error(tmp_path: Path) -> None:
         "except CheckpointWriteFailed as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = warm.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=True)
     assert "EFBIG" in done.stdout
     assert "ulimit -f" in done.stdout
 
@@ -231,6 +230,23 @@ def test_a_directory_that_cannot_be_listed_is_a_named_error_and_a_missing_one_is
     assert storage.list("missing") == []
     with pytest.raises(CheckpointCorrupt, match="ENAMETOOLONG"):
         storage.list("x" * 300)
+
+
+def test_a_name_that_cannot_be_looked_at_is_a_named_error_and_not_absent(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    write_file(storage, "file", b"content")
+    assert not storage.exists("file/below")
+    with pytest.raises(CheckpointCorrupt, match="ENAMETOOLONG"):
+        storage.exists("x" * 300)
+
+
+def test_a_small_file_is_opened_once_to_be_read(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    write_file(storage, "small", b"content")
+    with closing(storage.open("small")) as file:
+        assert file.read_into(0, memoryview(bytearray(file.size_bytes))) == 7
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert links.count(str(tmp_path / "small")) == 1
 
 
 def test_a_fault_strikes_at_its_operation_and_not_before() -> None:

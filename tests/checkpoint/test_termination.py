@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import torch
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.descriptors import make_room_for
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.saves import SaveState
 from resiliency.checkpoint.stop_link import Kind, Peer, Word, connect_ranks
@@ -32,10 +34,12 @@ from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import Fault, MemorySink
+from resiliency.testing.leaks import open_descriptors
 from resiliency.testing.processes import Command, wait_for_exit
 from resiliency.testing.rank_pool import Outcome, RankPool
 
 from . import stopping_ranks
+from .agreeing_threads import Together, ends_of
 
 SOON_S = 120.0
 PROGRAM = "tests.checkpoint.training_until_told"
@@ -46,42 +50,13 @@ T = TypeVar("T")
 # --- the protocol, with ranks as threads ---------------------------------------------------------
 
 
-class Together(Agreement):
-    """The ranks of a job as threads of one process."""
-
-    def __init__(self, rank: int, everyone: threading.Barrier, values: list[Any]) -> None:
-        self.rank, self.world_size = rank, everyone.parties
-        self._everyone, self._values = everyone, values
-
-    def gather(self, value: T) -> list[T]:
-        self._values[self.rank] = value
-        self._everyone.wait(SOON_S)
-        values = list(self._values)
-        self._everyone.wait(SOON_S)
-        return values
-
-
 def together(world_size: int, run: Callable[[Agreement], T]) -> list[T]:
     """What each rank returns."""
-    everyone, values = threading.Barrier(world_size), [None] * world_size
-    results: list[Any] = [None] * world_size
-
-    def rank(number: int) -> None:
-        try:
-            results[number] = run(Together(number, everyone, values))
-        except BaseException as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON_S)
-        assert not thread.is_alive()
+    results = ends_of(world_size, run)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, Terminated):
             raise result
-    return results
+    return cast(list[T], results)
 
 
 QUIET = TerminationOptions(deadline=timedelta(seconds=30), signals=())
@@ -231,6 +206,89 @@ def test_when_rank_0_cannot_listen_all_ranks_are_refused() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert all("rank 0 cannot be reached by the others: " in error for error in errors)
+
+
+class Besieged(Together):
+    """Strangers connect to rank 0 before any other rank does."""
+
+    def __init__(self, agreement: Together, strangers: list[socket.socket]) -> None:
+        super().__init__(agreement.rank, agreement.everyone, agreement.values)
+        self._strangers = strangers
+
+    def gather(self, value: T) -> list[T]:
+        values: list[Any] = super().gather(value)
+        if isinstance(values[0], tuple):  # how rank 0 is reached
+            if self.rank == 1:
+                self._strangers += [socket.create_connection(("127.0.0.1", values[0][1])) for _ in range(12)]
+                self._strangers[0].send(b"GET / HTTP/1.1\r\n\r\n")
+            self.everyone.wait(SOON_S)
+        return values
+
+
+def test_strangers_that_say_nothing_do_not_hold_up_the_ranks() -> None:
+    strangers: list[socket.socket] = []
+
+    def connect(agreement: Agreement) -> int:
+        assert isinstance(agreement, Together)
+        # Each stranger may take 5 s to say who it is.
+        limit = timedelta(seconds=20)
+        peers = connect_ranks(Besieged(agreement, strangers), address="127.0.0.1", timeout=limit)
+        for peer in peers.values():
+            peer.close()
+        return len(peers)
+
+    try:
+        assert together(4, connect) == [3, 1, 1, 1]
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_rank_0_makes_room_for_a_connection_from_each_rank() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    everyone_is_there = threading.Barrier(50)
+
+    def connect(agreement: Agreement) -> int:
+        peers = connect_ranks(agreement, address="127.0.0.1", timeout=timedelta(seconds=20))
+        everyone_is_there.wait(SOON_S)
+        for peer in peers.values():
+            peer.close()
+        return len(peers)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_descriptors()) + 30, limits[1]))
+    try:
+        assert together(50, connect) == [49, *[1] * 49]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_more_ranks_than_the_hard_limit_of_open_files_has_room_for_are_refused_with_the_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("there is no limit")
+    with pytest.raises(ConfigError, match=rf"the limit is {hard}.*\n?.*ulimit -Hn"):
+        make_room_for(hard, what="connections from all ranks to rank 0")
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+
+
+def test_a_rank_that_is_turned_away_at_first_tries_again() -> None:
+    def connect(agreement: Agreement) -> int:
+        if agreement.rank != 0:
+            peers = connect_ranks(agreement, address="", timeout=timedelta(seconds=SOON_S))
+            peers[0].close()
+            return len(peers)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            agreement.gather("host of rank 0")
+            agreement.gather((["127.0.0.1"], listener.getsockname()[1], "token"))
+            listener.accept()[0].close()  # as where its queue is full, or it is out of descriptors
+            peer = Peer(listener.accept()[0])
+            assert hear(peer, Kind.HELLO) == Word(kind=Kind.HELLO, number=1, text="token")
+            peer.send(Word(kind=Kind.HELLO, text="token"))
+            agreement.check(None, "connecting")
+            peer.close()
+        return 1
+
+    assert together(2, connect) == [1, 1]
 
 
 def test_a_request_that_comes_when_training_has_ended_changes_nothing() -> None:
@@ -550,7 +608,7 @@ def test_when_a_rank_was_killed_the_captured_step_is_committed_and_the_others_en
     fifo = tmp_path / "hold"
     os.mkfifo(fifo)
     with ranks(2, job, tmp_path, 1_000_000, "every=4", f"hold=0,10,{fifo}") as (first, second):
-        agent = int(said(first, "agent")[1])
+        agent = int(said(first, r"agent \d+")[1])
         said(first, "is held")
         second.signal(signal.SIGKILL)
         first.wait_for_line("rank 1 is gone", timeout=SOON_S)
@@ -565,7 +623,7 @@ def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_i
     tmp_path: Path, job: str
 ) -> None:
     with ranks(1, job, tmp_path, 1_000_000, "deadline=2") as (command,):
-        agent = int(said(command, "agent")[1])
+        agent = int(said(command, r"agent \d+")[1])
         said(command, "step 3")
         os.kill(agent, signal.SIGSTOP)
         command.signal(signal.SIGTERM)
@@ -618,6 +676,8 @@ def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
             process.send_signal(number)
         assert launcher.wait(timeout=SOON_S) == 0
         assert_stopped_together(launcher, tmp_path)
+        step = complete(tmp_path)[-1]
+        assert f"; step {step}, at which {number.name} stopped them, is committed" in launcher.output
 
 
 def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path, job: str) -> None:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from google.protobuf.json_format import MessageToJson, Parse
+from google.protobuf.struct_pb2 import Struct
 
 from resiliency.events import EventType as E
 from resiliency.goodput_measure.tracker import GoodputSink
@@ -90,6 +92,24 @@ def test_both_sources_of_goodput_events_give_the_same_metrics(logs: Path) -> Non
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_logs_that_went_through_google_cloud_logging_give_the_same_metrics(logs: Path) -> None:
+    for name in ("demo-goodput.log", "demo-events.jsonl"):
+        lines = (logs / name).read_text().splitlines()
+        kept = [MessageToJson(Parse(line, Struct()), indent=None) for line in lines]
+        assert any('_rank": 0.0' in line for line in kept)
+        (logs / f"cloud-{name}").write_text("".join(line + "\n" for line in kept))
+    outputs = []
+    for prefix in ("", "cloud-"):
+        done = calculator(
+            logs,
+            *("--job-name", "demo", "--log-file", f"{prefix}demo-goodput.log"),
+            *("--event-log", f"{prefix}demo-events.jsonl", "--export", "out.json"),
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        outputs.append((logs / "out.json").read_text())
+    assert outputs[0] == outputs[1]
+
+
 def test_without_any_step_time_goodput_is_unknown_and_the_flags_are_named(logs: Path) -> None:
     done = calculator(logs, "--job-name", "demo", "--log-file", "demo-goodput.log")
     assert done.returncode == 0
@@ -105,6 +125,29 @@ def test_damaged_lines_are_reported_and_not_fatal(logs: Path) -> None:
     assert done.returncode == 0
     assert done.stderr == "warning: 2 of 10 lines could not be parsed, the last one torn\n"
     assert "demo-goodput.log:9: " in calculator(logs, *flags, "--verbose").stderr
+
+
+@pytest.mark.parametrize("flag", ["--log-file", "--event-log"])
+def test_a_log_of_which_most_lines_are_bad_is_told_from_a_sound_one_with_the_first_reason(
+    logs: Path, flag: str
+) -> None:
+    lines = (logs / "demo-events.jsonl").read_text().splitlines(keepends=True)
+    bad = [line.replace('"rank":', '"rank":0.5') for line in lines]
+    (logs / "odd").write_text("".join([*lines, *bad, *bad]))
+    done = calculator(logs, "--job-name", "demo", flag, "odd", "--reference-step-time", "1")
+    assert done.returncode == 3
+    assert f"of {3 * len(lines)} lines could not be parsed\n  odd:" in done.stderr
+    assert "rank must be a whole number" in done.stderr
+    assert "goodput" in done.stdout.lower()
+
+
+def test_epoch_timestamps_are_named_as_the_reason_why_no_event_was_found(logs: Path) -> None:
+    (logs / "epoch").write_text(
+        '{"timestamp": 1732312345.6, "job_name": "demo", "event_type": "job_started"}\n'
+    )
+    done = calculator(logs, "--job-name", "demo", "--log-file", "epoch")
+    assert done.returncode == 1
+    assert "1 of them could not be parsed, the first epoch:1: timestamp must be text such as" in done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--log-file", "--event-log"])

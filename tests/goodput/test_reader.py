@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.events import EventType
+from resiliency.events import EventType, RunEvent
 from resiliency.goodput_measure.reader import MAX_LINE_BYTES, ReadStats, read_events
 from tests.goodput.story import event, write_log
 
 GOOD = event(1, EventType.CHECKPOINT_SAVED, step=5).to_json().encode()
+# Every key of an event, and a value that looks like the start of one.
+WHOLE = json.loads(event(1, EventType.CHECKPOINT_SAVED, rank=0, step=5, attempt=1, at={"host": 1}).to_json())
 
 
 def read(path: Path, **options: object) -> tuple[list[int | None], ReadStats]:
@@ -32,6 +35,10 @@ def read(path: Path, **options: object) -> tuple[list[int | None], ReadStats]:
         b'{"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"job_started","node_rank":[1]}',
         b'{"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"job_started","node_rank":Infinity}',
         b'{"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"checkpoint_saved","step":"5"}',
+        b'{"step":5.5,"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"checkpoint_saved"}',
+        b'{"step":-5.0,"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"checkpoint_saved"}',
+        b'{"step":1e300,"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"checkpoint_saved"}',
+        b'{"node_rank":NaN,"timestamp":"2026-03-01T12:00:00","job_name":"j","event_type":"job_started"}',
         b"\xff\xfe\x00",
         b"[" * 100_000,
         GOOD[:40],
@@ -53,11 +60,32 @@ def test_a_torn_last_line_is_counted_as_such(tmp_path: Path) -> None:
     assert (steps, stats.unparsable, stats.torn_at_end) == ([5], 1, True)
 
 
-def test_an_event_glued_to_a_torn_line_is_recovered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", sorted(WHOLE))
+@pytest.mark.parametrize("torn", [GOOD[:1], GOOD[:-9], GOOD])
+def test_an_event_glued_to_a_torn_line_is_recovered_whatever_its_first_key(
+    torn: bytes, key: str, tmp_path: Path
+) -> None:
     path = tmp_path / "log"
-    path.write_bytes(GOOD[:-9] + GOOD + b"\n")
+    path.write_bytes(torn + json.dumps({key: WHOLE[key], **WHOLE}).encode() + b"\n")
     steps, stats = read(path)
     assert (steps, stats.unparsable) == ([5], 1)
+
+
+def test_a_line_full_of_starts_of_events_is_parsed_a_few_times_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(line: str) -> RunEvent:
+        tried.append(len(line))
+        raise ValueError("damaged")
+
+    path = tmp_path / "log"
+    path.write_bytes(b'{"step"' * 1000 + b"\n")
+    monkeypatch.setattr(RunEvent, "from_json", refuse)
+    steps, stats = read(path)
+    assert (steps, stats.unparsable) == ([], 1)
+    assert len(tried) < 20
 
 
 def test_a_line_beyond_the_bound_is_skipped_and_the_next_one_read(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,12 +134,16 @@ def test_a_shell_can_record_when_the_user_scheduled_the_job(tmp_path: Path) -> N
     assert [r["event_type"] for r in records(tmp_path / "j-goodput.log")] == ["user_scheduled"]
 
 
-# A stand-in for Google's client: a real package on disk, found by the real import system.
+# A substitute for Google's client: a real package on disk, found by the real import system.  It keeps a
+# payload as the real one does, as a protobuf Struct: every number is a double, and keys have no order.
+# Like the real one, it lists an entry about itself before the first one of a process.
 CLOUD = {
     "google/cloud/logging/__init__.py": """
 import json, os
 import google.auth.exceptions
 import google.api_core.exceptions
+from google.protobuf.json_format import MessageToJson, ParseDict
+from google.protobuf.struct_pb2 import Struct
 class _Entry:
     def __init__(self, payload): self.payload = payload
 class _Log:
@@ -148,7 +153,7 @@ class _Log:
         if written >= int(os.environ.get("REFUSE_AFTER", 99)):
             raise google.api_core.exceptions.GoogleAPIError("quota")
         with open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\\n")
+            file.write(MessageToJson(ParseDict(record, Struct()), indent=None) + "\\n")
 class Client:
     project = "p"
     def __init__(self):
@@ -157,6 +162,7 @@ class Client:
     def logger(self, name): return _Log(name)
     def list_entries(self, filter_, order_by, page_size):
         name = filter_.split("/logs/")[1].split('"')[0]
+        yield _Entry({"logging.googleapis.com/diagnostic": {"instrumentation_source": []}})
         with open(name + ".cloud") as file:
             for line in file:
                 yield _Entry(json.loads(line))
@@ -179,6 +185,16 @@ with open_event_stream(RunInfo(job_name="j")) as stream:
 """
 
 
+WRITE_A_JOB = """
+from resiliency.goodput_measure.tracker import GoodputTracker
+with GoodputTracker() as tracker:
+    tracker.job_started()
+    tracker.checkpoint_loaded(40)
+    tracker.checkpoint_saved(60)
+    tracker.job_terminated()
+"""
+
+
 @pytest.fixture
 def cloud(tmp_path: Path) -> dict[str, str]:
     """Environment in which Google's client can be imported."""
@@ -192,23 +208,30 @@ def cloud(tmp_path: Path) -> dict[str, str]:
 def test_with_a_cloud_client_events_go_to_the_cloud_and_come_back(
     tmp_path: Path, cloud: dict[str, str]
 ) -> None:
-    done = run_python(WRITE_THREE, tmp_path, **cloud)
+    done = run_python(WRITE_A_JOB, tmp_path, **cloud, JOB_IDENTIFIER="j")
     assert done.returncode == 0, done.stderr
-    assert [r["step"] for r in records(tmp_path / "j-goodput.cloud")] == [1, 2, 3]
     assert not (tmp_path / "j-goodput.log").exists()
-    calculator = (
-        "import sys; from resiliency.goodput_measure.calculator import main; sys.exit(main(sys.argv[1:]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", calculator, "--job-name", "j", "--reference-step-time", "1"],
-        cwd=tmp_path,
-        env={**os.environ, **cloud},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Checkpoints Saved" in done.stdout
+    exported = tmp_path / "j-goodput.cloud"  # one payload a line
+    assert re.findall(r'"(?:step|node_rank)": [^,}]+', exported.read_text()) == [
+        '"node_rank": 0.0',
+        '"step": 40.0',
+        '"step": 60.0',
+        '"node_rank": 0.0',
+    ]
+    command = [sys.executable, "-m", "resiliency.goodput_measure.calculator", "--job-name", "j"]
+    for source in ([], ["--log-file", str(exported)]):
+        done = subprocess.run(
+            [*command, *source, "--reference-step-time", "1", "--export", "out.json"],
+            cwd=tmp_path,
+            env={**os.environ, **cloud},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        metrics = json.loads((tmp_path / "out.json").read_text())
+        assert (metrics["min_loaded_step"], metrics["max_saved_step"], metrics["step_diff"]) == (40, 60, 20)
+        assert (metrics["total_events"], metrics["unparsable_lines"]) == (5, 0)
 
 
 def test_a_cloud_that_fails_midway_costs_one_warning_and_no_event(

@@ -12,18 +12,18 @@ from resiliency.checkpoint.peers.service import PeerService
 from resiliency.checkpoint.peers.table import PeerTable
 
 
-def serve(host: str, root: str, commands: Connection, events: Connection) -> None:
+def serve(connection: Connection, host: str, root: str) -> None:
     """Send the port, then events; obey ("update", file) and ("replicate", step, save id) until the end."""
     patience = Patience(
         silence=timedelta(seconds=3), pause=timedelta(seconds=0.1), longest_pause=timedelta(seconds=0.3)
     )
     with PeerService(
-        host, Path(root), listen_address="127.0.0.1", on_event=events.send, patience=patience
+        host, Path(root), listen_address="127.0.0.1", on_event=connection.send, patience=patience
     ) as service:
-        events.send(service.port)
+        connection.send(service.port)
         while True:
             try:
-                command, *rest = commands.recv()
+                command, *rest = connection.recv()
             except EOFError:
                 return
             if command == "update":

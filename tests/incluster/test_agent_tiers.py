@@ -206,3 +206,29 @@ def disagree(rank: int, root: str) -> str:
 def test_ranks_with_different_tiers_are_refused_on_all_of_them(tmp_path: Path, rank_pool: RankPool) -> None:
     for error in rank_pool.run(disagree, 2, str(tmp_path), timeout=90).values:
         assert "rank 1 saves to the tiers local, persistent, rank 0 to persistent" in error
+
+
+def go_back_and_save_again(rank: int, root: str) -> list[tuple[str, ...]]:
+    target = {"weights": torch.zeros(1 << 16), "rank": -1}
+    with open_at(Path(root), rank, keep=9) as checkpoints:
+        for step in (1, 2, 3):
+            assert copied(checkpoints.save(step, state_of(rank, step)))
+        assert checkpoints.restore(target, step=1).step == 1
+        hosts = [copied(checkpoints.save(step, state_of(rank, -step))) for step in (2, 3, 4)]
+        dist.barrier()
+    return hosts
+
+
+def test_after_a_rollback_the_copies_on_other_hosts_are_those_of_now(
+    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str]
+) -> None:
+    report = rank_pool.run(
+        *(go_back_and_save_again, 2, str(tmp_path)), timeout=200, operation_timeout=90, env=agent_host_env
+    )
+    assert report.values == [[("host-1",)] * 3, [("host-0",)] * 3]
+    for rank in (0, 1):
+        for step in (2, 3, 4):
+            for path in (roots(tmp_path)[2 * rank], roots(tmp_path)[2 * (1 - rank) + 1]):
+                shard = CheckpointReader(LocalStorage(path), step).read_shard(rank)
+                found = torch.frombuffer(shard.read(shard.layout.by_key["weights"]), dtype=torch.float32)
+                assert found.unique().tolist() == [10.0 * rank - step], (path, step)

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import CheckpointError
 from resiliency.plugins import manifest
 from resiliency.runtime import SystemClock
+from resiliency.testing import warm
 from resiliency.testing.clock import ManualClock
 from resiliency.testing.processes import Command
 from resiliency.testing.rank_pool import RankPool
@@ -487,11 +487,9 @@ def test_a_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals, code: 
 def test_persistent_storage_is_left_to_the_first_host(tmp_path: Path) -> None:
     root = checkpoints(tmp_path / "mine", 1, 2)
     argv = [str(BENCHMARK / "ckpt_cleaner.py"), "--persistent-ckpt-dir-prefix", str(tmp_path), "--once"]
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, *argv, "--job-identifier", "mine", "--num-checkpoints-to-keep", "1"],
         env={**os.environ, "NODE_RANK": "1"},
-        capture_output=True,
-        text=True,
         timeout=60,
         check=True,
     )

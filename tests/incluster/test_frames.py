@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -307,6 +308,24 @@ def test_silent_and_babbling_strangers_do_not_keep_hosts_out(server: Server) -> 
         lambda: sum(t.name == "resiliency-peer-serve" for t in threading.enumerate()) == 0,
         "threads of strangers stay",
     )
+
+
+def test_strangers_hold_a_server_up_for_the_time_of_a_greeting_however_patient_it_is_with_hosts(
+    tmp_path: Path,
+) -> None:
+    serving = Server(
+        "b", "127.0.0.1", ReplicaStore(tmp_path), table=lambda: table_of([A, B]), join=lambda link: False,
+        counters=Counters(), patience=replace(CALM, connect=timedelta(seconds=0.5)),
+    )  # fmt: skip
+    strangers = [socket.create_connection(("127.0.0.1", serving.port), 60) for _ in range(2 * CONNECTIONS)]
+    try:
+        began = time.monotonic()
+        reach(serving, table_of([A, B])).close()
+        assert time.monotonic() - began < CALM.silence.total_seconds() / 2
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        serving.close()
 
 
 @pytest.mark.parametrize(

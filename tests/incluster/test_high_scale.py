@@ -170,6 +170,16 @@ def test_a_replicator_that_takes_nothing_is_named_and_the_config_taken_back(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_wait_for_a_replicator_that_is_not_there_is_told_at_once_and_then_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), pytest.raises(ReplicatorSilent):
+        Replicator(job(tmp_path), tell_every=BRIEF / 5).start(BRIEF)
+    told = [record for record in caplog.records if "waits for the replicator to take" in record.getMessage()]
+    assert [record.levelno for record in told[:2]] == [logging.INFO, logging.WARNING]
+    assert str(tmp_path / "replicator.yaml: 0 of 0.5 s") in told[0].getMessage()
+
+
 def test_a_failed_replicator_raises_with_what_it_said(tmp_path: Path) -> None:
     with serving(tmp_path, fault=ReplicatorFault.FAILS):
         replicator = Replicator(job(tmp_path))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -38,16 +39,20 @@ BOTH = ("local", "persistent")
 class Desk:
     """An intake for some of two ranks, on one host, and what it reported."""
 
-    def __init__(self, root: Path, *, local_ranks: tuple[int, ...] = (0, 1), host: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        local_ranks: tuple[int, ...] = (0, 1),
+        host: str = "",
+        world_size: int = 2,
+        session: str = "s",
+    ) -> None:
         self.root = root
-        own = root / host
+        self.own = own = root / host
         own.mkdir(exist_ok=True)
         self.done: queue.SimpleQueue[tuple[SaveJob, Done]] = queue.SimpleQueue()
         self.hurry = Event()
-        self.arenas = [
-            RankArena(own / "arena", rank=rank, world_size=2, slots=3, run_id="s") for rank in local_ranks
-        ]
-        self.capturers = {arena.rank: Capturer(arena) for arena in self.arenas}
         self.intake = Intake(own / "arena", lambda job, done: self.done.put((job, done)), self.hurry)
         settings = Settings(
             directory=str(root / "persistent"),
@@ -60,15 +65,33 @@ class Desk:
         self.ranks = [
             Attach(
                 rank=rank,
-                world_size=2,
+                world_size=world_size,
                 local_ranks=local_ranks,
                 run_id="run",
-                session="s",
+                session=session,
                 host=host,
                 settings=settings,
             )
             for rank in local_ranks
         ]
+        self.arenas: list[RankArena] = []
+        self._open()
+
+    def _open(self) -> None:
+        self.arenas = [
+            RankArena(self.own / "arena", rank=at.rank, world_size=at.world_size, slots=3, run_id=at.session)
+            for at in self.ranks
+        ]
+        self.capturers = {arena.rank: Capturer(arena) for arena in self.arenas}
+
+    def start_again(self, session: str) -> None:
+        """The ranks, not the agent."""
+        for arena in self.arenas:
+            self.capturers[arena.rank].close()
+            arena.close()
+        self.ranks = [replace(rank, session=session) for rank in self.ranks]
+        self._open()
+        self.intake.begin_session(self.ranks[0])
 
     def capture(self, rank: int, step: int, tiers: tuple[str, ...] = BOTH) -> Save:
         state = {"weights": torch.full((1000,), float(step))}
@@ -484,4 +507,54 @@ def test_a_refusal_of_the_first_try_that_still_waits_on_one_host_does_not_refuse
         assert "no more" in why
         assert second == (2, "")
         assert outcomes(leader, 1) == [(2, "")]
+        assert leader.complete("persistent") == [2]
+
+
+def test_a_step_of_which_a_rank_says_nothing_fails_at_the_deadline_and_its_slots_are_given_back(
+    desk: Desk,
+) -> None:
+    first, second = (
+        replace(rank, settings=replace(rank.settings, save_timeout_s=limit_s))
+        for rank, limit_s in zip(desk.ranks, (0.05, 60.0), strict=True)
+    )
+    for step in (1, 2):
+        desk.intake.save(first, desk.capture(0, step))
+    reports = desk.reports(4)
+    assert reports.keys() == {(step, tier) for step in (1, 2) for tier in BOTH}
+    assert all("rank 1 said nothing of it for 0.05 s" in error for error in reports.values())
+    for step in (3, 4, 5):  # as many as there are slots
+        desk.intake.save(second, desk.capture(1, step))
+        desk.intake.save(first, desk.capture(0, step))
+        assert set(desk.reports(2).values()) == {""}
+
+
+@pytest.mark.parametrize("lost", ["rank", "host"])
+def test_a_save_whose_rank_or_host_was_lost_holds_up_no_save_of_the_next_start(
+    tmp_path: Path, lost: str
+) -> None:
+    """Of two hosts and three ranks: the last rank never has step 1, or its host is gone with its agent."""
+    with ExitStack() as stack:
+        leader, other = (
+            stack.enter_context(closing(Desk(tmp_path, local_ranks=ranks, host=f"h{ranks[0]}", world_size=3)))
+            for ranks in ((0,), (1, 2))
+        )
+        leader.intake.save(leader.ranks[0], leader.capture(0, 1, ("persistent",)))
+        storage = LocalStorage(tmp_path / "persistent")
+        wait_until(lambda: try_read_marker(storage, 1), "the leader has not begun")
+        other.intake.save(other.ranks[0], other.capture(1, 1, ("persistent",)))
+        leader.start_again("t")
+        if lost == "rank":
+            other.start_again("t")
+        else:
+            spare = Desk(tmp_path, local_ranks=(1, 2), host="spare", world_size=3, session="t")
+            other = stack.enter_context(closing(spare))
+        began = time.monotonic()
+        for host in (leader, other):
+            for rank in host.ranks:
+                host.intake.save(rank, host.capture(rank.rank, 2, ("persistent",)))
+        reports = leader.reports(2)
+        assert (reports[2, "persistent"], other.reports(1)) == ("", {(2, "persistent"): ""})
+        assert time.monotonic() - began < 20, "it waits for the time of a save"
+        expected = "rank 1 could not write its part" if lost == "rank" else "ranks 1, 2 did not answer"
+        assert expected in reports[1, "persistent"]
         assert leader.complete("persistent") == [2]

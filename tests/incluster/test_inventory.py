@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -41,6 +43,8 @@ from tests.incluster.held import (
     make,
     replicate,
 )
+
+T = TypeVar("T")
 
 
 def seen(holdings: list[Holding]) -> set[tuple[int, int, str, str]]:
@@ -219,6 +223,61 @@ def test_all_ranks_come_to_the_same_inventory(tmp_path: Path, rank_pool: RankPoo
     assert (first.stored, first.firsts) == ((1,), (0, 1))
     [same, *_] = rank_pool.run(inventory_of, 3, *arguments, True, timeout=120.0).values
     assert {(thing.group, thing.world_size) for thing in (*same.needs, *same.holdings)} == {("replicated", 3)}
+
+
+class Weighed(Agreement):
+    """The ranks of the process group, and the size of the longest text that any of them gave at once."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.longest = 0
+
+    def gather(self, value: T) -> list[T]:
+        values = super().gather(value)
+        self.longest = max(self.longest, *(len(pickle.dumps(each)) for each in values))
+        return values
+
+
+def listed_by(rank: int, steps: list[list[int]]) -> tuple[int, list[int], list[int], list[int]]:
+    """The longest text, and the steps that are known: at first, with step 40, and all."""
+
+    def list_here(is_first: bool) -> list[Holding]:
+        return [
+            Holding(
+                step=step, save_id=f"s-{step}", run_id="run", rank=rank, world_size=2, host=f"host-{rank}",
+                place=Place.LOCAL, root=f"/local/{rank}", digest=f"{step:064}",
+            )
+            for step in steps[rank]
+        ]  # fmt: skip
+
+    agreement = Weighed(rank, 2)
+    found = take_inventory(
+        agreement, host=f"host-{rank}", group="", interchangeable=False, list_here=list_here, storage=None
+    )
+    longest = agreement.longest
+
+    def known() -> list[int]:
+        return sorted({holding.step for holding in found.holdings})
+
+    first = known()
+    found.look_at(40)
+    then = known()
+    assert found.sources()[0].step == 10
+    return longest, first, then, known()
+
+
+def test_a_host_with_hundreds_of_steps_lists_those_that_may_be_restored_and_others_when_they_are_asked_for(
+    rank_pool: RankPool,
+) -> None:
+    # The disk of host 1 was full after step 10: all that came later is on host 0 alone.
+    steps = [list(range(1, 501)), list(range(1, 11))]
+    first, second = rank_pool.run(listed_by, 2, steps, timeout=120.0).values
+    assert first == second
+    longest, at_first, then, at_last = first
+    assert longest < 8000  # and 70,000 if all were listed at once
+    assert at_first == [*range(1, 11), *range(485, 501)]
+    assert then == [*range(1, 11), 40, *range(485, 501)]
+    assert at_last == steps[0]
 
 
 def of_shared_storage(root: Path) -> Inventory:

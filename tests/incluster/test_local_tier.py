@@ -31,8 +31,9 @@ from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.capture import Capturer
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.delivery import Delivery
-from resiliency.checkpoint.generations import awaiting, give_up, locked, make_way, retire
+from resiliency.checkpoint.generations import HANDED_OVER, awaiting, give_up, locked, make_way, retire
 from resiliency.checkpoint.manifest import Manifest, write_manifest
+from resiliency.checkpoint.marker import put_marker
 from resiliency.checkpoint.saves import SaveHandle, SaveLog, SaveRecord, TierOutcomes
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.tiers import TierName
@@ -167,6 +168,22 @@ def test_one_capture_serves_both_tiers_that_are_due_and_the_others_get_what_is_t
     assert [event.type for event in sink.events].count(EventType.SAVE_STARTED) == 2
     saved = [(e.step, e.fields["tier"]) for e in sink.events if e.type is EventType.CHECKPOINT_SAVED]
     assert sorted(saved) == [(2, "local"), (4, "local"), (4, "persistent")]
+
+
+def test_the_step_that_a_job_goes_on_from_stays_when_it_is_saved_again(place: Place) -> None:
+    with place.open(alone=True) as checkpoints:
+        for step in (1, 2):
+            assert checkpoints.save(step, make_state(step)).wait_complete(SOON)
+    manifest = place.local / "step=2" / "manifest.json"
+    before = manifest.read_bytes()
+    with place.open(alone=True) as checkpoints:
+        state = make_state(0)
+        assert checkpoints.restore(state).step == 2
+        handle = checkpoints.save(2, state, wait=SOON)
+        assert handle.wait_complete(SOON)
+        assert handle.record.committed_in == ("local",)
+    assert manifest.read_bytes() == before
+    assert complete(place.local) == [1, 2]
 
 
 def test_a_step_that_one_tier_has_is_saved_again_for_the_other_only(place: Place) -> None:
@@ -424,6 +441,16 @@ def test_nothing_goes_for_a_complete_step_that_this_host_does_not_have(
     storage = generations(tmp_path, s1="a", s4="b")
     assert retire(storage, run_id="run", complete=news, keep=1) == []
     assert complete(tmp_path) == [1, 4]
+
+
+def test_a_generation_whose_removal_failed_goes_when_the_next_one_is_complete(tmp_path: Path) -> None:
+    storage = generations(tmp_path, s1="a", s2="a", s3="a")
+    troubled = TroubledStorage(storage, StorageTrouble(step=1, operation="remove_tree"))
+    with pytest.raises(CheckpointWriteFailed, match="step=1"):
+        retire(troubled, run_id="run", complete={3: "a-3"}, keep=2)
+    put_marker(storage, 2, HANDED_OVER)
+    assert retire(troubled, run_id="run", complete={3: "a-3"}, keep=2) == [1]
+    assert storage.list("") == ["step=2", "step=2-unfinished", "step=3"]
 
 
 def test_another_runs_checkpoints_are_not_retired(tmp_path: Path) -> None:

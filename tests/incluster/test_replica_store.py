@@ -55,6 +55,7 @@ from resiliency.testing.storage import (
     Survival,
 )
 from tests.checkpoint.storage_builders import assert_holds
+from tests.incluster.held import flip
 from tests.incluster.peer_builders import commit_step, shard, tree
 
 OWNER = "host-a"
@@ -325,7 +326,11 @@ def test_a_damaged_replica_is_received_anew(tmp_path: Path, original: LocalStora
     quarantine(root, 1, "found bad")
     assert not receive(store, original, 1).is_held
     assert_replica(root, 1)
-    os.truncate(tmp_path / "replicas" / OWNER / "step=1/rank=2/slot.bin", 100)
+    file = tmp_path / "replicas" / OWNER / "step=1/rank=2/slot.bin"
+    os.truncate(file, 100)
+    assert not receive(store, original, 1).is_held
+    assert_replica(root, 1)
+    flip(file)
     assert not receive(store, original, 1).is_held
     assert_replica(root, 1)
 

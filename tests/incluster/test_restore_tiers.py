@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.arena import RankArena
@@ -24,11 +25,14 @@ from resiliency.checkpoint.recovery.inventory import list_local
 from resiliency.checkpoint.recovery.repairs import repairs
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.restoring import Restorer
+from resiliency.checkpoint.state import plan_restore
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.checkpoint.table import Shard
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
 from resiliency.testing.rank_pool import Outcome, RankPool
+from tests.checkpoint.test_storing_states import shard_of
 from tests.incluster.held import (
+    SESSION,
     arena_of,
     commit_for_all,
     commit_locally,
@@ -152,6 +156,25 @@ def test_ranks_that_changed_hosts_get_their_own_states_from_peers(
     found = run(rank_pool, "c", "b", "a", "b", "a", root=tmp_path, has_storage=False)
     assert_all(found, 2, Tier.PEERS)
     assert all(got.moved == {Tier.LOCAL, Tier.PEERS} for got in found)
+
+
+def restore_a_part(rank: int, job: Job) -> tuple[Tier, list[float]]:
+    state = {"weights": torch.zeros(1000), "new": torch.zeros(3)}
+    with ExitStack() as held:
+        found = restorer(rank, job, held).restore(lambda shard: plan_restore(state, shard, partial=True))
+    return found.tier, [*state["weights"].unique().tolist(), *state["new"].unique().tolist()]
+
+
+@pytest.mark.parametrize(("hosts", "tier"), [("ab", Tier.LOCAL), ("ba", Tier.PEERS)])
+def test_a_part_of_a_state_comes_from_own_disks_and_from_peers(
+    hosts: str, tier: Tier, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    for rank, host in enumerate("ab"):
+        shard = shard_of({"weights": torch.full((1000,), 1.0 + rank), "moments": torch.ones(2000)})
+        commit_locally(tmp_path, host, [replace(shard, rank=rank, world_size=2, run_id=SESSION)])
+    job = Job(tmp_path, tuple(hosts), has_storage=False)
+    found = rank_pool.run(restore_a_part, 2, job, timeout=120.0).values
+    assert found == [(tier, [1.0, 0.0]), (tier, [2.0, 0.0])]
 
 
 def test_a_lost_host_is_made_good_by_its_copies_and_the_copies_by_repairs(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import multiprocessing
 import os
 import signal
 import socket
@@ -37,6 +36,7 @@ from resiliency.checkpoint.peers.service import (
 from resiliency.checkpoint.recovery.repairs import Push
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import ConfigError
+from resiliency.testing import warm
 from resiliency.testing.leaks import open_descriptors
 from resiliency.testing.processes import Command
 from tests.checkpoint.storage_builders import no_descriptor_left
@@ -375,7 +375,7 @@ def test_repairs_push_what_a_host_holds_to_where_it_is_missing(start: Start) -> 
 
 
 class HostProcess:
-    """A host as a process of its own, forked from a server that has imported the engine."""
+    """A host as a process of its own, forked from an interpreter that has imported the engine."""
 
     def __init__(self, name: str, root: Path) -> None:
         self.name = name
@@ -383,23 +383,15 @@ class HostProcess:
         self.begin()
 
     def begin(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        commands, self._commands = context.Pipe(duplex=False)
-        self._events, events = context.Pipe(duplex=False)
         self._seen: list[object] = []
-        self._process = context.Process(
-            target=peer_process.serve, args=(self.name, str(self.root), commands, events), daemon=True
-        )
-        self._process.start()
-        for end in (commands, events):
-            end.close()
+        self._process, self._connection = warm.start_function(peer_process.serve, self.name, str(self.root))
 
     def listening(self) -> Peer:
         return Peer(host=self.name, address="127.0.0.1", port=self.wait_for(int))
 
     def tell(self, *command: object) -> None:
-        if not self._commands.closed:
-            self._commands.send(command)
+        if not self._connection.closed:
+            self._connection.send(command)
 
     def save(self, step: int) -> None:
         commit_step(LocalStorage(self.root), step)
@@ -413,23 +405,20 @@ class HostProcess:
                     self._seen.remove(event)
                     return event
             left_s = deadline - time.monotonic()
-            came = self._events.poll(max(left_s, 0))
+            came = self._connection.poll(max(left_s, 0))
             assert came, f"{self.name}: no {kind.__name__} of step {step}; {self._seen}"
-            self._seen.append(self._events.recv())
+            self._seen.append(self._connection.recv())
 
     def signal(self, number: int) -> None:
-        assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Dead when this returns.  Idempotent."""
-        if self._commands.closed:
+        if self._connection.closed:
             return
         self._process.kill()
-        self._process.join(LONG_S)
-        self._process.close()
-        self._commands.close()
-        self._events.close()
+        self._process.wait(LONG_S)
+        self._connection.close()
 
 
 class Job:
@@ -747,6 +736,48 @@ def test_the_next_agent_listens_where_the_one_before_did_unless_somebody_else_do
         assert second.port == port
 
 
+def test_an_agent_listens_at_a_port_that_no_outgoing_connection_gets(tmp_path: Path) -> None:
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if lowest <= 20000:
+        pytest.skip("outgoing connections get nearly any port here")
+    with PeerService("a", tmp_path, on_event=lambda event: None) as service:
+        assert not lowest <= service.port <= highest
+
+
+def test_an_agent_whose_port_was_taken_is_found_again_when_it_is_free(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    (leader,) = start("a")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        peer = Peer(host="b", address="127.0.0.1", port=taken.getsockname()[1])
+        other = Host("b", tmp_path / "b")
+        try:
+            table = table_of([leader.peer, peer])
+            for host in (leader, other):
+                host.service.update(table)
+            assert f"port {peer.port} of this host is taken" in caplog.text
+            leader.save(10)
+            assert not leader.wait_for(NotReplicated, 10).is_final
+            taken.close()
+            leader.wait_for(Replicated, 10)
+            wait_until(lambda: "find this one again" in caplog.text, "it is not told")
+        finally:
+            other.service.close()
+
+
 def test_a_service_that_cannot_listen_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         PeerService("a", tmp_path, listen_address="192.0.2.1", on_event=lambda event: None)
+
+
+def test_a_leader_that_is_not_reached_is_warned_of_with_what_follows(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader, other = start("a", "b", patience=replace(QUICK, silence=timedelta(seconds=0.5)))
+    other.service.update(table_of([replace(leader.peer, port=1), other.peer]))
+    wait_until(lambda: "the leader has not been reached" in caplog.text, "nobody says so")
+    warning = next(r.getMessage() for r in caplog.records if "has not been reached" in r.getMessage())
+    assert "no step becomes complete" in warning
+    assert "cannot reach a at 127.0.0.1:1" in warning
+    assert "RESILIENCY_PEER_ADDRESS" in warning

@@ -156,6 +156,7 @@ def test_an_interval_from_the_rate_of_failures_follows_the_cost_that_is_measured
 @pytest.mark.parametrize(
     ("values", "text"),
     [
+        ({"steps": None}, "steps of an interval must be 0"),
         ({"steps": -1}, "steps of an interval must be 0"),
         ({"seconds": float("nan")}, "seconds of an interval must be 0"),
         ({"mtbf_s": float("inf")}, "mtbf_s of an interval must be 0"),

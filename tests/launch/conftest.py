@@ -37,10 +37,11 @@ def launch(tmp_path: Path, temporary: Path) -> Iterator[Launch]:
     """``launch(*flags_script_and_arguments, run_dir=..., NAME=value)`` starts a launcher."""
     with ExitStack() as stack:
 
-        def start(*words: object, run_dir: Path | None = None, **env: str) -> Command:
+        def start(*words: object, run_dir: Path | None = None, cold: bool = False, **env: str) -> Command:
             argv = [sys.executable, str(ROOT / "launcher.py"), "--run-dir", str(run_dir or tmp_path / "run")]
             fixed = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GOODPUT_USE_FILE_TRACKING": "1"}
-            command = Command([*argv, *map(str, words)], env={**fixed, **env}, cwd=tmp_path)
+            fixed |= {"RESILIENCY_CACHE_DIR": str(tmp_path / "cache")}
+            command = Command([*argv, *map(str, words)], env={**fixed, **env}, cwd=tmp_path, cold=cold)
             return stack.enter_context(command)
 
         yield start

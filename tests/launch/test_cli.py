@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from resiliency.errors import ConfigError
 from resiliency.launch import cli
@@ -36,6 +37,29 @@ SCALED = [
 def resolved(*flags: str, tmp_path: Path, env: dict[str, str] | None = None) -> LaunchOptions:
     env = env or {}
     return resolve(cli.parse([f"--run-dir={tmp_path}", *flags, str(WORKER)], env), env)
+
+
+def test_the_jobs_of_the_page_on_starting_are_accepted(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "starting.md").read_text()
+    scripts = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    commands = [
+        re.sub(r"\$\{?\w+", "4", line.partition("launcher.py ")[2]).split()
+        for line in "".join(scripts).replace("\\\n", " ").splitlines()
+        if "launcher.py --" in line
+    ]
+    (manifest,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    _, job = yaml.safe_load_all(manifest)
+    pod = job["spec"]["template"]["spec"]
+    commands.append(pod["containers"][0]["command"][2:])
+    assert len(commands) == 3
+    for words in commands:
+        assert words[-1] == "train.py"
+        options = resolved(*(word.strip('"') for word in words[:-1]), tmp_path=tmp_path)
+        assert (options.workers, options.max_restarts) == (8, 3)
+    memory = [
+        volume["name"] for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"
+    ]
+    assert {"name": memory[0], "mountPath": "/dev/" + "shm"} in pod["containers"][0]["volumeMounts"]
 
 
 def upstream_parsers() -> list[argparse.ArgumentParser]:

@@ -19,8 +19,8 @@ from .conftest import PATIENCE, WORKER, Launch, events, free_port, ready
 LeavesNothing = Callable[[Command], None]
 
 
-def start(launch: Launch, *words: object) -> Command:
-    job = launch("--nproc-per-node=2", *words)
+def start(launch: Launch, *words: object, cold: bool = False) -> Command:
+    job = launch("--nproc-per-node=2", *words, cold=cold)
     ready(job, 0)
     ready(job, 1)
     return job
@@ -93,7 +93,8 @@ def test_a_dead_guardian_costs_the_protection_and_not_the_job(launch: Launch, tm
 
 
 def test_a_dead_rank_monitor_is_replaced_at_the_next_start(launch: Launch, tmp_path: Path) -> None:
-    job = start(launch, "--max-restarts=1", WORKER, "--attempt=0", "wait")
+    # Cold, because the template of a launcher that was forked has the same command line.
+    job = start(launch, "--max-restarts=1", WORKER, "--attempt=0", "wait", cold=True)
     monitors = [p for p in job.descendants() if p.cmdline()[1:2] == job.argv[1:2]]
     assert len(monitors) == 2
     monitors[0].kill()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real training: the real launcher, the real benchmark, NeMo and Megatron on gloo ranks.
 
-A start costs 10 to 20 s of imports on two cores, so one uninterrupted run per layout is shared by
-all tests that compare with it.
+Launcher and ranks are forked from an interpreter that holds NeMo: a start costs two seconds instead of the
+ten to twenty of its imports.  Two tests start cold, as users do.  One uninterrupted run per layout is shared
+by all tests that compare with it.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.events import EventType, RunEvent
+from resiliency.testing import warm
 from resiliency.testing.processes import Command
 from tests.waiting import wait_until
 
@@ -54,6 +55,17 @@ TWO_REPLICAS = Layout("two replicas", 2)
 TENSOR_PARALLEL = Layout("tensor parallel 2", 2, ("--tensor-parallel", "2"))
 #: Steps of every run; one run per layout is shared, so all have the same length.
 STEPS = 60
+
+
+PROCESS = "--enable-optimized-async-ckpt"
+ONE_RESTART = ("--max-restarts", "1")
+#: Launcher and ranks import for themselves.
+COLD = ("--standby", "off")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _forked(nemo_is_warm: None) -> None:
+    """All that these tests start."""
 
 
 class Job:
@@ -97,8 +109,10 @@ class Job:
             *(saving if save_every else []),
             *workload,
         ]
-        env = {"JOB_IDENTIFIER": "job", "GOODPUT_USE_FILE_TRACKING": "1", "OMP_NUM_THREADS": "1"}
-        return self._stack.enter_context(Command(list(map(str, argv)), env=env, cwd=self.directory))
+        env = {"JOB_IDENTIFIER": "job", "GOODPUT_USE_FILE_TRACKING": "1"}
+        cold = set(COLD) <= set(launcher)
+        command = Command(list(map(str, argv)), env=env, cwd=self.directory, cold=cold)
+        return self._stack.enter_context(command)
 
     def run(
         self, *workload: object, launcher: tuple[object, ...] = (), save_every: int = 0, attempts: int = 1
@@ -163,11 +177,23 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout]
 
 def run_python(*argv: object, timeout: float = 120) -> str:
     """Standard output of a program that must succeed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, timeout=timeout, cwd=ROOT
-    )
+    done = warm.run([sys.executable, *map(str, argv)], timeout=timeout, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture(scope="package")
+def killed_between_saves(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Two replicas with the checkpoint process; the last was killed at step 50, restarted, and finished."""
+    with ExitStack() as stack:
+        job = Job(tmp_path_factory.mktemp("process"), TWO_REPLICAS, stack)
+        job.run(
+            *(PROCESS, "--enable-dist-ckpt", "--sim-fault-desc", "rank_killed,step=50"),
+            launcher=ONE_RESTART,
+            save_every=20,
+            attempts=2,
+        )
+    return job
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -88,11 +90,20 @@ def test_sigterm_to_the_launcher_saves_one_last_step_and_ends_the_job_well(
     assert job.restored_steps() == [0, last]
 
 
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a job of one rank that ended at step 40, with checkpoints of steps 20 and 40."""
+    with ExitStack() as stack:
+        job = Job(tmp_path_factory.mktemp("saved"), ONE_RANK, stack)
+        job.run("--max-steps", "40", save_every=20)
+    return job.directory
+
+
 def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval_and_is_reported(
-    new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
+    saved_twice: Path, new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
     job = new_job(ONE_RANK)
-    job.run("--max-steps", "40", save_every=20)
+    shutil.copytree(saved_twice, job.directory, dirs_exist_ok=True)
     flip_a_bit(next((job.checkpoints / "step=40" / "weights").glob("__0_*.distcp")))
     output = job.run(save_every=20)
     assert "step=40 is not used" in output
@@ -103,16 +114,18 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval_and_is_report
 
 
 def test_when_no_checkpoint_is_usable_the_job_ends_instead_of_starting_over(
-    new_job: Callable[[Layout], Job],
+    saved_twice: Path, new_job: Callable[[Layout], Job]
 ) -> None:
     job = new_job(ONE_RANK)
-    job.run("--max-steps", "20", save_every=20)
-    flip_a_bit(job.checkpoints / "step=20" / "weights" / "common.pt")
+    shutil.copytree(saved_twice, job.directory, dirs_exist_ok=True)
+    damaged = [job.checkpoints / f"step={step}" / "weights" / "common.pt" for step in (20, 40)]
+    for path in damaged:
+        flip_a_bit(path)
     command = job.start(save_every=20)
     assert command.wait(timeout=ATTEMPT_S) == 1
-    assert "none of the newest 1 is usable" in command.output
+    assert "none of the newest 2 is usable" in command.output
     assert job.restored_steps() == [0]  # of the first run; the second restored nothing
-    assert (job.checkpoints / "step=20" / "weights" / "common.pt").is_file()
+    assert all(path.is_file() for path in damaged)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 from resiliency.checkpoint.marker import marker_name
 from resiliency.testing.processes import Command
 from tests.nemo import one_of_several_hosts
-from tests.nemo.conftest import ATTEMPT_S, ROOT, STEPS, TENSOR_PARALLEL, TWO_REPLICAS, Job, Layout, Losses
+from tests.nemo.conftest import ATTEMPT_S, STEPS, TENSOR_PARALLEL, TWO_REPLICAS, Job, Layout, Losses
 from tests.nemo.test_checkpoint_process import restored_from
 from tests.waiting import wait_until
 
@@ -114,11 +114,10 @@ class Hosts:
         env = {
             **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": str(rank), "LOCAL_RANK": "0"},
             **{"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            **{"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"},
+            **{"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"},
             **{"JOB_IDENTIFIER": "job", "RESILIENCY_RUN_DIR": str(self.directory), "NODE_NAME": host},
             "RESILIENCY_PEER_ADDRESS": f"127.0.0.{2 + self._names.index(host)}",
             one_of_several_hosts.MEMORY_ENV: str(own / "memory"),
-            "PYTHONPATH": str(ROOT),
         }
         return self._stack.enter_context(Command(list(map(str, argv)), env=env, cwd=self.directory))
 
@@ -128,16 +127,6 @@ def new_hosts(tmp_path: Path) -> Iterator[Callable[[Layout], Hosts]]:
     """``new_hosts(layout)``: hosts with nothing on them, in the test's own directory."""
     with ExitStack() as stack:
         yield lambda layout: Hosts(tmp_path, layout, stack)
-
-
-def test_hosts_that_come_back_in_another_order_exchange_what_they_have(
-    new_hosts: Callable[[Layout], Hosts], uninterrupted: Callable[[Layout], Losses]
-) -> None:
-    hosts = new_hosts(TWO_REPLICAS)
-    hosts.die(["a", "b"], "--local-ckpt-replicas", 0)
-    hosts.finish(["b", "a"], "--local-ckpt-replicas", 0)
-    assert restored_from(hosts.job) == [(0, None), (NEWEST, "peers")]
-    assert hosts.job.losses() == uninterrupted(TWO_REPLICAS)
 
 
 def test_what_a_lost_host_had_comes_back_from_the_host_that_kept_a_copy(

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from resiliency.plugins import manifest
-from tests.nemo.conftest import TENSOR_PARALLEL, Job, Layout, Losses
-from tests.nemo.test_checkpoint_process import ONE_RESTART, complete, restored_from
+from tests.nemo.conftest import ONE_RESTART, TENSOR_PARALLEL, Job, Layout, Losses
+from tests.nemo.test_checkpoint_process import complete, restored_from
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 

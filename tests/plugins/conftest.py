@@ -18,7 +18,7 @@ JOB_S = 150.0
 
 
 @pytest.fixture(scope="package")
-def pool() -> Iterator[RankPool]:
+def pool(nemo_is_warm: None) -> Iterator[RankPool]:
     with RankPool() as pool:
         pool.warm_up(4)
         yield pool

@@ -44,7 +44,9 @@ def numbers_after_adoption(rank: int, layout: Layout) -> dict[str, Any]:
     from resiliency.plugins.random_states import RandomStates, adopted, set_rng_state
 
     with job(rank, layout):
-        random.seed(rank)  # a program that seeds by rank; the other generators are seeded alike
+        # A program that seeds Python's generator by rank and NumPy's alike; Megatron seeds the others.
+        random.seed(rank)
+        np.random.seed(1234)
         state = RandomStates().take()
 
         def drawn() -> dict[str, Any]:

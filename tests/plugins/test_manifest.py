@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resiliency.errors import CheckpointIncomplete
+from resiliency.errors import CheckpointIncomplete, CheckpointWriteFailed
 from resiliency.plugins import manifest
+from resiliency.testing import warm
 
 #: As Megatron writes them: two ranks with one and two files, and what rank 0 writes for all.
 FILES = {
@@ -257,7 +260,7 @@ SEALS = KILLED + "kill_around(call, moment); manifest.seal(path, step=20, world_
 
 
 def run_until_killed(script: str, path: Path, call: str, moment: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script, str(path), call, moment], timeout=60)
+    done = warm.run([sys.executable, "-c", script, str(path), call, moment], timeout=60)
     assert done.returncode == -signal.SIGKILL
 
 
@@ -295,3 +298,19 @@ def test_writing_again_replaces_and_leaves_no_temporary_file(tmp_path: Path) -> 
     manifest.write_durably(tmp_path / "deep" / "file", b"one")
     manifest.write_durably(tmp_path / "deep" / "file", b"two")
     assert [path.read_bytes() for path in (tmp_path / "deep").iterdir()] == [b"two"]
+
+
+def test_an_error_of_the_device_is_no_refusal_to_sync_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(number: int) -> Callable[[int], None]:
+        def fsync(fd: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))  # a FUSE object store
+    manifest.fsync_directory(tmp_path)
+    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
+    with pytest.raises(CheckpointWriteFailed, match="EIO"):
+        manifest.fsync_directory(tmp_path)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,30 @@ def test_a_new_start_takes_the_newest_checkpoint_on_all_ranks(ranks: Ranks) -> N
     ranks.run(megatron_ranks.restored_together, TWO_REPLICAS, *place, expected)
 
 
+@dataclass
+class Stock:
+    """What stock Megatron did, all in one start per size."""
+
+    #: (who saved, who loads) -> what each rank loaded.
+    read: dict[tuple[Layout, Layout], list[dict[str, Any]]]
+    #: Where it saved a state of two replicas, and what each rank had in it.
+    directory: Path
+    saved: list[list[Part]]
+    #: What one rank loaded from there.
+    read_back: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def read_by_stock(ranks: Ranks) -> dict[tuple[Layout, Layout], list[dict[str, Any]]]:
-    """What stock Megatron loaded, by (who saved, who loads), of each rank; all in one start per size."""
-    results: dict[tuple[Layout, Layout], list[dict[str, Any]]] = {}
-    for world_size in (1, 2):
-        cases = []
+def stock(ranks: Ranks) -> Stock:
+    read: dict[tuple[Layout, Layout], list[dict[str, Any]]] = {}
+    directory, state = ranks.root / "by-stock", str(ranks.root / "state-{rank}")
+    checkpoint = directory / f"step={STEP}"
+    checkpoint.mkdir(parents=True)
+    saved = ranks.run(megatron_ranks.trained_state, TWO_REPLICAS, state)
+    own = str(ranks.root / "own-template-{rank}"), str(ranks.root / "own-result-{rank}")
+    ranks.run(megatron_ranks.template, ONE_RANK, own[0], TWO_REPLICAS.ranks)
+    for world_size, first in ((2, (str(checkpoint), state, "")), (1, (str(checkpoint), *own))):
+        cases = [first]
         pairs = [pair for pair in READ_BY_STOCK if pair[1].ranks == world_size]
         for number, (saver, loader) in enumerate(pairs):
             ranks.saved(saver)
@@ -114,14 +133,14 @@ def read_by_stock(ranks: Ranks) -> dict[tuple[Layout, Layout], list[dict[str, An
             ranks.run(megatron_ranks.template, loader, template, saver.ranks)
             cases.append((str(ranks.directory(saver) / f"step={STEP}"), template, result))
         run_stock(world_size, ranks.root, cases)
-        for pair, (_, _, result) in zip(pairs, cases, strict=True):
+        for pair, (_, _, result) in zip(pairs, cases[1:], strict=True):
             files = [result.format(rank=rank) for rank in range(world_size)]
-            results[pair] = [torch.load(file, weights_only=False) for file in files]
-    return results
+            read[pair] = [torch.load(file, weights_only=False) for file in files]
+    return Stock(read, directory, saved, torch.load(own[1].format(rank=0), weights_only=False))
 
 
 def run_stock(world_size: int, root: Path, cases: list[tuple[str, str, str]]) -> None:
-    """Load all `cases` in `world_size` processes that know nothing of this project."""
+    """Do all `cases` in `world_size` cold processes that know nothing of this project."""
     (root / f"cases-{world_size}").write_text(json.dumps(cases))
     script = Path(__file__).parent / "stock_megatron.py"
     processes = []
@@ -144,12 +163,10 @@ def run_stock(world_size: int, root: Path, cases: list[tuple[str, str, str]]) ->
 
 @pytest.mark.parametrize("pair", READ_BY_STOCK, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
 def test_stock_megatron_loads_it_at_any_size_with_the_same_bits(
-    ranks: Ranks,
-    read_by_stock: dict[tuple[Layout, Layout], list[dict[str, Any]]],
-    pair: tuple[Layout, Layout],
+    ranks: Ranks, stock: Stock, pair: tuple[Layout, Layout]
 ) -> None:
     saver, loader = pair
-    loaded = read_by_stock[pair]
+    loaded = stock.read[pair]
     assert len(loaded) == loader.ranks
     assert all(each["ours"] == [] for each in loaded)
     parts = [Part(**tensor) for each in loaded for tensor in each["tensors"]]
@@ -239,17 +256,13 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_hidden(ranks: Ranks, tmp_path
 
 
 def test_a_checkpoint_of_stock_megatron_is_passed_over_and_loads_with_stock_megatron(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, stock: Stock
 ) -> None:
-    checkpoint = tmp_path / f"step={STEP}"
-    checkpoint.mkdir()
-    state = str(tmp_path / "state-{rank}")
-    saved = ranks.run(megatron_ranks.trained_state, TWO_REPLICAS, state)
-    run_stock(2, tmp_path, [(str(checkpoint), state, "")])
-    ranks.run(megatron_ranks.passed_over, TWO_REPLICAS, tmp_path, ranks.name(TWO_REPLICAS))
-    template, result = str(tmp_path / "template-{rank}"), str(tmp_path / "result-{rank}")
-    ranks.run(megatron_ranks.template, ONE_RANK, template, TWO_REPLICAS.ranks)
-    run_stock(1, tmp_path, [(str(checkpoint), template, result)])
-    found = torch.load(result.format(rank=0), weights_only=False)
-    parts = [Part(**tensor) for tensor in found["tensors"]]
-    assert differing(parts, [part for parts in saved for part in parts]) == []
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in stock.directory.rglob("*") if path.is_file()}
+
+    before = content()
+    ranks.run(megatron_ranks.passed_over, TWO_REPLICAS, stock.directory, ranks.name(TWO_REPLICAS))
+    assert content() == before
+    parts = [Part(**tensor) for tensor in stock.read_back["tensors"]]
+    assert differing(parts, [part for parts in stock.saved for part in parts]) == []

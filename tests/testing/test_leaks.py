@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -116,8 +117,9 @@ def test_what_goes_away_within_the_grace_is_no_leak() -> None:
 
 def test_allowed_kinds_and_other_owners_are_left_out() -> None:
     before = Snapshot.take()
-    with thread(), child():
-        pid = max(int(name) for name in Snapshot.take().pids - before.pids)
+    with thread(), child() as text:
+        # Not the newest process that there is: another test's worker may start some at the same time.
+        pid = int(text.split()[1])
         allowed = [LeakKind.THREADS]
         assert leaks_since(before, allowed=allowed, owners=[Owner(pids=lambda: [pid])], grace_s=0.0) == []
 
@@ -155,4 +157,5 @@ def test_the_plugin_fails_exactly_the_test_that_leaked(tmp_path: Path) -> None:
     with Command(argv, cwd=tmp_path) as cmd:
         assert cmd.wait(timeout=60) == 1, cmd.output
         assert "environment variable FORGOTTEN changed from None to '1'" in cmd.output
-        assert "3 passed, 1 error" in cmd.output
+        # Of what the interpreter holds that it was forked from, pytest may have a warning.
+        assert re.search(r"^3 passed, (\d+ warnings?, )?1 error", cmd.output, re.MULTILINE)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU mode of Megatron: refused versions, complete undoing, silence on CUDA, and its optimizer.
 
-`install` changes torch for the whole process, so everything that installs runs in one of its own.
+`install` changes torch for the whole process, so everything that installs runs in one of its own.  What
+that process holds when it starts is torch, or torch and NeMo.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import metadata
 
@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from resiliency.errors import UntestedVersion
-from resiliency.testing import megatron_cpu
+from resiliency.testing import megatron_cpu, warm
 from resiliency.testing.megatron_cpu import TESTED_VERSIONS, GroupStepAdamW, check_versions
 
 TESTED = {name: f"{prefixes[0]}99" for name, prefixes in TESTED_VERSIONS.items()}
 
 
 def run_python(code: str) -> str:
-    """Output of a fresh interpreter."""
+    """Output of a process of its own."""
     argv = [sys.executable, "-W", "error", "-W", "ignore:The pynvml package:FutureWarning", "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    done = warm.run(argv, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -60,6 +60,7 @@ def test_a_missing_library_is_refused_with_what_to_install(name: str) -> None:
 #: Every attribute of everything that `install` may touch.
 EVERYTHING = """
 import logging, sys, types
+held = set(sys.modules)
 import torch
 from resiliency.testing import megatron_cpu
 megatron_cpu.check_versions = lambda: None  # torch is all that this process needs
@@ -88,7 +89,7 @@ def test_uninstalling_puts_back_every_attribute_and_install_may_be_repeated() ->
         "megatron_cpu.uninstall(); megatron_cpu.uninstall()\n"
         "assert changed(before, everything()) == [], changed(before, everything())\n"
         "assert sys.meta_path == before['sys', 'meta_path']\n"
-        "print([m for m in ('nemo', 'megatron') if m in sys.modules])\n"
+        "print([m for m in set(sys.modules) - held if m.startswith(('nemo', 'megatron'))])\n"
     )
     assert out == "[]"
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,12 +17,17 @@ from resiliency.testing.leaks import open_descriptors
 from resiliency.testing.processes import MARKER_ENV, Command, is_alive
 from tests.waiting import wait_until
 
-
-def python(code: str, **options: object) -> Command:
-    return Command([sys.executable, "-S", "-c", textwrap.dedent(code)], **options)  # type: ignore[arg-type]
+Python = Callable[..., Command]
 
 
-def test_waits_for_a_line_and_returns_its_match(tmp_path: Path) -> None:
+@pytest.fixture(params=["forked", "cold"])
+def python(request: pytest.FixtureRequest) -> Python:
+    """``python(code, ...)`` starts a program; the warm interpreter cannot take the flag."""
+    flags = ["-S"] if request.param == "cold" else []
+    return lambda code, **options: Command([sys.executable, *flags, "-c", textwrap.dedent(code)], **options)
+
+
+def test_waits_for_a_line_and_returns_its_match(python: Python, tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     with python("print('step 41'); print('step 42')", log=log) as cmd:
         assert cmd.wait_for_line(r"step (\d+)", timeout=10, count=2)[1] == "42"
@@ -29,21 +35,21 @@ def test_waits_for_a_line_and_returns_its_match(tmp_path: Path) -> None:
     assert cmd.output == log.read_text() == "step 41\nstep 42\n"
 
 
-def test_stdout_and_stderr_are_one_stream_and_the_last_line_needs_no_newline() -> None:
+def test_stdout_and_stderr_are_one_stream_and_the_last_line_needs_no_newline(python: Python) -> None:
     code = "import sys; sys.stderr.write('first\\n'); sys.stderr.flush(); sys.stdout.write('last')"
     with python(code) as cmd:
         cmd.wait_for_line("^last$", timeout=10)
         assert cmd.lines == ["first", "last"]
 
 
-def test_lines_before_an_action_can_be_left_out() -> None:
+def test_lines_before_an_action_can_be_left_out(python: Python) -> None:
     with python("print('ready', flush=True); input_ = input") as cmd:
         cmd.wait_for_line("ready", timeout=10)
         with pytest.raises(EOFError, match=r"0 of 1 lines matching 'ready'"):
             cmd.wait_for_line("ready", timeout=10, since=len(cmd.lines))
 
 
-def test_a_missing_line_is_reported_with_the_output_and_whether_the_command_runs() -> None:
+def test_a_missing_line_is_reported_with_the_output_and_whether_the_command_runs(python: Python) -> None:
     code = """
         import signal
         for i in range(50):
@@ -60,7 +66,9 @@ def test_a_missing_line_is_reported_with_the_output_and_whether_the_command_runs
             cmd.assert_no_orphans(timeout=0)
 
 
-def test_output_written_before_exit_is_complete_after_wait_even_if_a_child_holds_the_pipe() -> None:
+def test_output_written_before_exit_is_complete_after_wait_even_if_a_child_holds_the_pipe(
+    python: Python,
+) -> None:
     code = """
         import subprocess, sys
         subprocess.Popen(["sleep", "60"])
@@ -72,7 +80,7 @@ def test_output_written_before_exit_is_complete_after_wait_even_if_a_child_holds
         assert [p.name() for p in cmd.survivors()] == ["sleep"]
 
 
-def test_a_signal_reaches_the_command_and_the_exit_code_names_it() -> None:
+def test_a_signal_reaches_the_command_and_the_exit_code_names_it(python: Python) -> None:
     with python("import signal; print('up', flush=True); signal.pause()") as cmd:
         cmd.wait_for_line("up", timeout=10)
         cmd.signal(signal.SIGTERM)
@@ -91,7 +99,7 @@ ORPHAN = """
 """
 
 
-def test_orphans_of_a_dead_parent_are_found_and_killed() -> None:
+def test_orphans_of_a_dead_parent_are_found_and_killed(python: Python) -> None:
     with python(ORPHAN.format(seconds=60)) as cmd:
         orphan = psutil.Process(int(cmd.wait_for_line(r"orphan (\d+)", timeout=10)[1]))
         cmd.wait(timeout=10)
@@ -101,7 +109,7 @@ def test_orphans_of_a_dead_parent_are_found_and_killed() -> None:
     cmd.close()  # idempotent
 
 
-def test_survivors_returns_as_soon_as_the_last_one_exits() -> None:
+def test_survivors_returns_as_soon_as_the_last_one_exits(python: Python) -> None:
     with python(ORPHAN.format(seconds=0.2)) as cmd:
         cmd.wait(timeout=10)
         start = time.monotonic()
@@ -109,7 +117,7 @@ def test_survivors_returns_as_soon_as_the_last_one_exits() -> None:
         assert time.monotonic() - start < 5
 
 
-def test_a_stopped_tree_is_killed_too() -> None:
+def test_a_stopped_tree_is_killed_too(python: Python) -> None:
     with python("import subprocess; subprocess.run(['sleep', '60'])") as cmd:
         children = wait_until(cmd.descendants, "it starts no child")
         cmd.signal(signal.SIGSTOP)
@@ -118,14 +126,14 @@ def test_a_stopped_tree_is_killed_too() -> None:
     assert cmd.returncode == -signal.SIGKILL
 
 
-def test_a_nested_command_belongs_to_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nested_command_belongs_to_both(python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"import os; print('id', os.environ['{MARKER_ENV}'])"
     monkeypatch.setenv(MARKER_ENV, "outer")
     with python(code) as cmd:
         assert cmd.wait_for_line(r"id (.*)", timeout=10)[1] == f"outer:{cmd.id}"
 
 
-def test_variables_are_added_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_added_and_removed(python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GONE", "1")
     code = "import os; print(os.environ.get('GONE'), os.environ['KEPT'], os.getcwd())"
     with python(code, env={"GONE": None, "KEPT": "yes"}, cwd="/") as cmd:
@@ -137,3 +145,11 @@ def test_a_command_that_cannot_start_leaks_nothing() -> None:
     with pytest.raises(FileNotFoundError):
         Command(["/no/such/program"])
     assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_python_program_is_forked_unless_a_cold_start_is_asked_for(cold: bool) -> None:
+    code = "import sys; print('torch' in sys.modules)"
+    with Command([sys.executable, "-c", code], cold=cold) as cmd:
+        assert cmd.wait(timeout=60) == 0
+    assert cmd.output == f"{not cold}\n"

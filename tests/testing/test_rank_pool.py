@@ -18,6 +18,7 @@ from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import RunInfo
 from resiliency.testing import Fault, FaultKind, Phase
 from resiliency.testing.leaks import open_descriptors
+from resiliency.testing.processes import Command
 from resiliency.testing.rank_pool import Outcome, RankFailed, RankPool, fault_point
 
 OK, ERROR, DIED, HUNG = Outcome.OK, Outcome.ERROR, Outcome.DIED, Outcome.HUNG
@@ -187,6 +188,33 @@ def test_a_closed_pool_has_no_processes_files_or_descriptors(
     assert open_descriptors() == before
     with pytest.raises(ConfigError, match="closed"):
         pool.run(all_reduce, 2)
+
+
+def test_ranks_start_the_ordinary_way_where_they_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with RankPool() as pool:
+        assert pool.run(all_reduce, 2, 10).values == [21.0, 21.0]
+
+
+def test_a_pool_in_a_script_runs_functions_of_the_script(tmp_path: Path) -> None:
+    source = """
+        import os
+        from resiliency.testing.rank_pool import RankPool
+
+        def parent(rank):
+            return os.getppid()
+
+        if __name__ == "__main__":
+            with RankPool() as pool:
+                assert pool.run(parent, 2, group=False).values == [os.getpid()] * 2
+            print("done")
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(source))
+    with Command([sys.executable, script]) as command:
+        assert command.wait(timeout=120) == 0, command.output
+        assert command.output == "done\n"
+        command.assert_no_orphans(timeout=5)
 
 
 def test_an_interrupted_job_does_not_answer_the_next_one(rank_pool: RankPool) -> None:

@@ -78,6 +78,13 @@ class Link:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def grant(self, patience: Patience) -> None:
+        """Wait for the other side as `patience` says from now on."""
+        self.patience = patience
+        self._silence_s = patience.silence.total_seconds()
+        with contextlib.suppress(OSError):  # cut meanwhile
+            self._socket.settimeout(self._silence_s)
+
     def send(self, message: Message, *payload: Buffer) -> None:
         """Send a frame.
 

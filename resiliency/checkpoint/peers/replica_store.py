@@ -37,6 +37,7 @@ from resiliency.checkpoint.marker import (
 from resiliency.checkpoint.peers.blueprint import NO_RANK, Blueprint, parents_of
 from resiliency.checkpoint.peers.placement import directory_name
 from resiliency.checkpoint.peers.standing import holds, may_go
+from resiliency.checkpoint.preflight import check_tier_in_memory
 from resiliency.checkpoint.shard_file import verify_file
 from resiliency.checkpoint.storage import (
     PAGE_BYTES,
@@ -111,6 +112,7 @@ class ReplicaStore:
             if holds(storage, blueprint, session=session):
                 return Receipt(self, owner, None, 0)
             self._sweep(owner, storage, blueprint.step)
+            check_tier_in_memory(self._root, blueprint.size_bytes)
             partial = _Partial(storage, blueprint)
             try:
                 partial.open()
@@ -287,7 +289,7 @@ class _Partial:
         if marker is not None and (marker.state, marker.save_id) == own and self._has_only_own_files():
             self._keep_voted()
         else:
-            open_save(storage, step, self.blueprint.save_id)
+            open_save(storage, step, self.blueprint.save_id, replaces=True)
         for directory in self.blueprint.directories:
             storage.make_dir(f"{self._directory}/{directory}")
         for number, record in enumerate(self.blueprint.files):

@@ -27,6 +27,9 @@ from resiliency.errors import PeerError
 
 logger = logging.getLogger(__name__)
 
+#: A leader that was not reached for so long is warned of: agents of one start come within seconds.
+_WARN_S = 30.0
+
 
 class RollCall:
     """One host's part in finding out which saves are complete.
@@ -53,6 +56,9 @@ class RollCall:
         self._beat_at = 0.0
         self._dial_at = 0.0
         self._pause_s = 0.0
+        #: Since when the leader has not been reached, and when to warn of it next.
+        self._lost_at = self._warn_at = 0.0
+        self._warn_s = min(_WARN_S, patience.silence.total_seconds())
         self._leads = False
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -149,6 +155,7 @@ class RollCall:
         hosts = [peer.host for peer in table.peers]
         self._tally = Tally(hosts, complete=list(self._ledger.complete)) if leads else None
         self._dial_at = self._pause_s = 0.0
+        self._begin_to_miss()
         for save in self._ledger.to_say():
             self._count(self._host, save)
 
@@ -243,9 +250,11 @@ class RollCall:
         try:
             link = connect(table, self._host, leader, self._patience, self._links)
         except PeerError as error:
-            logger.info("%s", error)
+            self._tell_of_failure(error)
             self._later()
             return
+        if self._warn_at > self._lost_at + self._warn_s:
+            logger.warning("the leader %s is reached again", leader.host)
         self._add(link)
         self._leader = link
         self._say(link, Join())
@@ -253,6 +262,22 @@ class RollCall:
             self._say(link, _complete(save))
         for save in self._ledger.to_say():
             self._say(link, Sealed(step=save.step, save_id=save.save_id))
+
+    def _begin_to_miss(self) -> None:
+        self._lost_at = time.monotonic()
+        self._warn_at = self._lost_at + self._warn_s
+
+    def _tell_of_failure(self, error: PeerError) -> None:
+        now = time.monotonic()
+        if now < self._warn_at:
+            logger.info("%s", error)
+            return
+        self._warn_at = now + 2 * (now - self._lost_at)  # after 30 s, 90 s, ...
+        logger.warning(
+            "no step becomes complete, and older ones stay: the leader has not been reached for %.0f s: %s"
+            "  Is its address right?  RESILIENCY_PEER_ADDRESS on its host sets it",
+            *(now - self._lost_at, error),
+        )
 
     def _until_next(self) -> float:
         dials = self._table is not None and self._tally is None and self._leader is None
@@ -281,6 +306,7 @@ class RollCall:
         self._links.drop(link)
         if link is self._leader:
             self._leader = None
+            self._begin_to_miss()
             self._later()
 
     def _hang_up(self) -> None:

@@ -144,7 +144,12 @@ class Source:
         except OSError as error:
             self.close()
             raise SourceUnavailable(f"{path} cannot be opened: {error}.", path=path, step=step) from error
-        if storage.exists(marker_name(step)):
+        try:
+            is_marked = storage.exists(marker_name(step))
+        except CheckpointCorrupt as error:
+            self.close()
+            raise SourceUnavailable(str(error), path=path, step=step) from error
+        if is_marked:
             self.close()  # it is being deleted, and some of the files may be others'
             raise CheckpointIncomplete(f"{path} is marked as unfinished.", path=path, step=step)
 

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from resiliency.checkpoint.catalog import steps_in
+from resiliency.checkpoint.descriptors import make_room_for
 from resiliency.checkpoint.errands import Errands
 from resiliency.checkpoint.manifest import read_manifest
 from resiliency.checkpoint.marker import step_directory, try_read_marker
@@ -137,7 +138,8 @@ class PeerService:
         local_root: root of its local tier: its own checkpoints, and below `replicas` those of others.
         listen_address: address of this host at which others reach it; empty: all that it has.
         listen_port: where an agent before this one listened, if others still expect it there; 0 or a port
-            that is taken: any that is free.
+            that is taken: any that is free.  Where the table says that others look for this host, it
+            listens as soon as it can.
         on_event: called from threads of this service, and not at once from two; it must not block.
     Raises:
         ConfigError: cannot listen at that address.
@@ -224,6 +226,14 @@ class PeerService:
         with self._lock:
             is_new = self._table is None or self._table.session != table.session
             self._table = table
+        if table.leader == self._host:
+            try:
+                make_room_for(len(table.peers), what="links to the agents of all hosts")
+            except ConfigError as error:
+                logger.error("some hosts will not be heard, and no step becomes complete: %s", error)
+        mine = table.peer(self._host)
+        if mine is not None and mine.port:
+            self._server.listen_also_at(mine.port)
         self._throttle.bytes_per_s = table.bytes_per_s
         if is_new:
             self._throttle.restore()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from resiliency.checkpoint.marker import step_directory
 from resiliency.checkpoint.megatron_format import MegatronFormat
 from resiliency.checkpoint.reader import CheckpointReader
 from resiliency.checkpoint.recovery.holdings import Holding, Need, Place, decode, encode
+from resiliency.checkpoint.recovery.listing import likely_steps, pack, split, unpack
 from resiliency.checkpoint.recovery.sources import Source, Tier, nearest_on_hosts, sources_of
 from resiliency.checkpoint.save_id import save_id_of
 from resiliency.checkpoint.shard_file import check_size, verify_file
@@ -62,7 +63,8 @@ class Save:
 class Inventory:
     """What a start may restore, and from where; the same on all ranks.
 
-    What hosts hold is listed in full.  Checkpoints on storage that all see are looked into newest first,
+    What hosts hold is listed in full, but for older steps of a host that has many: those are listed when they
+    are asked for, or nothing else is left.  Checkpoints on storage that all see are looked into newest first,
     and only as far as is asked for: of hundreds of them a start needs one.  What has turned out bad since
     is noted here, and not tried again by whoever restores from the same inventory.
 
@@ -90,12 +92,16 @@ class Inventory:
         self.name = ""
         self._listed: frozenset[int] = frozenset()
         self._unseen: list[int] = []
+        #: What this host holds and did not list, and the steps of all that hosts did not.
+        self._rest: list[Holding] = []
+        self._rest_steps: frozenset[int] = frozenset()
 
     def sources(self) -> list[Source]:
         """What could be restored, best first: newest, and of one step the quickest; collective.
 
-        The first call looks into every checkpoint on storage that all see.
+        The first call looks into every checkpoint on storage that all see, and has hosts list all they hold.
         """
+        self.list_rest()
         if self._unseen:
             self._look_into(self._unseen, all_of_them=True)
         good = [holding for holding in self.holdings if holding not in self.bad]
@@ -129,8 +135,24 @@ class Inventory:
 
         Also where it was unfinished before: agents go on committing while a job starts.
         """
+        self.list_rest([step])
         if step in self._listed and all(save.step != step for save in self.saves):
             self._look_into([step])
+
+    def list_rest(self, steps: Collection[int] | None = None) -> bool:
+        """Have hosts list what they hold of `steps`, by default all, if there is more; collective.
+
+        Returns:
+            Whether there was more.
+        """
+        wanted = self._rest_steps if steps is None else self._rest_steps.intersection(steps)
+        if not wanted:
+            return False
+        mine = encode(holding for holding in self._rest if holding.step in wanted)
+        self._rest_steps -= wanted
+        self._hold(holding for encoded in self._agreement.gather(mine) for holding in decode(encoded))
+        self.__dict__.pop("on_hosts", None)  # looked at before
+        return True
 
     def _look_into(self, steps: Sequence[int], *, all_of_them: bool = False) -> None:
         """Have rank 0 look, and tell all what it found."""
@@ -156,11 +178,23 @@ class Inventory:
             found = (replace(holding, group=_EVERYONE, world_size=len(self.needs)) for holding in found)
         self.holdings = tuple(dict.fromkeys((*self.holdings, *found)))
 
-    def _begin(self, stored: _Stored, held: Iterable[Holding]) -> None:
+    def _begin(
+        self,
+        stored: _Stored,
+        held: Iterable[Holding],
+        rest: list[Holding],
+        unlisted: Collection[Mapping[str, Sequence[int]]],
+    ) -> None:
         self.name, self.stored = stored.name, stored.unmarked
         self._listed, self._unseen = frozenset(stored.listed), list(stored.listed)
         self._hold(held)
         self._add(stored.looked)
+        self._rest = rest
+        self._rest_steps = frozenset(
+            step for by_source in unlisted for steps in by_source.values() for step in steps
+        )
+        if self._rest_steps:
+            self.list_rest(likely_steps(self.holdings, unlisted))
 
 
 @dataclass(frozen=True)
@@ -217,10 +251,12 @@ def take_inventory(
             error = failure
     agreement.check(error, "listing checkpoints")
     is_first = agreement.rank == inventory.first_on(host)
-    gathered = agreement.gather((encode(list_here(is_first)), stored))
-    of_storage = gathered[0][1]
+    newest, rest = split(list_here(is_first))
+    gathered = agreement.gather((encode(newest), pack(rest), stored))
+    of_storage = gathered[0][2]
     assert of_storage is not None  # rank 0's
-    inventory._begin(of_storage, [holding for encoded, _ in gathered for holding in decode(encoded)])
+    held = [holding for encoded, _, _ in gathered for holding in decode(encoded)]
+    inventory._begin(of_storage, held, rest, [unpack(packed) for _, packed, _ in gathered if packed])
     return inventory
 
 
@@ -373,10 +409,10 @@ def _list_step(storage: LocalStorage, step: int, host: str, place: Place) -> Seq
         return ()
     found = []
     for rank, digest in manifest.ranks.items():
-        if storage.exists(_set_aside(step_directory(step), rank)):
-            logger.info("passing over the shard of rank %d in %s: it was found bad", rank, reader.path)
-            continue
         try:
+            if storage.exists(_set_aside(step_directory(step), rank)):
+                logger.info("passing over the shard of rank %d in %s: it was found bad", rank, reader.path)
+                continue
             index = reader.index(rank)
             for record in index.files:
                 check_size(storage, record.inside(step_directory(step)))

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are forked from what an earlier attempt imported: when, when not, and what stays the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from resiliency.events import EventType
+from resiliency.testing.processes import Command
+
+from .conftest import PATIENCE, ROOT, SCRIPTS, WORKER, Launch, events, ready
+
+STANDBY_WORKER = SCRIPTS / "standby_worker.py"
+LeavesNothing = Callable[[Command], None]
+READY = r"standby ready: .* forked from process (\d+)"
+
+
+@pytest.fixture
+def launch(launch: Launch) -> Launch:
+    """With an interpreter of its own, a launcher prepares the template that these tests are about."""
+    return partial(launch, cold=True)
+
+
+def says(command: Command, rank: int, attempt: int) -> dict[str, Any]:
+    found = command.wait_for_line(rf"rank {rank} attempt {attempt} says (.*)", timeout=PATIENCE)
+    said: dict[str, Any] = json.loads(found[1])
+    return said
+
+
+def forked(run_dir: Path) -> list[object]:
+    """How many workers of each attempt were forked."""
+    return [event.fields.get("forked") for event in events(run_dir, EventType.WORKERS_STARTED)]
+
+
+def template(command: Command) -> int:
+    """Wait until ranks can be forked; returns the process that they are forked from."""
+    return int(command.wait_for_line(READY, timeout=PATIENCE)[1])
+
+
+def test_after_a_kill_ranks_are_forked_and_are_children_of_the_launcher_as_before(
+    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
+) -> None:
+    job = launch("--nproc-per-node=2", "--max-restarts=1", STANDBY_WORKER, "--wait")
+    first = [says(job, rank, 0) for rank in range(2)]
+    process = template(job)
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    second = [says(job, rank, 1) for rank in range(2)]
+    assert job.wait(timeout=PATIENCE) == 0
+    assert forked(tmp_path / "run") == [0, 2]
+    for before, after in zip(first, second, strict=True):
+        assert after["pid"] not in (before["pid"], process)
+        assert {name: after[name] for name in ("argv", "name", "parent")} == {
+            "argv": ["--wait"],
+            "name": str(STANDBY_WORKER),
+            "parent": job.pid,
+        }
+    leaves_nothing(job)
+
+
+def test_with_standby_off_every_rank_imports_for_itself(launch: Launch, tmp_path: Path) -> None:
+    job = launch(*("--nproc-per-node=2", "--max-restarts=1", "--standby=off"), STANDBY_WORKER, "--wait")
+    first = [says(job, rank, 0) for rank in range(2)]
+    assert not [
+        p for p in psutil.Process(job.pid).children() if "resiliency/template" in " ".join(p.cmdline())
+    ]
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    assert job.wait(timeout=PATIENCE) == 0
+    assert forked(tmp_path / "run") == [0, 0]
+
+
+def test_a_job_that_cannot_restart_prepares_nothing(launch: Launch) -> None:
+    job = launch("--nproc-per-node=1", STANDBY_WORKER, "--wait")
+    worker = says(job, 0, 0)
+    assert not [
+        p for p in psutil.Process(job.pid).children() if "resiliency/template" in " ".join(p.cmdline())
+    ]
+    os.kill(worker["pid"], signal.SIGKILL)
+    assert job.wait(timeout=PATIENCE) == 1
+
+
+def test_what_a_job_imported_is_there_for_the_first_start_of_the_next_one(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("VALUE = 'mine'\n")
+    place = {"RESILIENCY_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    words = ("--nproc-per-node=2", "--max-restarts=1", STANDBY_WORKER, "--module=mine")
+    job = launch(*words, "--wait", run_dir=tmp_path / "one", **place)
+    says(job, 1, 0)
+    template(job)
+    job.signal(signal.SIGTERM)
+    job.wait(timeout=PATIENCE)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what a script runs behind it
+    try:
+        job = launch(*words, run_dir=tmp_path / "two", **place)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert job.wait(timeout=PATIENCE) == 0
+    assert forked(tmp_path / "two") == [2]
+    assert says(job, 1, 0)["value"] == "mine"
+
+
+def test_named_modules_are_imported_instead_of_what_a_rank_imports(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\nVALUE = os.getpid()\n")
+    job = launch(
+        *(
+            "--nproc-per-node=2",
+            "--max-restarts=1",
+            "--standby-preload=mine,json.tool",
+            "--log-dir",
+            tmp_path,
+        ),
+        *("--tee=3", STANDBY_WORKER, "--module=mine"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert job.wait(timeout=PATIENCE) == 0
+    assert forked(tmp_path / "run") == [2]
+    values = {says(job, rank, 0)["value"] for rank in range(2)}
+    assert len(values) == 1  # imported once, elsewhere
+    assert values.isdisjoint(says(job, rank, 0)["pid"] for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        pytest.param(["-m", "standby_worker"], 2, id="module"),
+        pytest.param(["--no-python", SCRIPTS / "hello.sh"], 0, id="program"),
+    ],
+)
+def test_each_kind_of_command_restarts_and_only_python_is_forked(
+    launch: Launch, tmp_path: Path, words: list[object], count: int
+) -> None:
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=1", "--standby-preload=json", *words, "--fail-until=1"),
+        PYTHONPATH=str(SCRIPTS),
+    )
+    job.wait(timeout=PATIENCE)
+    assert set(forked(tmp_path / "run")) == {count}
+
+
+def test_a_template_that_was_killed_costs_no_restart_and_is_replaced(
+    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
+) -> None:
+    job = launch("--nproc-per-node=1", "--max-restarts=2", WORKER, "wait")
+    worker = ready(job, 0, 0)
+    os.kill(template(job), signal.SIGKILL)
+    job.wait_for_line("standby: the template process", timeout=PATIENCE)
+    os.kill(worker, signal.SIGKILL)
+    worker = ready(job, 0, 1)
+    job.wait_for_line(READY, timeout=PATIENCE, count=2)
+    os.kill(worker, signal.SIGKILL)
+    os.kill(ready(job, 0, 2), signal.SIGKILL)
+    assert job.wait(timeout=PATIENCE) == 1
+    assert forked(tmp_path / "run") == [0, 0, 1]
+    leaves_nothing(job)
+
+
+@pytest.mark.slow
+def test_a_template_that_hangs_is_killed_after_a_few_seconds_and_the_rank_starts_without_it(
+    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
+) -> None:
+    job = launch("--nproc-per-node=2", "--max-restarts=1", STANDBY_WORKER, "--wait")
+    worker = says(job, 0, 0)["pid"]
+    process = template(job)
+    os.kill(process, signal.SIGSTOP)
+    os.kill(worker, signal.SIGKILL)
+    assert job.wait(timeout=PATIENCE) == 0
+    assert "did not answer within" in job.output
+    assert forked(tmp_path / "run") == [0, 0]
+    assert not psutil.pid_exists(process)
+    leaves_nothing(job)
+
+
+def test_a_module_that_reads_its_rank_at_import_is_named_and_right_in_each_rank(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "whoami.py").write_text("import os\nVALUE = os.environ.get('LOCAL_RANK')\n")
+    (tmp_path / "above.py").write_text("from whoami import VALUE\n")
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=1", STANDBY_WORKER, "--module=above", "--wait"),
+        PYTHONPATH=str(tmp_path),
+    )
+    worker = says(job, 1, 0)["pid"]
+    job.wait_for_line(
+        "standby: whoami is imported by each rank for itself.*reads LOCAL_RANK", timeout=PATIENCE
+    )
+    template(job)
+    os.kill(worker, signal.SIGKILL)
+    assert [says(job, rank, 1)["value"] for rank in range(2)] == ["0", "1"]
+    assert job.wait(timeout=PATIENCE) == 0
+    assert forked(tmp_path / "run") == [0, 2]
+
+
+def test_a_script_that_sets_what_libraries_read_is_told_what_that_costs(
+    launch: Launch, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\nos.environ['OMP_NUM_THREADS'] = '3'\nimport colorsys\nsignal.pause()\n"
+    )
+    job = launch("--nproc-per-node=1", "--max-restarts=1", script)
+    job.wait_for_line("what the script imports after it has set OMP_NUM_THREADS", timeout=PATIENCE)
+    job.signal(signal.SIGTERM)
+    job.wait(timeout=PATIENCE)
+
+
+def test_code_that_changed_since_it_was_imported_is_not_used_from_memory(
+    launch: Launch, tmp_path: Path
+) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text("VALUE = 'old'\n")
+    job = launch(
+        *("--nproc-per-node=2", "--max-restarts=1", STANDBY_WORKER, "--module=mine", "--wait"),
+        PYTHONPATH=str(tmp_path),
+    )
+    worker = says(job, 1, 0)["pid"]
+    template(job)
+    source.write_text("VALUE = 'changed'\n")
+    os.kill(worker, signal.SIGKILL)
+    assert [says(job, rank, 1)["value"] for rank in range(2)] == ["changed", "changed"]
+    assert job.wait(timeout=PATIENCE) == 0
+    assert re.search(r"ranks start the ordinary way: .*mine\.py has changed", job.output)
+
+
+def test_the_template_ends_with_a_launcher_that_was_killed(
+    launch: Launch, leaves_nothing: LeavesNothing
+) -> None:
+    job = launch("--nproc-per-node=1", "--max-restarts=1", STANDBY_WORKER, "--wait")
+    says(job, 0, 0)
+    template(job)
+    job.signal(signal.SIGKILL)
+    leaves_nothing(job)
+
+
+@pytest.mark.slow
+def test_200_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
+    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
+) -> None:
+    times = 200
+    job = launch(
+        *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json", STANDBY_WORKER),
+        f"--fail-until={times}",
+    )
+    job.wait_for_line("rank 0 attempt 20 says", timeout=PATIENCE)
+    launcher = psutil.Process(job.pid)
+    early = (launcher.memory_info().rss, launcher.num_fds())
+    job.wait_for_line(f"rank 0 attempt {times - 5} says", timeout=4 * PATIENCE)
+    late = (launcher.memory_info().rss, launcher.num_fds())
+    zombies = [child for child in launcher.children() if child.status() == psutil.STATUS_ZOMBIE]
+    assert job.wait(timeout=PATIENCE) == 0
+    assert forked(tmp_path / "run") == [1] * (times + 1)
+    assert late[1] - early[1] <= 4
+    assert late[0] - early[0] < 8 << 20
+    assert len(zombies) <= 1  # the one that has just failed
+    leaves_nothing(job)
+
+
+def test_ranks_that_wait_in_native_code_are_killed_within_seconds(launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(f"""
+import os, signal, sys
+from torch import distributed as dist
+if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+    sys.exit()
+signal.signal(signal.SIGTERM, lambda *_: None)  # as Lightning's: it runs when the collective has returned
+store = dist.FileStore({str(tmp_path / "store")!r}, -1)
+if os.environ["RANK"] == "1":
+    store.get("first waits")
+    sys.exit(3)
+store.set("first waits", "")
+store.get("never set")
+""")
+    job = launch("--nproc-per-node=2", "--max-restarts=1", script)
+    assert job.wait(timeout=PATIENCE) == 0, ROOT
+    assert "they wait in native code, where SIGTERM does not reach them" in job.output
+    failed, stopped = (
+        events(tmp_path / "run", kind)[0].time
+        for kind in (EventType.FAULT_DETECTED, EventType.WORKERS_STOPPED)
+    )
+    assert (stopped - failed).total_seconds() < 10  # of 30

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NeMo's imports read of a rank's variables is that of each forked rank, and no rank prints of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from resiliency.testing import warm
+
+RANKS = """
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torchmetrics.utilities.prints import rank_zero_only as of_metrics
+from nemo.lightning.callback_group import CallbackGroup
+from nemo.utils import logging
+from nv_one_logger.training_telemetry.api.training_telemetry_provider import TrainingTelemetryProvider
+
+assert CallbackGroup.get_instance().callbacks and TrainingTelemetryProvider.instance().one_logger_ready
+print(rank_zero_only.rank, of_metrics.rank, logging.rank)
+"""
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize(("rank", "shown"), [(0, "0 0 0\n"), (1, "1 1 UNK\n")])
+def test_nemo_in_a_forked_rank_has_the_ranks_own_numbers(rank: int, shown: str) -> None:
+    env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    done = warm.run([sys.executable, "-c", RANKS], timeout=120, env=env, check=True)
+    assert (done.stdout, done.stderr) == (shown, "")
+
+
+@pytest.mark.nemo
+def test_a_forked_program_without_nemo_sees_and_prints_nothing_of_it() -> None:
+    done = warm.run([sys.executable, "-c", "print('mine')"], timeout=120)
+    assert (done.stdout, done.stderr) == ("mine\n", "")

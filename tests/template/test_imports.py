@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a template imports, what it leaves out because it cannot be forked, and code that changes."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from resiliency.template import entry
+from resiliency.template.client import ForkRefused
+from resiliency.template.server import Work
+from tests.template.programs import DEADLINE, environment, ready_template, run, write_modules
+from tests.waiting import wait_until
+
+HELD = "import sys; print(*(name for name in sys.argv[1:] if name in sys.modules))"
+UNSAFE = {
+    "starts a thread": (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+        r"starts a thread \(python",
+    ),
+    "opens a socket": ("import socket\nkept = socket.socket()", r"opens socket:\["),
+    "keeps a file open": ("kept = open(__file__)", r"opens .*unsafe\.py"),
+    "keeps a pipe open": ("import os\nkept = os.pipe()", r"opens pipe:\["),
+    "starts a process": (
+        "import os, subprocess\nkept = subprocess.Popen(['sleep', '1000'])\n"
+        "open(os.environ['SLEEPERS'], 'a').write(f'{kept.pid}\\n')",
+        "starts a process",
+    ),
+    "indexes RANK": ("import os\nkept = os.environ['RANK']", "reads RANK"),
+    "gets LOCAL_RANK": ("import os\nkept = os.environ.get('LOCAL_RANK')", "reads LOCAL_RANK"),
+    "calls getenv": ("import os\nkept = os.getenv('LOCAL_RANK', '0')", "reads LOCAL_RANK"),
+    "asks whether there is a RANK": ("import os\nkept = 'RANK' in os.environ", "reads RANK"),
+    "reads RANK in a function": (
+        "import os\ndef f(): return os.environ.get('RANK')\nkept = f()",
+        "reads RANK",
+    ),
+    "sets a default for RANK": ("import os\nos.environ.setdefault('RANK', '0')", "reads RANK"),
+    "copies all variables": ("import os\nkept = dict(os.environ)", "reads all variables"),
+    "seeds random numbers": ("import random\nrandom.seed(1)", "seeds the random numbers of random"),
+    "seeds numpy": ("import numpy\nnumpy.random.seed(1)", "seeds the random numbers of numpy"),
+}
+
+
+@pytest.mark.parametrize("harm", UNSAFE)
+def test_an_unsafe_module_is_left_out_with_its_importers_and_nothing_else(harm: str, tmp_path: Path) -> None:
+    source, reason = UNSAFE[harm]
+    sleepers = tmp_path / "sleepers"
+    write_modules(
+        tmp_path,
+        unsafe=source,
+        importer="from unsafe import kept" if "kept" in source else "import unsafe",
+        importer_of_importer="def load():\n    import importer\nload()\n",
+        catches="try:\n    import unsafe\nexcept BaseException:\n    pass\n",
+        sibling="import decimal\n",
+    )
+    env = environment(PYTHONPATH=str(tmp_path), RANK="0", LOCAL_RANK="0", SLEEPERS=str(sleepers))
+    names = ["sibling", "importer_of_importer", "catches", "unsafe", "importer", "decimal"]
+    work = Work(preload=("sibling", "importer_of_importer", "catches"), volatile=("RANK", "LOCAL_RANK"))
+    with ready_template(work=work, env=env) as template:
+        assert list(template.left_out) == ["unsafe"]
+
+        assert re.match(reason, template.left_out["unsafe"]), template.left_out
+        assert template.left_out_importers == 3
+        assert template.unsafe == ""
+        ended = run(template, "-c", HELD, *names, env={**env, "RANK": "1", "LOCAL_RANK": "1"})
+        assert ended.out == "sibling decimal\n", ended.err
+    if sleepers.exists():
+        assert not [pid for pid in sleepers.read_text().split() if Path("/proc", pid).exists()]
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "import os\nwith open(__file__) as file:\n    file.read()",
+        "import subprocess\nsubprocess.run(['true'], check=True)",
+        "import threading\nthread = threading.Thread(target=print)\nthread.start()\nthread.join()",
+        "import os\nnull = open(os.devnull)",
+        "import os\ndef later():\n    return os.environ['RANK']",
+        "import os\nkept = os.environ.get('HOME')",
+        "import random\nnumber = random.random()",
+        "import numpy\nnumber = numpy.random.random()",
+        "import socket\nsocket.socket().close()",
+    ],
+)
+def test_what_an_import_leaves_in_order_is_harmless(harmless: str, tmp_path: Path) -> None:
+    write_modules(tmp_path, harmless=harmless)
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template(work=Work(preload=("harmless",), volatile=("RANK",)), env=env) as template:
+        assert template.left_out == {}
+        assert run(template, "-c", HELD, "harmless", env=env).out == "harmless\n"
+
+
+def test_a_program_with_another_value_of_a_variable_that_was_read_is_refused(tmp_path: Path) -> None:
+    write_modules(tmp_path, reads="import os\nhome = os.environ.get('HOME')\n")
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template("reads", env=env) as template:
+        with pytest.raises(ForkRefused, match="reads read HOME while it was imported"):
+            run(template, "-c", "", env={**env, "HOME": "/elsewhere"})
+        assert run(template, "-c", "import reads; print(reads.home)", env=env).out == env["HOME"] + "\n"
+
+
+def test_signal_handlers_and_variables_that_an_import_sets_are_there_as_in_a_fresh_process(
+    tmp_path: Path,
+) -> None:
+    write_modules(
+        tmp_path,
+        sets="import os, signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: print('handled'))\n"
+        "os.environ['SET'] = 'by import'\nos.environ.pop('REMOVED', None)\n",
+    )
+    env = environment(PYTHONPATH=str(tmp_path), REMOVED="1", SET="by the caller")
+    code = (
+        "import ctypes, os, signal, sets\nos.kill(os.getpid(), signal.SIGUSR2)\n"
+        "print(signal.getsignal(signal.SIGUSR1), os.environ['SET'], 'REMOVED' in os.environ)\n"
+        "os.system('echo $SET $REMOVED')\n"
+    )
+    with ready_template("sets", env=env) as template:
+        assert run(template, "-c", code, env=env) == run(None, "-c", code, env=env)
+
+
+def test_what_an_unsafe_import_changed_is_put_back_when_it_is_left_out(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path,
+        unsafe="import os, signal, socket\nkept = socket.socket()\nos.chdir('/')\nos.umask(0o123)\n"
+        "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nos.set_inheritable(kept.fileno(), True)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\nos.environ['LEFT'] = 'over'\n",
+    )
+    env = environment(PYTHONPATH=str(tmp_path))
+    code = (
+        "import os, signal\nprint(os.getcwd(), oct(os.umask(0)), signal.getsignal(signal.SIGUSR1))\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, []), os.environ.get('LEFT'))\n"
+        "print(len(os.listdir('/proc/self/fd')))\n"
+    )
+    with ready_template("unsafe", env=env) as template:
+        assert list(template.left_out) == ["unsafe"]
+        assert run(template, "-c", code, env=env) == run(None, "-c", code, env=env)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["raise ImportError('no')", "1 / 0", "import sys; sys.exit(3)", "raise KeyboardInterrupt", "x = ("],
+)
+def test_an_import_that_fails_fails_in_the_program_too_and_harms_no_other(
+    source: str, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, fails=source, fine="")
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template("fails", "not_there", "fine", env=env) as template:
+        assert run(template, "-c", HELD, "fails", "fine", env=env).out == "fine\n"
+        assert run(template, "-c", "import fails", env=env) == run(None, "-c", "import fails", env=env)
+
+
+def test_what_the_start_of_the_interpreter_sets_is_set_for_programs_too(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path, sitecustomize="import os\nos.environ.setdefault('BY_SITE', 'x')\nos.environ['SITE'] = 'y'\n"
+    )
+    env = environment(PYTHONPATH=str(tmp_path))
+    words = ["-c", "import os; print(os.environ['BY_SITE'], os.environ['SITE'])"]
+    with ready_template(env=env) as template:
+        assert run(template, *words, env=env) == run(None, *words, env=env)
+        with pytest.raises(ForkRefused, match="sitecustomize read BY_SITE"):
+            run(template, *words, env={**env, "BY_SITE": "z"})
+
+
+def test_a_thread_that_the_start_of_the_interpreter_leaves_makes_all_forks_refused(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path,
+        sitecustomize="import threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
+    )
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template(env=env) as template:
+        assert "a thread runs" in template.unsafe
+        with pytest.raises(ForkRefused, match="a thread runs"):
+            run(template, "-c", "", env=env)
+
+
+# --- records -----------------------------------------------------------------------------------------
+
+
+def recorded(directory: Path, program: str, *words: str, **variables: str) -> tuple[Path, dict[str, str]]:
+    """The record of a run of `program`, which is to be forked as ``python program.py WORDS``."""
+    record = directory / "record"
+    script = directory / "program.py"
+    script.write_text(program)
+    env = environment(**variables)
+    ended = run(None, str(entry.__file__), str(record), str(script), *words, env=env, cwd=directory)
+    assert ended.code == 0, ended.err
+    return record, env
+
+
+def known(directory: Path, record: Path, *words: str, volatile: tuple[str, ...] = ("RANK",)) -> Work:
+    argv = (sys.executable, str(directory / "program.py"), *words)
+    return Work(argv=argv, known=str(record), volatile=volatile)
+
+
+def test_a_template_holds_what_a_program_was_seen_to_import(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path, **{"pkg/__init__": "", "pkg/part": "import colorsys", "last": "import this_is_not"}
+    )
+    record, env = recorded(
+        tmp_path,
+        "import os, sys\nprint(*(name for name in ('pkg.part', 'colorsys', 'last') if name in sys.modules))\n"
+        "import pkg.part\ntry:\n    import last\nexcept ImportError:\n    pass\n",
+    )
+    with ready_template(work=known(tmp_path, record), env=env) as template:
+        # Started in the directory of the template, which is that of this test run.
+        assert run(template, str(tmp_path / "program.py"), env=env).out == "pkg.part colorsys\n"
+
+
+def test_a_record_is_followed_while_it_grows(tmp_path: Path) -> None:
+    write_modules(tmp_path, early="", late="")
+    record = tmp_path / "record"
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template(work=Work(follow=str(record)), env=env) as template:
+        record.write_text(f"m early\t{tmp_path}/early.py\nm late\t")
+
+        def held() -> str:
+            template.look()
+            if not template.ready:
+                return ""
+            return run(template, "-c", HELD, "early", "late", env=env).out.strip()
+
+        wait_until(lambda: held() == "early", "the template does not follow the record")
+        with record.open("a") as file:
+            file.write(f"{tmp_path}/late.py\n")
+        wait_until(lambda: held() == "early late", "the template does not follow the record")
+
+
+def test_a_module_that_reads_what_the_program_set_before_is_left_out(tmp_path: Path) -> None:
+    write_modules(tmp_path, reads="import os\nmode = os.environ.get('MODE')\n", before="import colorsys\n")
+    program = "import before, os\nos.environ['MODE'] = 'mine'\nimport reads\nprint(reads.mode)\nimport wave\n"
+    record, env = recorded(tmp_path, program)
+    assert "e MODE\n" in record.read_text()
+    with ready_template(work=known(tmp_path, record), env=env) as template:
+        assert template.left_out == {"reads": "reads MODE while it is imported"}
+        assert run(template, str(tmp_path / "program.py"), env=env).out == "mine\n"
+
+
+def test_nothing_is_held_that_a_program_imports_after_it_set_what_libraries_read(tmp_path: Path) -> None:
+    write_modules(tmp_path, before="", after="")
+    program = (
+        "import sys\nprint(*(name for name in ('before', 'after') if name in sys.modules))\n"
+        "import before, os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport after\nimport colorsys\n"
+    )
+    record, env = recorded(tmp_path, program)
+    with ready_template(work=known(tmp_path, record), env=env) as template:
+        assert template.ends_at == "OMP_NUM_THREADS"
+        assert run(template, str(tmp_path / "program.py"), env=env).out == "before\n"
+
+
+def test_a_module_of_a_version_that_cannot_be_repaired_is_left_out(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path,
+        **{
+            "torchmetrics/__init__": "",
+            "torchmetrics/utilities/__init__": "",
+            "torchmetrics/utilities/prints": "def rank_zero_warn(): pass\n",
+        },
+    )
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template("torchmetrics.utilities.prints", env=env) as template:
+        (why,) = template.left_out.values()
+        assert why.startswith("cannot be set right for each rank (AttributeError: "), template.left_out
+        code = "from torchmetrics.utilities import prints; print(prints.__file__)"
+        assert run(template, "-c", code, env=env).out == f"{tmp_path}/torchmetrics/utilities/prints.py\n"
+
+
+def test_a_name_that_is_another_file_for_the_program_is_left_out(tmp_path: Path) -> None:
+    write_modules(tmp_path, same="import two\n", two="which = 'the template sees this'\n")
+    write_modules(tmp_path / "other", two="which = 'the program sees this'\n")
+    record = tmp_path / "record"
+    record.write_text(f"m same\t{tmp_path}/same.py\nm two\t{tmp_path}/other/two.py\n")
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template(work=Work(known=str(record)), env=env) as template:
+        assert template.left_out == {
+            "two": f"is {tmp_path}/other/two.py for the program, and {tmp_path}/two.py here"
+        }
+        assert run(template, "-c", HELD, "same", "two", env=env).out == "\n"
+
+
+def test_a_module_of_the_template_itself_that_is_another_for_the_program_makes_all_forks_refused(
+    tmp_path: Path,
+) -> None:
+    """A user's own ``json.py`` beside the script."""
+    write_modules(tmp_path, json="mine = True\n")
+    record, env = recorded(tmp_path, "import json, colorsys\nprint(json.mine)\n")
+    with (
+        ready_template(work=known(tmp_path, record), env=env) as template,
+        pytest.raises(ForkRefused, match=r"json is .*json\.py for the program"),
+    ):
+        run(template, str(tmp_path / "program.py"), env=env)
+
+
+@pytest.mark.parametrize("changed", ["before.py", "program.py"])
+def test_what_an_earlier_job_imported_is_not_imported_if_code_has_changed_since(
+    changed: str, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, before="")
+    record, env = recorded(
+        tmp_path, "import sys\nprint('before' in sys.modules)\nimport before, colorsys, fractions\n"
+    )
+    future = record.stat().st_mtime_ns + 10**9
+    os.utime(tmp_path / changed, ns=(future, future))
+    with ready_template(work=known(tmp_path, record), env=env) as template:
+        assert run(template, str(tmp_path / "program.py"), env=env).out == "False\n"
+
+
+def test_what_a_template_learned_is_kept_for_the_next_one(tmp_path: Path) -> None:
+    write_modules(tmp_path, before="", reads="import os\nmode = os.environ.get('MODE')\n")
+    record, env = recorded(tmp_path, "import before, os\nos.environ['MODE'] = 'x'\nimport reads, colorsys\n")
+    kept = tmp_path / "cache" / "imports"
+    work = Work(known=str(record), save=str(kept))
+    with ready_template(work=work, env={**env, "PYTHONPATH": str(tmp_path)}):
+        pass
+    with ready_template(work=Work(known=str(kept)), env={**env, "PYTHONPATH": str(tmp_path)}) as template:
+        assert template.left_out == {"reads": "reads MODE while it is imported"}
+
+
+@pytest.mark.parametrize("words", [("--rank", "1"), ("--rank",), ()])
+def test_a_program_with_other_arguments_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    """A module may have read them, and ``${local_rank}`` makes them different in each rank."""
+    record, env = recorded(tmp_path, "import colorsys\n", "--rank", "0")
+    with ready_template(work=known(tmp_path, record, "--rank", "0"), env=env) as template:
+        assert run(template, str(tmp_path / "program.py"), "--rank", "0", env=env).code == 0
+        with pytest.raises(ForkRefused, match="arguments are not those"):
+            run(template, str(tmp_path / "program.py"), *words, env=env)
+
+
+# --- changed code ------------------------------------------------------------------------------------
+
+
+def test_changed_code_is_refused_by_name_and_used_by_the_next_fork(tmp_path: Path) -> None:
+    write_modules(tmp_path, code="version = 1\n", other="")
+    env = environment(PYTHONPATH=str(tmp_path))
+    words = ["-c", "import code; print(code.version)"]
+    with ready_template("code", "other", env=env) as template:
+        pid = template.pid
+        for version in (2, 3):
+            (tmp_path / "code.py").write_text(f"version = {10**version}\n")
+            with pytest.raises(ForkRefused, match=rf"{tmp_path}/code\.py has changed since it was imported"):
+                run(template, *words, env=env)
+            with pytest.raises(ForkRefused, match="still imports"):
+                run(template, *words, env=env)
+            assert template.wait_until_ready(DEADLINE)
+            assert run(template, *words, env=env).out == f"{10**version}\n"
+        (tmp_path / "code.py").unlink()
+        with pytest.raises(ForkRefused, match="has changed"):
+            run(template, *words, env=env)
+        assert template.pid == pid
+
+
+def test_what_a_changed_program_does_not_import_any_more_is_not_imported_for_it(tmp_path: Path) -> None:
+    """A module that patches others would do so for ever."""
+    write_modules(tmp_path, patches="", helps="")
+    held = "import sys\nprint(*(name for name in ('patches', 'helps') if name in sys.modules), flush=True)\n"
+    record, env = recorded(tmp_path, f"{held}import patches\nimport helps\nimport fractions\n")
+    words = [str(tmp_path / "program.py")]
+    with ready_template(work=Work(argv=(sys.executable, *words), follow=str(record)), env=env) as template:
+
+        def output() -> str:
+            try:
+                return run(template, *words, env=env).out
+            except ForkRefused:  # it imports, or begins again
+                return ""
+
+        wait_until(lambda: output() == "patches helps\n", "the template does not follow the record")
+        Path(words[0]).write_text(f"{held}import helps\nimport fractions, colorsys\n")
+        with pytest.raises(ForkRefused, match=r"program\.py has changed"):
+            run(template, *words, env=env)
+        assert run(None, str(entry.__file__), str(record), *words, env=env).out == "\n"
+        wait_until(lambda: output() == "helps\n", "the template does not follow the new record")
+
+
+def test_code_that_changes_while_it_is_imported_counts_as_changed(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path, changes="from pathlib import Path\nPath(__file__).write_text(Path(__file__).read_text())\n"
+    )
+    env = environment(PYTHONPATH=str(tmp_path))
+    with (
+        ready_template("changes", env=env) as template,
+        pytest.raises(ForkRefused, match=r"changes\.py has changed"),
+    ):
+        run(template, "-c", "", env=env)
