@@ -84,6 +84,7 @@ def ended(pid: int, timeout_s: float) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_goes_on_from_memory_with_the_same_agent_and_bits(tmp_path: Path, job: str) -> None:
     with train(job + "-b", tmp_path / "b", 20, 5) as whole:
         expected = said(whole.wait_for_line("digest", timeout=60))
@@ -101,6 +102,7 @@ def test_a_killed_trainer_goes_on_from_memory_with_the_same_agent_and_bits(tmp_p
     assert complete(tmp_path / "a") == [10, 15, 20]
 
 
+@pytest.mark.slow
 def test_what_a_dead_trainer_had_captured_is_committed_and_then_nothing_is_left(
     tmp_path: Path, job: str
 ) -> None:
@@ -114,6 +116,7 @@ def test_what_a_dead_trainer_had_captured_is_committed_and_then_nothing_is_left(
     assert complete(tmp_path) == [5]
 
 
+@pytest.mark.slow
 def test_who_reads_a_dead_trainer_sees_its_end_while_the_agent_goes_on_and_no_word_of_that_is_lost(
     tmp_path: Path, job: str
 ) -> None:
@@ -138,6 +141,7 @@ def test_who_reads_a_dead_trainer_sees_its_end_while_the_agent_goes_on_and_no_wo
     assert "step 10 committed" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_after_an_exception_the_capture_is_committed_and_its_memory_given_back(
     tmp_path: Path, job: str
 ) -> None:
@@ -148,6 +152,7 @@ def test_after_an_exception_the_capture_is_committed_and_its_memory_given_back(
     assert complete(tmp_path)[-1] == 10
 
 
+@pytest.mark.slow
 def test_when_agent_and_trainer_are_killed_the_next_start_finds_the_capture_in_memory(
     tmp_path: Path, job: str
 ) -> None:
@@ -164,6 +169,7 @@ def test_when_agent_and_trainer_are_killed_the_next_start_finds_the_capture_in_m
     assert complete(tmp_path) == [10]
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_agent_commits_what_is_captured_without_the_bandwidth_cap(
     tmp_path: Path, job: str
 ) -> None:
@@ -178,6 +184,7 @@ def test_sigterm_to_the_agent_commits_what_is_captured_without_the_bandwidth_cap
     assert complete(tmp_path) == [5]
 
 
+@pytest.mark.slow
 def test_the_agent_is_one_per_arena_sees_no_gpu_and_yields_to_training(tmp_path: Path, job: str) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "grace=1") as trainer:
         agent = psutil.Process(int(said(trainer.wait_for_line("agent", timeout=60))[1]))
@@ -333,6 +340,7 @@ def test_an_agent_that_is_told_to_end_does_not_wait_for_a_host_that_is_gone(tmp_
     slots.close(remove=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["hangs", "fails"])
 def test_what_a_rank_left_goes_to_the_other_tier_once_the_first_is_found_not_to_take_it(
     tmp_path: Path, job: str, trouble: str
@@ -393,6 +401,7 @@ def test_a_step_that_a_dead_agent_had_committed_is_complete_for_those_who_ask_it
         again.close()
 
 
+@pytest.mark.slow
 def test_a_second_trainer_of_a_living_job_is_refused_by_name(tmp_path: Path, job: str) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "grace=1") as first:
         agent = int(said(first.wait_for_line("agent", timeout=60))[1])

@@ -47,6 +47,7 @@ def test_a_trainers_file_is_taken_over_only_if_both_add_to_its_end(
     assert "a word of the trainer" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_pipe_that_somebody_put_in_the_place_of_the_agents_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "job-agent.log")
     assert said_beside(tmp_path / "trainer.log", "a", tmp_path) == 0

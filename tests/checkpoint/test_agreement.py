@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
@@ -33,6 +34,7 @@ def save_with(rank: int, root: str, job: str, env: dict[str, str]) -> tuple[int,
         return -1, str(error)
 
 
+@pytest.mark.slow
 def test_ranks_without_torchruns_variables_are_those_of_the_process_group(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:

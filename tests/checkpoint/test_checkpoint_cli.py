@@ -202,6 +202,7 @@ def test_the_module_runs_as_a_program(directory: Path) -> None:
     assert warm.run(argv, timeout=240).returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_a_reader_that_goes_away_early_gets_no_traceback_and_the_same_exit_code(
     directory: Path, unbuffered: str

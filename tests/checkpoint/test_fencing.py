@@ -75,6 +75,7 @@ def stored(directory: Path, step: int) -> list[float]:
     return values
 
 
+@pytest.mark.slow
 def test_a_restore_waits_until_the_state_that_it_overwrites_is_copied(tmp_path: Path, opened: Open) -> None:
     weights, optimizer = trained(10.0)
     state = {"weights": weights, "optimizer": optimizer}

@@ -137,6 +137,7 @@ def operations_of_a_save(root: Path) -> list[str]:
         return list(made.storage.operations)
 
 
+@pytest.mark.slow
 def test_a_save_whose_storage_hangs_at_any_operation_fails_by_name_and_keeps_only_its_own_slot(
     tmp_path: Path,
 ) -> None:

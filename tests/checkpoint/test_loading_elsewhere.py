@@ -95,6 +95,7 @@ def load(rank: int, root: str, kind: str, named: bool) -> list[torch.Tensor]:
     return content(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_model_and_optimizer_are_loaded_elsewhere_as_the_page_says(

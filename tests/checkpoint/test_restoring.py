@@ -79,6 +79,7 @@ def damage(directory: Path, step: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_bytes_that_turn_out_bad_on_their_way_into_the_state_are_replaced_by_those_of_the_step_before(
     tmp_path: Path, job: str
 ) -> None:
@@ -93,6 +94,7 @@ def test_bytes_that_turn_out_bad_on_their_way_into_the_state_are_replaced_by_tho
     assert torch.equal(target["weights"], torch.full((SEVERAL_CHUNKS,), 1.0))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_state_that_was_partly_overwritten_is_never_handed_back_as_good(tmp_path: Path, job: str) -> None:
     with opened(tmp_path, job) as checkpoints:
         assert checkpoints.save(1, state(1, SEVERAL_CHUNKS)).wait(SOON)
@@ -114,6 +116,7 @@ def test_a_state_that_was_partly_overwritten_is_never_handed_back_as_good(tmp_pa
         assert checkpoints.restore(state(9, SEVERAL_CHUNKS)).tier is Tier.NONE
 
 
+@pytest.mark.slow
 def test_where_only_a_manifest_is_damaged_no_job_begins_anew(tmp_path: Path, job: str) -> None:
     with opened(tmp_path, job) as checkpoints:
         assert checkpoints.save(1, state(1)).wait(SOON)
@@ -123,6 +126,7 @@ def test_where_only_a_manifest_is_damaged_no_job_begins_anew(tmp_path: Path, job
             checkpoints.restore(state(9))
 
 
+@pytest.mark.slow
 def test_what_is_gone_when_it_is_read_is_passed_over_for_the_next_of_the_same_inventory(
     tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +194,7 @@ def one_rank_does_not_fit(rank: int, directory: Path, job: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_and_unchanged_on_all(
     tmp_path: Path, job: str, rank_pool: RankPool
 ) -> None:
@@ -224,6 +229,7 @@ def errors_are_mixed(rank: int, directory: Path, job: str) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_when_ranks_fail_in_different_ways_all_are_told_of_one_kind(
     tmp_path: Path, job: str, rank_pool: RankPool
 ) -> None:

@@ -602,6 +602,7 @@ def test_one_signal_while_ranks_sit_in_a_collective_and_all_slots_are_being_writ
             assert command.wait(timeout=SOON_S) == 0
 
 
+@pytest.mark.slow
 def test_when_a_rank_was_killed_the_captured_step_is_committed_and_the_others_end_with_143(
     tmp_path: Path, job: str
 ) -> None:
@@ -619,6 +620,7 @@ def test_when_a_rank_was_killed_the_captured_step_is_committed_and_the_others_en
     assert complete(tmp_path)[-1] == 8
 
 
+@pytest.mark.slow
 def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_it_later(
     tmp_path: Path, job: str
 ) -> None:
@@ -640,6 +642,7 @@ def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_i
 USR1 = ("--signals-to-handle=SIGTERM,SIGUSR1",), ("signals=TERM,USR1",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_all", "flags", "words"),
     [
@@ -680,6 +683,7 @@ def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
         assert f"; step {step}, at which {number.name} stopped them, is committed" in launcher.output
 
 
+@pytest.mark.slow
 def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path, job: str) -> None:
     argv = [
         sys.executable,

@@ -127,6 +127,7 @@ def lose_an_agent(rank: int, root: str, victim: int) -> list[tuple[str, ...]]:
     return hosts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1], ids=["leader", "follower"])
 def test_an_agent_that_is_replaced_is_found_by_the_others_and_goes_on_with_the_session(
     tmp_path: Path, rank_pool: RankPool, victim: int
@@ -167,6 +168,7 @@ def copies_of(root: Path, step: int) -> list[Path]:
     return [path for path in found if not Path(f"{path.parent}-unfinished").exists()]
 
 
+@pytest.mark.slow
 def test_a_host_that_lost_its_disk_gets_its_state_and_all_copies_back_from_the_other(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_host_that_lost_its_disk_gets_its_state_and_all_copies_back_from_the_o
         assert CheckpointReader(LocalStorage(path.parent.parent), 2).verify() > 1 << 18
 
 
+@pytest.mark.slow
 def test_copies_that_an_agent_was_to_make_when_it_died_are_made_by_the_next(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:

@@ -298,6 +298,7 @@ def test_a_step_that_is_being_read_stays_until_its_reader_is_done(saved: Path) -
         assert not os.path.lexists(saved / "step=10")
 
 
+@pytest.mark.slow
 def test_a_step_waits_while_the_local_tier_deletes(saved: Path) -> None:
     """It may be this one that is deleted: half of it must never get its new name."""
     commit(saved, 11)

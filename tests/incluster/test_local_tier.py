@@ -240,6 +240,7 @@ def test_a_slow_persistent_tier_delays_no_local_save(place: Place) -> None:
     wait_until_equal(lambda: complete(place.local), [7, 9])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_agents")
 def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails_with_it(
     place: Place,
@@ -258,6 +259,7 @@ def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails
     assert (complete(place.local), complete(place.persistent)) == ([1, 2], [2])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_agents")
 def test_local_saves_of_all_ranks_outlive_the_agent_when_other_hosts_are_told_of_the_persistent_ones(
     tmp_path: Path,

@@ -328,6 +328,7 @@ def test_a_full_disk_is_a_refusal_that_names_it(tmp_path: Path, own: Path, stack
     receiver.close()
 
 
+@pytest.mark.slow
 def test_a_slow_disk_delays_a_copy_and_does_not_fail_it(
     tmp_path: Path, own: Path, receiver: Receiver, stack: ExitStack
 ) -> None:

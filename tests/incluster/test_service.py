@@ -472,6 +472,7 @@ def test_a_dead_or_stopped_target_is_passed_over(job: Job, how: signal.Signals) 
     assert inspect(storage, 10).condition is Condition.COMPLETE
 
 
+@pytest.mark.slow
 def test_a_target_that_is_stopped_in_the_middle_is_passed_over_and_finds_its_way_back(job: Job) -> None:
     target = job.hosts[job.target_of("b")]
     job.update(bytes_per_s=1 << 18)  # it takes a minute

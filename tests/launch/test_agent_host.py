@@ -68,6 +68,7 @@ def complete(directory: Path) -> list[int]:
     return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
 
 
+@pytest.mark.slow
 def test_an_agent_outlives_its_ranks_and_the_next_attempt_goes_on_from_memory(
     launch: Launch, tmp_path: Path, job: str, leaves_nothing: LeavesNothing
 ) -> None:
@@ -94,6 +95,7 @@ def test_an_agent_outlives_its_ranks_and_the_next_attempt_goes_on_from_memory(
     assert complete(tmp_path / "ckpt") == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_when_the_launcher_ends_what_is_captured_is_committed_and_nothing_is_left(
     launch: Launch, tmp_path: Path, job: str, leaves_nothing: LeavesNothing, number: signal.Signals
@@ -108,6 +110,7 @@ def test_when_the_launcher_ends_what_is_captured_is_committed_and_nothing_is_lef
     assert complete(tmp_path / "ckpt") == [1]
 
 
+@pytest.mark.slow
 def test_when_the_restarts_are_used_up_the_last_capture_is_committed(
     launch: Launch, tmp_path: Path, job: str, leaves_nothing: LeavesNothing
 ) -> None:
@@ -119,6 +122,7 @@ def test_when_the_restarts_are_used_up_the_last_capture_is_committed(
     assert complete(tmp_path / "ckpt") == [1]
 
 
+@pytest.mark.slow
 def test_when_the_host_of_agents_is_gone_the_launcher_leaves_them_the_time_to_commit(
     launch: Launch, tmp_path: Path, job: str, leaves_nothing: LeavesNothing
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_temporary_directory_with_a_long_name_is_no_obstacle(launch: Launch, t
     assert os.listdir(long) == []
 
 
+@pytest.mark.slow
 def test_two_launchers_on_one_host_do_not_meet(launch: Launch, tmp_path: Path) -> None:
     jobs = [launch("--nproc-per-node=1", WORKER, "graceful", run_dir=tmp_path / f"run{i}") for i in range(2)]
     for job in jobs:

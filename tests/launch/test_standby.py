@@ -47,6 +47,7 @@ def template(command: Command) -> int:
     return int(command.wait_for_line(READY, timeout=PATIENCE)[1])
 
 
+@pytest.mark.slow
 def test_after_a_kill_ranks_are_forked_and_are_children_of_the_launcher_as_before(
     launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_job_that_cannot_restart_prepares_nothing(launch: Launch) -> None:
     assert job.wait(timeout=PATIENCE) == 1
 
 
+@pytest.mark.slow
 def test_what_a_job_imported_is_there_for_the_first_start_of_the_next_one(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def test_each_kind_of_command_restarts_and_only_python_is_forked(
     assert set(forked(tmp_path / "run")) == {count}
 
 
+@pytest.mark.slow
 def test_a_template_that_was_killed_costs_no_restart_and_is_replaced(
     launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
 ) -> None:
@@ -180,6 +183,7 @@ def test_a_template_that_hangs_is_killed_after_a_few_seconds_and_the_rank_starts
     leaves_nothing(job)
 
 
+@pytest.mark.slow
 def test_a_module_that_reads_its_rank_at_import_is_named_and_right_in_each_rank(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -213,6 +217,7 @@ def test_a_script_that_sets_what_libraries_read_is_told_what_that_costs(
     job.wait(timeout=PATIENCE)
 
 
+@pytest.mark.slow
 def test_code_that_changed_since_it_was_imported_is_not_used_from_memory(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -264,6 +269,7 @@ def test_200_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
     leaves_nothing(job)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_native_code_are_killed_within_seconds(launch: Launch, tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text(f"""

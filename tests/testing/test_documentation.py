@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from resiliency.testing.faults import FaultKind, Phase
 from resiliency.testing.leaks import LeakKind
 from resiliency.testing.processes import Command
@@ -14,6 +16,7 @@ from resiliency.testing.processes import Command
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_pass(tmp_path: Path) -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
     for number, example in enumerate(examples):
