@@ -6,7 +6,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from resiliency.checkpoint import Checkpointer
 
 PATIENCE_S = 60.0
 #: How long something stays as it is before it counts as settled.
@@ -59,3 +62,8 @@ def settled(look: Callable[[], _T]) -> _T:
         if now != seen:
             seen, since = now, time.monotonic()
     return seen
+
+
+def agent_of(checkpoints: Checkpointer) -> int:
+    """The agent's process, once there is one: 0, which a busy machine shows for long, names our own group."""
+    return wait_until(lambda: checkpoints.agent_pid, "the rank is attached to no agent")

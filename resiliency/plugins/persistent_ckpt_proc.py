@@ -363,7 +363,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             )
             if self._checkpointer.rank == 0:
                 pid = self._checkpointer.agent_pid
-                logger.info("checkpoint process %d writes to %s", pid, self.places())
+                logger.info("checkpoint process %s writes to %s", pid or "(still starting)", self.places())
         return self._checkpointer
 
     def _group(self) -> str:

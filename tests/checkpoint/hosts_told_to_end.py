@@ -29,7 +29,7 @@ from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, 
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.runtime import RunInfo
 from resiliency.testing.processes import wait_for_exit
-from tests.waiting import wait_until
+from tests.waiting import agent_of, wait_until
 
 SOON = timedelta(minutes=2)
 #: Long enough that what waits until then is seen to hang.
@@ -44,7 +44,7 @@ def main(rank: int, root: Path, what: str) -> None:
     dist.all_gather_object(pids, os.getpid())
     state = {"mine": torch.full((4 << 20,), float(rank))}  # 16 MiB
     with open_checkpointer(rank, root, what) as checkpoints:
-        agent = checkpoints.agent_pid
+        agent = agent_of(checkpoints)
         if rank == 1:
             limit = resource.prlimit(agent, resource.RLIMIT_FSIZE)
             resource.prlimit(agent, resource.RLIMIT_FSIZE, (100 << 10, limit[1]))

@@ -87,16 +87,16 @@ def ended(pid: int, timeout_s: float) -> bool:
 @pytest.mark.slow
 def test_a_killed_trainer_goes_on_from_memory_with_the_same_agent_and_bits(tmp_path: Path, job: str) -> None:
     with train(job + "-b", tmp_path / "b", 20, 5) as whole:
-        expected = said(whole.wait_for_line("digest", timeout=60))
+        expected = said(whole.wait_for_line("^digest", timeout=60))
         assert whole.wait(timeout=30) == 0
     with train(job, tmp_path / "a", 20, 5, "park=10") as first:
-        agent = said(first.wait_for_line("agent", timeout=60))
-        first.wait_for_line("parked 10", timeout=60)
+        agent = said(first.wait_for_line("^agent [1-9]", timeout=60))
+        first.wait_for_line("^parked 10", timeout=60)
         first.signal(signal.SIGKILL)
         with train(job, tmp_path / "a", 20, 5) as second:
-            assert said(second.wait_for_line("agent", timeout=60)) == agent
-            assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "10", "memory"]
-            assert said(second.wait_for_line("digest", timeout=60)) == expected
+            assert said(second.wait_for_line("^agent [1-9]", timeout=60)) == agent
+            assert second.wait_for_line("^restored", timeout=60).string.split() == ["restored", "10", "memory"]
+            assert said(second.wait_for_line("^digest", timeout=60)) == expected
             assert second.wait(timeout=30) == 0
         assert ended(int(agent[1]), 30)
     assert complete(tmp_path / "a") == [10, 15, 20]
@@ -108,8 +108,8 @@ def test_what_a_dead_trainer_had_captured_is_committed_and_then_nothing_is_left(
 ) -> None:
     # 8 MB at 4 MB/s: the trainer is long dead when its last save is written.
     with train(job, tmp_path, 10, 5, "park=5", "rate=4000000", "size=700000", "grace=1") as trainer:
-        agent = said(trainer.wait_for_line("agent", timeout=60))
-        assert trainer.wait_for_line("parked", timeout=60).string.split() == ["parked", "5", "captured"]
+        agent = said(trainer.wait_for_line("^agent [1-9]", timeout=60))
+        assert trainer.wait_for_line("^parked", timeout=60).string.split() == ["parked", "5", "captured"]
         assert complete(tmp_path) == []
         trainer.signal(signal.SIGKILL)
         assert ended(int(agent[1]), 60)
@@ -124,7 +124,7 @@ def test_who_reads_a_dead_trainer_sees_its_end_while_the_agent_goes_on_and_no_wo
     # 8 MB at 4 MB/s: what the trainer had captured is committed after its death.
     slowly = ("rate=4000000", "size=700000")
     with train(job, directory, 10, 5, "park=5", *slowly) as first:
-        agent = said(first.wait_for_line("agent", timeout=60))
+        agent = said(first.wait_for_line("^agent [1-9]", timeout=60))
         first.wait_for_line("parked 5 captured", timeout=60)
         first.signal(signal.SIGKILL)
         with pytest.raises(EOFError):  # the other end of its pipe is closed, which it shared with the agent
@@ -133,8 +133,8 @@ def test_who_reads_a_dead_trainer_sees_its_end_while_the_agent_goes_on_and_no_wo
         log = Path(first.lines[-1].split()[-1])
         assert log.parent == tmp_path
         with train(job, directory, 10, 5, *slowly) as second:
-            assert said(second.wait_for_line("agent", timeout=60)) == agent
-            assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "5", "memory"]
+            assert said(second.wait_for_line("^agent [1-9]", timeout=60)) == agent
+            assert second.wait_for_line("^restored", timeout=60).string.split() == ["restored", "5", "memory"]
             second.wait_for_line("step 10 committed in the persistent tier", timeout=60)
             assert second.wait(timeout=60) == 0
     assert "step 5 committed in the persistent tier" in log.read_text()
@@ -146,7 +146,7 @@ def test_after_an_exception_the_capture_is_committed_and_its_memory_given_back(
     tmp_path: Path, job: str
 ) -> None:
     with train(job, tmp_path, 10, 5, "fail=10", "rate=100000000", "grace=1") as trainer:
-        agent = said(trainer.wait_for_line("agent", timeout=60))
+        agent = said(trainer.wait_for_line("^agent [1-9]", timeout=60))
         assert trainer.wait(timeout=60) == 1
         assert ended(int(agent[1]), 60)
     assert complete(tmp_path)[-1] == 10
@@ -157,14 +157,14 @@ def test_when_agent_and_trainer_are_killed_the_next_start_finds_the_capture_in_m
     tmp_path: Path, job: str
 ) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "rate=1000", "size=700000") as first:
-        agent = int(said(first.wait_for_line("agent", timeout=60))[1])
-        first.wait_for_line("parked", timeout=60)
+        agent = int(said(first.wait_for_line("^agent [1-9]", timeout=60))[1])
+        first.wait_for_line("^parked", timeout=60)
         first.signal(signal.SIGKILL)
         os.kill(agent, signal.SIGKILL)
         assert ended(agent, 30)
     assert complete(tmp_path) == []
     with train(job, tmp_path, 10, 5, "size=700000") as second:
-        assert second.wait_for_line("restored", timeout=60).string.split() == ["restored", "5", "memory"]
+        assert second.wait_for_line("^restored", timeout=60).string.split() == ["restored", "5", "memory"]
         assert second.wait(timeout=60) == 0
     assert complete(tmp_path) == [10]
 
@@ -174,8 +174,8 @@ def test_sigterm_to_the_agent_commits_what_is_captured_without_the_bandwidth_cap
     tmp_path: Path, job: str
 ) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "rate=20000", "size=700000", "grace=1") as trainer:
-        agent = int(said(trainer.wait_for_line("agent", timeout=60))[1])
-        trainer.wait_for_line("parked", timeout=60)
+        agent = int(said(trainer.wait_for_line("^agent [1-9]", timeout=60))[1])
+        trainer.wait_for_line("^parked", timeout=60)
         trainer.signal(signal.SIGKILL)
         # A trainer that is still dying holds the job's lock, and the agent leaves its captures alone.
         trainer.wait(timeout=60)
@@ -187,8 +187,8 @@ def test_sigterm_to_the_agent_commits_what_is_captured_without_the_bandwidth_cap
 @pytest.mark.slow
 def test_the_agent_is_one_per_arena_sees_no_gpu_and_yields_to_training(tmp_path: Path, job: str) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "grace=1") as trainer:
-        agent = psutil.Process(int(said(trainer.wait_for_line("agent", timeout=60))[1]))
-        trainer.wait_for_line("parked", timeout=60)
+        agent = psutil.Process(int(said(trainer.wait_for_line("^agent [1-9]", timeout=60))[1]))
+        trainer.wait_for_line("^parked", timeout=60)
         assert agent.environ()["CUDA_VISIBLE_DEVICES"] == ""
         assert agent.nice() == min(psutil.Process(trainer.pid).nice() + 10, 19)
         assert agent.ionice().value == 7
@@ -404,8 +404,8 @@ def test_a_step_that_a_dead_agent_had_committed_is_complete_for_those_who_ask_it
 @pytest.mark.slow
 def test_a_second_trainer_of_a_living_job_is_refused_by_name(tmp_path: Path, job: str) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "grace=1") as first:
-        agent = int(said(first.wait_for_line("agent", timeout=60))[1])
-        first.wait_for_line("parked", timeout=60)
+        agent = int(said(first.wait_for_line("^agent [1-9]", timeout=60))[1])
+        first.wait_for_line("^parked", timeout=60)
         with train(job, tmp_path, 10, 5) as second:
             second.wait_for_line("owned by a living process", timeout=60)
             assert second.wait(timeout=30) != 0

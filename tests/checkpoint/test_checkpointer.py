@@ -38,7 +38,7 @@ from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from tests import agent_host
 from tests.checkpoint.test_capture import Gate
-from tests.waiting import settled, wait_until
+from tests.waiting import agent_of, settled, wait_until
 
 SOON = timedelta(seconds=60)
 pytestmark = [
@@ -209,7 +209,7 @@ def test_a_last_step_that_storage_refused_stays_in_memory_for_the_next_start(pla
         handle = checkpoints.save(3, make_state(3))
         assert handle.wait(SOON)
         assert handle.state is SaveState.FAILED
-        agent = psutil.Process(checkpoints.agent_pid)
+        agent = psutil.Process(agent_of(checkpoints))
     place.directory.unlink()
     state = make_state(0)
     with place.open() as checkpoints:
@@ -500,7 +500,7 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
     with place.open(bytes_per_s=16 << 20) as checkpoints:
         state = make_state(1, size=6 << 20)
         assert checkpoints.save(1, make_state(1)).wait(SOON)
-        pid = checkpoints.agent_pid
+        pid = agent_of(checkpoints)
         if phase != "idle":
             handle = checkpoints.save(2, state)
             seen = {"claimed": "step=2-unfinished", "writing": "step=2/__0_0.distcp"}[phase]
@@ -587,7 +587,7 @@ def test_a_part_of_a_step_comes_back_from_memory_and_from_storage(place: Place) 
 @pytest.mark.slow
 def test_many_saves_leave_no_threads_files_or_processes_behind(place: Place) -> None:
     with place.open() as checkpoints:
-        both, counts = (psutil.Process(), psutil.Process(checkpoints.agent_pid)), []
+        both, counts = (psutil.Process(), psutil.Process(agent_of(checkpoints))), []
 
         def look() -> list[object]:
             shm = sorted(p.name for p in DEFAULT_ROOT.glob("resiliency-*/**/*"))

@@ -30,6 +30,7 @@ from resiliency.checkpoint import (
 )
 from resiliency.runtime import RunInfo
 from tests.checkpoint.capture_builders import SOON, bits
+from tests.waiting import agent_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -197,7 +198,7 @@ def test_the_agent_never_opens_the_gpu_and_the_checkpoint_comes_back(tmp_path: P
         state["w"].zero_()
         assert handle.wait(timedelta(minutes=1))
         assert handle.state is SaveState.COMMITTED
-        opened = [link.readlink() for link in Path(f"/proc/{checkpoints.agent_pid}/fd").iterdir()]
+        opened = [link.readlink() for link in Path(f"/proc/{agent_of(checkpoints)}/fd").iterdir()]
         assert [path for path in opened if str(path).startswith("/dev/nvidia")] == []
     with Checkpointer(tmp_path / "ckpt", info=info, options=options) as checkpoints:
         restored = checkpoints.restore(state)

@@ -37,7 +37,7 @@ from resiliency.checkpoint.wire import Done, Settings
 from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault
 from tests import agent_host
 from tests.checkpoint.test_checkpointer import Place, make_state
-from tests.waiting import wait_until, wait_until_equal
+from tests.waiting import agent_of, wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
 #: Of a call, in these tests.
@@ -273,7 +273,7 @@ def test_training_goes_on_beside_hung_storage_says_what_was_not_saved_and_saves_
     place: Place,
 ) -> None:
     with place.open(save_timeout=timedelta(seconds=2)) as checkpoints:
-        agent = checkpoints.agent_pid
+        agent = agent_of(checkpoints)
         assert checkpoints.save(1, make_state(1)).wait(SOON)
         hang = Hang(place.directory, 2)
         handles = [checkpoints.save(step, make_state(step)) for step in (2, 3)]
@@ -307,7 +307,7 @@ def complete_in(place: Place) -> list[int]:
 
 def test_trainer_and_agent_end_at_once_beside_hung_storage_and_nothing_is_lost(place: Place) -> None:
     with place.open(save_timeout=timedelta(seconds=2)) as checkpoints:
-        agent = psutil.Process(checkpoints.agent_pid)
+        agent = psutil.Process(agent_of(checkpoints))
         assert checkpoints.save(1, make_state(1)).wait(SOON)
         hang = Hang(place.directory, 2)
         assert checkpoints.save(2, make_state(2)).wait(SOON)

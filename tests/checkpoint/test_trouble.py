@@ -36,7 +36,7 @@ from resiliency.testing.rank_pool import RankPool
 from tests import agent_host
 from tests.checkpoint import two_hosts
 from tests.checkpoint.test_checkpointer import Place, make_state
-from tests.waiting import settled
+from tests.waiting import agent_of, settled
 
 SOON = timedelta(seconds=60)
 pytestmark = [
@@ -76,10 +76,10 @@ def a_full_disk(checkpoints: Checkpointer, directory: Path) -> Iterator[None]:
 @contextmanager
 def a_file_size_limit(checkpoints: Checkpointer, directory: Path) -> Iterator[None]:
     del directory
-    before = resource.prlimit(checkpoints.agent_pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(checkpoints.agent_pid, resource.RLIMIT_FSIZE, (100 << 10, before[1]))
+    before = resource.prlimit(agent_of(checkpoints), resource.RLIMIT_FSIZE)
+    resource.prlimit(agent_of(checkpoints), resource.RLIMIT_FSIZE, (100 << 10, before[1]))
     yield
-    resource.prlimit(checkpoints.agent_pid, resource.RLIMIT_FSIZE, before)
+    resource.prlimit(agent_of(checkpoints), resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def test_training_goes_on_beside_an_agent_that_stands_still_and_says_what_was_no
 ) -> None:
     with place.open(link=LinkOptions(silence=timedelta(minutes=10))) as checkpoints:
         assert saved(checkpoints.save(1, make_state(1))) is SaveState.COMMITTED
-        agent = psutil.Process(checkpoints.agent_pid)
+        agent = psutil.Process(agent_of(checkpoints))
         agent.suspend()
         handles = [checkpoints.save(step, make_state(step)) for step in range(2, 8)]
         assert all(handle.wait(SOON, until=SaveState.CAPTURED) for handle in handles)
@@ -292,7 +292,7 @@ def test_a_thousand_saves_use_no_more_memory_threads_files_or_processes_than_a_h
 ) -> None:
     capture = CaptureOptions(when_full=WhenFull.WAIT, wait_timeout=SOON)
     with place.open(capture=capture) as checkpoints:
-        both = (psutil.Process(), psutil.Process(checkpoints.agent_pid))
+        both = (psutil.Process(), psutil.Process(agent_of(checkpoints)))
         counts, memory = [], []
 
         def look() -> tuple[object, ...]:

@@ -23,6 +23,7 @@ import torch
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, SaveState
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from tests.waiting import agent_of
 
 SOON = timedelta(seconds=60)
 
@@ -48,7 +49,7 @@ def main() -> None:
     persistent = None if directory == "-" else directory
     interval = every if persistent else 0
     with Checkpointer(persistent, every_steps=interval, keep=3, local=local, options=options) as checkpoints:
-        say("agent", checkpoints.agent_pid)
+        say("agent", agent_of(checkpoints))
         restored = checkpoints.restore(state)
         say("restored", restored.step, restored.tier.value)
         for step in range(restored.step + 1, steps + 1):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, SaveState, Terminated, TerminationOptions
 from resiliency.checkpoint.agent_link import LinkOptions
+from tests.waiting import agent_of
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 SOON = timedelta(seconds=60)
@@ -61,7 +62,7 @@ def main() -> None:
         ),
     )
     with checkpoints:
-        say("agent", checkpoints.agent_pid)
+        say("agent", agent_of(checkpoints))
         restored = checkpoints.restore(state)
         say("starts", restored.step, restored.tier.value, digest(weights))
         try:

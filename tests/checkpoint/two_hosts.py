@@ -20,7 +20,7 @@ import torch.distributed as dist
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
 from resiliency.errors import ResiliencyError
 from resiliency.runtime import RunInfo
-from tests.waiting import wait_until
+from tests.waiting import agent_of, wait_until
 
 SOON = timedelta(minutes=4)
 STEPS = 3
@@ -46,7 +46,7 @@ def main(rank: int, root: Path, victim: int) -> None:
             if step == 2 and rank == victim:
                 begun = root / "ckpt" / "step=2" / f"__{victim}_0.distcp"
                 wait_until(begun.exists, f"{begun} is not written")
-                os.kill(checkpoints.agent_pid, signal.SIGKILL)
+                os.kill(agent_of(checkpoints), signal.SIGKILL)
             assert handle.wait(SOON)
             print("saved", step, handle.state.value, handle.record.why, flush=True)
             dist.barrier()

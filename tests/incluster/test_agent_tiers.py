@@ -22,7 +22,7 @@ from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import ResiliencyError
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
-from tests.waiting import wait_until, wait_until_equal
+from tests.waiting import agent_of, wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
 
@@ -118,7 +118,7 @@ def lose_an_agent(rank: int, root: str, victim: int) -> list[tuple[str, ...]]:
         hosts = [copied(checkpoints.save(1, state_of(rank, 1)))]
         dist.barrier()
         if rank == victim:
-            pid = checkpoints.agent_pid
+            pid = agent_of(checkpoints)
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: checkpoints.agent_pid not in (0, pid), "no other agent comes")
         dist.barrier()
@@ -152,7 +152,7 @@ def restore_and_await_copies(rank: int, root: str, step: int) -> tuple[str, floa
 def restore_and_lose_the_agent(rank: int, root: str, step: int) -> int:
     with open_at(Path(root), rank) as checkpoints:
         if rank == 0:  # it has the only copies
-            pid = checkpoints.agent_pid
+            pid = agent_of(checkpoints)
             os.kill(pid, signal.SIGSTOP)
         restored = checkpoints.restore(state_of(rank, 0))
         if rank == 0:

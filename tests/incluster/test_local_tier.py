@@ -46,7 +46,7 @@ from resiliency.testing.processes import Command
 from resiliency.testing.storage import StorageTrouble, TroubledStorage
 from tests import agent_host
 from tests.incluster.peer_builders import commit_step
-from tests.waiting import wait_until_equal
+from tests.waiting import agent_of, wait_until_equal
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -246,7 +246,7 @@ def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails
     place: Place,
 ) -> None:
     with place.open() as checkpoints:
-        agent = psutil.Process(checkpoints.agent_pid)
+        agent = psutil.Process(agent_of(checkpoints))
         agent.suspend()
         handle = checkpoints.save(1, make_state(1))
         assert handle.wait(SOON, until=SaveState.CAPTURED)
@@ -321,7 +321,7 @@ def test_an_agent_that_takes_over_when_the_job_was_told_to_end_has_no_bandwidth_
         checkpoints.hurry()
         # 4 MiB: at 16 KiB/s they would take minutes.
         assert checkpoints.save(1, make_state(1, size=1 << 20)).wait(SOON)
-        agent = psutil.Process(checkpoints.agent_pid)
+        agent = psutil.Process(agent_of(checkpoints))
         agent.kill()
         assert checkpoints.save(2, make_state(2), tiers=[TierName.LOCAL]).wait(timedelta(seconds=150))
         assert checkpoints.agent_pid not in (0, agent.pid)
@@ -561,7 +561,7 @@ def test_what_a_killed_agent_knew_to_be_complete_on_a_single_host_waits_on(place
     with place.open(**limits) as checkpoints:  # type: ignore[arg-type]
         for step in (1, 2):
             assert checkpoints.save(step, make_state(step)).wait_complete(SOON)
-        psutil.Process(checkpoints.agent_pid).kill()
+        psutil.Process(agent_of(checkpoints)).kill()
         for step in (3, 4, 5):
             assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
         wait_until_equal(lambda: complete(place.local), [2, 3, 4, 5])

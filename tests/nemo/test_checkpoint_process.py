@@ -125,7 +125,7 @@ def test_when_the_process_is_killed_training_goes_on_and_a_later_save_is_committ
     job = new_job(TWO_REPLICAS)
     steps = 300  # so many that the kill is in the middle, also where this process is slow to notice
     command = job.start(PROCESS, "--max-steps", steps, save_every=20)
-    found = command.wait_for_line(r"checkpoint process (\d+) writes to", timeout=ATTEMPT_S)
+    found = command.wait_for_line(r"checkpoint process ([1-9]\d*) writes to", timeout=ATTEMPT_S)
     command.wait_for_line(r"step 20 committed", timeout=ATTEMPT_S)
     os.kill(int(found[1]), signal.SIGKILL)
     assert command.wait(timeout=ATTEMPT_S) == 0, command.output

@@ -112,7 +112,7 @@ def test_a_killed_host_loses_its_agent_and_its_memory_and_comes_back_with_its_di
     assert "step=2" in os.listdir(bed["h0"].disk)
     bed.revive("h0")
     again = bed.start(save_and_wait, 1, order=["h0"])
-    again.wait_for_line("agent")
+    again.wait_for_line("^agent [1-9]")
     bed.kill("h0", disk=True)
     assert list(bed["h0"].disk.iterdir()) == []
     assert bed.alive == ["h1"]
