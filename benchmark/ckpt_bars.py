@@ -16,6 +16,8 @@ from ckpt_contestants import BLOCKING, OURS
 
 #: Two runs of the same ten steps differ by that much, in percent of them.
 EXCESS_NOISE = 1.0
+#: From that size on the fixed cost of a process says little about the memory that a save takes.
+LARGE_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +48,22 @@ class Bar:
 
 
 def bars(result: CellResult) -> list[Bar]:
-    """All goals for our engine in this cell; none if it did not run there."""
+    """All goals for our engine in this cell; none if it did not run there.
+
+    Two of them are judged by what the cell is: time lost by whether a core is free, memory only where the
+    state is large.
+    """
     ours = result.outcomes.get(OURS)
     if ours is None:
         return []
     rivals = [other for name, other in result.outcomes.items() if name != OURS]
-    return [
+    found = [
         Bar(name="held without overlap / copy", value=_paired(ours, "held_alone_s", copy_limit), limit=1.15),
         Bar(name="held with overlap / copy", value=_paired(ours, "held_s", copy_limit), limit=0.15),
         _against_rivals("held without overlap / best rival", ours, rivals, "held_alone_s", 0.7),
         _against_rivals("held with overlap / best rival", ours, rivals, "held_s", 0.7),
         _excess(ours, [rival for rival in rivals if rival.contestant not in BLOCKING]),
+        _lost(result, ours, rivals),
         Bar(name="durable, from the call / write", value=_paired(ours, "durable_s", "write_s"), limit=1.15),
         Bar(name="durable, after the copy / write", value=_paired(ours, "commit_s", "write_s"), limit=1.15),
         Bar(
@@ -64,9 +71,15 @@ def bars(result: CellResult) -> list[Bar]:
             value=_paired(ours, "memory_restore_s", lambda s: copy_limit(s, "memory_")),
             limit=1.25,
         ),
+        _against_rivals("restore from memory / best rival", ours, rivals, "memory_restore_s", 1.0),
         Bar(name="restore from disk / read", value=_paired(ours, "disk_restore_s", "disk_read_s"), limit=1.2),
         Bar(name="first saves / later ones, or 0.15 s", value=_first(ours), limit=1.5),
     ]
+    if result.cell.size_bytes >= LARGE_BYTES:
+        extra = median(ours, "extra_bytes")
+        states = None if extra is None else extra / result.size_bytes
+        found.append(Bar(name="extra memory, one tier / state", value=states, limit=2.2))
+    return found
 
 
 def copy_limit(series: Series, prefix: str = "") -> list[float]:
@@ -86,6 +99,17 @@ def excess_percent(outcome: Outcome) -> float | None:
     return None if share is None else 100 * share
 
 
+def lost(outcome: Outcome) -> float | None:
+    """Seconds that a save costs training: what it held, and how much longer the next steps took."""
+    held, excess = outcome.series.get("held_s"), outcome.series.get("excess_s")
+    if not held:
+        return None
+    if not excess:  # it blocks until nothing is left to do
+        return statistics.median(held)
+    both = statistics.median(h + e for h, e in zip(held, excess, strict=True))
+    return max(both, statistics.median(held))  # no save makes steps faster: that is noise
+
+
 def _paired(ours: Outcome, name: str, limit: str | Callable[[Series], list[float]]) -> float | None:
     values = ours.series.get(name)
     limits = ours.series.get(limit, []) if isinstance(limit, str) else limit(ours.series)
@@ -94,9 +118,24 @@ def _paired(ours: Outcome, name: str, limit: str | Callable[[Series], list[float
     return statistics.median(a / b for a, b in zip(values, limits, strict=True))
 
 
-def _against_rivals(name: str, ours: Outcome, rivals: Sequence[Outcome], figure: str, limit: float) -> Bar:
-    mine = median(ours, figure)
-    theirs = [(value, r.contestant) for r in rivals if (value := median(r, figure)) is not None]
+def _lost(result: CellResult, ours: Outcome, rivals: Sequence[Outcome]) -> Bar:
+    free = result.cell.ranks < result.cores
+    name = f"time lost / best rival, {'a core is' if free else 'no core is'} free"
+    return _against_rivals(name, ours, rivals, lost, 0.35 if free else 0.7)
+
+
+def _against_rivals(
+    name: str,
+    ours: Outcome,
+    rivals: Sequence[Outcome],
+    figure: str | Callable[[Outcome], float | None],
+    limit: float,
+) -> Bar:
+    def of(outcome: Outcome) -> float | None:
+        return median(outcome, figure) if isinstance(figure, str) else figure(outcome)
+
+    mine = of(ours)
+    theirs = [(value, r.contestant) for r in rivals if (value := of(r)) is not None]
     if mine is None or not theirs:
         return Bar(name=name, value=None, limit=limit)
     value, best = min(theirs)

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpt_contestants import ARENA_ENV, OURS, READERS
+from ckpt_contestants import ARENA_ENV, FROM_MEMORY, READERS
 from ckpt_groups import Groups, RankFailed, arena
+from ckpt_memory_rivals import launcher
 from ckpt_rank import Figures, Task
 
 from resiliency.checkpoint import Tier
@@ -54,7 +55,7 @@ class Outcome:
 @dataclass(kw_only=True)
 class CellResult:
     """A cell's limits and outcomes.  `size_bytes` is what one rank really saves; for contestants that
-    were left out there was no time."""
+    were left out there was no time.  `cores` are those that ranks and savers share."""
 
     cell: Cell
     size_bytes: int
@@ -62,6 +63,7 @@ class CellResult:
     limits: Series
     outcomes: dict[str, Outcome]
     left_out: list[str] = field(default_factory=list)
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
 
 def run_cell(
@@ -127,26 +129,32 @@ def _run_contestant(groups: Groups, task: Task, env: dict[str, str], progress: P
     name = task.contestant or ""
     outcome = Outcome(contestant=name)
     try:
-        progress(f"{name}: save")
-        saved = groups.run(replace(task, keep_memory=name == OURS), env)
-        outcome.series = _saving(saved)
-        loader = replace(
-            task,
-            digest=tuple(figures["digest"] for figures in saved),
-            saved=saved[0]["saved"],
-            restore=Tier.DISK,
-        )
-        if name == OURS:
-            progress(f"{name}: restore from memory")
-            outcome.series |= _prefixed("memory_", _restores(groups, loader, env, Tier.MEMORY))
-        progress(f"{name}: restore from disk")
-        rounds = task.rounds if name in READERS else 1
-        outcome.series |= _prefixed(
-            "disk_", _restores(groups, replace(loader, rounds=rounds), env, Tier.DISK)
-        )
+        with launcher(name, task.directory) as more:
+            _save_and_restore(groups, task, {**env, **more}, outcome, progress)
     except RankFailed as failure:
         outcome.error = "\n".join([str(failure), *_last_words(task.directory)])
     return outcome
+
+
+def _save_and_restore(
+    groups: Groups, task: Task, env: dict[str, str], outcome: Outcome, progress: Progress
+) -> None:
+    name = outcome.contestant
+    progress(f"{name}: save")
+    saved = groups.run(replace(task, keep_memory=name in FROM_MEMORY), env)
+    outcome.series = _saving(saved)
+    loader = replace(
+        task,
+        digest=tuple(figures["digest"] for figures in saved),
+        saved=saved[0]["saved"],
+        restore=Tier.DISK,
+    )
+    if name in FROM_MEMORY:
+        progress(f"{name}: restore from memory")
+        outcome.series |= _prefixed("memory_", _restores(groups, loader, env, Tier.MEMORY))
+    progress(f"{name}: restore from disk")
+    rounds = task.rounds if name in READERS else 1
+    outcome.series |= _prefixed("disk_", _restores(groups, replace(loader, rounds=rounds), env, Tier.DISK))
 
 
 def _last_words(directory: Path) -> list[str]:

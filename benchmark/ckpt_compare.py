@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our checkpoints beside torch.save, torch.distributed.checkpoint, NVRx and the machine's limits.
+"""Our checkpoints beside torch.save, torch.distributed.checkpoint, NVRx, DLRover and the machine's limits.
 
     python3 benchmark/ckpt_compare.py --directory /mnt/disk
     python3 benchmark/ckpt_compare.py --directory /mnt/disk --cells 1x2 --contestants ours "NVRx async"
@@ -12,7 +12,8 @@ Where the engine misses a bar, the report says by how much.
 
 Run it on a machine that does nothing else, on the disk that checkpoints go to.  Beyond the state
 itself a rank needs up to three times its size in memory and three times on disk.  A contestant that
-fails is listed with its error, makes the exit code 1, and does not stop the others.
+fails is listed with its error, makes the exit code 1, and does not stop the others.  DLRover and NVRx's
+local checkpoints take part where they are installed (pip install -e '.[compare]' -c constraints.txt).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 
 import psutil
 from ckpt_cells import Cell, CellResult, run_cell
-from ckpt_contestants import CONTESTANTS, OURS
+from ckpt_contestants import CONTESTANTS, DLROVER, FROM_MEMORY, NVRX_LOCAL, OURS, is_installed
 from ckpt_groups import Groups, RankFailed
 from ckpt_report import Report, as_markdown, as_png, as_text
 from measuring import count, file_system, machine
@@ -37,11 +38,15 @@ from tqdm import tqdm
 
 from resiliency.errors import ConfigError
 
-#: What should fit into twelve minutes on two idle cores: all contestants for the smallest state, those
-#: that hold training the least for larger ones, and our own limits for the largest.
+#: What should fit into twelve minutes on two idle cores where the optional ones are not installed: all
+#: contestants for the smallest state, those that hold training the least for larger ones, and our own limits
+#: for the largest.
 DEFAULT_PLAN = {
     "0.25x1": tuple(CONTESTANTS),
-    "0.25x2": (OURS, "DCP async, thread, tuned", "DCP async, process, tuned", "NVRx async", "torch.save"),
+    "0.25x2": (
+        *(OURS, "DCP async, thread, tuned", "DCP async, process, tuned", "NVRx async", "torch.save"),
+        *(DLROVER, NVRX_LOCAL),
+    ),
     "1x1": (OURS, "DCP async, thread, tuned"),
     "2x1": (OURS,),
 }
@@ -102,7 +107,9 @@ def main() -> int:
     facts = machine() | {"storage": file_system(root)}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind then, either
     began = time.monotonic()
-    results = run_all(plan, rounds, root, began + 60 * args.minutes)
+    wanted = dict.fromkeys(name for _, names in plan for name in names)
+    there = [(cell, [name for name in names if is_installed(name)]) for cell, names in plan]
+    results = run_all(there, rounds, root, began + 60 * args.minutes)
     measured = {result.cell for result in results}
     report = Report(
         results=tuple(results),
@@ -112,6 +119,7 @@ def main() -> int:
         command=_command(args),
         machine=facts,
         wall_s=time.monotonic() - began,
+        not_installed=tuple(name for name in wanted if not is_installed(name)),
     )
     _publish(report, args)
     return 1 if report.failures or len(results) < len(plan) else 0
@@ -133,6 +141,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, plan: Plan
     for path in filter(None, (args.export, args.markdown, args.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(f"the directory of {path} does not exist")
+    absent = [name for name in args.contestants or () if not is_installed(name)]
+    if absent:
+        parser.error(f"not installed: {', '.join(absent)}; pip install -e '.[compare]' -c constraints.txt")
     largest = max(cell.size_bytes * cell.ranks for cell, _ in plan)
     free = psutil.virtual_memory().available
     if 5 * largest > free:  # state, gradients, two slots, and what is being measured
@@ -145,7 +156,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, plan: Plan
 def run_all(plan: Plan, rounds: int, root: Path, deadline: float) -> list[CellResult]:
     """Measure cell by cell.  One whose limits cannot be measured is said and left out."""
     results = []
-    units = sum(1 + 2 * len(names) + (OURS in names) for _, names in plan)
+    units = sum(1 + 2 * len(names) + len(FROM_MEMORY & set(names)) for _, names in plan)
     with tqdm(total=units, unit="part", file=sys.stderr) as bar, Groups() as groups:
         for cell, names in plan:
             if time.monotonic() > deadline:

@@ -14,6 +14,7 @@ torch.save leaves in the page cache is no checkpoint yet.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import threading
 import time
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save as dcp_save,
 )
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, SaveState
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, SaveState, Tier
 
 PATIENCE = timedelta(minutes=3)
 #: Names the directory in shared memory for captures, so that it can be removed whatever happened.
@@ -101,6 +102,9 @@ class Trained(Protocol):
 class Contestant(Protocol):
     """A saver on one rank.  `directory` is its own; all ranks share it."""
 
+    #: Where `restore` found the state.
+    restored_from: Tier
+
     def prepare(self, training: Trained) -> None: ...
 
     def save(self, step: int) -> Save: ...
@@ -126,8 +130,10 @@ class Contestant(Protocol):
         ...
 
 
-class _Rival:
+class Rival:
     """What most rivals have in common."""
+
+    restored_from = Tier.DISK
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -153,7 +159,7 @@ class _Rival:
         return save
 
 
-class TorchSave(_Rival):
+class TorchSave(Rival):
     """`torch.save`, one file per rank, then fsync."""
 
     def save(self, step: int) -> Save:
@@ -166,18 +172,23 @@ class TorchSave(_Rival):
         return save
 
     def restore(self) -> None:
-        name = f"rank{self._training.rank}"
+        path = self._saved / f"rank{self._training.rank}.pt"
         # Mapped, so that every byte moves once, into its place.
-        state = torch.load(self._saved / f"{name}.pt", weights_only=True, mmap=True)[name]
-        self._training.model.load_state_dict(state["model"])
-        # The optimizer's own loading would clone and let go of what it had.
-        target = self._training.optimizer.state_dict()["state"]
-        for index, moments in state["optimizer"]["state"].items():
-            for key, value in moments.items():
-                target[index][key].copy_(value)
+        copy_into(self._training, torch.load(path, weights_only=True, mmap=True))
 
 
-class _Dcp(_Rival):
+def copy_into(training: Trained, saved: dict[str, Any]) -> None:
+    """Copy what was a `state_dict` of this rank into the tensors that are trained."""
+    state = saved[f"rank{training.rank}"]
+    training.model.load_state_dict(state["model"])
+    # The optimizer's own loading would clone and let go of what it had.
+    target = training.optimizer.state_dict()["state"]
+    for index, moments in state["optimizer"]["state"].items():
+        for key, value in moments.items():
+            target[index][key].copy_(value)
+
+
+class _Dcp(Rival):
     """Anything that `torch.distributed.checkpoint.load` reads."""
 
     def prepare(self, training: Trained) -> None:
@@ -365,7 +376,7 @@ class Ours:
         self._checkpoints = self._open()
 
     def restore(self) -> None:
-        self.restored = self._checkpoints.restore(self._training.state)
+        self.restored_from = self._checkpoints.restore(self._training.state).tier
 
     def _open(self) -> Checkpointer:
         # The benchmark deletes old checkpoints itself, for all contestants, while no clock runs.
@@ -373,7 +384,19 @@ class Ours:
         return Checkpointer(self._directory, keep=1000, options=CheckpointerOptions(arena_root=root))
 
 
-OURS = "ours"
+def _dlrover(directory: Path) -> Contestant:
+    from ckpt_memory_rivals import DlroverFlash  # which needs this module
+
+    return DlroverFlash(directory)
+
+
+def _nvrx_local(directory: Path, *, persistent: bool) -> Contestant:
+    from ckpt_memory_rivals import NvrxLocal
+
+    return NvrxLocal(directory, persistent=persistent)
+
+
+OURS, DLROVER, NVRX_LOCAL, NVRX_FORKED = "ours", "DLRover flash", "NVRx local", "NVRx local, forked"
 CONTESTANTS: dict[str, Callable[[Path], Contestant]] = {
     OURS: Ours,
     "torch.save": TorchSave,
@@ -383,8 +406,24 @@ CONTESTANTS: dict[str, Callable[[Path], Contestant]] = {
     "DCP async, thread, tuned": functools.partial(DcpTuned, process=False),
     "DCP async, process, tuned": functools.partial(DcpTuned, process=True),
     "NVRx async": Nvrx,
+    DLROVER: _dlrover,
+    NVRX_LOCAL: functools.partial(_nvrx_local, persistent=True),
+    NVRX_FORKED: functools.partial(_nvrx_local, persistent=False),
+}
+#: Those that take part where this package can be imported, and whose absence is no failure.
+OPTIONAL = {
+    DLROVER: "dlrover",
+    NVRX_LOCAL: "nvidia_resiliency_ext",
+    NVRX_FORKED: "nvidia_resiliency_ext",
 }
 #: They hold training until the checkpoint is durable, so nothing is left to slow the next steps.
 BLOCKING = frozenset({"torch.save", "DCP save"})
 #: One reader for each format; the other contestants are restored once, to see that the bytes are right.
-READERS = frozenset({OURS, "torch.save", "DCP save"})
+READERS = frozenset({OURS, "torch.save", "DCP save", DLROVER, NVRX_LOCAL})
+#: A new process finds in the host's memory what the one before it saved.
+FROM_MEMORY = frozenset({OURS, DLROVER})
+
+
+def is_installed(contestant: str) -> bool:
+    """False only for an optional one."""
+    return contestant not in OPTIONAL or importlib.util.find_spec(OPTIONAL[contestant]) is not None

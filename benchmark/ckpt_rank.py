@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckpt_contestants import BLOCKING, CONTESTANTS, Contestant, Ours
+from ckpt_contestants import BLOCKING, CONTESTANTS, Contestant
 from ckpt_limits import Limits, drop_from_cache, timed
 from ckpt_training import Training
 
@@ -253,8 +253,8 @@ def _restore(task: Task, contestant: Contestant, training: Training, limits: Lim
     training.forget()
     dist.barrier()
     seconds = timed(contestant.restore)
-    if isinstance(contestant, Ours) and contestant.restored.tier is not task.restore:
-        raise RuntimeError(f"restored from {contestant.restored.tier}, not {task.restore}")
+    if contestant.restored_from is not task.restore:
+        raise RuntimeError(f"restored from {contestant.restored_from}, not {task.restore}")
     if training.digest() != task.digest[training.rank]:
         raise RuntimeError(f"{task.saved}: the restored bytes are not those that were saved")
     found = {"restore_s": [seconds]}

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ckpt_bars import Bar, bars, copy_limit, excess_percent, median
+from ckpt_bars import Bar, bars, copy_limit, excess_percent, lost, median
 from ckpt_cells import CellResult, Outcome
-from ckpt_contestants import BLOCKING, OURS
+from ckpt_contestants import BLOCKING, FROM_MEMORY, OURS
 from ckpt_rank import ROOM, STEPS, STEPS_BEFORE_FIRST
 
 from resiliency.events import JsonValue
@@ -22,7 +22,8 @@ _INK, _QUIET = "#1d2730", "#66727e"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All cells of one run, with what they ran on; `left_out` names those that were not measured."""
+    """All cells of one run, with what they ran on; `left_out` names those that were not measured, and
+    `not_installed` the contestants that were not there."""
 
     results: tuple[CellResult, ...]
     left_out: tuple[str, ...]
@@ -31,6 +32,7 @@ class Report:
     command: str
     machine: Mapping[str, JsonValue]
     wall_s: float
+    not_installed: tuple[str, ...] = ()
 
     @property
     def failures(self) -> list[tuple[CellResult, Outcome]]:
@@ -44,6 +46,7 @@ class Report:
             "machine": dict(self.machine),
             "rounds": self.rounds,
             "left_out": list(self.left_out),
+            "not_installed": list(self.not_installed),
             "wall_s": round(self.wall_s, 1),
             "cells": [_cell_json(result) for result in self.results],
         }
@@ -53,6 +56,7 @@ def _cell_json(result: CellResult) -> dict[str, Any]:
     return {
         "cell": str(result.cell),
         "ranks": result.cell.ranks,
+        "cores": result.cores,
         "size_bytes": result.size_bytes,
         "batch": result.batch,
         "limits_s": result.limits,
@@ -76,11 +80,11 @@ def _cell_json(result: CellResult) -> dict[str, Any]:
 
 
 def _ms(name: str) -> Callable[[CellResult, Outcome], str]:
-    def cell(_: CellResult, outcome: Outcome) -> str:
-        value = median(outcome, name)
-        return "-" if value is None else f"{value * 1e3:.3g}" if value < 0.1 else f"{value * 1e3:.0f}"
+    return lambda _, outcome: _milliseconds(median(outcome, name))
 
-    return cell
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:.3g}" if value < 0.1 else f"{value * 1e3:.0f}"
 
 
 def _times_copy(name: str) -> Callable[[CellResult, Outcome], str]:
@@ -102,6 +106,14 @@ def _excess_cell(_: CellResult, outcome: Outcome) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+def _lost_cell(_: CellResult, outcome: Outcome) -> str:
+    return _milliseconds(lost(outcome))
+
+
+def _memory_cell(result: CellResult, outcome: Outcome) -> str:
+    return _ms("memory_restore_s")(result, outcome) if outcome.contestant in FROM_MEMORY else "not offered"
+
+
 #: Column of the table of contestants -> its text for one of them.
 _COLUMNS: dict[str, Callable[[CellResult, Outcome], str]] = {
     "held, overlap": _ms("held_s"),
@@ -110,11 +122,12 @@ _COLUMNS: dict[str, Callable[[CellResult, Outcome], str]] = {
     "x copy ": _times_copy("held_alone_s"),
     "excess": _ms("excess_s"),
     "excess %": _excess_cell,
+    "lost": _lost_cell,
     "durable": _ms("durable_s"),
     "first held": _ms("first_held_s"),
     "second held": _ms("second_held_s"),
     "extra memory": _extra,
-    "from memory": _ms("memory_restore_s"),
+    "from memory": _memory_cell,
     "from disk": _ms("disk_restore_s"),
 }
 
@@ -151,6 +164,7 @@ def as_text(report: Report) -> str:
         lines += ["", f"=== {result.cell}: milliseconds, medians of {report.rounds} rounds"]
         for rows in (limit_rows(result), contestant_rows(result), bar_rows(result)):
             lines += ["", *_aligned(list(rows))]
+    lines += [f"NOT INSTALLED {name}" for name in report.not_installed]
     lines += [
         f"FAILED {result.cell}, {outcome.contestant}: {outcome.error}" for result, outcome in report.failures
     ]
@@ -189,6 +203,7 @@ def as_markdown(report: Report, picture: str = "") -> str:
     lines += ["", *_WHAT_LIMITS, ""]
     left_out = [f"- {r.cell}: {', '.join(r.left_out)}" for r in report.results if r.left_out]
     left_out += [f"- {cell}: everything" for cell in report.left_out]
+    left_out += [f"- {name}: was not installed" for name in report.not_installed]
     if left_out:
         lines += ["## Not measured", "", *left_out, ""]
     if report.failures:
@@ -205,7 +220,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 def _machine_line(report: Report) -> str:
     facts = report.machine
-    names = ("python", "torch", "nvidia-resiliency-ext")
+    names = ("python", "torch", "nvidia-resiliency-ext", "dlrover")
     versions = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
     return (
         f"Machine: {facts['cores']} cores ({facts['cpu']}), {facts['memory_gib']} GiB, storage "
@@ -223,6 +238,7 @@ slowest rank of each round.  Training: linear layers under AdamW, gloo, one torc
   between them that takes {ROOM:g} x the copy with one thread.  *held, none*: nothing between them.
 - *excess*: the {STEPS} steps from the save on, less what was held, less {STEPS} undisturbed steps of the
   same round (before and after in turn); *excess %* is its share of those.  Savers that block have none.
+- *lost*: what a save costs training, *held, overlap* and *excess* together.
 - *durable*: from the call until the checkpoint is written and synced on all ranks, while nothing else
   runs.  *first held*, *second held*: the first saves of the process ("none"), after
   {STEPS_BEFORE_FIRST} steps.
@@ -231,10 +247,17 @@ slowest rank of each round.  Training: linear layers under AdamW, gloo, one torc
 - *from memory*, *from disk*: into the trained tensors, in a fresh process; before a read from disk the
   files were dropped from the page cache (`posix_fadvise`).  Every contestant's last checkpoint, saved
   with steps running beside it, was loaded back and compared bit by bit with the state that was saved.
+  *Not offered*: a new process finds nothing in memory.
 - Limits were taken in every round as well, in the process of the contestant; *copy* is the faster of
   one and two threads, *write* and *read* one file per rank past the page cache, in order, and synced.
 - DCP *tuned*: staging buffers that are kept, a staging thread that overlaps, two writers, a cached plan.
   NVRx: its persistent writer with cached metadata; its copy from the device is a clone here (CPU).
+- *DLRover flash*: every rank saves a shard to memory and to storage; its saver runs in a process that
+  outlives the ranks, as `dlrover-run` has it.  Every job has a launcher, so that process counts as extra
+  memory only by what it grows.  Its files are synced, which it leaves out.
+- *NVRx local*: a file per rank on the same disk as all others, synced, which it leaves out; it outlives the
+  process, and the host only with a copy elsewhere (none is made here).  A clone is its copy from the device;
+  *forked*: its older worker, whose copy is the fork.  Its guide allows a RAM disk too; that was not measured.
 """.strip().splitlines()
 
 
@@ -254,12 +277,12 @@ _WHAT_LIMITS = """
 
 def _bar_summary(report: Report) -> list[str]:
     judged = {str(result.cell): found for result in report.results if (found := bars(result))}
-    columns = list(judged.values())
-    names = [bar.name for bar in columns[0]] if columns else []
+    # A cell may have bars of its own.
+    limits = {bar.name: _figure(bar, bar.limit) for found in judged.values() for bar in found}
     rows = [["bar", "limit", *judged]]
-    for number, name in enumerate(names):
-        found = [column[number] for column in columns]
-        rows.append([name, _figure(found[0], found[0].limit), *map(_judged, found)])
+    for name, limit in limits.items():
+        cells = ({bar.name: bar for bar in found}.get(name) for found in judged.values())
+        rows.append([name, limit, *(_judged(bar) if bar else "" for bar in cells)])
     return _table(rows)
 
 

@@ -31,7 +31,7 @@ def machine() -> dict[str, JsonValue]:
         "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
     }
-    for package in ("torch", "nvidia-resiliency-ext", "nemo_toolkit", "megatron-core"):
+    for package in ("torch", "nvidia-resiliency-ext", "dlrover", "nemo_toolkit", "megatron-core"):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
