@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -218,31 +218,63 @@ def quantized_like(quantizer: tuple[Any, ...], shape: tuple[int, ...]) -> torch.
     )
 
 
+# Torch's rule takes 0.1 ms, for thousands of tensors at each save, and training waits for it.  A mesh that is
+# gone must not be kept: it has open sockets.
+_placements: WeakKeyDictionary[DeviceMesh, dict[tuple[object, ...], _OnMesh]] = WeakKeyDictionary()
+#: Of one mesh; an optimizer's moments share those of their parameters.
+_MOST_PLACEMENTS = 1 << 14
+
+
+@dataclass(frozen=True)
+class _OnMesh:
+    """A placement on a mesh of `size` ranks.  `is_whole`: each of them has all of the tensor."""
+
+    placement: Placement
+    size: int
+    is_whole: bool
+
+
 def _dtensor_placement(tensor: DTensor) -> Placement:
+    mesh = tensor.device_mesh
+    # All that the answer depends on, by value, as is the mesh: what is known cannot be out of date.
+    key = (tensor.shape, tensor.placements, mesh.get_coordinate())
+    known = _placements.get(mesh)
+    if known is None:
+        known = _placements[mesh] = {}
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MOST_PLACEMENTS:
+            known.clear()
+        found = known[key] = _placement_on(mesh, *key)
+    if found.is_whole and found.size == dist.get_world_size():  # like one without a mesh
+        return replace(found.placement, attributes=())
+    return found.placement
+
+
+def _placement_on(
+    mesh: DeviceMesh, shape: torch.Size, placements: tuple[Any, ...], coordinate: tuple[int, ...] | None
+) -> _OnMesh:
     # The one place that needs torch's own rule for uneven and strided shards.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = tensor.device_mesh, tensor.placements
     if any(p.is_partial() for p in placements):
         raise ConfigError("a DTensor with a pending reduction (Partial) cannot be captured; redistribute it.")
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     replica = 0
-    coordinate = mesh.get_coordinate() or ()
-    for size, position, placement in zip(mesh.shape, coordinate, placements, strict=False):
+    for size, position, placement in zip(mesh.shape, coordinate or (), placements, strict=False):
         if isinstance(placement, Replicate):
             replica = replica * size + position
     size, ranks = _mesh_text(mesh)
-    # One that all ranks have whole is like one without a mesh.
-    is_everywhere = size == dist.get_world_size() and all(p.is_replicate() for p in placements)
-    return Placement(
-        global_shape=tuple(tensor.shape),
+    placement = Placement(
+        global_shape=tuple(shape),
         global_offset=tuple(offset),
         replica_id=replica,
-        attributes=() if is_everywhere else ((MESH, ranks),),
+        attributes=((MESH, ranks),),
     )
+    return _OnMesh(placement, size, all(p.is_replicate() for p in placements))
 
 
-# Asked for each tensor of a state, and there are few meshes.
+# Asked for each shape on a mesh, and there are few meshes.
 _meshes: WeakKeyDictionary[DeviceMesh, tuple[int, str]] = WeakKeyDictionary()
 
 

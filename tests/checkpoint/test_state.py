@@ -13,7 +13,7 @@ import struct
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resiliency.checkpoint import (
     Placement,
@@ -36,7 +39,10 @@ from resiliency.checkpoint import (
     register_sharded_type,
     restore_into,
 )
+from resiliency.checkpoint.leaves import leaf_of
+from resiliency.checkpoint.rank_sets import mesh_of
 from resiliency.checkpoint.state import plan_restore, sharded_objects
+from resiliency.checkpoint.table import contiguous_stride
 from resiliency.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
 from tests.checkpoint.capture_builders import bits, saved
 
@@ -588,6 +594,86 @@ def test_dtensors_are_saved_as_local_shards_and_restored_in_place(
     restore_into(target, shard)
     assert isinstance(target["w"], DTensor)
     assert target["w"].to_local().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@contextmanager
+def seat(rank: int, world_size: int = 4) -> Iterator[None]:
+    """This process as one of several ranks that never talk."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def placed(mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...] = (6, 4)) -> DTensor:
+    local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    stride = contiguous_stride(shape)
+    return DTensor.from_local(
+        torch.zeros(local), mesh, placements, run_check=False, shape=shape, stride=stride
+    )  # type: ignore[arg-type]
+
+
+def test_where_the_parts_of_an_unchanged_state_lie_is_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        asked.append(args)
+        return compute_local_shape_and_global_offset(*args)
+
+    monkeypatch.setattr("torch.distributed.tensor._utils.compute_local_shape_and_global_offset", counted)
+    with seat(1):
+        mesh = init_device_mesh("cpu", (2, 2))
+        weights = [placed(mesh, [Replicate(), Shard(0)], (rows, 4)) for rows in (2, 3, 4)]
+        state = {"weights": weights, "moments": [torch.zeros_like(weight) for weight in weights]}
+        walker = StateWalker()
+        before = walker.snapshot(state).layout
+        assert len(asked) == len(weights), "a moment lies where its parameter does"
+        assert walker.snapshot(state).layout is before
+        assert len(asked) == len(weights)
+        weights[0] = placed(mesh, [Replicate(), Shard(1)], (2, 4))
+        after = walker.snapshot(state).layout
+        assert len(asked) == len(weights) + 1
+        assert after.by_key["weights/0"].global_offset == (0, 2) != before.by_key["weights/0"].global_offset
+
+
+def test_a_part_is_never_said_to_lie_where_another_one_did() -> None:
+    """Whatever else of a DTensor stays as it was: its mesh, placements, shape, rank, number of ranks."""
+    kept = []  # what is known of a mesh ends with it
+
+    def variants() -> Iterator[DTensor]:
+        line, turned = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [3, 2, 1, 0])
+        grid = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        for mesh in (line, turned):
+            yield placed(mesh, [Shard(0)])
+            yield placed(mesh, [Shard(0)], (7, 4))
+            yield placed(mesh, [Shard(1)])
+            yield placed(mesh, [Replicate()])
+        yield placed(grid, [Shard(0), Shard(0)], (8, 4))
+        yield placed(grid, [_StridedShard(0, split_factor=2), Shard(0)], (8, 4))
+        yield placed(grid, [Shard(0), Replicate()])
+        yield placed(grid, [Replicate(), Shard(0)])
+
+    for rank, world_size in ((1, 4), (2, 4), (2, 8)):
+        with seat(rank, world_size):
+            tensors = list(variants())
+            kept.append(tensors)
+            for tensor in (*tensors, *reversed(tensors)):
+                found = leaf_of(tensor, "dtensor", ()).placement
+                mesh, placements = tensor.device_mesh, tensor.placements
+                _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+                assert found is not None
+                assert (found.global_shape, found.global_offset) == (tuple(tensor.shape), tuple(offset))
+                is_everywhere = world_size == 4 and placements == (Replicate(),)
+                assert mesh_of(found.attributes) == ("" if is_everywhere else "0+4x1")
+                copies = [
+                    place
+                    for place, kind in zip(mesh.get_coordinate() or (), placements, strict=True)
+                    if kind.is_replicate()
+                ]
+                assert found.replica_id == (copies[0] if copies else 0)
 
 
 def test_tensors_beyond_four_gigabytes_have_a_place_in_the_layout(tmp_path: Path) -> None:
