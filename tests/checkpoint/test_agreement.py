@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who a rank is, where torchrun did not say so."""
+"""What all ranks agree on, and who a rank is where torchrun did not say so."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.storage import LocalStorage
 from resiliency.errors import ConfigError
@@ -32,6 +35,45 @@ def save_with(rank: int, root: str, job: str, env: dict[str, str]) -> tuple[int,
             return checkpoints.rank, handle.state.value
     except ConfigError as error:
         return -1, str(error)
+
+
+def gather_all_kinds(rank: int) -> list[list[object]]:
+    """Values that are short on all ranks, on some and on none, and how many collectives each took."""
+    agreement = Agreement.of_process_group()
+    kinds: list[list[object]] = [
+        [None, rank, ("host", rank)],
+        ["x" * (1000 * rank), b"y" * 494, b"y" * (495 - rank)],
+        [bytes(range(256)) * (5000 + rank), {"step": [1.5] * 300}],
+    ]
+    carried = 0
+    all_gather = dist.all_gather
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal carried
+        carried += 1
+        return all_gather(*args, **options)
+
+    dist.all_gather = counted
+    try:
+        found: list[list[object]] = []
+        for values in kinds:
+            for value in values:
+                carried = 0
+                found.append([agreement.gather(value), carried])
+        return found
+    finally:
+        dist.all_gather = all_gather
+
+
+def test_what_all_ranks_say_is_gathered_whole_and_short_values_in_one_collective(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(gather_all_kinds, 2).values
+    assert first == second
+    gathered = [values for values, _ in first]
+    assert gathered[:3] == [[None, None], [0, 1], [("host", 0), ("host", 1)]]
+    assert gathered[3] == ["", "x" * 1000]
+    assert gathered[5] == [b"y" * 495, b"y" * 494]
+    assert gathered[6] == [bytes(range(256)) * 5000, bytes(range(256)) * 5001]
+    assert [count for _, count in first] == [1, 1, 1, 2, 1, 2, 2, 2]
 
 
 @pytest.mark.slow
