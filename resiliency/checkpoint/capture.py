@@ -30,7 +30,7 @@ import torch
 
 from resiliency.checkpoint.arena import RankArena
 from resiliency.checkpoint.copying import Copier, CopyRun, MemoryPiece, Piece, pieces
-from resiliency.checkpoint.cuda import DeviceCopier, Pair, PinnedMemory
+from resiliency.checkpoint.cuda import DeviceCopier, PinnedMemory, Transfer
 from resiliency.checkpoint.owned_memory import OwnedMemory, Owners, takes_hooks, unwrapped
 from resiliency.checkpoint.slot_memory import SlotMemory, values_room
 from resiliency.checkpoint.slots import SlotFile
@@ -480,7 +480,7 @@ class Capturer:
     def _copy(self, area: _Area, snapshot: Snapshot, owned: OwnedMemory | None, capture: Capture) -> None:
         plan, runs = area.plan, capture._runs
         if plan is None or plan.addresses is not snapshot.addresses or plan.owned is not owned:
-            plan = _Plan(area.targets, snapshot, self._options, owned)
+            plan = _Plan(area, snapshot, self._options, owned)
             # What refers to tensors would keep their memory from being freed until the next save.
             area.plan = plan if plan.reusable else None
         capture._watch([snapshot.written[i] for i in plan.behind])
@@ -490,7 +490,7 @@ class Capturer:
             copier = self._devices.get(device)
             if copier is None:
                 copier = self._devices[device] = DeviceCopier(device)
-            runs.append(copier.start(eager, rest, area.address))
+            runs.append(copier.start(eager, rest, snapshot.sources))
         if plan.first:
             capture._eager = _HostRun(self._copier.start(plan.first, keep=snapshot.sources, paced=False))
             runs.append(capture._eager)
@@ -533,7 +533,7 @@ class _Plan:
     @torch.no_grad()
     def __init__(
         self,
-        targets: list[torch.Tensor],
+        area: _Area,
         snapshot: Snapshot,
         options: CaptureOptions,
         owned: OwnedMemory | None,
@@ -545,22 +545,22 @@ class _Plan:
         #: By the threads, while the caller waits.
         self.first: list[Piece] = []
         self.later: list[Piece] = []
-        self.devices: dict[torch.device, tuple[list[Pair], list[Pair]]] = {}
+        self.devices: dict[torch.device, tuple[list[Transfer], list[Transfer]]] = {}
         #: Positions of the entries that are copied behind training.
         self.behind: list[int] = []
-        entries = zip(snapshot.layout.entries, targets, snapshot.sources, strict=True)
+        entries = zip(snapshot.layout.entries, area.targets, snapshot.sources, strict=True)
         for position, (entry, target, source) in enumerate(entries):
             eager = options.is_eager(entry) or not (owned is None or owned.holds(source))
             if not eager:
                 self.behind.append(position)
             if source.device.type == "cuda":
-                pairs = self.devices.setdefault(source.device, ([], []))
-                pairs[0 if eager else 1].append((target, source))
+                transfers = self.devices.setdefault(source.device, ([], []))
+                if source.numel():
+                    transfers[0 if eager else 1].append(Transfer(position, target, source, area.address))
             else:
                 held = self.now if options.is_small(entry) else self.first
                 (held if eager else self.later).extend(pieces(target, source))
-        plain = all(isinstance(piece, MemoryPiece) for piece in (*self.now, *self.first, *self.later))
-        self.reusable = plain and not self.devices
+        self.reusable = all(isinstance(piece, MemoryPiece) for piece in (*self.now, *self.first, *self.later))
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

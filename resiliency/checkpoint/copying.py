@@ -47,7 +47,7 @@ class MemoryPiece:
 
 @dataclass(frozen=True)
 class StridedPiece:
-    """One whole tensor of any strides."""
+    """A tensor of any strides, or a strip of one."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -96,8 +96,30 @@ def pieces(target: torch.Tensor, source: torch.Tensor) -> Iterable[Piece]:
         yield StridedPiece(target.detach(), source.detach())
     elif target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous():
         yield from memory_pieces(target.data_ptr(), source.data_ptr(), source.nbytes)
-    else:
+    elif target.dim() == 2:  # whole: torch copies a transposed matrix in tiles, but no part of one
         yield StridedPiece(as_integers(target), as_integers(source))
+    else:
+        blocks = strips(as_integers(target), as_integers(source), PIECE_BYTES)
+        yield from itertools.starmap(StridedPiece, blocks)
+
+
+def strips(
+    target: torch.Tensor, source: torch.Tensor, size_bytes: int
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut two tensors of one shape alike, into blocks of at most `size_bytes`.
+
+    A block of a contiguous tensor is contiguous.
+    """
+    if target.nbytes <= size_bytes or target.dim() == 0:
+        yield target, source
+        return
+    dim = next((dim for dim, size in enumerate(target.shape) if size > 1), 0)
+    rows = max(1, target.shape[dim] * size_bytes // target.nbytes)
+    for block, same in zip(torch.split(target, rows, dim), torch.split(source, rows, dim), strict=True):
+        if block.shape[dim] == target.shape[dim]:
+            yield block, same
+        else:
+            yield from strips(block, same, size_bytes)
 
 
 def memory_pieces(target: int, source: int, size: int) -> Iterable[Piece]:

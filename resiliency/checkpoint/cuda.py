@@ -11,20 +11,20 @@ device waits is no time held on the host: it shows as excess of the step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from resiliency.checkpoint.copying import flat_bytes
+from resiliency.checkpoint.copying import flat_bytes, strips
 from resiliency.errors import ConfigError
 
 #: Drivers refuse, or take very long for, one huge registration.
 SEGMENT_BYTES = 1 << 30
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of this process
-
-Pair = tuple[torch.Tensor, torch.Tensor]
+#: Of a tensor that is not contiguous, packed on the device at a time.
+PACK_BYTES = 64 << 20
 
 
 def _runtime() -> Any:
@@ -92,6 +92,53 @@ class DeviceRun:
         return True
 
 
+class Transfer:
+    """One entry on its way into a slot, as often as there are captures while the source stays where it is.
+
+    It holds nothing of the state.
+
+    Args:
+        position: of the entry among the sources of a snapshot.
+        base: address at which the pinned segments of `target` begin.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        base: int,
+        *,
+        segment: int = SEGMENT_BYTES,
+    ) -> None:
+        self._position = position
+        self._target = target
+        self._base = base
+        self._segment = segment
+        self._is_packed = not source.is_contiguous() or source.is_conj() or source.is_neg()
+        is_cut = len(list(cuts(target.data_ptr() - base, target.nbytes, segment))) > 1
+        self._is_one_copy = not (self._is_packed or is_cut)
+
+    def enqueue(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy, on the current stream; returns the source, which must be kept until that is done."""
+        source = sources[self._position]
+        if self._is_one_copy:
+            self._target.copy_(source, non_blocking=True)
+        elif self._is_packed:
+            # Into temporaries of this stream, whose memory serves the next ones as soon as they are enqueued:
+            # a second copy of the state would not fit beside it.
+            for target, strip in strips(self._target, source, PACK_BYTES):
+                self._copy(target, strip.resolve_conj().resolve_neg().contiguous())
+        else:
+            self._copy(self._target, source)
+        return source
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        flat_target, flat_source = flat_bytes(target), flat_bytes(source)
+        for start, end in cuts(flat_target.data_ptr() - self._base, flat_target.numel(), self._segment):
+            flat_target[start:end].copy_(flat_source[start:end], non_blocking=True)
+
+
 class DeviceCopier:
     """The side stream of one device."""
 
@@ -99,39 +146,25 @@ class DeviceCopier:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, eager: Iterable[Pair], rest: Iterable[Pair], base: int) -> DeviceRun:
-        """Enqueue the copies of (target, source) pairs.
+    def start(
+        self, eager: Iterable[Transfer], rest: Iterable[Transfer], sources: Sequence[torch.Tensor]
+    ) -> DeviceRun:
+        """Enqueue the copies.
 
         Args:
             eager: the calling thread's stream waits for these at once: the next forward may write them.
-            base: address at which the pinned segments of the targets begin.
+            sources: of a snapshot.
         """
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        sources: list[torch.Tensor] = []
         with torch.cuda.stream(self._stream), torch.no_grad():
-            _enqueue(eager, sources, base)
+            kept = [transfer.enqueue(sources) for transfer in eager]
             current.wait_event(self._stream.record_event())
-            _enqueue(rest, sources, base)
+            kept += [transfer.enqueue(sources) for transfer in rest]
             # A blocking event sleeps in wait(); a spinning one would take a core from training.
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return DeviceRun(self.device, done, sources)
-
-
-def _enqueue(pairs: Iterable[Pair], sources: list[torch.Tensor], base: int) -> None:
-    for target, source in pairs:
-        if source.numel() == 0:
-            continue
-        sources.append(source)
-        if source.is_conj() or source.is_neg() or not source.is_contiguous():
-            # torch packs these into a temporary of the side stream first.
-            packed = source.resolve_conj().resolve_neg().contiguous()
-            sources.append(packed)
-            source = packed
-        flat_target, flat_source = flat_bytes(target), flat_bytes(source)
-        for start, end in cuts(flat_target.data_ptr() - base, flat_target.numel()):
-            flat_target[start:end].copy_(flat_source[start:end], non_blocking=True)
+        return DeviceRun(self.device, done, kept)
 
 
 def cuts(offset: int, size: int, segment: int = SEGMENT_BYTES) -> Iterable[tuple[int, int]]:

@@ -155,7 +155,8 @@ class StateWalker:
 
 def _signature(leaf: Leaf) -> Any:
     raw = leaf.raw
-    return raw.data_ptr(), raw.dtype, raw.shape, raw.stride(), raw.device, leaf.placement, raw.is_conj()
+    lazy = raw.is_conj(), raw.is_neg()
+    return raw.data_ptr(), raw.dtype, raw.shape, raw.stride(), raw.device, leaf.placement, lazy
 
 
 @dataclass

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,9 +21,10 @@ from resiliency.checkpoint import (
     open_captured,
 )
 from resiliency.checkpoint.arena import peek
-from resiliency.checkpoint.cuda import cuts
+from resiliency.checkpoint.copying import strips
+from resiliency.checkpoint.cuda import PACK_BYTES, SEGMENT_BYTES, Transfer, cuts
 from resiliency.errors import ConfigError
-from tests.checkpoint.capture_builders import SOON
+from tests.checkpoint.capture_builders import SOON, bits
 
 
 class Gate:
@@ -323,3 +325,79 @@ def test_device_copies_are_cut_where_pinned_segments_meet(
     offset: int, size: int, expected: list[tuple[int, int]]
 ) -> None:
     assert list(cuts(offset, size, segment=4)) == expected
+
+
+def of_all_kinds() -> dict[str, torch.Tensor]:
+    """Tensors that lie in memory in every way that a copy from a device has to deal with."""
+    torch.manual_seed(0)
+    base = torch.randn(6, 4)
+    return {
+        "plain": base,
+        "transposed": base.t(),
+        "strided": base[::2, 1:3],
+        "channels last": torch.randn(2, 3, 2, 4).contiguous(memory_format=torch.channels_last),
+        "one element": torch.randn(9).as_strided((1, 1), (7, 5)),
+        "scalar": torch.tensor(3.0),
+        "conjugated": torch.randn(3, 2, dtype=torch.complex64).conj(),
+        "negated": torch.randn(3, 2, dtype=torch.complex64).conj().imag,
+        "small floats": torch.randn(7).to(torch.float8_e5m2),
+        "flags": torch.tensor([True, False, True]),
+        "not a number": torch.tensor([0x7F800001, -1], dtype=torch.int32).view(torch.float32),
+    }
+
+
+@pytest.mark.parametrize("segment", [SEGMENT_BYTES, 16])
+@pytest.mark.parametrize("pack_bytes", [PACK_BYTES, 8])
+def test_a_transfer_brings_the_bits_of_the_tensor_that_is_there_now(
+    segment: int, pack_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU twin of what runs on a side stream."""
+    monkeypatch.setattr("resiliency.checkpoint.cuda.PACK_BYTES", pack_bytes)
+    sources = list(of_all_kinds().values())
+    slot = torch.zeros(4096, dtype=torch.uint8)
+    targets, transfers = [], []
+    for position, source in enumerate(sources):
+        raw = slot[position * 256 : position * 256 + source.nbytes]
+        targets.append(raw.view(source.dtype).view(source.shape))
+        transfers.append(Transfer(position, targets[-1], source, slot.data_ptr(), segment=segment))
+    for factor in (1, 2):  # as a step would, in place
+        for source in sources:
+            if source.dtype in (torch.float32, torch.complex64):
+                source.mul_(factor)
+        with torch.no_grad():
+            assert all(t.enqueue(sources) is source for t, source in zip(transfers, sources, strict=True))
+        assert [bits(target) for target in targets] == [bits(source) for source in sources]
+    alive = [weakref.ref(source) for source in sources]
+    del sources, source
+    assert [ref() for ref in alive] == [None] * len(alive), "what is kept for the next save holds the state"
+
+
+def test_strips_cover_a_tensor_once_and_are_contiguous_where_it_is() -> None:
+    for shape in ((), (0, 3), (5,), (1, 7, 3), (3, 1, 5), (2, 3, 4, 5)):
+        target = torch.zeros(shape, dtype=torch.int16)
+        source = torch.arange(target.numel()).view(shape[::-1]).permute(tuple(reversed(range(len(shape)))))
+        for size_bytes in (1, 6, 40, 1000):
+            blocks = list(strips(target.zero_(), source, size_bytes))
+            for block, same in blocks:
+                assert block.is_contiguous()
+                assert block.nbytes <= max(size_bytes, 2)
+                block.add_(same.to(block.dtype) + 1)
+            assert torch.equal(target, source + 1), "each element is in one block"
+
+
+def test_the_copies_of_an_unchanged_state_are_planned_once(make: Make) -> None:
+    _, capturer = make()
+    state = {"w": torch.ones(100_000), "small": torch.ones(3)}
+    plans = []
+    for step in range(1, 5):
+        state["w"].fill_(step)
+        capture = capturer.begin(state, step)
+        assert capture is not None
+        assert capture.wait(SOON)
+        plans.append({area.plan for area in capturer._areas.values()})
+    assert plans[1] == plans[3]  # one for each slot
+    state["w"] = torch.ones(100_000)
+    capture = capturer.begin(state, 5)
+    assert capture is not None
+    assert capture.wait(SOON)
+    assert plans[3] != {area.plan for area in capturer._areas.values()}

@@ -7,6 +7,7 @@ its copies still wait behind `torch.cuda._sleep`, so a copy that is ordered wron
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from resiliency.checkpoint import (
     open_captured,
     restore_into,
 )
+from resiliency.checkpoint.cuda import PACK_BYTES
 from resiliency.runtime import RunInfo
 from tests.checkpoint.capture_builders import SOON, bits
 from tests.waiting import agent_of
@@ -204,6 +206,53 @@ def test_the_agent_never_opens_the_gpu_and_the_checkpoint_comes_back(tmp_path: P
         restored = checkpoints.restore(state)
     assert (restored.step, restored.tier) == (1, Tier.DISK)
     assert bits(state["w"].cpu()) == expected
+
+
+def test_tensors_that_are_not_contiguous_take_no_second_copy_of_the_state_on_the_device(make: Make) -> None:
+    arena, capturer = make()
+    last = torch.channels_last
+    state = {
+        f"w{number}": torch.randn(16, 256, 64, 64, device="cuda").contiguous(memory_format=last)
+        for number in range(16)
+    }
+    capturer.prewarm(state)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+    capture = capturer.begin(state, 1)
+    assert capture is not None
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= 2 * PACK_BYTES < sum(tensor.nbytes for tensor in state.values()) // 4
+    assert capturer.fence(SOON)
+    assert capture.wait(SOON)
+    found = kept_state(arena)
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor.cpu())  # type: ignore[index]
+
+
+def test_a_plan_is_used_again_and_holds_nothing_of_the_state(make: Make) -> None:
+    arena, capturer = make()
+    state = {"w": torch.zeros(MEBI, device="cuda"), "t": torch.zeros(512, 256, device="cuda").t()}
+    plans = []
+    for step in range(1, 5):
+        for tensor in state.values():
+            tensor.fill_(step)
+        capture = capturer.begin(state, step)
+        assert capture is not None
+        assert capture.wait(SOON)
+        found = kept_state(arena, step)
+        assert [found[name].unique().tolist() for name in state] == [[step], [step]]  # type: ignore[index]
+        plans.append({area.plan for area in capturer._areas.values()})
+    assert plans[1] == plans[3]
+    assert None not in plans[3]
+    alive = weakref.ref(state["w"])
+    del capture, tensor
+    state["w"] = torch.full((MEBI,), 7.0, device="cuda")
+    assert alive() is None
+    capture = capturer.begin(state, 5)
+    assert capture is not None
+    assert capture.wait(SOON)
+    assert kept_state(arena, 5)["w"].unique().tolist() == [7.0]  # type: ignore[index]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
