@@ -113,7 +113,7 @@ class RunEvent:
             stamp = record["timestamp"]
             if not isinstance(stamp, str):
                 raise ValueError(f"timestamp must be text such as 2026-01-31T12:00:00Z, found {stamp!r}")
-            time = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
+            time = datetime.fromisoformat(stamp.replace("Z", "+00:00") if "Z" in stamp else stamp)
             if time.tzinfo is None:
                 time = time.replace(tzinfo=timezone.utc)
             fields = record.get("fields", {})
@@ -147,8 +147,9 @@ _LARGEST_COUNT = 2**53
 def _optional_count(record: Mapping[str, JsonValue], name: str) -> int | None:
     """The count under `name`; 60.0 is 60, because Google Cloud Logging keeps every number as a double."""
     value = record.get(name)
-    if value is None:
-        return None
+    # As in almost all lines, of which a log may have millions.
+    if value is None or (type(value) is int and 0 <= value <= _LARGEST_COUNT):
+        return value
     if (
         isinstance(value, (int, float))
         and not isinstance(value, bool)

@@ -55,23 +55,23 @@ def resolve(intervals: Iterable[Span], start: int, end: int) -> tuple[Span, ...]
             edges += [(low, 1, priority), (high, -1, priority)]
     edges.sort()
     open_count = [0] * len(_BY_PRIORITY)
-    open_count[0] = 1  # OTHER lies under everything
+    causes = open_count[0] = 1  # OTHER lies under everything; one bit for each cause that is open
     spans: list[Span] = []
-    at = start
+    since = at = start
+    cause = -1
     for time, change, priority in [*edges, (end, 0, 0)]:
         if time > at:
-            strongest = max(index for index, count in enumerate(open_count) if count)
-            _append(spans, Span(at, time, _BY_PRIORITY[strongest]))
+            if (now := causes.bit_length() - 1) != cause:
+                if at > since:
+                    spans.append(Span(since, at, _BY_PRIORITY[cause]))
+                since, cause = at, now
             at = time
         open_count[priority] += change
+        bit = 1 << priority
+        causes = causes | bit if open_count[priority] else causes & ~bit
+    if at > since:
+        spans.append(Span(since, at, _BY_PRIORITY[cause]))
     return tuple(spans)
-
-
-def _append(spans: list[Span], span: Span) -> None:
-    if spans and spans[-1].bucket is span.bucket:
-        spans[-1] = spans[-1]._replace(end=span.end)
-    else:
-        spans.append(span)
 
 
 class Painter:
@@ -229,6 +229,8 @@ def _ending(life: Life, fault: int, detected: int) -> list[Span]:
 
 
 def _clip(span: Span, low: int, high: int) -> Span:
+    if low <= span.start and span.end <= high:
+        return span  # as almost all
     return span._replace(start=max(span.start, low), end=min(span.end, high))
 
 

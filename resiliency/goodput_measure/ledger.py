@@ -154,7 +154,7 @@ class _Facts:
         self.job_name = self.job_name or event.job_name
         self.start = time if self.start is None else min(self.start, time)
         self.end = time if self.end is None else max(self.end, time)
-        if event.rank is not None and (mark := mark_of(event)) is not None:
+        if event.rank is not None and (mark := mark_of(event, time)) is not None:
             self.marks[event.rank].append((event.attempt, mark))
             self.hosts[event.rank] = event.host
         elif event.type is EventType.FAULT_INJECTED:

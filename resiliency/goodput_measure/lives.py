@@ -120,8 +120,12 @@ class Life:
         return None
 
 
-def mark_of(event: RunEvent) -> Mark | None:
-    """The mark that `event` leaves on its rank; None when it leaves none."""
+def mark_of(event: RunEvent, time: int | None = None) -> Mark | None:
+    """The mark that `event` leaves on its rank; None when it leaves none.
+
+    Args:
+        time: of the event, for callers that have it in microseconds.
+    """
     if event.rank is None or event.type not in _ORDER:
         return None
     duration = tier = None
@@ -129,7 +133,7 @@ def mark_of(event: RunEvent) -> Mark | None:
         duration = _duration_us(event.fields.get("duration_s"))
     elif event.type is EventType.CHECKPOINT_LOADED:
         tier = str(event.fields["tier"]) if "tier" in event.fields else None
-    return Mark(to_us(event.time), event.type, event.step, duration, tier)
+    return Mark(to_us(event.time) if time is None else time, event.type, event.step, duration, tier)
 
 
 def split_lives(rank: int, marks: Iterable[tuple[int | None, Mark]]) -> list[Life]:

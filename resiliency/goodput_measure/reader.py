@@ -98,7 +98,12 @@ def read_events(
             if not text:
                 continue
             stats.lines += 1
-            event = _parse(text, f"{os.fspath(path)}:{number}", stats)
+            event: RunEvent | None
+            try:
+                event = RunEvent.from_json(text.decode())
+            except _DAMAGE as error:
+                stats.count_damage(f"{os.fspath(path)}:{number}", error)
+                event = _try_recover(text)
             if event is None:
                 stats.torn_at_end = not line.endswith(b"\n")
                 continue
@@ -135,11 +140,7 @@ def read_cloud(
                 yield event
 
 
-def _parse(text: bytes, where: str, stats: ReadStats) -> RunEvent | None:
-    try:
-        return RunEvent.from_json(text.decode())
-    except _DAMAGE as error:
-        stats.count_damage(where, error)
+def _try_recover(text: bytes) -> RunEvent | None:
     # A line appended right after a torn one: what follows one of the last starts is a whole event.
     starts = [found.start() for found in _EVENT_START.finditer(text, 1)]
     for start in reversed(starts[-_TRIED_STARTS:]):

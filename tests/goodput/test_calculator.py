@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from google.protobuf.json_format import MessageToJson, Parse
 from google.protobuf.struct_pb2 import Struct
 
 from resiliency.events import EventType as E
+from resiliency.goodput_measure.calculator import main
 from resiliency.goodput_measure.tracker import GoodputSink
 from tests.goodput.story import Story, event, write_log
 
@@ -204,6 +206,29 @@ def test_a_reader_that_closes_the_pipe_early_is_no_error(logs: Path) -> None:
             timeout=60,
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_time_goes_into_looking_for_cycles_among_the_events_of_a_long_log(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logs / "demo-events.jsonl"
+    log.write_text(log.read_text() * 200)
+    monkeypatch.chdir(logs)
+    collections = 0
+
+    def note(phase: str, _: object) -> None:
+        nonlocal collections
+        collections += phase == "start"
+
+    gc.callbacks.append(note)
+    try:
+        assert main(["--job-name", "demo", "--event-log", log.name]) == 0
+        assert main(["--job-name", "other", "--event-log", log.name]) == 1
+    finally:
+        gc.callbacks.remove(note)
+    assert collections < 20, "one for each some hundred lines"  # a few before and after
+    assert gc.isenabled()
+    assert "Goodput" in capsys.readouterr().out
 
 
 def test_measuring_goodput_never_loads_torch_and_draws_only_when_asked() -> None:
