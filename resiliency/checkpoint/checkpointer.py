@@ -463,9 +463,11 @@ class Checkpointer:
 
     def _restorer(self) -> Restorer:
         settings = self._attach.settings
+        # What all ranks of a host read comes from the device once, and from its page cache to the others.
+        is_shared = self._replicated and len(self._attach.local_ranks) > 1
         return Restorer(
             self._arena,
-            LocalStorage(settings.directory) if settings.directory else None,
+            LocalStorage(settings.directory, direct=not is_shared) if settings.directory else None,
             self._agreement,
             replicated=self._replicated,
             local=Path(settings.local_directory) if settings.local_directory else None,

@@ -18,7 +18,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Tier
 from resiliency.checkpoint.agent_link import LinkOptions
 from resiliency.checkpoint.rank_sets import ranks_of, text_of_ranks
 from resiliency.checkpoint.saves import SaveState
@@ -228,3 +228,34 @@ def test_with_replicated_every_tensor_of_every_rank_is_written_or_the_save_is_re
     for whole, lost, why in report.values:
         assert (whole, lost) == ("committed", "failed")
         assert "average/weight: rank 0 has a float32 tensor [3] that rank 1 has not" in why
+
+
+def bytes_from_the_device(rank: int, directory: Path, job: str) -> int:
+    """How much a restore of what all ranks hold read from the disk."""
+    state = {"w": torch.arange(8 << 20, dtype=torch.float32)}
+    with opened(directory, job, rank, replicated=True) as checkpoints:
+        handle = checkpoints.save(1, state, wait=SOON)
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED, handle.record.why
+    with opened(directory, job, rank, replicated=True) as checkpoints:
+        state["w"].zero_()
+        before = read_bytes()
+        dist.barrier()
+        restored = checkpoints.restore(state)
+        found = read_bytes() - before
+    assert (restored.step, restored.tier) == (1, Tier.DISK)
+    assert torch.equal(state["w"], torch.arange(8 << 20, dtype=torch.float32))
+    return found
+
+
+def read_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+def test_what_all_ranks_of_a_host_restore_is_read_from_the_device_once(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    found = rank_pool.run(bytes_from_the_device, 2, tmp_path / "ckpt", job_of(tmp_path), **TIMES).values
+    # Nothing at all where the disk is memory.
+    assert sum(found) < 1.2 * (32 << 20), "each rank read all of it"
