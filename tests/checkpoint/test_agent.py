@@ -95,7 +95,11 @@ def test_a_killed_trainer_goes_on_from_memory_with_the_same_agent_and_bits(tmp_p
         first.signal(signal.SIGKILL)
         with train(job, tmp_path / "a", 20, 5) as second:
             assert said(second.wait_for_line("^agent [1-9]", timeout=60)) == agent
-            assert second.wait_for_line("^restored", timeout=60).string.split() == ["restored", "10", "memory"]
+            assert second.wait_for_line("^restored", timeout=60).string.split() == [
+                "restored",
+                "10",
+                "memory",
+            ]
             assert said(second.wait_for_line("^digest", timeout=60)) == expected
             assert second.wait(timeout=30) == 0
         assert ended(int(agent[1]), 30)

@@ -349,7 +349,8 @@ def test_the_hold_of_an_optimizer_at_its_fence_counts_as_held_time_of_the_save(p
         handle = checkpoints.save(1, {"weights": weights, "optimizer": optimizer})
         assert gate.arrived.wait(30)
         began = handle.record.held_s
-        opener = threading.Thread(target=gate.open)
+        # Nothing tells that the optimizer is at its fence; it must not find the copy done already.
+        opener = threading.Timer(0.5, gate.open)
         weights.grad = torch.full_like(weights, -1.0)
         before = time.monotonic()
         opener.start()
