@@ -1,0 +1,712 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that the parts of the supervisor exchange: checked when they are made, frozen afterwards.
+
+    daemon --HostInfo, WorkloadInfo, DaemonReport--> sensor
+    sensor --Event, HostInfo, WorkloadInfo, Progress--> controller --Command--> actuator --Outcome--> controller
+
+Two rules hold everywhere.  **No time of another machine's clock is compared with ours**: a value says how old
+a fact was when it was sent (`age_s`), and its receiver counts on from there with its own monotonic clock.
+**Each value has a plain form** (`to_dict`, `from_dict`) of strings, numbers, lists and dicts, for the event log
+and the status page; a field that this release does not know is refused, never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from resiliency.errors import ControlPlaneError
+
+#: Longest name, id or address; a DNS name has at most 253 characters.
+MAX_NAME_CHARS = 253
+#: Longest free text, such as a line of the kernel log; a sender cuts its text with `cut_text`.
+MAX_TEXT_CHARS = 2048
+#: Longest list in one value: ranks of a hang, workers of a host, evidence of an event.
+MAX_ITEMS = 100_000
+
+V = TypeVar("V", bound="Value")
+
+
+class InvalidValue(ControlPlaneError):
+    """A value that breaks its own rules; nothing acted upon it.  `fields`: value, field."""
+
+
+# ---------------------------------------------------------------------------------------------- kinds
+
+
+class DeviceState(Enum):
+    """State of a worker or a host."""
+
+    RUNNING = "running"
+    SPARE = "spare"
+    FAILED = "failed"
+    COMPLETE = "complete"
+
+
+class LauncherState(Enum):
+    """What the launcher of a host does about its own workers: the job plane comes first."""
+
+    UNKNOWN = "unknown"
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    #: It has no restart left and leaves the job to the supervisor.
+    GAVE_UP = "gave_up"
+
+
+class EventType(Enum):
+    """What the sensor can say to the controller."""
+
+    WORKER_HB = "worker_hb"  # workers failed or silent on a host that is there
+    HOST_HB = "host_hb"  # a host with all its workers is lost
+    HANG = "hang"  # all workers alive, none advances; `ranks` are those behind
+    SCALE_UP = "scale_up"  # capacity is back
+    XID = "xid"
+    ECC = "ecc"
+    NO_PROGRESS = "no_progress"  # a job that is not hung finished no step for its downtime threshold
+    NODE_CHECK = "node_check"
+    ORCHESTRATOR = "orchestrator"  # a node or pod changed; `change` says how
+    DAEMON_LOST = "daemon_lost"  # only the daemon: another witness has seen the host since
+    OPERATOR = "operator"  # asked for by a person; `request` says what
+
+
+class Change(Enum):
+    """What the orchestrator did to the host of an ORCHESTRATOR event."""
+
+    GONE = "gone"
+    READY = "ready"
+    CORDONED = "cordoned"
+    UNCORDONED = "uncordoned"
+    #: It will go at a time that was announced (maintenance, preemption).
+    LEAVING = "leaving"
+
+
+class Request(Enum):
+    """What a person asked for in an OPERATOR event."""
+
+    CORDON = "cordon"
+    UNCORDON = "uncordon"
+    DRAIN = "drain"
+    FREEZE = "freeze"
+    THAW = "thaw"
+
+
+class CommandKind(Enum):
+    """What the actuator can do."""
+
+    IN_JOB_RESET = "in_job_reset"  # launchers restart their ranks in place; memory stays
+    WORKLOAD_RESET = "workload_reset"
+    WORKLOAD_RECREATION = "workload_recreation"
+    HOT_SWAP = "hot_swap"  # `host` leaves, `spare` joins, the others keep their processes' memory
+    SCALE_DOWN = "scale_down"  # to `replicas`, without `host`
+    SCALE_UP = "scale_up"  # to `replicas`, at the next checkpoint
+    CORDON_HOST = "cordon_host"
+    UNCORDON_HOST = "uncordon_host"
+    DRAIN_HOST = "drain_host"
+    DUMP_STACKS = "dump_stacks"
+
+    @property
+    def irreversible(self) -> bool:
+        """True where steps, a host or a process may be lost: evidence is looked at again before it."""
+        return self not in (CommandKind.DUMP_STACKS, CommandKind.UNCORDON_HOST, CommandKind.SCALE_UP)
+
+
+class OutcomeStatus(Enum):
+    """How a command ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    #: No answer by its deadline: it may have had its effect.
+    TIMED_OUT = "timed_out"
+    #: Its evidence no longer held when it was looked at again; nothing was done.
+    WITHDRAWN = "withdrawn"
+    #: A newer controller has spoken; nothing was done.
+    FENCED = "fenced"
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def cut_text(text: str) -> str:
+    """`text` as a value takes it: printable, and cut in the middle where it is too long."""
+    text = "".join(char if char.isprintable() else " " for char in text)
+    if len(text) <= MAX_TEXT_CHARS:
+        return text
+    half = MAX_TEXT_CHARS // 2 - 3
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def _refuse(value: object, field: str, why: str) -> InvalidValue:
+    name = type(value).__name__
+    return InvalidValue(f"{name}.{field} {why}.", value=name, field=field)
+
+
+def _require(condition: bool, value: object, field: str, why: str) -> None:
+    if not condition:
+        raise _refuse(value, field, why)
+
+
+def _check_names(value: object, *names: str, required: bool = True) -> None:
+    for field in names:
+        text = getattr(value, field)
+        if not text:
+            _require(not required, value, field, "must be set, found an empty text")
+        elif len(text) > MAX_NAME_CHARS or not text.isprintable() or " " in text:
+            raise _refuse(
+                value, field, f"must be at most {MAX_NAME_CHARS} printable characters, found {text[:80]!r}"
+            )
+
+
+def _check_text(value: object, *names: str) -> None:
+    for field in names:
+        text = getattr(value, field)
+        if len(text) > MAX_TEXT_CHARS or not text.isprintable():
+            raise _refuse(
+                value,
+                field,
+                f"must be at most {MAX_TEXT_CHARS} printable characters, found {len(text)}: {text[:40]!r}",
+            )
+
+
+def _check_counts(value: object, *names: str, least: int = 0) -> None:
+    for field in names:
+        count = getattr(value, field)
+        if count is not None and not least <= count < 2**63:
+            raise _refuse(value, field, f"must be {least} or more, found {count}")
+
+
+def _check_seconds(value: object, *names: str) -> None:
+    for field in names:
+        seconds = getattr(value, field)
+        # `0 <=` also refuses nan.
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise _refuse(value, field, f"must be 0 or more seconds, found {seconds}")
+
+
+def _check_items(value: object, *names: str) -> None:
+    for field in names:
+        items = getattr(value, field)
+        if len(items) > MAX_ITEMS:
+            raise _refuse(value, field, f"must hold at most {MAX_ITEMS} items, found {len(items)}")
+
+
+# ---------------------------------------------------------------------------------------------- plain form
+
+
+class Value:
+    """Base of all values: the plain form."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: _plain(getattr(self, name)) for name in _decoders(type(self))}
+
+    @classmethod
+    def from_dict(cls: type[V], data: object) -> V:
+        """The value whose `to_dict` gave `data`.
+
+        Raises:
+            InvalidValue: a field is missing, unknown, of another type or out of its range.
+        """
+        if not isinstance(data, Mapping):
+            raise InvalidValue(f"{cls.__name__} must be a table of fields, found {data!r:.80}.")
+        decoders = _decoders(cls)
+        unknown = sorted(str(name) for name in data if name not in decoders)
+        if unknown:
+            raise InvalidValue(
+                f"{cls.__name__} has no field {unknown[0][:80]!r} in this release.",
+                hint="A newer release may have written it: use that release here too.",
+                value=cls.__name__,
+                field=unknown[0],
+            )
+        given = {}
+        for name, (decode, required) in decoders.items():
+            if name in data:
+                given[name] = decode(data[name], f"{cls.__name__}.{name}")
+            elif required:
+                raise InvalidValue(f"{cls.__name__}.{name} is missing.", value=cls.__name__, field=name)
+        return cls(**given)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Value):
+        return value.to_dict()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+_Decoder = Callable[[Any, str], Any]
+
+
+@cache
+def _decoders(cls: type[Any]) -> dict[str, tuple[_Decoder, bool]]:
+    """Name of each field of `cls`: how it is read, and whether it must be there."""
+    hints = get_type_hints(cls)
+    return {field.name: (_decoder(hints[field.name]), field.default is MISSING) for field in fields(cls)}
+
+
+def _decoder(hint: Any) -> _Decoder:
+    if get_origin(hint) in (Union, types.UnionType):
+        (kind,) = (arg for arg in get_args(hint) if arg is not type(None))
+        inner = _decoder(kind)
+        return lambda data, where: None if data is None else inner(data, where)
+    if get_origin(hint) is tuple:
+        item = _decoder(get_args(hint)[0])
+        return lambda data, where: tuple(item(one, where) for one in _typed(data, (list, tuple), where))
+    if issubclass(hint, Value):
+        return lambda data, where: hint.from_dict(data)
+    if issubclass(hint, Enum):
+        return lambda data, where: _member(hint, data, where)
+    accepted = (int, float) if hint is float else (hint,)
+    return lambda data, where: _typed(data, accepted, where)
+
+
+def _typed(data: Any, accepted: tuple[type, ...], where: str) -> Any:
+    if not isinstance(data, accepted) or (isinstance(data, bool) and bool not in accepted):
+        raise InvalidValue(f"{where} must be of type {accepted[0].__name__}, found {data!r:.80}.", field=where)
+    return data
+
+
+def _member(kind: type[Enum], data: Any, where: str) -> Enum:
+    for member in kind:
+        if member.value == data:
+            return member
+    allowed = ", ".join(str(member.value) for member in kind)
+    raise InvalidValue(f"{where} must be one of {allowed}, found {data!r:.80}.", field=where)
+
+
+# ---------------------------------------------------------------------------------------------- hosts and jobs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerInfo(Value):
+    """One rank of a job and where it runs."""
+
+    id: str
+    local_rank: int
+    global_rank: int
+    name: str = ""
+    address: str = ""
+    state: DeviceState = DeviceState.RUNNING
+
+    def __post_init__(self) -> None:
+        _check_names(self, "id")
+        _check_names(self, "name", "address", required=False)
+        _check_counts(self, "local_rank", "global_rank")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostInfo(Value):
+    """One training host, as its daemon registers it.
+
+    Attributes:
+        id: of this machine or pod; a replacement under the same name has another one.
+        name: that the orchestrator knows the node by.
+        serial_number: of the machine, which outlives pods and names; empty where it is not known.
+        subblock, superblock, zone: the failure domains that it shares with others, from small to large.
+        workload: name of the job that it works for, empty for a host that no job holds.
+        workers_per_host: workers that make it RUNNING once all are known.
+        cordoned: no job may be put on it; never a spare.
+    """
+
+    id: str
+    name: str
+    address: str = ""
+    serial_number: str = ""
+    subblock: str = ""
+    superblock: str = ""
+    zone: str = ""
+    state: DeviceState = DeviceState.SPARE
+    workers: tuple[WorkerInfo, ...] = ()
+    workload: str = ""
+    workers_per_host: int = 8
+    cordoned: bool = False
+
+    def __post_init__(self) -> None:
+        _check_names(self, "id", "name")
+        _check_names(
+            self, "address", "serial_number", "subblock", "superblock", "zone", "workload", required=False
+        )
+        _check_counts(self, "workers_per_host", least=1)
+        _check_items(self, "workers")
+        ranks = [worker.local_rank for worker in self.workers]
+        _require(len(set(ranks)) == len(ranks), self, "workers", f"name a local rank twice, found {ranks}")
+        _require(
+            len(ranks) <= self.workers_per_host,
+            self,
+            "workers",
+            f"are more than workers_per_host ({self.workers_per_host}), found {len(ranks)}",
+        )
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """What it shares with others, from small to large; without labels none."""
+        return tuple(
+            f"{label}={value}"
+            for label, value in (
+                ("subblock", self.subblock),
+                ("superblock", self.superblock),
+                ("zone", self.zone),
+            )
+            if value
+        )
+
+
+def host_state(states: tuple[DeviceState, ...], workers_per_host: int) -> DeviceState:
+    """State of a host from its workers': spare until all are known, failed with one of them, complete with all."""
+    if DeviceState.FAILED in states:
+        return DeviceState.FAILED
+    if len(states) < workers_per_host:
+        return DeviceState.SPARE
+    if all(state is DeviceState.COMPLETE for state in states):
+        return DeviceState.COMPLETE
+    return DeviceState.RUNNING
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadInfo(Value):
+    """One job and what the supervisor may do for it.
+
+    Attributes:
+        workload, job, container: names of the JobSet, of its ReplicatedJob and of the training container;
+            `workload` is the job's name everywhere in the supervisor.
+        replicas, min_replicas, max_replicas: data-parallel replicas now and the bounds of scaling.
+        nodes_per_replica: hosts of one replica.
+        downtime_threshold_s: without progress that long, the job gets the next rung; 0 is off.
+        termination_threshold_s: a container that does not end in this time is killed; 0 is off.
+        max_in_job_restarts, max_workload_restarts: budgets, refilled by training progress.
+    """
+
+    workload: str
+    job: str = ""
+    container: str = ""
+    namespace: str = ""
+    replicas: int = 1
+    min_replicas: int = 1
+    max_replicas: int = 1
+    nodes_per_replica: int = 1
+    downtime_threshold_s: float = 0.0
+    termination_threshold_s: float = 0.0
+    max_in_job_restarts: int = 0
+    max_workload_restarts: int = 0
+    scaling: bool = False
+
+    def __post_init__(self) -> None:
+        _check_names(self, "workload")
+        _check_names(self, "job", "container", "namespace", required=False)
+        _check_counts(self, "replicas", "min_replicas", "max_replicas", "nodes_per_replica", least=1)
+        _check_counts(self, "max_in_job_restarts", "max_workload_restarts")
+        _check_seconds(self, "downtime_threshold_s", "termination_threshold_s")
+        if self.scaling:
+            _require(
+                self.min_replicas <= self.replicas <= self.max_replicas,
+                self,
+                "replicas",
+                f"must lie between {self.min_replicas} and {self.max_replicas}, found {self.replicas}",
+            )
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that the job needs at its present size."""
+        return self.replicas * self.nodes_per_replica
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress(Value):
+    """The last step that all ranks of a job have finished, as far as the sensor knows."""
+
+    workload: str
+    step: int
+    age_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_names(self, "workload")
+        _check_counts(self, "step")
+        _check_seconds(self, "age_s")
+
+
+# ---------------------------------------------------------------------------------------------- daemon to sensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence(Value):
+    """One observation, told by one witness; a verdict names the ids of its evidence.
+
+    Attributes:
+        id: unique over the life of the supervisor.
+        witness: of the observation: "stream", "worker", "launcher", "orchestrator", "xid", "operator", ...
+        text: what was seen, for people.
+        age_s: how old it was when it was sent.
+        code: of an Xid; None elsewhere.
+        device: the GPU, as the driver names it; empty where no GPU is meant.
+        advice: the driver's own recovery action where it gives one (NVML, Xid 154); see `policy.xid`.
+    """
+
+    id: str
+    witness: str
+    text: str = ""
+    age_s: float = 0.0
+    code: int | None = None
+    device: str = ""
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        _check_names(self, "id", "witness")
+        _check_names(self, "device", "advice", required=False)
+        _check_text(self, "text")
+        _check_seconds(self, "age_s")
+        _check_counts(self, "code")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerReport(Value):
+    """What a daemon knows of one worker.
+
+    Attributes:
+        heartbeat_age_s: since the worker or its launcher gave a sign; None before the first.
+        step, step_age_s: the last finished step and the time since; None before the first.
+    """
+
+    local_rank: int
+    global_rank: int
+    state: DeviceState = DeviceState.RUNNING
+    heartbeat_age_s: float | None = None
+    step: int | None = None
+    step_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "local_rank", "global_rank", "step")
+        _check_seconds(self, "heartbeat_age_s", "step_age_s")
+        _require(
+            (self.step is None) == (self.step_age_s is None),
+            self,
+            "step_age_s",
+            f"must be given exactly with a step, found {self.step_age_s} with step {self.step}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding(Value):
+    """What a watchdog or a node check of a daemon found on its own host."""
+
+    type: EventType
+    evidence: Evidence
+
+    def __post_init__(self) -> None:
+        _require(
+            self.type in (EventType.XID, EventType.ECC, EventType.NODE_CHECK),
+            self,
+            "type",
+            f"must be xid, ecc or node_check, found {self.type.value}",
+        )
+        _require(
+            self.type is not EventType.XID or self.evidence.code is not None,
+            self,
+            "evidence",
+            "of an xid must carry its code",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DaemonReport(Value):
+    """One message of a daemon on its stream; the first one follows its `HostInfo`.
+
+    Attributes:
+        incarnation: of the daemon process; `sequence` counts its reports from 0, so that a receiver drops
+            what is late or repeated.
+        attempt: of the job, as the launcher counts; facts of an older attempt say nothing about this one.
+        workers: all that the daemon knows, also those that did not change.
+    """
+
+    host: str
+    incarnation: str
+    sequence: int
+    attempt: int = 0
+    launcher: LauncherState = LauncherState.UNKNOWN
+    workers: tuple[WorkerReport, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_names(self, "host", "incarnation")
+        _check_counts(self, "sequence", "attempt")
+        _check_items(self, "workers", "findings")
+
+
+# ---------------------------------------------------------------------------------------------- events
+
+
+_NEEDS_HOST = frozenset(
+    {
+        EventType.WORKER_HB,
+        EventType.HOST_HB,
+        EventType.XID,
+        EventType.ECC,
+        EventType.NODE_CHECK,
+        EventType.DAEMON_LOST,
+        EventType.ORCHESTRATOR,
+    }
+)
+_NEEDS_WORKLOAD = frozenset({EventType.HANG, EventType.NO_PROGRESS})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event(Value):
+    """One thing that happened, once, with what it was concluded from.
+
+    Attributes:
+        id: unique over the life of the supervisor; a repeated id is the same event.
+        workload: name of the job, empty for a host that no job holds.
+        host: id of the host.
+        ranks: global ranks that are lost (WORKER_HB) or behind (HANG).
+        attempt: of the job when it happened.
+        launcher: what the host's launcher does about it itself.
+        change, request: of an ORCHESTRATOR or OPERATOR event.
+    """
+
+    id: str
+    type: EventType
+    evidence: tuple[Evidence, ...]
+    workload: str = ""
+    host: str = ""
+    ranks: tuple[int, ...] = ()
+    attempt: int = 0
+    launcher: LauncherState = LauncherState.UNKNOWN
+    change: Change | None = None
+    request: Request | None = None
+
+    def __post_init__(self) -> None:
+        _check_names(self, "id")
+        _check_names(self, "workload", "host", required=False)
+        _check_counts(self, "attempt")
+        _check_items(self, "evidence", "ranks")
+        kind = self.type
+        _require(bool(self.evidence), self, "evidence", "must not be empty: an event says what it was told by")
+        _require(
+            all(rank >= 0 for rank in self.ranks), self, "ranks", f"must be 0 or more, found {self.ranks}"
+        )
+        _require(bool(self.host) or kind not in _NEEDS_HOST, self, "host", f"must be set for {kind.value}")
+        _require(
+            bool(self.workload) or kind not in _NEEDS_WORKLOAD,
+            self,
+            "workload",
+            f"must be set for {kind.value}",
+        )
+        _require(
+            (self.change is not None) == (kind is EventType.ORCHESTRATOR),
+            self,
+            "change",
+            "must be given exactly for orchestrator events",
+        )
+        _require(
+            (self.request is not None) == (kind is EventType.OPERATOR),
+            self,
+            "request",
+            "must be given exactly for operator events",
+        )
+        _require(
+            kind is not EventType.XID or any(evidence.code is not None for evidence in self.evidence),
+            self,
+            "evidence",
+            "of an xid must carry its code",
+        )
+        _require(
+            self.request not in (Request.CORDON, Request.UNCORDON, Request.DRAIN) or bool(self.host),
+            self,
+            "host",
+            "must be set to cordon, uncordon or drain",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+_ON_HOST = frozenset(
+    {
+        CommandKind.HOT_SWAP,
+        CommandKind.CORDON_HOST,
+        CommandKind.UNCORDON_HOST,
+        CommandKind.DRAIN_HOST,
+    }
+)
+_ON_WORKLOAD = frozenset(CommandKind) - {
+    CommandKind.CORDON_HOST,
+    CommandKind.UNCORDON_HOST,
+    CommandKind.DRAIN_HOST,
+}
+_RESIZES = frozenset({CommandKind.SCALE_DOWN, CommandKind.SCALE_UP})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command(Value):
+    """One action that the controller decided upon; its id and epoch make it safe to send twice.
+
+    Attributes:
+        epoch: of the controller that decided; who has seen a higher one refuses it.
+        id: unique over the life of the supervisor; who has carried it out answers with that outcome.
+        workload, host: its target.
+        spare: host that takes the place of `host` in a hot swap.
+        replicas: size of the job afterwards, of a scale down or up.
+        incident: that it is the action for.
+        evidence: ids of what it was decided upon; looked at again before an irreversible step.
+        deadline_s: time for all tries together, from the moment when the actuator takes it.
+    """
+
+    epoch: int
+    id: str
+    kind: CommandKind
+    workload: str = ""
+    host: str = ""
+    spare: str = ""
+    replicas: int | None = None
+    incident: str = ""
+    evidence: tuple[str, ...] = ()
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _check_names(self, "id")
+        _check_names(self, "workload", "host", "spare", "incident", required=False)
+        _check_counts(self, "epoch", "replicas", least=1)
+        _check_seconds(self, "deadline_s")
+        _check_items(self, "evidence")
+        kind = self.kind
+        _require(bool(self.host) or kind not in _ON_HOST, self, "host", f"must be set for {kind.value}")
+        _require(
+            bool(self.workload) or kind not in _ON_WORKLOAD, self, "workload", f"must be set for {kind.value}"
+        )
+        _require(
+            bool(self.spare) == (kind is CommandKind.HOT_SWAP), self, "spare", "must be given for a hot swap only"
+        )
+        _require(
+            not self.spare or self.spare != self.host, self, "spare", f"must be another host than {self.host}"
+        )
+        _require(
+            (self.replicas is not None) == (kind in _RESIZES),
+            self,
+            "replicas",
+            "must be given exactly to scale down or up",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome(Value):
+    """How a command ended; the actuator sends exactly one per command id, and repeats it when asked again."""
+
+    command: str
+    epoch: int
+    status: OutcomeStatus
+    text: str = ""
+    tries: int = 1
+
+    def __post_init__(self) -> None:
+        _check_names(self, "command")
+        _check_text(self, "text")
+        _check_counts(self, "epoch", least=1)
+        _check_counts(self, "tries")
