@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that the parts of the supervisor exchange: checked when they are made, frozen afterwards.
 
-    daemon --HostInfo, WorkloadInfo, DaemonReport--> sensor
-    sensor --Event, HostInfo, WorkloadInfo, Progress--> controller --Command--> actuator --Outcome--> controller
+daemon --HostInfo, WorkloadInfo, DaemonReport--> sensor sensor --Event, HostInfo, WorkloadInfo, Progress,
+Silence--> controller --Command--> actuator --Outcome--> controller
 
-Two rules hold everywhere.  **No time of another machine's clock is compared with ours**: a value says how old
-a fact was when it was sent (`age_s`), and its receiver counts on from there with its own monotonic clock.
-**Each value has a plain form** (`to_dict`, `from_dict`) of strings, numbers, lists and dicts, for the event log
-and the status page; a field that this release does not know is refused, never dropped.
+Two rules hold everywhere.  **No time of another machine's clock is compared with ours**: a value says how
+old a fact was when it was sent (`age_s`), and its receiver counts on from there with its own monotonic
+clock.  **Each value has a plain form** (`to_dict`, `from_dict`) of strings, numbers, lists and dicts, for
+the event log and the status page; a field that this release does not know is refused, never dropped.
 """
 
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
-from resiliency.errors import ControlPlaneError
+from supervisor.plain import InvalidValue, from_plain, to_plain
 
 #: Longest name, id or address; a DNS name has at most 253 characters.
 MAX_NAME_CHARS = 253
@@ -32,11 +29,7 @@ MAX_ITEMS = 100_000
 V = TypeVar("V", bound="Value")
 
 
-class InvalidValue(ControlPlaneError):
-    """A value that breaks its own rules; nothing acted upon it.  `fields`: value, field."""
-
-
-# ---------------------------------------------------------------------------------------------- kinds
+# ---------------------------------------------------------------- kinds
 
 
 class DeviceState(Enum):
@@ -115,6 +108,17 @@ class CommandKind(Enum):
         """True where steps, a host or a process may be lost: evidence is looked at again before it."""
         return self not in (CommandKind.DUMP_STACKS, CommandKind.UNCORDON_HOST, CommandKind.SCALE_UP)
 
+    @property
+    def restarts(self) -> bool:
+        """True where the ranks of a job start again at once."""
+        return self in (
+            CommandKind.IN_JOB_RESET,
+            CommandKind.WORKLOAD_RESET,
+            CommandKind.WORKLOAD_RECREATION,
+            CommandKind.HOT_SWAP,
+            CommandKind.SCALE_DOWN,
+        )
+
 
 class OutcomeStatus(Enum):
     """How a command ended."""
@@ -129,7 +133,7 @@ class OutcomeStatus(Enum):
     FENCED = "fenced"
 
 
-# ---------------------------------------------------------------------------------------------- checks
+# ---------------------------------------------------------------- checks
 
 
 def cut_text(text: str) -> str:
@@ -195,16 +199,14 @@ def _check_items(value: object, *names: str) -> None:
             raise _refuse(value, field, f"must hold at most {MAX_ITEMS} items, found {len(items)}")
 
 
-# ---------------------------------------------------------------------------------------------- plain form
-
-
 class Value:
     """Base of all values: the plain form."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: _plain(getattr(self, name)) for name in _decoders(type(self))}
+        plain: dict[str, Any] = to_plain(self)
+        return plain
 
     @classmethod
     def from_dict(cls: type[V], data: object) -> V:
@@ -213,77 +215,10 @@ class Value:
         Raises:
             InvalidValue: a field is missing, unknown, of another type or out of its range.
         """
-        if not isinstance(data, Mapping):
-            raise InvalidValue(f"{cls.__name__} must be a table of fields, found {data!r:.80}.")
-        decoders = _decoders(cls)
-        unknown = sorted(str(name) for name in data if name not in decoders)
-        if unknown:
-            raise InvalidValue(
-                f"{cls.__name__} has no field {unknown[0][:80]!r} in this release.",
-                hint="A newer release may have written it: use that release here too.",
-                value=cls.__name__,
-                field=unknown[0],
-            )
-        given = {}
-        for name, (decode, required) in decoders.items():
-            if name in data:
-                given[name] = decode(data[name], f"{cls.__name__}.{name}")
-            elif required:
-                raise InvalidValue(f"{cls.__name__}.{name} is missing.", value=cls.__name__, field=name)
-        return cls(**given)
+        return from_plain(cls, data)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Value):
-        return value.to_dict()
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-_Decoder = Callable[[Any, str], Any]
-
-
-@cache
-def _decoders(cls: type[Any]) -> dict[str, tuple[_Decoder, bool]]:
-    """Name of each field of `cls`: how it is read, and whether it must be there."""
-    hints = get_type_hints(cls)
-    return {field.name: (_decoder(hints[field.name]), field.default is MISSING) for field in fields(cls)}
-
-
-def _decoder(hint: Any) -> _Decoder:
-    if get_origin(hint) in (Union, types.UnionType):
-        (kind,) = (arg for arg in get_args(hint) if arg is not type(None))
-        inner = _decoder(kind)
-        return lambda data, where: None if data is None else inner(data, where)
-    if get_origin(hint) is tuple:
-        item = _decoder(get_args(hint)[0])
-        return lambda data, where: tuple(item(one, where) for one in _typed(data, (list, tuple), where))
-    if issubclass(hint, Value):
-        return lambda data, where: hint.from_dict(data)
-    if issubclass(hint, Enum):
-        return lambda data, where: _member(hint, data, where)
-    accepted = (int, float) if hint is float else (hint,)
-    return lambda data, where: _typed(data, accepted, where)
-
-
-def _typed(data: Any, accepted: tuple[type, ...], where: str) -> Any:
-    if not isinstance(data, accepted) or (isinstance(data, bool) and bool not in accepted):
-        raise InvalidValue(f"{where} must be of type {accepted[0].__name__}, found {data!r:.80}.", field=where)
-    return data
-
-
-def _member(kind: type[Enum], data: Any, where: str) -> Enum:
-    for member in kind:
-        if member.value == data:
-            return member
-    allowed = ", ".join(str(member.value) for member in kind)
-    raise InvalidValue(f"{where} must be one of {allowed}, found {data!r:.80}.", field=where)
-
-
-# ---------------------------------------------------------------------------------------------- hosts and jobs
+# ---------------------------------------------------------------- hosts and jobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,7 +296,7 @@ class HostInfo(Value):
 
 
 def host_state(states: tuple[DeviceState, ...], workers_per_host: int) -> DeviceState:
-    """State of a host from its workers': spare until all are known, failed with one of them, complete with all."""
+    """State of a host: spare until all workers are known, failed with one of them, complete with all."""
     if DeviceState.FAILED in states:
         return DeviceState.FAILED
     if len(states) < workers_per_host:
@@ -421,19 +356,23 @@ class WorkloadInfo(Value):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress(Value):
-    """The last step that all ranks of a job have finished, as far as the sensor knows."""
+    """The highest step that a rank of a job has finished; ranks of one job are at most a step apart.
+
+    A restart may take the job back to an older step: `attempt` tells that from a message that was late.
+    """
 
     workload: str
     step: int
+    attempt: int = 0
     age_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_names(self, "workload")
-        _check_counts(self, "step")
+        _check_counts(self, "step", "attempt")
         _check_seconds(self, "age_s")
 
 
-# ---------------------------------------------------------------------------------------------- daemon to sensor
+# ---------------------------------------------------------------- daemon to sensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -540,7 +479,7 @@ class DaemonReport(Value):
         _check_items(self, "workers", "findings")
 
 
-# ---------------------------------------------------------------------------------------------- events
+# ---------------------------------------------------------------- events
 
 
 _NEEDS_HOST = frozenset(
@@ -588,7 +527,9 @@ class Event(Value):
         _check_counts(self, "attempt")
         _check_items(self, "evidence", "ranks")
         kind = self.type
-        _require(bool(self.evidence), self, "evidence", "must not be empty: an event says what it was told by")
+        _require(
+            bool(self.evidence), self, "evidence", "must not be empty: an event says what it was told by"
+        )
         _require(
             all(rank >= 0 for rank in self.ranks), self, "ranks", f"must be 0 or more, found {self.ranks}"
         )
@@ -625,7 +566,19 @@ class Event(Value):
         )
 
 
-# ---------------------------------------------------------------------------------------------- commands
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Silence(Value):
+    """Whether more hosts are silent at once than fail together; no verdict leaves the sensor while so."""
+
+    frozen: bool
+    silent: int
+    hosts: int
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "silent", "hosts")
+
+
+# ---------------------------------------------------------------- commands
 
 
 _ON_HOST = frozenset(
@@ -682,7 +635,10 @@ class Command(Value):
             bool(self.workload) or kind not in _ON_WORKLOAD, self, "workload", f"must be set for {kind.value}"
         )
         _require(
-            bool(self.spare) == (kind is CommandKind.HOT_SWAP), self, "spare", "must be given for a hot swap only"
+            bool(self.spare) == (kind is CommandKind.HOT_SWAP),
+            self,
+            "spare",
+            "must be given for a hot swap only",
         )
         _require(
             not self.spare or self.spare != self.host, self, "spare", f"must be another host than {self.host}"
