@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The failure detector, driven by hand: each condition is one event, and its end withdraws the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from supervisor.detection import Detector, Output, Poll, Probe
+from supervisor.policy.thresholds import Thresholds
+from supervisor.values import (
+    Change,
+    Command,
+    CommandKind,
+    DaemonReport,
+    DeviceState,
+    Event,
+    EventType,
+    Evidence,
+    Finding,
+    HostInfo,
+    LauncherState,
+    Progress,
+    Silence,
+    WorkerReport,
+    WorkloadInfo,
+)
+
+LIMITS = Thresholds(heartbeat_timeout_s=20.0, tick_s=1.0, hang_threshold_s=60.0, scale_up_hold_s=100.0)
+
+
+class Sensor:
+    """A detector and its clock; remembers all that it said."""
+
+    def __init__(self, hosts: int = 4, **workload: object) -> None:
+        self.now = 1000.0
+        self.detector = Detector("s1", LIMITS, self.now)
+        self.said: list[Output] = []
+        self.job = WorkloadInfo(workload="train", replicas=2, max_replicas=3, **workload)
+        self._sequences: dict[str, int] = {}
+        self.names = [f"h{n}" for n in range(hosts)]
+        self.take(self.detector.register_workload(self.job, self.now))
+        for number, name in enumerate(self.names):
+            workload_name = "train" if number < self.job.hosts else ""
+            self.take(self.detector.register_host(_host(name, workload_name), self.now))
+        self.run(LIMITS.heartbeat_timeout_s + 1.0)
+        self.said.clear()
+
+    def take(self, said: Sequence[Output]) -> list[Output]:
+        self.said += said
+        return list(said)
+
+    def beat(self, name: str, **fields: object) -> list[Output]:
+        return self.take(self.detector.report(self.report(name, **fields), self.now))
+
+    def report(self, name: str, *, incarnation: str = "d1", **fields: object) -> DaemonReport:
+        sequence = self._sequences[name] = self._sequences.get(name, -1) + 1
+        known = {"host": name, "incarnation": incarnation, "sequence": sequence, **fields}
+        return DaemonReport(**known)
+
+    def run(self, seconds: float, silent: Sequence[str] = (), **fields: object) -> list[Output]:
+        """Time passes; all hosts but `silent` report each five seconds."""
+        before = len(self.said)
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            if round(self.now) % 5 == 0:
+                for name in self.names:
+                    if name not in silent:
+                        self.beat(name, **(fields if name in ("h0", "h1") else {}))
+            self.take(self.detector.tick(self.now))
+        return self.said[before:]
+
+
+def _host(name: str, workload: str = "") -> HostInfo:
+    return HostInfo(id=name, name=name, workload=workload, workers_per_host=1)
+
+
+def _worker(rank: int = 0, **fields: object) -> tuple[WorkerReport, ...]:
+    return (WorkerReport(local_rank=0, global_rank=rank, **fields),)
+
+
+def events(said: Sequence[Output], *kinds: EventType) -> list[Event]:
+    return [each for each in said if isinstance(each, Event) and (not kinds or each.type in kinds)]
+
+
+def test_hosts_that_report_are_never_lost() -> None:
+    sensor = Sensor()
+    assert events(sensor.run(600)) == []
+
+
+def test_a_silent_host_is_lost_within_a_second_of_its_timeout_once_and_with_its_evidence() -> None:
+    sensor = Sensor()
+    last = sensor.now
+    said = sensor.run(100, silent=["h1"])
+    (lost,) = events(said)
+    assert (lost.type, lost.host, lost.workload) == (EventType.HOST_HB, "h1", "train")
+    assert lost.evidence[0].witness == "stream"
+    assert 20.0 <= lost.evidence[0].age_s <= 21.0
+    assert [each.state for each in said if isinstance(each, HostInfo)] == [DeviceState.FAILED]
+    assert Probe(host="h1") in said
+    assert sensor.now - last == 100
+
+
+def test_a_stream_that_ends_is_probed_at_once_and_confirmed_by_a_witness() -> None:
+    sensor = Sensor()
+    assert sensor.take(sensor.detector.stream_ended("h1", sensor.now)) == [Probe(host="h1")]
+    said = sensor.take(sensor.detector.witness_answered("h1", False, "orchestrator", sensor.now + 0.2))
+    (lost,) = events(said)
+    assert lost.type is EventType.HOST_HB
+    assert lost.evidence[0].witness == "orchestrator"
+    # Where its job is, is asked of the others, so that the decision does not rest on an old step.
+    assert Poll(host="h0") in said
+    assert Poll(host="h1") not in said
+
+
+def test_a_daemon_that_dies_alone_is_an_alarm_and_no_lost_host() -> None:
+    sensor = Sensor()
+    sensor.take(sensor.detector.stream_ended("h1", sensor.now))
+    (alarm,) = events(sensor.take(sensor.detector.witness_answered("h1", True, "orchestrator", sensor.now)))
+    assert alarm.type is EventType.DAEMON_LOST
+    sensor.now += 1.0
+    assert events(sensor.run(10, silent=["h1"])) == []
+    sensor.take(sensor.detector.register_host(_host("h1", "train"), sensor.now))
+    assert sensor.detector.holds(_command(alarm), sensor.now) is False
+
+
+def test_a_witness_that_cannot_tell_says_nothing_and_one_that_was_not_asked_neither() -> None:
+    sensor = Sensor()
+    assert sensor.detector.witness_answered("h1", False, "orchestrator", sensor.now) == []
+    sensor.detector.stream_ended("h1", sensor.now)
+    assert sensor.detector.witness_answered("h1", None, "orchestrator", sensor.now) == []
+
+
+def test_its_own_absence_is_nobodys_silence() -> None:
+    sensor = Sensor()
+    sensor.now += 3600.0
+    assert sensor.take(sensor.detector.tick(sensor.now)) == []
+    assert events(sensor.run(100)) == []
+
+
+def test_many_silent_hosts_freeze_and_healing_gives_all_a_fresh_timeout() -> None:
+    sensor = Sensor(hosts=10)
+    away = [f"h{n}" for n in range(5)]
+    said = sensor.run(100, silent=away)
+    assert events(said, EventType.HOST_HB) == []
+    assert [each.frozen for each in said if isinstance(each, Silence)] == [True]
+    healed = sensor.run(6, silent=["h0"])
+    assert [each.frozen for each in healed if isinstance(each, Silence)] == [False]
+    assert events(healed) == []
+    (lost,) = events(sensor.run(25, silent=["h0"]))
+    assert lost.host == "h0"
+
+
+def test_a_person_can_say_that_the_silent_hosts_are_lost() -> None:
+    sensor = Sensor(hosts=10)
+    sensor.run(40, silent=["h1", "h2", "h3"])
+    said = sensor.take(sensor.detector.thaw(sensor.now))
+    assert [event.host for event in events(said)] == ["h1", "h2", "h3"]
+    assert [each.frozen for each in said if isinstance(each, Silence)] == [False]
+
+
+def test_a_host_that_comes_back_withdraws_the_evidence() -> None:
+    sensor = Sensor()
+    (lost,) = events(sensor.run(30, silent=["h1"]))
+    sensor.run(5, silent=["h1"])
+    assert sensor.detector.holds(_command(lost, CommandKind.CORDON_HOST), sensor.now) is True
+    said = sensor.run(6)
+    assert [each.state for each in said if isinstance(each, HostInfo)] == [DeviceState.SPARE]
+    assert sensor.detector.holds(_command(lost, CommandKind.CORDON_HOST), sensor.now) is False
+
+
+def _command(event: Event, kind: CommandKind = CommandKind.IN_JOB_RESET) -> Command:
+    on_host = kind is CommandKind.CORDON_HOST
+    return Command(
+        epoch=1,
+        id="c1",
+        kind=kind,
+        workload="train",
+        host=event.host if on_host else "",
+        evidence=tuple(found.id for found in event.evidence),
+    )
+
+
+def test_failed_and_silent_ranks_of_one_report_are_one_event() -> None:
+    sensor = Sensor()
+    failed = _worker(0, state=DeviceState.FAILED)
+    (event,) = events(sensor.beat("h0", workers=failed, launcher=LauncherState.RESTARTING))
+    assert (event.type, event.ranks, event.launcher) == (EventType.WORKER_HB, (0,), LauncherState.RESTARTING)
+    assert events(sensor.beat("h0", workers=failed)) == []
+    (late,) = events(sensor.beat("h1", workers=_worker(1, heartbeat_age_s=20.0)))
+    assert late.evidence[0].text == "rank 1: worker: silent for 20.0 s"
+
+
+def test_a_newer_attempt_ends_what_was_said_of_the_older_one() -> None:
+    sensor = Sensor()
+    failed = _worker(0, state=DeviceState.FAILED)
+    (event,) = events(sensor.beat("h0", workers=failed, attempt=1))
+    assert sensor.detector.holds(_command(event, CommandKind.CORDON_HOST), sensor.now) is True
+    sensor.beat("h0", workers=_worker(0), attempt=2)
+    assert sensor.detector.holds(_command(event, CommandKind.CORDON_HOST), sensor.now) is False
+    assert events(sensor.beat("h0", workers=failed, attempt=1)) == []
+    assert len(events(sensor.beat("h0", workers=failed, attempt=2))) == 1
+
+
+def test_late_and_repeated_reports_change_nothing() -> None:
+    sensor = Sensor()
+    old = sensor.report("h0", workers=_worker(0, state=DeviceState.FAILED))
+    sensor.beat("h0", workers=_worker(0))
+    assert sensor.detector.report(old, sensor.now) == []
+    before = sensor.report("h0", workers=_worker(0, state=DeviceState.FAILED))
+    sensor.beat("h0", incarnation="d2", workers=_worker(0))
+    assert sensor.detector.report(before, sensor.now) == []
+    assert sensor.detector.report(sensor.report("stranger"), sensor.now) == []
+
+
+def test_findings_of_one_report_are_one_event_and_are_said_once() -> None:
+    sensor = Sensor()
+    findings = tuple(
+        Finding(type=EventType.XID, evidence=Evidence(id=f"h0/x{code}", witness="xid", code=code))
+        for code in (31, 79)
+    )
+    (event,) = events(sensor.beat("h0", findings=findings))
+    assert [found.code for found in event.evidence] == [31, 79]
+    assert events(sensor.beat("h0", findings=findings)) == []
+
+
+def test_progress_is_the_highest_step_and_an_older_attempt_cannot_move_it() -> None:
+    sensor = Sensor()
+    said = sensor.run(5, workers=_worker(0, step=7, step_age_s=0.5), attempt=2)
+    (progress,) = [each for each in said if isinstance(each, Progress)]
+    assert (progress.step, progress.attempt) == (7, 2)
+    assert 0.5 <= progress.age_s <= 1.5
+    sensor.beat("h1", workers=_worker(1, step=900, step_age_s=0.5), attempt=1)
+    assert [each for each in sensor.run(1) if isinstance(each, Progress)] == []
+
+
+def test_a_hang_names_the_ranks_that_are_behind() -> None:
+    sensor = Sensor()
+    began = sensor.now
+    for _ in range(70):
+        sensor.now += 1.0
+        for rank, name in enumerate(("h0", "h1")):
+            step = 9 if name == "h0" else 8
+            sensor.beat(name, workers=_worker(rank, step=step, step_age_s=sensor.now - began))
+        for name in ("h2", "h3"):
+            sensor.beat(name)
+        sensor.take(sensor.detector.tick(sensor.now))
+    (hang,) = events(sensor.said)
+    assert (hang.type, hang.ranks, hang.host) == (EventType.HANG, (1,), "h1")
+
+
+def test_no_step_for_the_jobs_own_threshold_is_no_progress_and_is_said_again() -> None:
+    sensor = Sensor(downtime_threshold_s=30.0)
+    said = sensor.run(60)
+    assert [event.type for event in events(said)] == [EventType.NO_PROGRESS] * 2
+
+
+def test_capacity_is_offered_once_for_what_is_there_and_again_after_a_while() -> None:
+    sensor = Sensor(scaling=True)
+    # The first offer was made while the sensor was built.
+    assert events(sensor.run(70), EventType.SCALE_UP) == []
+    assert len(events(sensor.run(40), EventType.SCALE_UP)) == 1
+    changed = Evidence(id="k1", witness="orchestrator", text="cordoned")
+    sensor.take(sensor.detector.orchestrator_changed("h2", Change.CORDONED, changed, sensor.now))
+    sensor.take(sensor.detector.orchestrator_changed("h2", Change.CORDONED, changed, sensor.now))
+    assert len(events(sensor.said, EventType.ORCHESTRATOR)) == 1
+    (offer,) = events(sensor.run(3), EventType.SCALE_UP)
+    assert offer.evidence[0].text == "capacity: 1 spares, a replica needs 1"
+
+
+def test_a_host_that_the_orchestrator_took_is_not_looked_for() -> None:
+    sensor = Sensor()
+    gone = Evidence(id="k1", witness="orchestrator", text="deleted")
+    sensor.take(sensor.detector.orchestrator_changed("h1", Change.GONE, gone, sensor.now))
+    assert events(sensor.run(100, silent=["h1"])) == []
+    sensor.detector.forget_host("h1", sensor.now)
+    assert events(sensor.run(100, silent=["h1"])) == []
+
+
+def test_a_snapshot_repeats_what_is_open_with_the_same_ids() -> None:
+    sensor = Sensor()
+    (lost,) = events(sensor.run(30, silent=["h1"]))
+    finding = Finding(type=EventType.ECC, evidence=Evidence(id="h0/e", witness="ecc"))
+    (ecc,) = events(sensor.beat("h0", findings=(finding,)))
+    said = sensor.detector.snapshot(sensor.now)
+    assert events(said) == [lost, ecc]
+    assert {each.id: each.state for each in said if isinstance(each, HostInfo)}["h1"] is DeviceState.FAILED
+    assert sensor.job in said
+
+
+def test_a_new_sensor_misses_the_hosts_that_the_controller_knows() -> None:
+    detector = Detector("s2", LIMITS, 0.0)
+    detector.expect_workload(WorkloadInfo(workload="train"), 0.0)
+    detector.expect_host(_host("h1", "train"), 0.0)
+    said = [each for now in range(1, 25) for each in detector.tick(float(now))]
+    (lost,) = events(said)
+    assert (lost.host, lost.workload) == ("h1", "train")
+    assert [each for each in said if isinstance(each, Silence)] == [Silence(frozen=False, silent=1, hosts=1)]
+
+
+def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
+    sensor = Sensor()
+    sensor.run(5, workers=_worker(0, step=7, step_age_s=0.1), attempt=1)
+    (event,) = events(sensor.beat("h1", workers=_worker(1, state=DeviceState.FAILED), attempt=1))
+    sensor.run(4)
+    assert sensor.detector.poll("train") == [Poll(host="h0"), Poll(host="h1")]
+    assert sensor.detector.holds(_command(event), sensor.now) is None
+    sensor.beat("h0", workers=_worker(0, step=7, step_age_s=5.0), attempt=1)
+    assert sensor.detector.holds(_command(event), sensor.now) is True
+    sensor.beat("h0", workers=_worker(0, step=8, step_age_s=0.2), attempt=1)
+    assert sensor.detector.holds(_command(event), sensor.now) is False
+
+
+@pytest.mark.parametrize("state", [DeviceState.COMPLETE])
+def test_a_host_that_is_done_may_fall_silent(state: DeviceState) -> None:
+    sensor = Sensor()
+    for name in sensor.names:
+        sensor.beat(name, workers=_worker(0, state=state))
+    sensor.now += 1.0
+    assert events(sensor.run(100, silent=sensor.names)) == []
