@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may not be done now, whoever asks for it: each guard is one function, and all of them are in `GUARDS`.
+
+Guards stand between every trigger and its command, also those that a user's own policy calls.  A refusal with
+`until` means "not yet": the rung stays the right one, and the incident waits.  One without means "not this":
+the policy goes on to the next rung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from supervisor.decision.state import Account, Fleet, State
+from supervisor.policy.budget import backoff_s
+from supervisor.policy.caps import refuse_cordon, refuse_growth
+from supervisor.policy.thresholds import Thresholds
+from supervisor.values import CommandKind, DeviceState, EventType, HostInfo, LauncherState, WorkloadInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """What a trigger wants to do.
+
+    Attributes:
+        over_budget: the last rung, which no budget limits and the verdict ends.
+        repeated: an action for the same hosts came before it in this incident.
+    """
+
+    kind: CommandKind
+    workload: WorkloadInfo | None
+    host: HostInfo | None = None
+    spare: HostInfo | None = None
+    replicas: int | None = None
+    over_budget: bool = False
+    repeated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    text: str
+    until: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a guard looks at."""
+
+    state: State
+    now: float
+    limits: Thresholds
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.state.fleet.get("", Fleet())
+
+    def account(self, workload: str) -> Account:
+        return self.state.accounts.get(workload, Account())
+
+    def best_step(self, workload: str) -> int:
+        mark = self.state.progress.get(workload)
+        return mark.best if mark else 0
+
+    def spares(self) -> list[HostInfo]:
+        """Healthy free hosts that are neither cordoned, nor condemned, nor promised to a job already."""
+        promised = {flight.command.spare for flight in self.state.commands.values()}
+        return [
+            host
+            for host in self.state.hosts.values()
+            if host.state is DeviceState.SPARE
+            and not (host.workload or host.cordoned or host.id in promised or self.is_condemned(host.id))
+        ]
+
+    def is_condemned(self, host: str) -> bool:
+        verdict = self.state.verdicts.get(f"host:{host}")
+        return verdict is not None and verdict.holds(self.now)
+
+
+Guard = Callable[[View, Intent], Refusal | None]
+
+#: How long to wait before looking again where only news can change the answer.
+_LOOK_AGAIN_S = 5.0
+
+
+def not_frozen(view: View, intent: Intent) -> Refusal | None:
+    """Nothing is done while many hosts are silent at once, or while a person said so."""
+    if view.fleet.silent or view.fleet.frozen_by:
+        who = (
+            f"by {view.fleet.frozen_by}" if view.fleet.frozen_by else "because many hosts are silent at once"
+        )
+        return Refusal(text=f"frozen {who}", until=view.now + _LOOK_AGAIN_S)
+    return None
+
+
+def one_action(view: View, intent: Intent) -> Refusal | None:
+    """A job has one action under way at most."""
+    if intent.workload is None or intent.kind in (CommandKind.CORDON_HOST, CommandKind.DUMP_STACKS):
+        return None
+    for flight in view.state.commands.values():
+        other = flight.command
+        if other.workload == intent.workload.workload and (
+            other.kind.restarts or other.kind is CommandKind.SCALE_UP
+        ):
+            return Refusal(text=f"{other.kind.value} {other.id} is under way", until=view.now + _LOOK_AGAIN_S)
+    return None
+
+
+def no_verdict(view: View, intent: Intent) -> Refusal | None:
+    """A job that cannot progress is left alone until it does, a person says so, or the verdict expires."""
+    if intent.workload is None or intent.kind is CommandKind.CORDON_HOST:
+        return None
+    verdict = view.state.verdicts.get(f"job:{intent.workload.workload}")
+    if verdict is not None and verdict.holds(view.now):
+        return Refusal(text=verdict.text, until=verdict.expires_at)
+    return None
+
+
+def not_advancing(view: View, intent: Intent) -> Refusal | None:
+    """A job whose step advanced within the last moments is not restarted."""
+    if intent.workload is None or not intent.kind.restarts:
+        return None
+    mark = view.state.progress.get(intent.workload.workload)
+    if mark is not None and view.now - mark.at < view.limits.advancing_s:
+        return Refusal(
+            text=f"step {mark.step} was finished {view.now - mark.at:.1f} s ago",
+            until=mark.at + view.limits.advancing_s,
+        )
+    return None
+
+
+def launcher_first(view: View, intent: Intent) -> Refusal | None:
+    """Ranks that their launcher restarts itself are left to it for a while: the job plane comes first."""
+    incident = view.state.incidents.get(intent.workload.workload) if intent.workload else None
+    if incident is None or not intent.kind.restarts:
+        return None
+    until = incident.opened_at + view.limits.launcher_grace_s
+    at_it = all(
+        report.type is EventType.WORKER_HB and report.launcher is LauncherState.RESTARTING
+        for report in incident.reports
+    )
+    if at_it and view.now < until:
+        return Refusal(text="the launcher restarts these ranks itself", until=until)
+    return None
+
+
+def within_budget(view: View, intent: Intent) -> Refusal | None:
+    """Restarts are spent from budgets that only training progress refills."""
+    if intent.workload is None or intent.over_budget:
+        return None
+    name = intent.workload.workload
+    account, best = view.account(name), view.best_step(name)
+    if intent.kind is CommandKind.IN_JOB_RESET:
+        budget, limit = account.in_job, intent.workload.max_in_job_restarts
+    elif intent.kind in (CommandKind.WORKLOAD_RESET, CommandKind.WORKLOAD_RECREATION):
+        budget, limit = account.workload, intent.workload.max_workload_restarts
+    else:
+        return None
+    if not budget.at(best, view.limits.steps_per_restart).left(limit):
+        return Refusal(text=f"the budget of {limit} for {intent.kind.value} is spent at step {best}")
+    return None
+
+
+def in_pace(view: View, intent: Intent) -> Refusal | None:
+    """A token bucket for all actions of a job, and a growing wait after those that brought nothing."""
+    if intent.workload is None or not intent.kind.restarts:
+        return None
+    account = view.account(intent.workload.workload)
+    ready = account.bucket.ready_at(
+        view.now, capacity=view.limits.actions_at_once, period_s=view.limits.action_period_s
+    )
+    failures = account.fruitless
+    if failures and intent.repeated and view.best_step(intent.workload.workload) <= account.best:
+        wait = backoff_s(failures, base_s=view.limits.backoff_s, limit_s=view.limits.backoff_limit_s)
+        ready = max(ready, account.acted_at + wait)
+    if ready > view.now:
+        return Refusal(text=f"actions of this job wait for {ready - view.now:.0f} s more", until=ready)
+    return None
+
+
+def within_cordon_caps(view: View, intent: Intent) -> Refusal | None:
+    """At most so many hosts are taken out of service per window and per failure domain."""
+    if intent.kind is not CommandKind.CORDON_HOST or intent.host is None:
+        return None
+    why = refuse_cordon(
+        view.state.cordons.values(),
+        intent.host.domains,
+        view.now,
+        window_s=view.limits.cordon_window_s,
+        per_window=view.limits.max_cordons,
+        per_domain=view.limits.max_cordons_per_domain,
+    )
+    return Refusal(text=why) if why else None
+
+
+def above_spare_floor(view: View, intent: Intent) -> Refusal | None:
+    """Jobs grow only into spares beyond the floor: the others are for hosts that fail."""
+    if intent.kind is not CommandKind.SCALE_UP or intent.workload is None or intent.replicas is None:
+        return None
+    needed = (intent.replicas - intent.workload.replicas) * intent.workload.nodes_per_replica
+    why = refuse_growth(len(view.spares()), needed=needed, floor=view.limits.spare_floor)
+    return Refusal(text=why) if why else None
+
+
+def within_size(view: View, intent: Intent) -> Refusal | None:
+    """A job stays between its smallest and its largest number of replicas."""
+    if intent.replicas is None or intent.workload is None:
+        return None
+    job = intent.workload
+    if not job.scaling:
+        return Refusal(text="scaling is off")
+    if not job.min_replicas <= intent.replicas <= job.max_replicas:
+        return Refusal(
+            text=f"{intent.replicas} replicas are outside {job.min_replicas} to {job.max_replicas}"
+        )
+    return None
+
+
+def quiet_long_enough(view: View, intent: Intent) -> Refusal | None:
+    """A job grows only some time after its last incident: capacity that comes and goes is none."""
+    if intent.kind is not CommandKind.SCALE_UP or intent.workload is None:
+        return None
+    quiet = view.account(intent.workload.workload).quiet_since + view.limits.scale_up_hold_s
+    if view.now < quiet:
+        return Refusal(text=f"its last incident ended less than {view.limits.scale_up_hold_s:g} s ago")
+    return None
+
+
+GUARDS: tuple[Guard, ...] = (
+    not_frozen,
+    no_verdict,
+    one_action,
+    launcher_first,
+    within_size,
+    within_budget,
+    within_cordon_caps,
+    above_spare_floor,
+    quiet_long_enough,
+    not_advancing,
+    in_pace,
+)

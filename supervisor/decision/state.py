@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a decision may depend on, as tables of frozen values, and the changes that one decision makes.
+
+The event log keeps the *changes*, not the code that made them: a replay applies them and calls no policy, so
+a log stays true when the policy of the next release, or a user's own, would have decided otherwise.
+
+Times are seconds of the log's own clock, which goes on where it stopped when a new process takes over: time
+in which no controller ran has passed for nobody, and no step of a wall clock can move it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from supervisor.plain import InvalidValue, from_plain, to_plain
+from supervisor.policy.budget import Budget, TokenBucket
+from supervisor.policy.caps import CordonMark
+from supervisor.policy.verdict import Verdict
+from supervisor.values import Command, Event, HostInfo, WorkloadInfo
+
+_NOTHING_SPENT = Budget()
+_FULL_BUCKET = TokenBucket()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """How far a job has come: the last step of this attempt, when it was finished, and the best ever."""
+
+    step: int
+    attempt: int
+    at: float
+    best: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """What was done for one job, and what may still be.
+
+    Attributes:
+        fruitless: actions in a row since `best`, the best step at the last one, was not exceeded.
+        acted_at: when the last action was decided.
+        quiet_since: end of its last incident.
+    """
+
+    in_job: Budget = _NOTHING_SPENT
+    workload: Budget = _NOTHING_SPENT
+    bucket: TokenBucket = _FULL_BUCKET
+    fruitless: int = 0
+    best: int = 0
+    acted_at: float = 0.0
+    quiet_since: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """What is wrong with one job, or with one host that no job holds: however many reports, one action at a
+    time.
+
+    Attributes:
+        subject: name of the job, or ``host:`` and the host's id.
+        reports: not acted upon yet.
+        past: what the last action was for; looked at again where it brought no progress.
+        reported_at: of the newest report.
+        decide_at: when the policy is asked, again or for the first time.
+        command: id of the action that is under way; empty if none is.
+        done_at: when the last action was done.
+        handled: hosts that an action was for.
+        stuck: how often the time after an action ended without a step.
+        note: why nothing was done at the last look.
+    """
+
+    id: str
+    subject: str
+    opened_at: float
+    reported_at: float
+    decide_at: float
+    reports: tuple[Event, ...] = ()
+    past: tuple[Event, ...] = ()
+    command: str = ""
+    done_at: float | None = None
+    handled: tuple[str, ...] = ()
+    actions: int = 0
+    stuck: int = 0
+    note: str = ""
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        ids = tuple(found.id for report in self.past + self.reports for found in report.evidence)
+        # A time without progress is evidence of the controller's own; no sensor can withdraw it.
+        return (*ids[:64], f"{self.id}/stuck{self.stuck}") if self.stuck else ids[:64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flight:
+    """A command whose outcome is not known yet."""
+
+    command: Command
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """What concerns all jobs: who froze it, and the counters that ids are made of."""
+
+    silent: bool = False
+    frozen_by: str = ""
+    incidents: int = 0
+    commands: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspicion:
+    """Application-level Xids of one GPU: one is the application's, many across jobs are the GPU's."""
+
+    count: int
+    workloads: tuple[str, ...]
+    evidence: tuple[str, ...]
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """When an event id came; the same id again is the same event."""
+
+    at: float
+
+
+#: Table, key, and the value that it holds now; None is a deletion.
+Change = tuple[str, str, Any]
+
+
+@dataclass(frozen=True)
+class State:
+    """Tables by key.  Never changed in place: `with_changes` gives the next one."""
+
+    hosts: dict[str, HostInfo]
+    workloads: dict[str, WorkloadInfo]
+    progress: dict[str, Mark]
+    accounts: dict[str, Account]
+    incidents: dict[str, Incident]  # by subject
+    commands: dict[str, Flight]
+    cordons: dict[str, CordonMark]  # by host
+    verdicts: dict[str, Verdict]  # by "host:ID", "hang:ID" or "job:NAME"
+    suspicions: dict[str, Suspicion]  # by host and GPU
+    seen: dict[str, Seen]
+    fleet: dict[str, Fleet]  # one row, ""
+
+    @classmethod
+    def empty(cls) -> State:
+        return cls(**{field.name: {} for field in fields(cls)})
+
+    def with_changes(self, changes: tuple[Change, ...]) -> State:
+        tables: dict[str, dict[str, Any]] = {}
+        for table, key, value in changes:
+            if table not in tables:
+                tables[table] = dict(getattr(self, table))
+            if value is None:
+                tables[table].pop(key, None)
+            else:
+                tables[table][key] = value
+        return replace(self, **tables)
+
+    def to_changes(self) -> tuple[Change, ...]:
+        """The changes that make this state from an empty one: a snapshot."""
+        return tuple((table, key, row) for table in _ROWS for key, row in getattr(self, table).items())
+
+
+_ROWS: dict[str, type] = {
+    "hosts": HostInfo,
+    "workloads": WorkloadInfo,
+    "progress": Mark,
+    "accounts": Account,
+    "incidents": Incident,
+    "commands": Flight,
+    "cordons": CordonMark,
+    "verdicts": Verdict,
+    "suspicions": Suspicion,
+    "seen": Seen,
+    "fleet": Fleet,
+}
+
+
+def changes_to_plain(changes: tuple[Change, ...]) -> list[list[Any]]:
+    return [[table, key, None if row is None else to_plain(row)] for table, key, row in changes]
+
+
+def changes_from_plain(data: list[list[Any]]) -> tuple[Change, ...]:
+    """The changes that `changes_to_plain` wrote.
+
+    Raises:
+        InvalidValue: a table or a row is not one of this release.
+    """
+    changes = []
+    for table, key, row in data:
+        if table not in _ROWS:
+            raise InvalidValue(f"State has no table {table!r} in this release.")
+        changes.append((table, key, None if row is None else from_plain(_ROWS[table], row)))
+    return tuple(changes)

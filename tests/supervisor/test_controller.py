@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""(state, input, now) -> (state, commands): the ladder, the guards, and what a user's own policy may do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from supervisor.decision.controller import BaseController, Input
+from supervisor.decision.state import State, changes_from_plain, changes_to_plain
+from supervisor.decision.turn import EventReport
+from supervisor.policy.thresholds import Thresholds
+from supervisor.values import (
+    Change,
+    Command,
+    CommandKind,
+    DeviceState,
+    Event,
+    EventType,
+    Evidence,
+    HostInfo,
+    LauncherState,
+    Outcome,
+    OutcomeStatus,
+    Progress,
+    Request,
+    Silence,
+    WorkloadInfo,
+)
+
+LIMITS = Thresholds(max_fruitless=2, spare_floor=1)
+IN_JOB, RESET = CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET
+SWAP, CORDON, STACKS = CommandKind.HOT_SWAP, CommandKind.CORDON_HOST, CommandKind.DUMP_STACKS
+DOWN, UP = CommandKind.SCALE_DOWN, CommandKind.SCALE_UP
+
+
+class Controller:
+    """A controller, its state and its clock; commands are done at once unless a test says otherwise."""
+
+    def __init__(
+        self,
+        *,
+        policy: Callable[..., BaseController] = BaseController,
+        spares: int = 1,
+        shadow: bool = False,
+        name: str = "train",
+        **workload: object,
+    ) -> None:
+        self.logic = policy(LIMITS, shadow=shadow)
+        self.state = State.empty()
+        self.now = 100.0
+        self.sent: list[Command] = []
+        self.notes: list[str] = []
+        self.events = 0
+        self.name = name
+        self.give(WorkloadInfo(workload=name, replicas=2, **workload))
+        for host in ("h0", "h1"):
+            self.give(_host(host, name, DeviceState.RUNNING))
+        for number in range(spares):
+            self.give(_host(f"s{number}"))
+        self.advance(500)
+        self.now += 60.0
+
+    def give(self, given: Input) -> list[Command]:
+        decision = self.logic.decide(self.state, given, self.now, epoch=7)
+        self.state = decision.state
+        self.sent += decision.commands
+        self.notes += decision.notes
+        return list(decision.commands)
+
+    def advance(self, step: int, attempt: int = 0) -> None:
+        self.give(Progress(workload=self.name, step=step, attempt=attempt))
+
+    def event(self, type: EventType, host: str = "h1", **fields: object) -> Event:
+        self.events += 1
+        number = f"s:{self.events}"
+        code = fields.pop("code", None)
+        evidence = Evidence(id=f"{number}/0", witness="test", text="as asked", code=code, device="gpu0")
+        return Event(id=number, type=type, evidence=(evidence,), workload=self.name, host=host, **fields)
+
+    def happens(self, type: EventType, host: str = "h1", **fields: object) -> list[CommandKind]:
+        """The event, and the time in which its echoes would arrive."""
+        self.give(self.event(type, host, **fields))
+        return self.wait(LIMITS.coalesce_s)
+
+    def wait(self, seconds: float) -> list[CommandKind]:
+        self.now += seconds
+        return [command.kind for command in self.give(None)]
+
+    def end(self, status: OutcomeStatus = OutcomeStatus.DONE) -> list[CommandKind]:
+        kinds = []
+        for flight in list(self.state.commands.values()):
+            outcome = Outcome(command=flight.command.id, epoch=7, status=status)
+            kinds += [command.kind for command in self.give(outcome)]
+        return kinds
+
+    def stuck(self) -> list[CommandKind]:
+        """All commands are done, and no step comes."""
+        return self.end() + self.wait(LIMITS.workload_downtime_threshold_s)
+
+
+def _host(name: str, workload: str = "", state: DeviceState = DeviceState.SPARE) -> HostInfo:
+    return HostInfo(id=name, name=name, workload=workload, state=state, workers_per_host=1)
+
+
+# ---------------------------------------------------------------- the ladder
+
+
+def test_a_lost_worker_is_restarted_in_place_while_the_budget_lasts_then_the_job_is() -> None:
+    fleet = Controller(max_in_job_restarts=2, max_workload_restarts=1)
+    assert fleet.happens(EventType.WORKER_HB, ranks=(1,)) == [IN_JOB]
+    assert fleet.stuck() == [IN_JOB]
+    assert fleet.stuck() == [RESET]
+    assert fleet.stuck() == [RESET]  # the last resort, beyond the budget
+    assert fleet.stuck() == [RESET]
+    assert fleet.stuck() == []
+    verdict = fleet.state.verdicts["job:train"]
+    assert verdict.text == "the job cannot progress: 5 actions in a row brought no step"
+    assert verdict.evidence[0] == "s:1/0"
+    assert verdict.expires_at == fleet.now + LIMITS.verdict_s
+
+
+def test_a_step_lifts_the_verdict_and_refills_the_budgets() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    fleet.happens(EventType.WORKER_HB)
+    while "job:train" not in fleet.state.verdicts:
+        fleet.stuck()
+    fleet.advance(501, attempt=9)
+    assert "job:train" not in fleet.state.verdicts
+    assert "train" not in fleet.state.incidents
+    fleet.advance(600, attempt=9)
+    fleet.now += 3600.0
+    assert fleet.happens(EventType.WORKER_HB, attempt=9) == [IN_JOB]
+
+
+def test_a_lost_host_is_swapped_for_a_spare_and_the_view_follows() -> None:
+    fleet = Controller(spares=2)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    assert (fleet.sent[0].host, fleet.sent[0].spare, fleet.sent[0].epoch) == ("h1", "s0", 7)
+    fleet.end()
+    assert fleet.state.hosts["s0"].workload == "train"
+    assert fleet.state.hosts["h1"].workload == ""
+    fleet.now += 10.0
+    fleet.advance(501, attempt=1)
+    assert fleet.state.incidents == {}
+
+
+def test_without_a_spare_the_job_shrinks_where_it_may_and_is_reset_where_not() -> None:
+    shrinks = Controller(spares=0, scaling=True, max_replicas=2)
+    assert shrinks.happens(EventType.HOST_HB) == [DOWN]
+    assert shrinks.sent[0].replicas == 1
+    shrinks.end()
+    assert shrinks.state.workloads["train"].replicas == 1
+    assert Controller(spares=0).happens(EventType.HOST_HB) == [RESET]
+
+
+def test_a_host_that_came_back_before_the_decision_is_used_again() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    fleet.give(fleet.event(EventType.HOST_HB))
+    fleet.give(_host("h1", "train", DeviceState.RUNNING))
+    assert fleet.wait(LIMITS.coalesce_s) == [IN_JOB]
+
+
+def test_two_hosts_lost_together_are_one_incident_and_two_swaps_one_after_the_other() -> None:
+    fleet = Controller(spares=2)
+    fleet.give(fleet.event(EventType.HOST_HB, "h0"))
+    assert fleet.happens(EventType.HOST_HB, "h1") == [SWAP]
+    assert fleet.end() == []
+    assert fleet.wait(LIMITS.coalesce_s) == [SWAP]
+    assert [command.host for command in fleet.sent] == ["h0", "h1"]
+    assert {command.incident for command in fleet.sent} == {"i1"}
+
+
+def test_a_hang_takes_stacks_first_and_the_same_host_twice_is_a_failed_host() -> None:
+    fleet = Controller(max_in_job_restarts=3)
+    assert fleet.happens(EventType.HANG, ranks=(1,)) == [STACKS, IN_JOB]
+    fleet.end()
+    fleet.advance(501, attempt=1)
+    fleet.now += 60.0
+    assert fleet.happens(EventType.HANG, ranks=(1,), attempt=1) == [STACKS, SWAP]
+
+
+def test_a_hang_that_goes_on_is_no_second_hang() -> None:
+    fleet = Controller(max_in_job_restarts=3)
+    fleet.happens(EventType.HANG, ranks=(1,))
+    assert fleet.stuck() == [STACKS, IN_JOB]
+
+
+@pytest.mark.parametrize(
+    ("codes", "kinds", "cordoned"),
+    [
+        ((31,), [], False),
+        ((999,), [], False),
+        ((63,), [], False),
+        ((79,), [CORDON, SWAP], True),
+        ((48,), [CORDON, SWAP], True),
+        ((95,), [RESET], False),
+    ],
+)
+def test_an_xid_is_treated_by_what_it_means(
+    codes: tuple[int, ...], kinds: list[CommandKind], cordoned: bool
+) -> None:
+    fleet = Controller(max_workload_restarts=1)
+    assert fleet.happens(EventType.XID, code=codes[0]) == kinds
+    fleet.end()
+    assert fleet.state.hosts["h1"].cordoned is cordoned
+
+
+def test_an_applications_xid_beside_a_nodes_does_not_take_the_wrong_host() -> None:
+    fleet = Controller(spares=2)
+    fleet.give(fleet.event(EventType.XID, "h0", code=31))
+    assert fleet.happens(EventType.XID, "h1", code=79) == [CORDON, SWAP]
+    assert {command.host for command in fleet.sent} == {"h1"}
+
+
+def test_application_xids_of_one_gpu_under_several_jobs_make_the_host_suspect() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    for workload in ("train", "train", "other"):
+        fleet.give(replace(fleet.event(EventType.XID, code=31), workload=workload))
+    assert fleet.state.verdicts["host:h1"].cause == "repeated xid"
+    assert fleet.happens(EventType.WORKER_HB) == [SWAP]
+
+
+def test_a_fault_of_a_spare_is_cordoned_and_no_job_is_touched() -> None:
+    fleet = Controller()
+    fleet.give(replace(fleet.event(EventType.ECC, "s0"), workload=""))
+    assert fleet.wait(LIMITS.coalesce_s) == [CORDON]
+    fleet.end()
+    assert fleet.state.incidents == {}
+    assert fleet.happens(EventType.HOST_HB) == [RESET]  # a cordoned host is no spare
+
+
+def test_a_job_grows_when_it_is_quiet_and_enough_spares_stay() -> None:
+    fleet = Controller(spares=1, scaling=True, max_replicas=3)
+    fleet.now += LIMITS.scale_up_hold_s
+    assert [command.kind for command in fleet.give(fleet.event(EventType.SCALE_UP, ""))] == []
+    assert "would leave fewer than the floor" in fleet.notes[-1]
+    fleet.give(_host("s1"))
+    assert [command.kind for command in fleet.give(fleet.event(EventType.SCALE_UP, ""))] == [UP]
+    fleet.end()
+    assert fleet.state.workloads["train"].replicas == 3
+    assert fleet.state.incidents == {}
+
+
+def test_a_lost_daemon_and_changes_of_a_node_move_no_job() -> None:
+    fleet = Controller()
+    assert fleet.happens(EventType.DAEMON_LOST) == []
+    assert "training is not touched" in fleet.notes[-1]
+    fleet.give(fleet.event(EventType.ORCHESTRATOR, "s0", change=Change.LEAVING))
+    assert fleet.state.hosts["s0"].cordoned
+    fleet.give(fleet.event(EventType.ORCHESTRATOR, "s0", change=Change.UNCORDONED))
+    assert not fleet.state.hosts["s0"].cordoned
+    fleet.give(_host("s0"))
+    assert fleet.happens(EventType.ORCHESTRATOR, "h1", change=Change.GONE) == [SWAP]
+
+
+# ---------------------------------------------------------------- guards
+
+
+def test_one_incident_is_one_action_however_many_reports_it_makes() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    first = fleet.event(EventType.WORKER_HB, ranks=(1,))
+    for report in (first, first, fleet.event(EventType.WORKER_HB, "h0", ranks=(0,)), first):
+        fleet.give(report)
+    assert fleet.wait(LIMITS.coalesce_s) == [IN_JOB]
+    fleet.give(fleet.event(EventType.HANG, ranks=(0,)))
+    assert fleet.wait(60.0) == []
+    assert len(fleet.sent) == 1
+
+
+def test_a_job_that_advances_is_not_restarted_and_the_incident_ends() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    fleet.give(fleet.event(EventType.WORKER_HB))
+    fleet.advance(501)
+    assert fleet.wait(LIMITS.coalesce_s) == []
+    assert fleet.state.incidents["train"].note == "step 501 was finished 2.0 s ago"
+    fleet.now += 2.5
+    fleet.advance(502)
+    assert fleet.state.incidents == {}
+
+
+def test_the_launcher_comes_first_for_a_while() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    assert fleet.happens(EventType.WORKER_HB, launcher=LauncherState.RESTARTING) == []
+    assert fleet.wait(LIMITS.launcher_grace_s) == [IN_JOB]
+
+
+def test_fruitless_actions_wait_longer_each_time() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    fleet.happens(EventType.WORKER_HB)
+    waits = []
+    for _ in range(3):
+        began = fleet.now
+        kinds = fleet.end(OutcomeStatus.FAILED)
+        while not kinds:
+            kinds = fleet.wait(1.0)
+        waits.append(fleet.now - began)
+    assert waits == [15.0, 30.0, 60.0]
+
+
+def test_cordons_have_a_cap_and_uncordoning_gives_it_back() -> None:
+    fleet = Controller(spares=LIMITS.max_cordons + 1)
+    for number in range(LIMITS.max_cordons + 1):
+        fleet.give(replace(fleet.event(EventType.ECC, f"s{number}"), workload=""))
+        fleet.wait(LIMITS.coalesce_s)
+        fleet.end()
+    assert [command.host for command in fleet.sent] == [f"s{n}" for n in range(LIMITS.max_cordons)]
+    asked = replace(fleet.event(EventType.OPERATOR, "s0", request=Request.UNCORDON), workload="")
+    assert [command.kind for command in fleet.give(asked)] == [CommandKind.UNCORDON_HOST]
+    fleet.end()
+    assert "s0" not in fleet.state.cordons
+    assert "host:s0" not in fleet.state.verdicts
+
+
+@pytest.mark.parametrize("frozen", [Silence(frozen=True, silent=9, hosts=10), Request.FREEZE])
+def test_a_frozen_fleet_does_nothing_until_it_thaws(frozen: Silence | Request) -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    if isinstance(frozen, Silence):
+        fleet.give(frozen)
+    else:
+        fleet.give(fleet.event(EventType.OPERATOR, "", request=Request.FREEZE))
+    assert fleet.happens(EventType.WORKER_HB) == []
+    assert fleet.wait(3600.0) == []
+    if isinstance(frozen, Silence):
+        fleet.give(replace(frozen, frozen=False))
+    else:
+        fleet.give(fleet.event(EventType.OPERATOR, "", request=Request.THAW))
+    assert fleet.wait(5.0) == [IN_JOB]
+
+
+def test_a_withdrawn_command_gives_the_budget_back_and_waits_for_a_step() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    fleet.happens(EventType.WORKER_HB)
+    assert fleet.end(OutcomeStatus.WITHDRAWN) == []
+    assert fleet.state.accounts["train"].in_job.spent == 0
+    assert fleet.wait(LIMITS.workload_downtime_threshold_s) == [IN_JOB]
+    # What it is for now is the time without a step, which no sensor can withdraw.
+    assert fleet.sent[-1].evidence == ("s:1/0", "i1/stuck1")
+
+
+def test_a_swap_that_failed_takes_another_spare() -> None:
+    fleet = Controller(spares=2)
+    fleet.happens(EventType.HOST_HB)
+    fleet.end(OutcomeStatus.FAILED)
+    fleet.wait(LIMITS.backoff_s)
+    assert [command.spare for command in fleet.sent] == ["s0", "s1"]
+
+
+def test_a_report_of_ranks_that_were_replaced_since_is_dropped() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    fleet.advance(500, attempt=3)
+    fleet.now += 60.0
+    assert fleet.happens(EventType.WORKER_HB, attempt=2) == []
+    assert fleet.state.incidents == {}
+
+
+# ---------------------------------------------------------------- shadow, own policies, resuming
+
+
+def test_a_shadow_decides_and_says_so_and_sends_nothing() -> None:
+    fleet = Controller(shadow=True)
+    assert fleet.happens(EventType.HOST_HB) == []
+    assert fleet.state.commands == {}
+    assert "shadow: hot_swap of train h1 by s0 would be done for i1" in fleet.notes
+
+
+class Greedy(BaseController):
+    def event_policy(self, event_reports: Sequence[EventReport]) -> None:
+        for report in event_reports * 2:
+            self.trigger_in_job_reset(report)
+            self.trigger_workload_recreation(report)
+
+
+class Broken(BaseController):
+    def event_policy(self, event_reports: Sequence[EventReport]) -> None:
+        raise ValueError("a typing error")
+
+
+class Patient(BaseController):
+    def event_policy(self, event_reports: Sequence[EventReport]) -> None:
+        if not self.observe(event_reports[0], 1000.0):
+            super().event_policy(event_reports)
+
+
+class Idle(BaseController):
+    def event_policy(self, event_reports: Sequence[EventReport]) -> None:
+        pass
+
+
+def test_a_policy_of_ones_own_cannot_go_around_the_guards() -> None:
+    fleet = Controller(policy=Greedy, max_in_job_restarts=5, max_workload_restarts=5)
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+
+
+def test_a_policy_that_raises_is_noted_and_the_default_decides() -> None:
+    fleet = Controller(policy=Broken, max_in_job_restarts=5)
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    assert "event_policy failed: ValueError: a typing error; the default decides" in fleet.notes
+
+
+def test_a_policy_may_wait() -> None:
+    fleet = Controller(policy=Patient)
+    assert fleet.happens(EventType.WORKER_HB) == []
+    assert fleet.logic.wake_at(fleet.state) == fleet.now + 1000.0
+
+
+def test_a_policy_that_never_acts_ends_in_a_verdict() -> None:
+    fleet = Controller(policy=Idle)
+    fleet.happens(EventType.WORKER_HB)
+    for _ in range(5):
+        fleet.wait(LIMITS.workload_downtime_threshold_s)
+    assert fleet.state.verdicts["job:train"].text == "the job cannot progress: no action is possible"
+
+
+def test_commands_without_outcome_are_sent_again_with_the_new_epoch_and_their_ids() -> None:
+    fleet = Controller()
+    fleet.happens(EventType.HOST_HB)
+    (again,) = fleet.logic.resume(fleet.state, epoch=8)
+    assert again == replace(fleet.sent[0], epoch=8)
+
+
+# ---------------------------------------------------------------- for all histories
+
+_KINDS = st.sampled_from(
+    [EventType.WORKER_HB, EventType.HOST_HB, EventType.ECC, EventType.HANG, EventType.NO_PROGRESS]
+)
+_STEPS = st.one_of(
+    st.tuples(st.just("event"), _KINDS, st.sampled_from(["h0", "h1", "s0"])),
+    st.tuples(st.just("wait"), st.sampled_from([1.0, 3.0, 60.0, 700.0])),
+    st.tuples(st.just("end"), st.sampled_from(list(OutcomeStatus))),
+    st.tuples(st.just("advance"), st.integers(1, 60)),
+)
+
+
+@given(st.lists(_STEPS, max_size=30))
+def test_changes_alone_give_the_state_back_and_a_decision_can_be_repeated(
+    steps: list[tuple[object, ...]],
+) -> None:
+    fleet = Controller(max_in_job_restarts=1, max_workload_restarts=1, scaling=True, max_replicas=3)
+    replayed = fleet.state
+    decide = fleet.logic.decide
+
+    def watched(state: State, given: Input, now: float, *, epoch: int) -> object:
+        nonlocal replayed
+        decision = decide(state, given, now, epoch=epoch)
+        assert decide(state, given, now, epoch=epoch) == decision
+        replayed = replayed.with_changes(changes_from_plain(changes_to_plain(decision.changes)))
+        under_way = [each for each in decision.state.commands.values() if each.command.kind.restarts]
+        assert len(under_way) <= 1
+        return decision
+
+    fleet.logic.decide = watched  # type: ignore[method-assign, assignment]
+    step = 500
+    for kind, *rest in steps:
+        if kind == "event":
+            fleet.happens(rest[0], rest[1])
+        elif kind == "wait":
+            fleet.wait(rest[0])
+        elif kind == "end":
+            fleet.end(rest[0])
+        else:
+            step += rest[0]
+            fleet.advance(step)
+    assert replayed == fleet.state
+    assert State.empty().with_changes(fleet.state.to_changes()) == fleet.state
