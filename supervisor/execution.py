@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actuator's logic, without I/O: each command once, in time, and only while its reason holds.
+
+submit -> [look at the evidence again] -> perform -> DONE
+                    | gone                  | passing failure, or no answer: wait, then again
+                 WITHDRAWN                  | lasting failure: FAILED       deadline: TIMED_OUT
+
+A command id is carried out by one submission and answered to all of them with the same outcome.  A command
+below the highest epoch that was ever seen is refused: a controller that was deposed, and does not know it
+yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from supervisor.orchestrator import Answer
+from supervisor.policy.budget import backoff_s
+from supervisor.values import Command, Outcome, OutcomeStatus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Ask the sensor whether the evidence of `command` still holds; the answer goes to `Executor.looked`."""
+
+    command: Command
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Perform:
+    """Give `command` to the orchestrator; the answer goes to `Executor.answered` with `number`."""
+
+    command: Command
+    number: int
+
+
+Act = Look | Perform | Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How the actuator tries: `at_once` commands side by side, each try `try_s` long, waits between."""
+
+    at_once: int = 8
+    look_s: float = 5.0
+    try_s: float = 60.0
+    retry_s: float = 1.0
+    retry_limit_s: float = 30.0
+
+
+class _Stage(Enum):
+    QUEUED = "queued"
+    LOOKING = "looking"
+    PERFORMING = "performing"
+    WAITING = "waiting"
+
+
+class _Job:
+    __slots__ = ("command", "deadline", "maybe_done", "stage", "text", "tries", "until")
+
+    def __init__(self, command: Command, now: float) -> None:
+        self.command = command
+        self.deadline = now + command.deadline_s
+        self.stage = _Stage.QUEUED
+        self.until = now
+        self.tries = 0
+        # A try without an answer may have had its effect: the command is finished then, not withdrawn.
+        self.maybe_done = False
+        self.text = ""
+
+
+#: Outcomes that are remembered for commands that are sent again.
+_REMEMBERED = 4096
+
+
+class Executor:
+    """One actuator's commands.  Each method returns what to do now; `now` is of one monotonic clock."""
+
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace()
+        self._highest_epoch = 0
+        self._jobs: dict[str, _Job] = {}
+        self._outcomes: dict[str, Outcome] = {}
+
+    def submit(self, command: Command, now: float) -> list[Act]:
+        if command.epoch < self._highest_epoch:
+            text = f"epoch {command.epoch} was followed by {self._highest_epoch}"
+            return [
+                Outcome(
+                    command=command.id, epoch=command.epoch, status=OutcomeStatus.FENCED, text=text, tries=0
+                )
+            ]
+        self._highest_epoch = command.epoch
+        known = self._outcomes.get(command.id)
+        if known is not None:
+            return [replace(known, epoch=command.epoch)]
+        if command.id in self._jobs:
+            self._jobs[command.id].command = command
+            return []
+        self._jobs[command.id] = _Job(command, now)
+        return self._go_on(now)
+
+    def looked(self, id: str, holds: bool | None, now: float) -> list[Act]:
+        """The sensor's answer; None is "cannot tell", and is asked again until the deadline."""
+        job = self._jobs.get(id)
+        if job is None or job.stage is not _Stage.LOOKING:
+            return []
+        if holds is None:
+            self._wait(job, now)
+        elif not holds:
+            return [
+                self._end(job, OutcomeStatus.WITHDRAWN, "its evidence no longer holds"),
+                *self._go_on(now),
+            ]
+        else:
+            return [self._perform(job, now), *self._go_on(now)]
+        return self._go_on(now)
+
+    def answered(self, id: str, number: int, answer: Answer, now: float) -> list[Act]:
+        job = self._jobs.get(id)
+        if job is None:
+            return []
+        if answer.status is OutcomeStatus.DONE:
+            # Also of an earlier try: the effect is there.
+            return [self._end(job, OutcomeStatus.DONE, answer.text), *self._go_on(now)]
+        if job.stage is not _Stage.PERFORMING or number != job.tries:
+            return []
+        if answer.status is OutcomeStatus.FENCED or not answer.passing:
+            return [self._end(job, answer.status, answer.text), *self._go_on(now)]
+        job.text = answer.text
+        self._wait(job, now)
+        return self._go_on(now)
+
+    def tick(self, now: float) -> list[Act]:
+        acts: list[Act] = []
+        for job in list(self._jobs.values()):
+            if now >= job.deadline:
+                last = f", last: {job.text}" if job.text else ""
+                text = f"not done within {job.command.deadline_s:g} s and {job.tries} tries{last}"
+                acts.append(self._end(job, OutcomeStatus.TIMED_OUT, text))
+            elif now >= job.until and job.stage is _Stage.LOOKING:
+                job.text = "its evidence could not be looked at"
+                self._wait(job, now)
+            elif now >= job.until and job.stage is _Stage.PERFORMING:
+                job.text, job.maybe_done = f"no answer within {self._pace.try_s:g} s", True
+                self._wait(job, now)
+        return acts + self._go_on(now)
+
+    def wake_at(self) -> float | None:
+        """When `tick` is needed next."""
+        waits = [
+            min(job.until, job.deadline) for job in self._jobs.values() if job.stage is not _Stage.QUEUED
+        ]
+        return min(waits, default=None)
+
+    def _go_on(self, now: float) -> list[Act]:
+        """Start what is due, as far as there is room."""
+        acts: list[Act] = []
+        busy = sum(job.stage in (_Stage.LOOKING, _Stage.PERFORMING) for job in self._jobs.values())
+        for job in list(self._jobs.values()):
+            if busy >= self._pace.at_once:
+                break
+            if job.stage is _Stage.QUEUED or (job.stage is _Stage.WAITING and now >= job.until):
+                busy += 1
+                acts.append(self._start(job, now))
+        return acts
+
+    def _start(self, job: _Job, now: float) -> Act:
+        command = job.command
+        if command.kind.irreversible and command.evidence and not job.maybe_done:
+            job.stage, job.until = _Stage.LOOKING, now + self._pace.look_s
+            return Look(command=command)
+        return self._perform(job, now)
+
+    def _perform(self, job: _Job, now: float) -> Act:
+        job.tries += 1
+        job.stage, job.until = _Stage.PERFORMING, now + self._pace.try_s
+        return Perform(command=job.command, number=job.tries)
+
+    def _wait(self, job: _Job, now: float) -> None:
+        wait = backoff_s(max(1, job.tries), base_s=self._pace.retry_s, limit_s=self._pace.retry_limit_s)
+        job.stage, job.until = _Stage.WAITING, now + wait
+
+    def _end(self, job: _Job, status: OutcomeStatus, text: str) -> Outcome:
+        command = job.command
+        del self._jobs[command.id]
+        outcome = Outcome(command=command.id, epoch=command.epoch, status=status, text=text, tries=job.tries)
+        self._outcomes[command.id] = outcome
+        if len(self._outcomes) > _REMEMBERED:
+            del self._outcomes[next(iter(self._outcomes))]
+        return outcome

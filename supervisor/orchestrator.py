@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam to what owns the hosts: Kubernetes, Ray, processes of one machine, or the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from supervisor.values import Command, OutcomeStatus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What came of one try of a command.
+
+    Attributes:
+        status: DONE, FENCED, or FAILED.
+        passing: of a failure: worth another try (a conflict, an overload, a connection that broke).
+    """
+
+    status: OutcomeStatus
+    text: str = ""
+    passing: bool = False
+
+
+class Orchestrator(Protocol):
+    """Carries out commands.  Neither method blocks; each calls `answer` once, or never.
+
+    An implementation remembers the highest epoch that it saw and refuses lower ones with FENCED, and
+    remembers the ids that it has carried out, where the actuator's own memory does not reach (on the object
+    that it changes): a repeated id is answered with DONE and has no second effect.
+    """
+
+    def perform(self, command: Command, answer: Callable[[Answer], None]) -> None: ...
+
+    def look(self, host: str, answer: Callable[[bool | None], None]) -> None:
+        """Is the host there, by another path than the sensor's?  None is "cannot tell"."""
+        ...
