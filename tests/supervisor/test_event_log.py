@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log on a real disk: what is in it survives, and what cannot be right is said so."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from supervisor.control import ControllerCore
+from supervisor.decision.controller import BaseController
+from supervisor.decision.state import State
+from supervisor.event_log import (
+    EventLog,
+    LogBusy,
+    LogDamaged,
+    LogDeposed,
+    LogError,
+    LogFull,
+    LogTooNew,
+    record_of,
+)
+from supervisor.values import Event, EventType, Evidence, HostInfo, Progress, WorkloadInfo
+
+HOST = HostInfo(id="h1", name="n1", workload="train")
+CHANGES = (("hosts", "h1", HOST),)
+
+
+def core(log: EventLog, monotonic: float = 0.0) -> ControllerCore:
+    return ControllerCore(BaseController(), log, monotonic)
+
+
+def test_a_reopened_log_gives_the_state_back_and_its_clock_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with EventLog.open(path) as log:
+        assert log.epoch == 1
+        first = core(log, monotonic=5000.0)
+        first.take(WorkloadInfo(workload="train", max_in_job_restarts=1), 5001.0)
+        first.take(HOST, 5002.0)
+        first.take(Progress(workload="train", step=10), 5010.0)
+        evidence = (Evidence(id="e", witness="test"),)
+        first.take(
+            Event(id="1", type=EventType.WORKER_HB, evidence=evidence, workload="train", host="h1"), 5030.0
+        )
+        (command,) = first.take(None, 5040.0)
+        state = first.state
+    with EventLog.open(path) as log:
+        assert log.epoch == 2
+        # The machine was started again, or it is another one: its monotonic clock begins anywhere.
+        second = core(log, monotonic=3.0)
+        assert second.state == state
+        assert second.now == 40.0
+        (again,) = second.resume()
+        assert (again.id, again.epoch) == (command.id, 2)
+        assert second.wake_after(3.0) is None  # it waits for the outcome
+        assert any("in_job_reset c1" in note for _, note in log.history())
+
+
+def test_a_second_controller_on_the_machine_is_refused(tmp_path: Path) -> None:
+    with EventLog.open(tmp_path / "log"), pytest.raises(LogBusy, match="is open in another controller"):
+        EventLog.open(tmp_path / "log")
+    EventLog.open(tmp_path / "log").close()
+
+
+def test_a_controller_that_lost_its_lock_without_a_word_cannot_write(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with EventLog.open(path) as log:
+        (tmp_path / "log.lock").unlink()
+        with EventLog.open(path), pytest.raises(LogDeposed, match=r"later controller \(epoch 2 after 1\)"):
+            log.append([record_of(1.0, HOST, CHANGES, ())])
+
+
+def test_a_log_of_a_newer_release_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    EventLog.open(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE meta SET value = 2 WHERE key = 'format'")
+    database.close()
+    with pytest.raises(LogTooNew, match=r"has format 2, this release reads up to 1.*newer release"):
+        EventLog.open(path)
+    database = sqlite3.connect(path)
+    assert dict(database.execute("SELECT key, value FROM meta")) == {"format": 2, "epoch": 1}
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE records SET body = replace(body, 'h1', 'h2')",
+        "UPDATE records SET body = '{', crc = 3252684951",
+        'UPDATE records SET body = \'{"changes":[["hosts","h1",{"id":""}]]}\', crc = 0',
+    ],
+)
+def test_a_record_that_is_not_what_was_written_is_said_so(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "log"
+    with EventLog.open(path) as log:
+        log.append([record_of(1.0, HOST, CHANGES, ())])
+    with sqlite3.connect(path) as database:
+        database.execute(damage)
+    database.close()
+    with pytest.raises(LogDamaged, match=r"is damaged: .*Move it away and start again"):
+        EventLog.open(path)
+
+
+def test_a_file_that_is_no_log_and_a_place_where_none_can_be_are_said_so(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"no database at all" * 500)
+    with pytest.raises(LogDamaged, match="is damaged"):
+        EventLog.open(tmp_path / "log")
+    with pytest.raises(LogError, match="cannot be locked: No such file or directory"):
+        EventLog.open(tmp_path / "missing" / "log")
+
+
+def test_torn_pages_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with EventLog.open(path) as log:
+        for number in range(200):
+            log.append([record_of(float(number), HOST, CHANGES, ("x" * 100,))])
+    content = bytearray(path.read_bytes())
+    content[8192:16384] = b"\xff" * 8192
+    path.write_bytes(bytes(content))
+    with pytest.raises(LogDamaged):
+        EventLog.open(path)
+
+
+def test_a_full_disk_decides_nothing_and_is_over_when_there_is_room(tmp_path: Path) -> None:
+    with EventLog.open(tmp_path / "log") as log:
+        controller = core(log)
+        controller.take(WorkloadInfo(workload="train"), 1.0)
+        before = controller.state
+        database = log._connection
+        (pages,) = database.execute("PRAGMA page_count").fetchone()
+        database.execute(f"PRAGMA max_page_count = {pages}")
+        many = [HostInfo(id=f"h{n}", name="n" * 200) for n in range(100)]
+        while len(controller.state.hosts) < 99:
+            before = controller.state
+            try:
+                controller.take(many[len(before.hosts)], 2.0)
+            except LogFull:
+                break
+        with pytest.raises(LogFull, match=r"the disk is full.*nothing is decided"):
+            controller.take(many[99], 2.0)
+        assert controller.state == before
+        database.execute("PRAGMA max_page_count = 100000")
+        for host in many:
+            controller.take(host, 3.0)
+        state = controller.state
+    with EventLog.open(tmp_path / "log") as log:
+        assert log.replayed.state == state
+
+
+def test_old_records_are_replaced_by_a_snapshot_that_gives_the_same_state(tmp_path: Path) -> None:
+    with EventLog.open(tmp_path / "log", compact_after=10, keep=5) as log:
+        controller = core(log)
+        for step in range(1, 60):
+            controller.take(Progress(workload="train", step=step), float(step))
+        state = controller.state
+        (count,) = log._connection.execute("SELECT count(*) FROM records").fetchone()
+        assert count <= 10 + 5
+    with EventLog.open(tmp_path / "log") as log:
+        assert log.replayed.state == state
+        assert log.replayed.records < 10
+        assert log.replayed.now == 59.0
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from supervisor.control import ControllerCore
+from supervisor.decision.controller import BaseController
+from supervisor.event_log import EventLog
+from supervisor.values import Progress
+
+log = EventLog.open(Path(sys.argv[1]), compact_after=7)
+core = ControllerCore(BaseController(), log, 0.0)
+for step in range(1, 1_000_000):
+    core.take(Progress(workload="train", step=step), float(step))
+    print(step, flush=True)
+"""
+
+
+def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    for line in writer.stdout:
+        if int(line) >= 30:
+            writer.send_signal(signal.SIGKILL)
+            break
+    last = max([30, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+    writer.wait(timeout=30)
+    writer.stdout.close()
+    with EventLog.open(path) as log:
+        assert log.replayed.state.progress["train"].step in (last, last + 1)
+        assert log.epoch == 2
+
+
+def test_a_record_is_readable_without_this_program(tmp_path: Path) -> None:
+    with EventLog.open(tmp_path / "log") as log:
+        log.append([record_of(1.0, HOST, CHANGES, ("a note",))])
+    database = sqlite3.connect(tmp_path / "log")
+    kind, body = database.execute("SELECT kind, body FROM records").fetchone()
+    database.close()
+    assert kind == "HostInfo"
+    assert json.loads(body)["given"]["id"] == "h1"
+    assert State.empty() != State.empty().with_changes(CHANGES)
