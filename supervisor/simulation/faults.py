@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong, as values drawn from a seed: a history is a list of them, and can be cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from supervisor.simulation.fleet import SimHost, SimJob
+from supervisor.simulation.plane import Plane
+from supervisor.values import EventType, LauncherState, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimFault:
+    """At `at` seconds, `kind` hits host or job number `target` for `seconds`."""
+
+    at: float
+    kind: str
+    target: int = 0
+    seconds: float = 30.0
+    share: float = 0.0
+    code: int = 0
+
+    def __str__(self) -> str:
+        more = [f"share {self.share:.2f}"] * bool(self.share) + [f"code {self.code}"] * bool(self.code)
+        return ", ".join(
+            [f"{self.at:7.1f} s {self.kind} of {self.target}", f"for {self.seconds:.0f} s", *more]
+        )
+
+
+def hit_hosts(plane: Plane, fault: SimFault) -> list[SimHost]:
+    """The target and, for a share, the hosts after it."""
+    hosts = list(plane.fleet.hosts.values())
+    count = max(1, round(fault.share * len(hosts)))
+    return [hosts[(fault.target + index) % len(hosts)] for index in range(count)]
+
+
+def _job(plane: Plane, fault: SimFault) -> SimJob:
+    jobs = list(plane.fleet.jobs.values())
+    return jobs[fault.target % len(jobs)]
+
+
+def _worker_dies(plane: Plane, fault: SimFault) -> None:
+    (host,) = hit_hosts(plane, fault)
+    at_it = fault.code % 2 == 0
+    plane.fleet.fail_worker(host, LauncherState.RESTARTING if at_it else LauncherState.GAVE_UP)
+    plane.send_report(host)
+
+
+def _host_dies(plane: Plane, fault: SimFault) -> None:
+    for host in hit_hosts(plane, fault):
+        plane.fleet.kill_host(host)
+        plane.end_stream(host)
+        if fault.seconds:
+            plane.loop.after(fault.seconds, partial(plane.fleet.boot_host, host))
+
+
+def _daemon_dies(plane: Plane, fault: SimFault) -> None:
+    (host,) = hit_hosts(plane, fault)
+    if not host.alive:
+        return
+    host.daemon = False
+    plane.end_stream(host)
+
+    def start() -> None:
+        if host.alive and not host.daemon:
+            host.daemon = True
+            host.incarnation += 1
+            host.sequence = 0
+
+    plane.loop.after(fault.seconds, start)
+
+
+def _hangs(plane: Plane, fault: SimFault) -> None:
+    job = _job(plane, fault)
+    plane.fleet.hang(job, plane.fleet.hosts[job.hosts[fault.code % len(job.hosts)]])
+
+
+def _slow(plane: Plane, fault: SimFault) -> None:
+    job = _job(plane, fault)
+
+    def change(factor: float) -> None:
+        running = job.since is not None
+        now = plane.loop.now
+        if running:
+            job.base, job.since = job.step(now), job.step_at(now)
+        job.step_s *= factor
+
+    change(3.0)
+    plane.loop.after(fault.seconds, lambda: change(1 / 3.0))
+
+
+def _xid(plane: Plane, fault: SimFault) -> None:
+    (host,) = hit_hosts(plane, fault)
+    if not host.alive:
+        return
+    plane.fleet.find(host, EventType.XID, fault.code)
+    if fault.code == 79:
+        host.broken = True
+        plane.fleet.find(host, EventType.XID, 31)
+        plane.fleet.fail_worker(host, LauncherState.GAVE_UP)
+    elif fault.code == 31:
+        plane.fleet.fail_worker(host, LauncherState.GAVE_UP)
+    plane.send_report(host)
+
+
+def _ecc(plane: Plane, fault: SimFault) -> None:
+    (host,) = hit_hosts(plane, fault)
+    host.broken = True
+    plane.fleet.find(host, EventType.ECC, None)
+    plane.fleet.fail_worker(host, LauncherState.GAVE_UP)
+    plane.send_report(host)
+
+
+def _partition(plane: Plane, fault: SimFault) -> None:
+    """Reports are lost without a word; a connection that ends shows it at once."""
+    hosts = hit_hosts(plane, fault)
+    for host in hosts:
+        if fault.code % 2:
+            plane.end_stream(host)
+        host.cut = True
+
+    def heal() -> None:
+        for host in hosts:
+            host.cut = False
+
+    plane.loop.after(fault.seconds, heal)
+
+
+def _crash_write(when: str) -> Callable[[Plane, SimFault], None]:
+    def arm(plane: Plane, fault: SimFault) -> None:
+        plane.log.crash_at = when
+
+    return arm
+
+
+def _disk_full(plane: Plane, fault: SimFault) -> None:
+    plane.log.full = True
+
+    def make_room() -> None:
+        plane.log.full = False
+
+    plane.loop.after(fault.seconds, make_room)
+
+
+def _api_down(plane: Plane, fault: SimFault) -> None:
+    plane.orchestrator.down = True
+    plane.loop.after(fault.seconds, lambda: setattr(plane.orchestrator, "down", False))
+
+
+def _api_flaky(plane: Plane, fault: SimFault) -> None:
+    plane.orchestrator.flaky = 0.6
+    plane.loop.after(fault.seconds, lambda: setattr(plane.orchestrator, "flaky", 0.0))
+
+
+def _fragile(plane: Plane, fault: SimFault) -> None:
+    """The job's own error, at the same place after each start."""
+    job = _job(plane, fault)
+    job.fragile = True
+    plane.fleet.fail_worker(plane.fleet.hosts[job.hosts[0]], LauncherState.GAVE_UP)
+
+
+def _operator(plane: Plane, fault: SimFault) -> None:
+    plane.ask(Request.FREEZE)
+    plane.loop.after(fault.seconds, lambda: plane.ask(Request.THAW))
+
+
+KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
+    "worker dies": _worker_dies,
+    "host dies": _host_dies,
+    "daemon dies": _daemon_dies,
+    "job hangs": _hangs,
+    "job is slow": _slow,
+    "xid": _xid,
+    "ecc": _ecc,
+    "partition": _partition,
+    "job is broken": _fragile,
+    "sensor crashes": lambda plane, fault: plane.crash_sensor(fault.seconds),
+    "sensor stops": lambda plane, fault: plane.sensor.pause(fault.seconds),
+    "controller crashes": lambda plane, fault: plane.crash_controller(fault.seconds),
+    "controller dies before a write": _crash_write("before"),
+    "controller dies after a write": _crash_write("after"),
+    "controller stops": lambda plane, fault: plane.brain.pause(fault.seconds),
+    "second controller": lambda plane, fault: plane.second_controller(),
+    "actuator crashes": lambda plane, fault: plane.crash_actuator(fault.seconds),
+    "actuator stops": lambda plane, fault: plane.actuator.pause(fault.seconds),
+    "api is down": _api_down,
+    "api is flaky": _api_flaky,
+    "disk is full": _disk_full,
+    "operator freezes": _operator,
+}
+
+#: How often each is drawn, of 100: what hits jobs more often than what hits the supervisor.
+_WEIGHTS = {
+    "worker dies": 14,
+    "host dies": 14,
+    "job hangs": 6,
+    "xid": 8,
+    "partition": 8,
+    "daemon dies": 5,
+    "job is broken": 2,
+    "ecc": 3,
+}
+
+
+def draw_faults(random: random.Random, hosts: int, last_s: float) -> list[SimFault]:
+    """A history: one to eight faults, often near to each other, because that is where the trouble is."""
+    faults = []
+    kinds = list(KINDS)
+    weights = [_WEIGHTS.get(kind, 3) for kind in kinds]
+    at = 20.0 + 60.0 * random.random()
+    for _ in range(random.randint(1, 8)):
+        kind = random.choices(kinds, weights)[0]
+        many = kind == "partition" or (kind == "host dies" and random.random() < 0.2)
+        faults.append(
+            SimFault(
+                at=round(at, 1),
+                kind=kind,
+                target=random.randrange(hosts),
+                seconds=0.0
+                if kind == "host dies" and random.random() < 0.6
+                else random.choice((3.0, 20.0, 60.0)),
+                share=random.choice((0.01, 0.3, 0.55, 1.0)) if many else 0.0,
+                code=random.choice((31, 31, 79, 94, 63, 48, 999)) if kind == "xid" else random.randrange(8),
+            )
+        )
+        at = min(last_s, at + random.choice((0.5, 3.0, 10.0, 40.0)) * (0.5 + random.random()))
+    return faults

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is true: virtual hosts that train, their daemons, and the orchestrator that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from supervisor.orchestrator import Answer
+from supervisor.simulation.loop import Loop
+from supervisor.values import (
+    Command,
+    CommandKind,
+    DaemonReport,
+    DeviceState,
+    EventType,
+    Evidence,
+    Finding,
+    HostInfo,
+    LauncherState,
+    OutcomeStatus,
+    WorkerReport,
+    WorkloadInfo,
+)
+
+RESTART_S = 6.0
+CHECKPOINT_STEPS = 10
+
+
+@dataclass
+class SimHost:
+    """One machine: what it is, and what is wrong with it."""
+
+    info: HostInfo
+    alive: bool = True
+    daemon: bool = True
+    cut: bool = False  # nothing that it sends arrives
+    broken: bool = False  # hardware: what runs on it fails again
+    failed: bool = False  # a rank is dead
+    launcher: LauncherState = LauncherState.RUNNING
+    incarnation: int = 0
+    sequence: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    connected: bool = False
+
+
+@dataclass
+class SimJob:
+    """One training: steps are a function of time while nothing is wrong with any of its hosts."""
+
+    info: WorkloadInfo
+    hosts: list[str]
+    step_s: float
+    attempt: int = 0
+    base: int = 0
+    began: int = 0
+    since: float | None = None
+    starts_at: float | None = None
+    hung_by: str = ""
+    fragile: bool = False  # it fails again soon after each start
+
+    def step(self, now: float) -> int:
+        if self.since is None:
+            return self.base
+        return self.base + int((now - self.since) / self.step_s)
+
+    def step_at(self, now: float) -> float:
+        """When the last step was finished."""
+        if self.since is None:
+            return self.stopped_at
+        return self.since + int((now - self.since) / self.step_s) * self.step_s
+
+    stopped_at: float = 0.0
+
+    def stop(self, now: float) -> None:
+        if self.since is not None:
+            self.stopped_at = self.step_at(now)
+            self.base, self.since = self.step(now), None
+        self.starts_at = None
+
+
+class Fleet:
+    """All hosts and jobs.  `changed` is called with each host whose registration changed."""
+
+    def __init__(self, loop: Loop, workers_per_host: int) -> None:
+        self.loop = loop
+        self.workers_per_host = workers_per_host
+        self.hosts: dict[str, SimHost] = {}
+        self.jobs: dict[str, SimJob] = {}
+        self.changed: Callable[[SimHost], None] = lambda host: None
+
+    def job_of(self, host: SimHost) -> SimJob | None:
+        return self.jobs.get(host.info.workload)
+
+    def is_whole(self, job: SimJob) -> bool:
+        hosts = [self.hosts[name] for name in job.hosts]
+        return len(hosts) == job.info.hosts and all(host.alive and not host.failed for host in hosts)
+
+    def is_running(self, job: SimJob) -> bool:
+        return job.since is not None
+
+    # -------------------------------------------------------------------------------- what happens
+
+    def fail_worker(self, host: SimHost, launcher: LauncherState) -> None:
+        """A rank of the host dies; all ranks of its job stop, as they wait for it in a collective."""
+        job = self.job_of(host)
+        if job is None or not host.alive or host.info.id not in job.hosts:
+            return
+        host.failed, host.launcher = True, launcher
+        job.stop(self.loop.now)
+        if launcher is LauncherState.RESTARTING:
+
+            def heal() -> None:
+                if host.failed and host.alive and host.info.id in job.hosts:
+                    self.restart(job)
+
+            self.loop.after(RESTART_S / 2, heal)
+
+    def kill_host(self, host: SimHost) -> None:
+        host.alive = host.daemon = host.connected = False
+        job = self.job_of(host)
+        if job is not None:
+            job.stop(self.loop.now)
+
+    def boot_host(self, host: SimHost) -> None:
+        """It is back, with nothing of what ran on it."""
+        if host.alive:
+            return
+        host.alive = host.daemon = True
+        host.incarnation += 1
+        host.sequence = 0
+        host.failed = bool(host.info.workload)
+        host.launcher = LauncherState.GAVE_UP if host.failed else LauncherState.RUNNING
+
+    def restart(self, job: SimJob) -> None:
+        """All ranks begin again from the last checkpoint, once all hosts of the job are there."""
+        now = self.loop.now
+        job.stop(now)
+        job.attempt += 1
+        job.base -= job.base % CHECKPOINT_STEPS
+        job.began = job.base
+        job.hung_by = ""
+        for name in job.hosts:
+            host = self.hosts[name]
+            host.failed = False
+            host.launcher = LauncherState.RUNNING
+            self.changed(host)  # launchers say what they belong to at each rendezvous
+        attempt = job.attempt
+        self.loop.after(RESTART_S, lambda: self._start(job, attempt))
+
+    def _start(self, job: SimJob, attempt: int) -> None:
+        if job.attempt != attempt or job.since is not None:
+            return
+        if not self.is_whole(job):
+            self.loop.after(RESTART_S, lambda: self._start(job, attempt))
+            return
+        job.since = self.loop.now
+        bad = next((self.hosts[name] for name in job.hosts if self.hosts[name].broken), None)
+        if bad is not None or job.fragile:
+            again = bad or self.hosts[job.hosts[0]]
+            self.loop.after(0.5 * job.step_s, lambda: self._fail_again(job, attempt, again))
+
+    def _fail_again(self, job: SimJob, attempt: int, host: SimHost) -> None:
+        if job.attempt == attempt and host.info.id in job.hosts and (host.broken or job.fragile):
+            self.fail_worker(host, LauncherState.GAVE_UP)
+
+    def hang(self, job: SimJob, host: SimHost) -> None:
+        if job.since is not None:
+            job.stop(self.loop.now)
+            job.hung_by = host.info.id
+
+    def find(self, host: SimHost, type: EventType, code: int | None) -> None:
+        name = f"{host.info.id}/f{self.loop.steps}.{len(host.findings)}"
+        evidence = Evidence(id=name, witness="watchdog", text="as drawn", code=code, device="gpu0")
+        host.findings.append(Finding(type=type, evidence=evidence))
+
+    def report(self, host: SimHost) -> DaemonReport:
+        """What the host's daemon says now."""
+        job, now = self.job_of(host), self.loop.now
+        workers: tuple[WorkerReport, ...] = ()
+        if job is not None and host.info.id in job.hosts:
+            # Of this attempt only: where it began is no step that it has finished.
+            step = job.step(now) if job.step(now) > job.began else 0
+            if job.hung_by == host.info.id:
+                step -= 1
+            first = job.hosts.index(host.info.id) * self.workers_per_host
+            workers = tuple(
+                WorkerReport(
+                    local_rank=rank,
+                    global_rank=first + rank,
+                    state=DeviceState.FAILED if host.failed and rank == 0 else DeviceState.RUNNING,
+                    heartbeat_age_s=0.1,
+                    step=step if step > 0 else None,
+                    step_age_s=max(0.0, now - job.step_at(now)) if step > 0 else None,
+                )
+                for rank in range(self.workers_per_host)
+            )
+        report = DaemonReport(
+            host=host.info.id,
+            incarnation=f"{host.info.id}.{host.incarnation}",
+            sequence=host.sequence,
+            attempt=job.attempt if job else 0,
+            launcher=host.launcher,
+            workers=workers,
+            findings=tuple(host.findings[-4:]),
+        )
+        host.sequence += 1
+        return report
+
+    def assign(self, host: SimHost, workload: str) -> None:
+        host.info = replace(host.info, workload=workload)
+        host.failed = False
+        self.changed(host)
+
+
+class SimOrchestrator:
+    """Carries out commands on the fleet, by epoch and id as an adapter must; its API fails as asked.
+
+    Attributes:
+        down: no call gets an answer, or any effect.
+        flaky: share of calls that fail, lose their answer or take long.
+    """
+
+    def __init__(self, fleet: Fleet, witness: Callable[[Command], None]) -> None:
+        self.fleet = fleet
+        self.down = False
+        self.flaky = 0.0
+        self._witness = witness
+        self._highest_epoch = 0
+        self._done: set[str] = set()
+
+    def perform(self, command: Command, answer: Callable[[Answer], None]) -> None:
+        loop = self.fleet.loop
+        draw = loop.random.random
+        if self.down:
+            return
+        trouble = draw() < self.flaky
+        kind = draw()
+        if trouble and kind < 0.4:
+            passing = Answer(status=OutcomeStatus.FAILED, text="conflict", passing=True)
+            loop.after(0.2, lambda: answer(passing))
+            return
+        lost = trouble and kind < 0.7
+
+        def carry_out() -> None:
+            result = self._carry_out(command)
+            if not lost:
+                loop.after(0.1, lambda: answer(result))
+
+        loop.after(15.0 * draw() if trouble and not lost else 0.5 * draw(), carry_out)
+
+    def look(self, host: str, answer: Callable[[bool | None], None]) -> None:
+        loop = self.fleet.loop
+        if self.down or loop.random.random() < self.flaky:
+            loop.after(1.0, lambda: answer(None))
+            return
+        loop.after(0.1 + 0.4 * loop.random.random(), lambda: answer(self.fleet.hosts[host].alive))
+
+    def is_repeated(self, command: Command) -> bool:
+        return command.id in self._done
+
+    def is_fenced(self, command: Command) -> bool:
+        return command.epoch < self._highest_epoch
+
+    def _carry_out(self, command: Command) -> Answer:
+        if self.is_fenced(command):
+            return Answer(status=OutcomeStatus.FENCED, text="a newer controller has spoken")
+        self._highest_epoch = max(self._highest_epoch, command.epoch)
+        if self.is_repeated(command):
+            return Answer(status=OutcomeStatus.DONE, text="was done before")
+        refusal = self._effect(command)
+        if refusal:
+            return Answer(status=OutcomeStatus.FAILED, text=refusal)
+        self._done.add(command.id)
+        self._witness(command)
+        return Answer(status=OutcomeStatus.DONE)
+
+    def _effect(self, command: Command) -> str:
+        fleet, kind = self.fleet, command.kind
+        job, host = fleet.jobs.get(command.workload), fleet.hosts.get(command.host)
+        if kind in (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST, CommandKind.UNCORDON_HOST):
+            assert host is not None
+            host.info = replace(host.info, cordoned=kind is not CommandKind.UNCORDON_HOST)
+            return ""
+        if job is None or kind is CommandKind.DUMP_STACKS:
+            return "" if job else "no such job"
+        if kind is CommandKind.HOT_SWAP:
+            spare = fleet.hosts[command.spare]
+            if not spare.alive or spare.info.workload or command.host not in job.hosts:
+                return "the spare is not free, or the host is not of the job"
+            job.hosts[job.hosts.index(command.host)] = command.spare
+            fleet.assign(fleet.hosts[command.host], "")
+            fleet.assign(spare, command.workload)
+        elif kind is CommandKind.SCALE_DOWN:
+            self._shrink(job, command)
+        elif kind is CommandKind.SCALE_UP:
+            refusal = self._grow(job, command)
+            if refusal:
+                return refusal
+        fleet.restart(job)
+        return ""
+
+    def _shrink(self, job: SimJob, command: Command) -> None:
+        assert command.replicas is not None
+        job.info = replace(job.info, replicas=command.replicas)
+        # The lost ones first, then the last.
+        names = sorted(
+            job.hosts,
+            key=lambda name: (name != command.host, self.fleet.hosts[name].alive, -job.hosts.index(name)),
+        )
+        for name in names[: len(job.hosts) - job.info.hosts]:
+            job.hosts.remove(name)
+            self.fleet.assign(self.fleet.hosts[name], "")
+
+    def _grow(self, job: SimJob, command: Command) -> str:
+        assert command.replicas is not None
+        larger = replace(job.info, replicas=command.replicas)
+        free = [
+            host
+            for host in self.fleet.hosts.values()
+            if host.alive and not (host.info.workload or host.info.cordoned or host.broken)
+        ]
+        needed = larger.hosts - len(job.hosts)
+        if len(free) < needed:
+            return "there is no room any more"
+        job.info = larger
+        for host in free[:needed]:
+            job.hosts.append(host.info.id)
+            self.fleet.assign(host, job.info.workload)
+        return ""

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must never be, whatever goes wrong, by what is true and not by what the logic believes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from supervisor.decision.controller import Input
+from supervisor.decision.state import State
+from supervisor.policy.thresholds import Thresholds
+from supervisor.simulation.faults import SimFault, hit_hosts
+from supervisor.simulation.plane import Plane
+from supervisor.values import Command, CommandKind, Event, EventType, Progress, Silence
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+class Invariants:
+    """Watches one run: what the controller was told and decided, and what the orchestrator carried out."""
+
+    def __init__(self, plane: Plane, limits: Thresholds) -> None:
+        self._plane = plane
+        self._limits = limits
+        self._effects: Counter[str] = Counter()
+        self._highest_epoch = 0
+        self._cordons: list[tuple[float, tuple[str, ...]]] = []
+        self._restarts: dict[str, list[tuple[float, int]]] = {}
+        self._resets: Counter[tuple[str, CommandKind]] = Counter()
+        self._told_step: dict[str, tuple[int, int]] = {}
+        self._told_step_at: dict[str, float] = {}
+        self._decided: set[str] = set()
+        self._grown: dict[str, int] = {}
+        self._said: dict[str, Event] = {}
+        #: Hosts that a fault has touched; all others are there and are heard from begin to end.
+        self._disturbed: set[str] = set()
+        #: Hosts that were lost in one moment with too many others for that to be believed.
+        self._fell_together: set[str] = set()
+        self._incident_of: dict[str, str] = {}
+        plane.decided = self.command_decided
+        plane.performing = self.command_starts
+        plane.effected = self.effect_happened
+        plane.told = self.controller_told
+        plane.recovered = self.controller_recovered
+
+    @property
+    def effects(self) -> int:
+        return len(self._effects)
+
+    # -------------------------------------------------------------------------------- at each moment
+
+    def fault_hits(self, fault: SimFault) -> None:
+        if fault.kind in ("host dies", "daemon dies", "partition"):
+            hit = hit_hosts(self._plane, fault)
+            newly = [host.info.id for host in hit if host.alive and host.daemon and not host.cut]
+            self._disturbed.update(host.info.id for host in hit)
+            many = len(newly) > self._limits.silence_share * len(self._plane.fleet.hosts)
+            many = many and len(newly) >= self._limits.silence_min_hosts
+            if many and fault.kind == "host dies" and not fault.seconds:
+                self._fell_together.update(newly)
+
+    def controller_told(self, given: Input) -> None:
+        now = self._plane.loop.now
+        if isinstance(given, Progress) and (given.attempt, given.step) > self._told_step.get(
+            given.workload, (-1, -1)
+        ):
+            self._told_step[given.workload] = (given.attempt, given.step)
+            self._told_step_at[given.workload] = now - given.age_s
+        if (
+            isinstance(given, Silence)
+            and given.frozen
+            and len(self._disturbed) < self._limits.silence_min_hosts
+        ):
+            raise Violation(f"frozen for {given.silent} silent hosts, and no fault touched so many")
+        if isinstance(given, Event):
+            if given.type is EventType.HOST_HB and given.id not in self._said:
+                self._check_lost(given)
+            self._said[given.id] = given
+
+    def _check_lost(self, event: Event) -> None:
+        """No host is called lost that is there and is heard, nor one of many that fell silent together."""
+        witnessed = not event.evidence[0].text.startswith("operator")
+        host = self._plane.fleet.hosts[event.host]
+        if host.alive and host.daemon and event.host not in self._disturbed and witnessed:
+            raise Violation(f"healthy host {event.host} was declared lost: {event.evidence[0].text}")
+        if event.host in self._fell_together and witnessed:
+            raise Violation(f"{event.host} was declared lost, one of too many at once to be believed")
+
+    def command_decided(self, command: Command) -> None:
+        plane, now = self._plane, self._plane.loop.now
+        if command.id in self._decided:
+            raise Violation(f"command id {command.id} was used twice")
+        self._decided.add(command.id)
+        if not command.incident:
+            return
+        self._check_incident(command)
+        fleet = plane.core.state.fleet.get("")
+        if fleet is not None and (fleet.silent or fleet.frozen_by):
+            raise Violation(f"{command.kind.value} {command.id} was decided while the fleet was frozen")
+        under_way = [
+            flight.command.id
+            for flight in plane.core.state.commands.values()
+            if flight.command.workload == command.workload and flight.command.kind.restarts
+        ]
+        if len(under_way) > 1:
+            raise Violation(f"{command.workload} has {len(under_way)} actions under way: {under_way}")
+        if command.kind.restarts and not command.evidence:
+            raise Violation(f"{command.kind.value} {command.id} has no evidence")
+        told_at = self._told_step_at.get(command.workload)
+        if command.kind.restarts and told_at is not None and now - told_at < self._limits.advancing_s - 0.5:
+            raise Violation(
+                f"{command.kind.value} {command.id} for {command.workload},"
+                f" which advanced {now - told_at:.1f} s ago"
+            )
+        if command.kind is CommandKind.SCALE_UP:
+            self._check_growth(command)
+        if command.kind in (CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET):
+            self._check_launcher(command)
+        if command.kind.restarts:
+            self._count_restart(command, now)
+
+    def _check_incident(self, command: Command) -> None:
+        """An event is acted upon in one incident; told again later, it is no new one."""
+        for incident in self._plane.core.state.incidents.values():
+            if incident.id != command.incident:
+                continue
+            for report in incident.past:
+                if self._incident_of.setdefault(report.id, incident.id) != incident.id:
+                    raise Violation(
+                        f"event {report.id} of {self._incident_of[report.id]} led to {command.kind.value}"
+                        f" {command.id} of {incident.id} as well"
+                    )
+
+    def _check_growth(self, command: Command) -> None:
+        state = self._plane.core.state
+        spares = sum(
+            host.state.value == "spare" and not host.workload and not host.cordoned
+            for host in state.hosts.values()
+        )
+        job = state.workloads[command.workload]
+        needed = ((command.replicas or 0) - job.replicas) * job.nodes_per_replica
+        if spares - needed < self._limits.spare_floor:
+            raise Violation(f"{command.workload} grows by {needed} of {spares} spares, below the floor")
+        if not job.scaling or (command.replicas or 0) > job.max_replicas:
+            raise Violation(f"{command.workload} grows beyond its bounds")
+        quiet = state.accounts[command.workload].quiet_since if command.workload in state.accounts else 0.0
+        now = self._plane.core.now
+        if quiet and now - quiet < self._limits.scale_up_hold_s - 1.0:
+            raise Violation(f"{command.workload} grows {now - quiet:.0f} s after its last incident")
+
+    def _check_launcher(self, command: Command) -> None:
+        """The launcher said that it is at it, moments ago, and nothing else was said about the job."""
+        incident = self._plane.core.state.incidents[command.workload]
+        now = self._plane.core.now
+        reports = incident.past + incident.reports
+        if now - incident.opened_at < self._limits.launcher_grace_s - 1.0 and all(
+            report.type is EventType.WORKER_HB and report.launcher.value == "restarting" for report in reports
+        ):
+            raise Violation(f"{command.kind.value} {command.id} while the launcher restarts the ranks itself")
+
+    def _count_restart(self, command: Command, now: float) -> None:
+        name = command.workload
+        job, best = self._plane.core.state.workloads[name], self._best(name)
+        history = self._restarts.setdefault(name, [])
+        history.append((now, best))
+        recent = [at for at, _ in history if now - at < self._limits.action_period_s]
+        if len(recent) > self._limits.actions_at_once + 1:
+            raise Violation(f"{name} had {len(recent)} actions within {self._limits.action_period_s:g} s")
+        fruitless = [at for at, step in history if step == best]
+        most = self._limits.max_fruitless + job.max_in_job_restarts + job.max_workload_restarts
+        if len(fruitless) > most:
+            raise Violation(f"{name} had {len(fruitless)} actions without a step, its most is {most}")
+
+    def _count_reset(self, command: Command) -> None:
+        """Budgets: what was given, and one more for each so many steps."""
+        if command.workload not in self._plane.core.state.workloads:
+            return
+        job = self._plane.core.state.workloads[command.workload]
+        used = self._resets[command.workload, command.kind] = self._resets[command.workload, command.kind] + 1
+        given = self._best(command.workload) // self._limits.steps_per_restart
+        if command.kind is CommandKind.IN_JOB_RESET and used > job.max_in_job_restarts + given:
+            raise Violation(f"{command.workload} had {used} in-job resets, its budget is used up")
+
+    def _best(self, name: str) -> int:
+        mark = self._plane.core.state.progress.get(name)
+        return mark.best if mark else 0
+
+    def command_starts(self, command: Command) -> None:
+        """The first try of a command; its evidence was looked at again a moment ago."""
+        plane, job = self._plane, self._plane.fleet.jobs.get(command.workload)
+        if job is None or not command.kind.restarts or not command.incident:
+            return
+        now = plane.loop.now
+        running_s = now - job.since if job.since is not None else 0.0
+        heard = any(
+            plane.fleet.hosts[name].alive
+            and plane.fleet.hosts[name].daemon
+            and not plane.fleet.hosts[name].cut
+            for name in job.hosts
+        )
+        long_s = 3 * plane.period_s
+        known = heard and plane.sensor.up and not plane.sensor_was_away(within_s=long_s)
+        if known and running_s > long_s and job.step_s < 2.0:
+            raise Violation(f"{command.kind.value} {command.id} restarts {command.workload}, which advances")
+
+    def effect_happened(self, command: Command) -> None:
+        now = self._plane.loop.now
+        if command.id not in self._decided:
+            raise Violation(f"{command.kind.value} {command.id} had an effect, and no log holds it")
+        self._effects[command.id] += 1
+        if self._effects[command.id] > 1:
+            raise Violation(f"command {command.id} had {self._effects[command.id]} effects")
+        if command.epoch < self._highest_epoch:
+            raise Violation(
+                f"command {command.id} of epoch {command.epoch} after one of {self._highest_epoch}"
+            )
+        self._highest_epoch = command.epoch
+        self._count_reset(command)
+        if command.kind is CommandKind.CORDON_HOST and command.incident:
+            self._cordons.append((now, self._plane.fleet.hosts[command.host].info.domains[:1]))
+            recent = [domain for at, domain in self._cordons if now - at < self._limits.cordon_window_s * 0.9]
+            if len(recent) > self._limits.max_cordons:
+                raise Violation(f"{len(recent)} hosts were cordoned within one window")
+            if max(Counter(recent).values()) > self._limits.max_cordons_per_domain:
+                raise Violation("too many hosts of one domain were cordoned within one window")
+        job = self._plane.fleet.jobs.get(command.workload)
+        if job is not None and job.info.replicas < job.info.min_replicas:
+            raise Violation(f"{command.workload} runs with {job.info.replicas} replicas, below its least")
+
+    def controller_recovered(self, found: State, expected: State) -> None:
+        if found != expected:
+            tables = [name for name in vars(expected) if getattr(found, name) != getattr(expected, name)]
+            raise Violation(f"the log gave back another state than was written, in {tables}")
+
+        self._decided.update(found.commands)
+
+    # -------------------------------------------------------------------------------- at the end
+
+    def unsettled(self) -> str:
+        """What is neither in progress nor in a stated verdict; empty if all is."""
+        plane, state = self._plane, self._plane.core.state
+        if not (plane.brain.up and plane.sensor.up and plane.actuator.up):
+            return "a part of the supervisor is away"
+        fleet = state.fleet.get("")
+        for name, job in plane.fleet.jobs.items():
+            verdict = state.verdicts.get(f"job:{name}")
+            if verdict is not None and verdict.holds(plane.core.now):
+                continue
+            if fleet is not None and (fleet.silent or fleet.frozen_by):
+                return "the fleet is frozen"
+            if job.since is None:
+                return f"{name} does not train"
+            if name in state.incidents:
+                return f"{name} trains, its incident is open: {state.incidents[name].note}"
+        return f"commands without outcome: {sorted(state.commands)}" if state.commands else ""
