@@ -53,6 +53,8 @@ Output = Event | HostInfo | WorkloadInfo | Progress | Silence | Probe | Poll
 
 #: Events that are no condition (an Xid, a change of a node) are repeated that long in a snapshot.
 _RECENT_S = 600.0
+#: Earlier daemons of one host whose late reports are told apart from the present one's.
+_EARLIER = 64
 #: Hosts of a job that are asked where it is; one that answers is enough.
 _POLLED = 4
 #: Findings and withdrawn evidence that are remembered: memory has a bound, daemons have none.
@@ -130,8 +132,7 @@ class _Job:
 
 
 class Detector:
-    """One sensor's view of the fleet.  Each method takes `now` of one monotonic clock and returns what to
-    tell.
+    """One sensor's view of the fleet.  Methods take `now` of one monotonic clock and return what to tell.
 
     Args:
         incarnation: unique among all sensors of this fleet, ever: event ids begin with it.
@@ -230,6 +231,8 @@ class Detector:
         if host is None or not host.connected or report.incarnation in host.earlier:
             return []
         if report.incarnation != host.incarnation:
+            if len(host.earlier) >= _EARLIER:
+                host.earlier.clear()
             host.earlier.add(host.incarnation)
             host.incarnation = report.incarnation
         elif report.sequence <= host.sequence:
@@ -637,8 +640,7 @@ class Detector:
         return [name for name in job.hosts if not self._hosts[name].lost]
 
     def holds(self, command: Command, now: float) -> bool | None:
-        """Whether what `command` was decided upon is still so; None while no host of its job answered a
-        `poll`.
+        """Whether what `command` was decided upon is still so; None until a host of its job answers `poll`.
 
         Evidence of a condition that has ended is none, and a job that advances needs no restart, whatever
         spoke for one.

@@ -96,7 +96,7 @@ class BaseController:
         return self._act(report, CommandKind.WORKLOAD_RESET, over_budget=last_resort)
 
     def trigger_workload_recreation(self, report: EventReport) -> bool:
-        """Delete the job's object and make it again; the whole object is in the log before."""
+        """Delete the job's object and make it again, where a restart of it is not enough."""
         return self._act(report, CommandKind.WORKLOAD_RECREATION)
 
     def trigger_hot_swap(self, report: EventReport) -> bool:
@@ -302,7 +302,10 @@ class BaseController:
         mark = turn.state.progress.get(event.workload)
         if mark and event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt < mark.attempt:
             return  # of ranks that a restart has replaced since
-        subject = event.workload or f"host:{event.host}"
+        host = turn.state.hosts.get(event.host)
+        # A host that was swapped out may still be reported under its old job, which is not concerned.
+        left = host is not None and not host.workload
+        subject = f"host:{event.host}" if left or not event.workload else event.workload
         soon = turn.now + turn.limits.coalesce_s
         incident = turn.state.incidents.get(subject)
         if incident is None:
@@ -483,7 +486,7 @@ class BaseController:
             EventReport(
                 event=event,
                 incident=incident,
-                workload=turn.state.workloads.get(event.workload),
+                workload=turn.state.workloads.get(subject),
                 host=turn.state.hosts.get(event.host),
             )
             for event in incident.reports

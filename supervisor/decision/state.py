@@ -54,8 +54,7 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """What is wrong with one job, or with one host that no job holds: however many reports, one action at a
-    time.
+    """What is wrong with one job, or with a host that no job holds: many reports, one action at a time.
 
     Attributes:
         subject: name of the job, or ``host:`` and the host's id.

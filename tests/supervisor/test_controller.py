@@ -234,6 +234,17 @@ def test_a_fault_of_a_spare_is_cordoned_and_no_job_is_touched() -> None:
     assert fleet.happens(EventType.HOST_HB) == [RESET]  # a cordoned host is no spare
 
 
+def test_a_host_that_was_swapped_out_is_no_longer_its_jobs_affair() -> None:
+    fleet = Controller(max_workload_restarts=5)
+    fleet.happens(EventType.HOST_HB)
+    fleet.end()
+    fleet.now += 10.0
+    fleet.advance(501, attempt=1)
+    fleet.now += 60.0
+    assert fleet.happens(EventType.ECC) == [CORDON]
+    assert fleet.state.incidents == {}
+
+
 def test_a_job_grows_when_it_is_quiet_and_enough_spares_stay() -> None:
     fleet = Controller(spares=1, scaling=True, max_replicas=3)
     fleet.now += LIMITS.scale_up_hold_s
