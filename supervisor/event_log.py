@@ -169,7 +169,8 @@ class EventLog:
 
     def compact(self, state: State, now: float) -> bool:
         """Put a snapshot in place of old records, where there are enough of them; True if it was made."""
-        if self._since_snapshot < self._compact_after:
+        # A snapshot writes all rows, so it waits for as many records: a large fleet pays once a row.
+        if self._since_snapshot < max(self._compact_after, state.size):
             return False
         body = json.dumps(changes_to_plain(state.to_changes()), separators=(",", ":"))
         with self._mapped(), self._transaction():

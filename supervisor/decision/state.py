@@ -160,6 +160,11 @@ class State:
                 tables[table][key] = value
         return replace(self, **tables)
 
+    @property
+    def size(self) -> int:
+        """Rows of all tables."""
+        return sum(len(getattr(self, table)) for table in _ROWS)
+
     def to_changes(self) -> tuple[Change, ...]:
         """The changes that make this state from an empty one: a snapshot."""
         return tuple((table, key, row) for table in _ROWS for key, row in getattr(self, table).items())
