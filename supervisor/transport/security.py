@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may speak to the parts of the supervisor, and how they prove it.
+
+TLS is the default, from files.  Callers prove who they are by a client certificate, or, where `token_file`
+is set, by a token in their metadata.  A caller has one of two roles: training hosts are `Role.HOST`, the
+supervisor's own parts are `Role.CONTROL`; a host can register itself and report, and cannot cause an action
+on another one. Plaintext works only where it was asked for.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import grpc
+
+from resiliency.errors import ConfigError
+from supervisor.transport.errors import Reason, Refused
+
+CERT_ENV, KEY_ENV, CA_ENV = "SUPERVISOR_TLS_CERT", "SUPERVISOR_TLS_KEY", "SUPERVISOR_TLS_CA"
+#: Name that the certificates of servers carry, where it is not the host part of their addresses.
+TLS_NAME_ENV = "SUPERVISOR_TLS_NAME"
+TOKEN_ENV, CONTROL_TOKEN_ENV = "SUPERVISOR_TOKEN_FILE", "SUPERVISOR_CONTROL_TOKEN_FILE"
+PLAINTEXT_ENV = "SUPERVISOR_PLAINTEXT"
+
+#: Common name of the client certificates of sensor, controller, actuator and operators.
+CONTROL_COMMON_NAME = "resiliency-control"
+_SHORTEST_TOKEN = 16
+
+
+class Role(Enum):
+    """What a caller may do."""
+
+    HOST = "host"
+    CONTROL = "control"
+
+
+class TokenFile:
+    """Tokens, one a line: the first is sent, all are accepted; read again when the file changes."""
+
+    def __init__(self, path: Path, variable: str) -> None:
+        self._path, self._variable = path, variable
+        self._stamp: tuple[int, int] | None = None
+        self._tokens: tuple[str, ...] = ()
+        self.read()
+
+    def read(self) -> tuple[str, ...]:
+        """The tokens; those of before while the file is away or unreadable after its first reading."""
+        try:
+            stat = self._path.stat()
+            stamp = (stat.st_mtime_ns, stat.st_ino)
+            if stamp != self._stamp:
+                tokens = tuple(self._path.read_text().split())
+                self._check(tokens)
+                self._tokens, self._stamp = tokens, stamp
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            if self._stamp is None:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"{self._variable}: cannot read {self._path}: {error}.", variable=self._variable
+                ) from error
+        return self._tokens
+
+    def accepts(self, token: str) -> bool:
+        return any(hmac.compare_digest(token.encode(), known.encode()) for known in self.read())
+
+    def _check(self, tokens: tuple[str, ...]) -> None:
+        if not tokens or any(len(token) < _SHORTEST_TOKEN or not token.isascii() for token in tokens):
+            raise ConfigError(
+                f"{self._variable}: {self._path} must hold a token of at least {_SHORTEST_TOKEN} ASCII "
+                f"characters a line, found {len(tokens)} tokens.",
+                hint="Make one with: openssl rand -hex 32",
+                variable=self._variable,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """Files of certificates and tokens; one is made per process.
+
+    Args:
+        certificate, key: of this process, as a server and, without tokens, as a client.
+        authority: that the other side's certificate must come from.
+        server_name: that servers' certificates carry; empty: the host part of the address.
+        tokens: of training hosts.
+        control_tokens: of the supervisor's own parts; where it is missing, `tokens` serve for both roles.
+        plaintext: no TLS.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
+    server_name: str = ""
+    tokens: TokenFile | None = None
+    control_tokens: TokenFile | None = None
+    plaintext: bool = False
+
+    def __post_init__(self) -> None:
+        if self.plaintext and (self.certificate or self.key or self.authority):
+            raise ConfigError(
+                f"--plaintext contradicts {CERT_ENV}, {KEY_ENV} and {CA_ENV}: leave out one or the other.",
+                flag="--plaintext",
+            )
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError(f"{CERT_ENV} and {KEY_ENV} must be set together.", variable=CERT_ENV)
+        if not self.plaintext and self.authority is None:
+            raise ConfigError(
+                f"{CA_ENV} is not set: the supervisor speaks TLS.",
+                hint=f"Set {CA_ENV}, {CERT_ENV} and {KEY_ENV}, or allow plaintext with --plaintext.",
+                variable=CA_ENV,
+            )
+        if not self.plaintext and self.certificate is None and self.tokens is None:
+            raise ConfigError(
+                f"{CERT_ENV} or {TOKEN_ENV} must be set: others must be able to tell who this process is.",
+                variable=CERT_ENV,
+            )
+        if self.control_tokens is not None and self.tokens is None:
+            raise ConfigError(f"{CONTROL_TOKEN_ENV} needs {TOKEN_ENV}.", variable=CONTROL_TOKEN_ENV)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str], *, plaintext: bool = False) -> Security:
+        """As the variables say; `plaintext` is the flag.
+
+        Raises:
+            ConfigError: which variable cannot work, and why.
+        """
+        asked = env.get(PLAINTEXT_ENV, "0") or "0"
+        if asked not in ("0", "1"):
+            raise ConfigError(f"{PLAINTEXT_ENV} must be 0 or 1, found {asked!r}.", variable=PLAINTEXT_ENV)
+
+        def file(variable: str) -> Path | None:
+            text = env.get(variable)
+            if not text:
+                return None
+            try:
+                Path(text).read_bytes()
+            except OSError as error:
+                raise ConfigError(
+                    f"{variable}: cannot read {text}: {error.strerror}.", variable=variable
+                ) from error
+            return Path(text)
+
+        token, control = file(TOKEN_ENV), file(CONTROL_TOKEN_ENV)
+        return cls(
+            certificate=file(CERT_ENV),
+            key=file(KEY_ENV),
+            authority=file(CA_ENV),
+            server_name=env.get(TLS_NAME_ENV, ""),
+            tokens=TokenFile(token, TOKEN_ENV) if token else None,
+            control_tokens=TokenFile(control, CONTROL_TOKEN_ENV) if control else None,
+            plaintext=plaintext or asked == "1",
+        )
+
+    @property
+    def can_serve(self) -> bool:
+        return self.plaintext or self.certificate is not None
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """None means plaintext.  Client certificates are demanded where no tokens are.
+
+        Raises:
+            ConfigError: this process has no certificate.
+        """
+        if self.plaintext:
+            return None
+        if self.certificate is None or self.key is None or self.authority is None:
+            raise ConfigError(f"a server needs {CERT_ENV}, {KEY_ENV} and {CA_ENV}.", variable=CERT_ENV)
+        demand = self.tokens is None
+        return grpc.ssl_server_credentials(
+            [(self.key.read_bytes(), self.certificate.read_bytes())],
+            root_certificates=self.authority.read_bytes() if demand else None,
+            require_client_auth=demand,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """None means plaintext.  Files are read again for each connection, so that they may be rotated."""
+        if self.plaintext or self.authority is None:
+            return None
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.authority.read_bytes(),
+            private_key=self.key.read_bytes() if self.key else None,
+            certificate_chain=self.certificate.read_bytes() if self.certificate else None,
+        )
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call of this process carries."""
+        tokens = self.control_tokens or self.tokens
+        return () if tokens is None else (("authorization", f"Bearer {tokens.read()[0]}"),)
+
+    def admit(self, context: grpc.aio.ServicerContext, wanted: Role) -> Role:
+        """The role of the caller.
+
+        Raises:
+            Refused: it does not prove who it is, or may not do this.
+        """
+        role = self._role(context)
+        if wanted is Role.CONTROL and role is not Role.CONTROL:
+            raise Refused(
+                "this call is for the parts of the supervisor, and the caller is a training host.",
+                reason=Reason.ROLE,
+            )
+        return role
+
+    def _role(self, context: grpc.aio.ServicerContext) -> Role:
+        if self.tokens is not None:
+            given = dict(context.invocation_metadata() or ()).get("authorization", "")
+            token = given.removeprefix("Bearer ") if isinstance(given, str) else ""
+            if self.control_tokens is not None and self.control_tokens.accepts(token):
+                return Role.CONTROL
+            if self.tokens.accepts(token):
+                return Role.HOST if self.control_tokens is not None else Role.CONTROL
+            raise Refused(
+                "the token is missing." if not token else "the token is not one that this process accepts.",
+                hint=f"Give caller and server the same file in {TOKEN_ENV}.",
+                reason=Reason.IDENTITY,
+            )
+        if self.plaintext:
+            return Role.CONTROL
+        names = context.auth_context().get("x509_common_name", ())
+        return Role.CONTROL if CONTROL_COMMON_NAME.encode() in names else Role.HOST

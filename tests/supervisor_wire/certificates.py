@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A certificate authority of the tests."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from supervisor.transport.security import CONTROL_COMMON_NAME, Security
+
+
+class Authority:
+    """Issues certificates into `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority of the tests")])
+        self._certificate = self._sign(self._name, self._key, is_authority=True)
+        self.path = directory / "ca.pem"
+        self.path.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, common_name: str) -> tuple[Path, Path]:
+        """Certificate and key for 127.0.0.1 and localhost."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+        certificate = self._directory / f"{common_name}.pem"
+        certificate.write_bytes(self._sign(name, key).public_bytes(serialization.Encoding.PEM))
+        private = self._directory / f"{common_name}.key"
+        private.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return certificate, private
+
+    def security(self, common_name: str = CONTROL_COMMON_NAME) -> Security:
+        certificate, key = self.issue(common_name)
+        return Security(certificate=certificate, key=key, authority=self.path)
+
+    def _sign(
+        self, name: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool = False
+    ) -> x509.Certificate:
+        now = datetime.now(timezone.utc)
+        names = x509.SubjectAlternativeName(
+            [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
+        )
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(hours=1))
+            .not_valid_after(now + timedelta(hours=12))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .add_extension(names, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
