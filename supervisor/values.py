@@ -411,6 +411,8 @@ class WorkerReport(Value):
 
     Attributes:
         heartbeat_age_s: since the worker or its launcher gave a sign; None before the first.
+        monitor_age_s: since the rank monitor of its launcher got a heartbeat or section; None before the first,
+            and for workers that send none.
         step, step_age_s: the last finished step and the time since; None before the first.
     """
 
@@ -418,12 +420,13 @@ class WorkerReport(Value):
     global_rank: int
     state: DeviceState = DeviceState.RUNNING
     heartbeat_age_s: float | None = None
+    monitor_age_s: float | None = None
     step: int | None = None
     step_age_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, "local_rank", "global_rank", "step")
-        _check_seconds(self, "heartbeat_age_s", "step_age_s")
+        _check_seconds(self, "heartbeat_age_s", "monitor_age_s", "step_age_s")
         _require(
             (self.step is None) == (self.step_age_s is None),
             self,

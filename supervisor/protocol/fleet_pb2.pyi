@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source 266f3f7c99f720edc7ffd29ea9265b420e8cf249e91120316ba63aeda7df32a7
-# body db30b62e3058f73dfbfe13167bf2a58e46682028180e34c201b433ad0f91a4f5
+# source e85f39d980fdac07fccd371c24ab323cf114a9dfa9e485884f8ce2070cac321b
+# body 08b7c34f0b0cfd6dd9e4b9d1b494d6f27ffa325f0f41947f4d38cfcfddf9881c
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -109,20 +109,22 @@ class Finding(_message.Message):
     def __init__(self, type: _Optional[str] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("local_rank", "global_rank", "state", "heartbeat_age_s", "step", "step_age_s")
+    __slots__ = ("local_rank", "global_rank", "state", "heartbeat_age_s", "monitor_age_s", "step", "step_age_s")
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_RANK_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    MONITOR_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
     local_rank: int
     global_rank: int
     state: str
     heartbeat_age_s: float
+    monitor_age_s: float
     step: int
     step_age_s: float
-    def __init__(self, local_rank: _Optional[int] = ..., global_rank: _Optional[int] = ..., state: _Optional[str] = ..., heartbeat_age_s: _Optional[float] = ..., step: _Optional[int] = ..., step_age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, local_rank: _Optional[int] = ..., global_rank: _Optional[int] = ..., state: _Optional[str] = ..., heartbeat_age_s: _Optional[float] = ..., monitor_age_s: _Optional[float] = ..., step: _Optional[int] = ..., step_age_s: _Optional[float] = ...) -> None: ...
 
 class DaemonReport(_message.Message):
     __slots__ = ("host", "incarnation", "sequence", "attempt", "launcher", "workers", "findings")
@@ -215,7 +217,7 @@ class Progress(_message.Message):
     def __init__(self, workload: _Optional[str] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class HostCommand(_message.Message):
-    __slots__ = ("epoch", "id", "kind", "workload", "ranks", "reason", "deadline_s")
+    __slots__ = ("epoch", "id", "kind", "workload", "ranks", "reason", "deadline_s", "attempt")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +225,7 @@ class HostCommand(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     id: str
     kind: str
@@ -230,7 +233,8 @@ class HostCommand(_message.Message):
     ranks: _containers.RepeatedScalarFieldContainer[int]
     reason: str
     deadline_s: float
-    def __init__(self, epoch: _Optional[int] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., workload: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    attempt: int
+    def __init__(self, epoch: _Optional[int] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., workload: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., deadline_s: _Optional[float] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "release", "incarnation", "host")

@@ -46,6 +46,7 @@ class HostCommand(Value):
         id: unique; a repeated one is answered, not carried out.
         workload: the job that is meant; a host that works for another one refuses.
         ranks: global ranks for DUMP_STACKS; empty means all of the host.
+        attempt: of the job that is meant by RESTART_RANKS; a host that has a later one by then has done it.
         reason: for logs and people.
         deadline_s: the outcome is due this long after the host got the command.
     """
@@ -57,6 +58,7 @@ class HostCommand(Value):
     ranks: tuple[int, ...] = ()
     reason: str = ""
     deadline_s: float = 60.0
+    attempt: int | None = None
 
     def __post_init__(self) -> None:
         for field, text in (("id", self.id), ("workload", self.workload)):
@@ -70,6 +72,8 @@ class HostCommand(Value):
             raise _refuse("ranks", "must be 0 or more each")
         if len(self.reason) > MAX_TEXT_CHARS or not self.reason.isprintable():
             raise _refuse("reason", f"must be at most {MAX_TEXT_CHARS} printable characters")
+        if self.attempt is not None and not 0 <= self.attempt < 2**63:
+            raise _refuse("attempt", f"must be 0 or more, found {self.attempt}")
         if not 0 < self.deadline_s <= 86_400:
             raise _refuse("deadline_s", f"must be above 0 and at most a day, found {self.deadline_s}")
 

@@ -54,7 +54,7 @@ VALUES: list[Value] = [
     EVIDENCE,
     Finding(type=EventType.XID, evidence=EVIDENCE),
     WorkerReport(local_rank=0, global_rank=8),
-    WorkerReport(local_rank=0, global_rank=8, heartbeat_age_s=0.0, step=0, step_age_s=0.0),
+    WorkerReport(local_rank=0, global_rank=8, heartbeat_age_s=0.0, monitor_age_s=1.5, step=0, step_age_s=0.0),
     DaemonReport(
         host="h1",
         incarnation="ab",
@@ -70,6 +70,7 @@ VALUES: list[Value] = [
     Outcome(command="c", epoch=2, status=OutcomeStatus.TIMED_OUT, text="late", tries=3),
     Progress(workload="job", step=12, age_s=1.5),
     HostCommand(epoch=1, id="c", kind=HostCommandKind.DUMP_STACKS, workload="job", ranks=(0, 5)),
+    HostCommand(epoch=1, id="d", kind=HostCommandKind.RESTART_RANKS, workload="job", attempt=0),
 ]
 
 

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon process: reporters on one side, the streams to sensor and actuator on the other.
+
+    launcher --> LocalServer --> HostWorkers --> stream to the sensor (reports)
+    launcher <-- LocalServer <-- Fence <-------- stream to the actuator (commands; outcomes back)
+
+Each side may be away for any time.  Nothing is queued for the sensor: it gets the newest report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resiliency import __version__
+from resiliency.errors import ConfigError
+from resiliency.runtime import SystemClock
+from supervisor.daemon.local_server import LocalServer
+from supervisor.daemon.settings import DaemonSettings
+from supervisor.daemon.workers import HostWorkers
+from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
+from supervisor.protocol.convert import from_message, to_message
+from supervisor.protocol.host_commands import Fence, HostCommand
+from supervisor.transport.client import ClientStream, Remote, keep_stream
+from supervisor.transport.errors import Refused, Unreachable
+from supervisor.transport.server import serve
+from supervisor.transport.services import ACTUATOR_CONNECT, SENSOR_CONNECT, Probe, daemon_service
+from supervisor.values import HostInfo, InvalidValue, Outcome, OutcomeStatus, cut_text
+
+logger = logging.getLogger(__name__)
+
+#: Changes within this time go in one report.
+COALESCE_S = 0.1
+#: A server that has not welcomed the daemon by then is left, and tried again.
+WELCOME_TIMEOUT_S = 10.0
+
+
+class HostDaemon:
+    """All of one daemon; `run` returns when it is cancelled."""
+
+    def __init__(self, settings: DaemonSettings) -> None:
+        self._settings = settings
+        self._began = time.monotonic()
+        host = HostInfo(
+            id=settings.host_id,
+            name=settings.host,
+            address=f"{settings.address}:{settings.port}",
+            workers_per_host=settings.workers_per_host,
+        )
+        self._workers = HostWorkers(host, uuid.uuid4().hex, SystemClock())
+        self._local = LocalServer(self._workers, changed=self._changed, token=settings.launcher_token)
+        self._fence_path = settings.state_dir / f"fence-{settings.host}-{settings.launcher_port}.json"
+        self._fence = _load_fence(self._fence_path)
+        self._wakers: set[asyncio.Event] = set()
+        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue(1024)
+        self._commands: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        settings = self._settings
+        async with AsyncExitStack() as stack:
+            launcher_port = await stack.enter_async_context(self._local.serve(settings.launcher_port))
+            port: int | None = None
+            if settings.security.can_serve:
+                service = daemon_service(self._probe)
+                port = await stack.enter_async_context(
+                    serve([service], address="0.0.0.0", port=settings.port, security=settings.security)  # noqa: S104
+                )
+                self._workers.host = replace(self._workers.host, address=f"{settings.address}:{port}")
+            else:
+                logger.warning("no second path to this host: a server needs SUPERVISOR_TLS_CERT and _KEY")
+            logger.info(
+                "host daemon of %s ready: launchers at port %d, the supervisor at port %s",
+                settings.host,
+                launcher_port,
+                port,
+            )
+            streams = [
+                keep_stream(Remote(address, settings.security), method, use, what=what)
+                for what, address, method, use in (
+                    ("sensor", settings.environment.sensor_address, SENSOR_CONNECT, self._to_sensor),
+                    ("actuator", settings.environment.actuator_address, ACTUATOR_CONNECT, self._to_actuator),
+                )
+                if address
+            ]
+            if not streams:
+                logger.warning("SENSOR_ADDRESS and ACTUATOR_ADDRESS are not set: nothing is reported")
+                streams = [_forever()]
+            await _first_of(*streams)
+
+    # --------------------------------------------------------------------------------------- to the sensor
+
+    async def _to_sensor(self, stream: ClientStream) -> None:
+        welcome = await self._greet(stream)
+        logger.info("sensor: connected, a report each %g s", welcome.report_period_s)
+        changed = self._waker()
+        resend = asyncio.Event()
+        try:
+            await _first_of(
+                self._send_reports(stream, changed, resend, welcome.report_period_s),
+                _read_orders(stream, changed, resend),
+            )
+        finally:
+            self._wakers.discard(changed)
+
+    async def _send_reports(
+        self, stream: ClientStream, changed: asyncio.Event, resend: asyncio.Event, period_s: float
+    ) -> None:
+        sent: set[Any] = set()
+        while True:
+            changed.clear()
+            if resend.is_set():
+                resend.clear()
+                sent = set()
+            sent = await self._send_host(stream, sent)
+            await stream.send(fleet_pb2.HostMessage(report=to_message(self._workers.report())))
+            await asyncio.sleep(COALESCE_S)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), max(period_s - COALESCE_S, 0.0))
+
+    async def _send_host(self, stream: ClientStream, sent: set[Any]) -> set[Any]:
+        """Send what describes host and workload, unless it is among `sent`; returns what is sent now."""
+        host, workload = self._workers.host_info(), self._workers.workload
+        if workload is not None and workload not in sent:
+            await stream.send(fleet_pb2.HostMessage(workload=to_message(workload)))
+        if host not in sent:
+            await stream.send(fleet_pb2.HostMessage(host=to_message(host)))
+        return {host, workload}
+
+    # --------------------------------------------------------------------------------------- to the actuator
+
+    async def _to_actuator(self, stream: ClientStream) -> None:
+        await self._greet(stream)
+        logger.info("actuator: connected")
+        changed = self._waker()
+        try:
+            await _first_of(
+                self._send_outcomes(stream),
+                self._send_hosts(stream, changed),
+                self._read_commands(stream),
+            )
+        finally:
+            self._wakers.discard(changed)
+
+    async def _send_hosts(self, stream: ClientStream, changed: asyncio.Event) -> None:
+        sent: set[Any] = set()
+        while True:
+            changed.clear()
+            sent = await self._send_host(stream, sent)
+            await asyncio.sleep(COALESCE_S)
+            await changed.wait()
+
+    async def _send_outcomes(self, stream: ClientStream) -> None:
+        while True:
+            outcome = await self._outcomes.get()
+            # Lost with the stream, if it ends now: the actuator asks again with the same id.
+            await stream.send(fleet_pb2.HostMessage(outcome=to_message(outcome)))
+
+    async def _read_commands(self, stream: ClientStream) -> None:
+        while True:
+            order = await stream.receive()
+            if order.WhichOneof("body") != "command":
+                continue
+            try:
+                command = from_message(HostCommand, order.command)
+            except InvalidValue as error:
+                logger.warning("command of the actuator refused: %s", error)
+                continue
+            task = asyncio.create_task(self._execute(command))
+            self._commands.add(task)
+            task.add_done_callback(self._commands.discard)
+
+    async def _execute(self, command: HostCommand) -> None:
+        """Carry one command out, once, and queue its outcome."""
+        entered, answer = self._fence.try_enter(command)
+        if entered:
+            _save_fence(self._fence_path, self._fence)  # before the effect: a crash must not allow it twice
+            logger.warning(
+                "command %s: %s, %s", command.id, command.kind.value, command.reason or "no reason"
+            )
+            answer = await self._carry_out(command)
+            self._fence.record(answer)
+            _save_fence(self._fence_path, self._fence)
+            logger.warning("command %s: %s, %s", command.id, answer.status.value, answer.text or "no details")
+        if answer is not None and not self._outcomes.full():
+            self._outcomes.put_nowait(answer)
+
+    async def _carry_out(self, command: HostCommand) -> Outcome:
+        workload = self._workers.workload
+        status = OutcomeStatus.FAILED
+        if workload is None or workload.workload != command.workload:
+            found = workload.workload if workload else "no workload"
+            text = f"this host works for {found!r}, not for {command.workload!r}"
+        else:
+            try:
+                return await self._local.execute(command)
+            except asyncio.TimeoutError:
+                status = OutcomeStatus.TIMED_OUT
+                text = f"the launcher did not answer within {command.deadline_s:g} s"
+            except (Refused, OSError) as error:
+                text = str(error)
+        return Outcome(command=command.id, epoch=command.epoch, status=status, text=cut_text(text))
+
+    # --------------------------------------------------------------------------------------- both
+
+    async def _greet(self, stream: ClientStream) -> Any:
+        hello = fleet_pb2.Hello(
+            protocol=PROTOCOL_VERSION,
+            release=__version__,
+            incarnation=self._workers.incarnation,
+            host=to_message(self._workers.host_info()),
+        )
+        await stream.send(fleet_pb2.HostMessage(hello=hello))
+        try:
+            order = await asyncio.wait_for(stream.receive(), WELCOME_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise Unreachable(f"no welcome within {WELCOME_TIMEOUT_S:g} s.") from None
+        if order.WhichOneof("body") != "welcome" or not 0 < order.welcome.report_period_s <= 86_400:
+            raise Unreachable("the answer to a hello is not a welcome.")
+        return order.welcome
+
+    def _waker(self) -> asyncio.Event:
+        event = asyncio.Event()
+        self._wakers.add(event)
+        return event
+
+    def _changed(self) -> None:
+        for event in self._wakers:
+            event.set()
+
+    def _probe(self) -> Probe:
+        return Probe(
+            host=self._settings.host,
+            incarnation=self._workers.incarnation,
+            age_s=time.monotonic() - self._began,
+            report=self._workers.peek(),
+        )
+
+
+async def _read_orders(stream: ClientStream, changed: asyncio.Event, resend: asyncio.Event) -> None:
+    while True:
+        if (await stream.receive()).WhichOneof("body") == "resend":
+            resend.set()
+            changed.set()
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first ends, and end the others; raises what it raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _load_fence(path: Path) -> Fence:
+    """What is in the file.
+
+    Raises:
+        ConfigError: it cannot be understood; without it, a command could be carried out twice.
+    """
+    try:
+        return Fence.from_dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Fence()
+    except (OSError, ValueError, InvalidValue) as error:
+        raise ConfigError(
+            f"--state_dir: {path} cannot be read: {error}.",
+            hint="Remove it once no command is on its way to this host.",
+            flag="--state_dir",
+            path=str(path),
+        ) from error
+
+
+def _save_fence(path: Path, fence: Fence) -> None:
+    """Replace the file; a disk that refuses costs the memory across a restart, not the command."""
+    temporary = path.with_suffix(".new")
+    try:
+        with temporary.open("w") as file:
+            json.dump(fence.to_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        logger.error("fence not kept: %s; a restart of this daemon forgets its commands", error)
+
+
+async def run_until_signal(settings: DaemonSettings) -> None:
+    """Run a daemon until SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(HostDaemon(settings).run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with suppress(asyncio.CancelledError):
+        await task

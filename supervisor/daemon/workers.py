@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a daemon knows of the workers of its host: a table without I/O, over a clock that is passed in.
+
+A *reporter* is one connection: a launcher, which speaks for all ranks of the host, or a program that speaks
+for one. When its connection ends, what it said stays, and grows old: the sensor decides what silence means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from resiliency.runtime import Clock
+from supervisor.transport.errors import Reason, Refused
+from supervisor.values import (
+    DaemonReport,
+    DeviceState,
+    HostInfo,
+    InvalidValue,
+    LauncherState,
+    WorkerInfo,
+    WorkerReport,
+    WorkloadInfo,
+    host_state,
+)
+
+#: Reporters that said goodbye and are kept for their last states.
+_MOST_ENDED = 64
+
+
+@dataclass
+class Reporter:
+    """One launcher or program, and the last that it said."""
+
+    kind: str
+    workload: WorkloadInfo
+    connected: bool = True
+    attempt: int = 0
+    launcher: LauncherState = LauncherState.UNKNOWN
+    workers: tuple[WorkerReport, ...] = ()
+    #: Monotonic time at which `workers` arrived.
+    at: float = 0.0
+    #: It has said that it ends, so that its silence means nothing.
+    ended: bool = False
+
+
+@dataclass
+class HostWorkers:
+    """The table.
+
+    Args:
+        host: this host without workers.
+        incarnation: of this daemon process.
+    """
+
+    host: HostInfo
+    incarnation: str
+    clock: Clock
+    reporters: dict[str, Reporter] = field(default_factory=dict)
+    _sequence: int = -1
+
+    def join(self, key: str, kind: str, workload: WorkloadInfo) -> Reporter:
+        """A reporter has connected.
+
+        Args:
+            key: of the reporter: a launcher's is the same after a reconnection, so that it replaces itself.
+        Raises:
+            Refused: it cannot report beside those that are connected.
+        """
+        if kind not in ("launcher", "worker"):
+            raise Refused(f"kind must be launcher or worker, found {kind!r:.40}.", reason=Reason.INVALID)
+        for other_key, other in list(self.reporters.items()):
+            if not other.connected or other_key == key:
+                continue
+            if other.workload.workload != workload.workload:
+                raise Refused(
+                    f"this host works for {other.workload.workload!r}, whose {other.kind} is connected; "
+                    f"{workload.workload!r} must wait for its end.",
+                    reason=Reason.INVALID,
+                )
+            if "launcher" in (kind, other.kind):
+                raise Refused(
+                    f"a {other.kind} of {workload.workload!r} is connected already: a host has one launcher, "
+                    "or programs that each report for themselves.",
+                    reason=Reason.INVALID,
+                )
+        for old in [old for old, other in self.reporters.items() if not other.connected]:
+            # A new start of the host's part of a job: what the one before said is of no interest any more.
+            other = self.reporters[old]
+            if old != key and (
+                other.workload.workload != workload.workload or kind == "launcher" or other.kind == "launcher"
+            ):
+                del self.reporters[old]
+        while len(self.reporters) > max(_MOST_ENDED, self.host.workers_per_host):
+            self.reporters.pop(next(iter(self.reporters)))
+        known = self.reporters.get(key)
+        if known is None or known.kind != kind:
+            known = self.reporters[key] = Reporter(kind, workload)
+        known.connected, known.ended, known.workload = True, False, workload
+        return known
+
+    def update(self, reporter: Reporter, said: Mapping[str, Any]) -> None:
+        """Take in one report.
+
+        Raises:
+            InvalidValue, Refused: it breaks the rules; what was known stays.
+        """
+        attempt = said.get("attempt", 0)
+        workers = said.get("workers", [])
+        if not isinstance(attempt, int) or not 0 <= attempt < 2**63:
+            raise InvalidValue(f"attempt must be 0 or more, found {attempt!r:.40}.")
+        if not isinstance(workers, list) or len(workers) > self.host.workers_per_host:
+            raise Refused(
+                f"a report must list at most {self.host.workers_per_host} workers (--workers_per_host), "
+                f"found {len(workers) if isinstance(workers, list) else workers!r:.40}.",
+                reason=Reason.INVALID,
+            )
+        try:
+            launcher = LauncherState(said.get("launcher", LauncherState.UNKNOWN.value))
+        except ValueError:
+            allowed = ", ".join(state.value for state in LauncherState)
+            raise InvalidValue(
+                f"launcher must be one of {allowed}, found {said.get('launcher')!r:.40}."
+            ) from None
+        values = tuple(WorkerReport.from_dict(worker) for worker in workers)
+        ranks = [worker.local_rank for worker in values]
+        for key, other in list(self.reporters.items()):
+            # A program that was started again speaks for its rank from now on.
+            if not other.connected and any(worker.local_rank in ranks for worker in other.workers):
+                del self.reporters[key]
+        others = [other for other in self.reporters.values() if other is not reporter]
+        taken = {worker.local_rank for other in others for worker in other.workers}
+        if len(set(ranks)) < len(ranks) or (reporter.kind == "worker" and taken & set(ranks)):
+            raise Refused(f"a local rank is reported twice: {sorted(ranks)}.", reason=Reason.INVALID)
+        if len(taken | set(ranks)) > self.host.workers_per_host:
+            raise Refused(
+                f"more than {self.host.workers_per_host} workers report (--workers_per_host).",
+                reason=Reason.INVALID,
+            )
+        reporter.attempt, reporter.launcher, reporter.workers = attempt, launcher, values
+        reporter.at = self.clock.monotonic()
+
+    def leave(self, reporter: Reporter, *, ended: bool) -> None:
+        """A connection is gone; `ended` says that the reporter had announced it."""
+        reporter.connected = False
+        reporter.ended = ended
+        if ended:
+            final = (DeviceState.COMPLETE, DeviceState.FAILED)
+            reporter.workers = tuple(worker for worker in reporter.workers if worker.state in final)
+
+    def launcher_key(self) -> str | None:
+        """The launcher that can take commands."""
+        return next(
+            (key for key, one in self.reporters.items() if one.connected and one.kind == "launcher"), None
+        )
+
+    @property
+    def workload(self) -> WorkloadInfo | None:
+        """Of the reporters; None before the first, and when all have said that they end."""
+        active = [one for one in self.reporters.values() if not one.ended]
+        return active[-1].workload if active else None
+
+    def host_info(self) -> HostInfo:
+        """This host with its workers, as it is now."""
+        workload = self.workload
+        workers = tuple(
+            WorkerInfo(
+                id=f"{one.workload.workload}/{worker.global_rank}",
+                local_rank=worker.local_rank,
+                global_rank=worker.global_rank,
+                state=worker.state,
+            )
+            for one in self.reporters.values()
+            for worker in one.workers
+        )
+        states = tuple(worker.state for worker in workers)
+        return replace(
+            self.host,
+            workers=workers,
+            workload=workload.workload if workload else "",
+            state=host_state(states, self.host.workers_per_host),
+        )
+
+    def report(self) -> DaemonReport:
+        """All that is known, with ages as of now."""
+        self._sequence += 1
+        return self._report(self._sequence)
+
+    def peek(self) -> DaemonReport:
+        """The same for the second path, which has no sequence of its own."""
+        return self._report(max(self._sequence, 0))
+
+    def _report(self, sequence: int) -> DaemonReport:
+        now = self.clock.monotonic()
+        ordered = list(self.reporters.values())
+        launchers = [one for one in ordered if one.kind == "launcher"]
+        return DaemonReport(
+            host=self.host.id,
+            incarnation=self.incarnation,
+            sequence=sequence,
+            attempt=max((one.attempt for one in ordered), default=0),
+            launcher=launchers[-1].launcher if launchers else LauncherState.UNKNOWN,
+            workers=tuple(_older(worker, now - one.at) for one in ordered for worker in one.workers),
+        )
+
+
+def _older(worker: WorkerReport, seconds: float) -> WorkerReport:
+    def later(age_s: float | None) -> float | None:
+        return None if age_s is None else age_s + max(seconds, 0.0)
+
+    return replace(
+        worker,
+        heartbeat_age_s=later(worker.heartbeat_age_s),
+        monitor_age_s=later(worker.monitor_age_s),
+        step_age_s=later(worker.step_age_s),
+    )

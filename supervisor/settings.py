@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the environment says to the parts of the supervisor, checked when they start.
+
+Every violation is refused with a sentence that names the variable, before anything listens or connects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from resiliency.errors import ConfigError
+
+#: Where each part listens when nothing says otherwise; so they find each other on one machine.
+SENSOR_PORT, CONTROLLER_PORT, ACTUATOR_PORT, HOST_DAEMON_PORT = 60061, 60062, 60063, 60060
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Values of the environment; see `docs/supervisor.md` for their meaning.
+
+    An empty address means that the part is not used.  `port` is None where PORT is not set.
+    """
+
+    port: int | None = None
+    sensor_address: str = ""
+    controller_address: str = ""
+    actuator_address: str = ""
+    host_daemon_port: int = HOST_DAEMON_PORT
+    heartbeat_polling_period_s: float = 15.0
+    heartbeat_timeout_s: float = 30.0
+    workers_per_host: int = 8
+    job_namespace: str = "default"
+    workload_namespace: str = "default"
+    max_in_job_restarts: int = 0
+    max_workload_restarts: int = 0
+    scaling: bool = False
+    nodes_per_dp: int = 1
+    dp_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_timeout_s <= self.heartbeat_polling_period_s:
+            raise ConfigError(
+                f"HEARTBEAT_TIMEOUT_S ({self.heartbeat_timeout_s:g}) must be larger than "
+                f"HEARTBEAT_POLLING_PERIOD_S ({self.heartbeat_polling_period_s:g}): else a host that reports "
+                "on time is lost.",
+                variable="HEARTBEAT_TIMEOUT_S",
+            )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Settings:
+        """Read and check `env`.
+
+        Raises:
+            ConfigError: which variable cannot work, and why.
+        """
+        return cls(
+            port=_whole(env, "PORT", 1, 65535) if env.get("PORT") else None,
+            sensor_address=_address(env, "SENSOR_ADDRESS"),
+            controller_address=_address(env, "CONTROLLER_ADDRESS"),
+            actuator_address=_address(env, "ACTUATOR_ADDRESS"),
+            host_daemon_port=_whole(env, "HOST_DAEMON_PORT", 1, 65535, cls.host_daemon_port),
+            heartbeat_polling_period_s=_seconds(
+                env, "HEARTBEAT_POLLING_PERIOD_S", cls.heartbeat_polling_period_s
+            ),
+            heartbeat_timeout_s=_seconds(env, "HEARTBEAT_TIMEOUT_S", cls.heartbeat_timeout_s),
+            workers_per_host=_whole(env, "WORKERS_PER_HOST", 1, 1024, cls.workers_per_host),
+            job_namespace=_namespace(env, "JOB_NAMESPACE", cls.job_namespace),
+            workload_namespace=_namespace(env, "WORKLOAD_NAMESPACE", cls.workload_namespace),
+            max_in_job_restarts=_whole(env, "MAX_IN_JOB_RESTARTS", 0, 10**6, cls.max_in_job_restarts),
+            max_workload_restarts=_whole(env, "MAX_WORKLOAD_RESTARTS", 0, 10**6, cls.max_workload_restarts),
+            scaling=_switch(env, "ENABLE_WORKLOAD_SCALING"),
+            nodes_per_dp=_whole(env, "NUM_NODES_PER_DP", 1, 10**6, cls.nodes_per_dp),
+            dp_replicas=_whole(env, "NUM_DP_REPLICAS", 1, 10**6, cls.dp_replicas),
+        )
+
+
+def _whole(env: Mapping[str, str], name: str, least: int, most: int, default: int = 0) -> int:
+    text = env.get(name)
+    if not text:
+        return default
+    if not re.fullmatch(r"[+-]?\d{1,18}", text) or not least <= int(text) <= most:
+        raise ConfigError(
+            f"{name} must be a whole number from {least} to {most}, found {text!r}.", variable=name
+        )
+    return int(text)
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 86_400:  # also refuses nan
+        raise ConfigError(f"{name} must be seconds above 0 and at most a day, found {text!r}.", variable=name)
+    return value
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool:
+    text = (env.get(name) or "0").lower()
+    if text not in ("0", "1", "true", "false"):
+        raise ConfigError(f"{name} must be 0, 1, true or false, found {env[name]!r}.", variable=name)
+    return text in ("1", "true")
+
+
+def _namespace(env: Mapping[str, str], name: str, default: str) -> str:
+    text = env.get(name) or default
+    if not _NAME.fullmatch(text):
+        raise ConfigError(
+            f"{name} must be a Kubernetes name (lower case letters, digits and dashes), found {text!r}.",
+            variable=name,
+        )
+    return text
+
+
+def _address(env: Mapping[str, str], name: str) -> str:
+    text = env.get(name) or ""
+    if text:
+        check_address(text, name)
+    return text
+
+
+def check_address(text: str, name: str) -> None:
+    """Refuse what is not HOST:PORT."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ConfigError(f"{name} must be HOST:PORT, found {text!r}.", variable=name)

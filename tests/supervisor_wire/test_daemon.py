@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real daemon process between a launcher's link and a sensor and an actuator that this test serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from resiliency.daemon_link import DaemonLink
+from resiliency.errors import ConfigError
+from resiliency.testing import ManualClock
+from resiliency.testing.processes import Command as Program
+from supervisor.daemon.daemon import _load_fence
+from supervisor.daemon.workers import HostWorkers
+from supervisor.protocol.host_commands import HostCommand, HostCommandKind
+from supervisor.transport.client import Remote
+from supervisor.transport.errors import Refused
+from supervisor.transport.host_streams import HostStreams
+from supervisor.transport.security import Security
+from supervisor.transport.server import serve
+from supervisor.transport.services import actuator_service, probe_daemon, sensor_service
+from supervisor.values import (
+    DaemonReport,
+    DeviceState,
+    HostInfo,
+    InvalidValue,
+    LauncherState,
+    Outcome,
+    OutcomeStatus,
+    WorkloadInfo,
+)
+from tests.supervisor_wire.test_transport import Listener
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
+
+T = TypeVar("T")
+PLAIN = Security(plaintext=True)
+PATIENCE_S = 60.0
+WORKLOAD = {"workload": "job"}
+ROOT = Path(__file__).parents[2]
+
+
+def run(work: Awaitable[T]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, PATIENCE_S)
+
+    return asyncio.run(bounded())
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+class Fleet:
+    """A sensor and an actuator of this process, and the daemon process between them and `launcher_port`."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.port, self.launcher_port = free_ports(2)
+        self.tmp_path = tmp_path
+        self.sensor, self.actuator = Listener(), Listener()
+        self.sensor_streams = HostStreams(part="sensor", report_period_s=0.5, listener=self.sensor)
+        self.actuator_streams = HostStreams(part="actuator", report_period_s=0.5, listener=self.actuator)
+        self.addresses: dict[str, str] = {}
+        self._started = 0
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        async def no_commands(_: object) -> None:
+            raise AssertionError
+
+        services = [sensor_service(self.sensor_streams), actuator_service(self.actuator_streams, no_commands)]
+        async with serve(services, address="127.0.0.1", port=0, security=PLAIN) as port:
+            self.addresses = dict.fromkeys(("SENSOR_ADDRESS", "ACTUATOR_ADDRESS"), f"127.0.0.1:{port}")
+            yield
+
+    @contextmanager
+    def daemon(self, *flags: str, cold: bool = False, **env: str) -> Iterator[Program]:
+        self._started += 1
+        argv = [sys.executable, str(ROOT / "supervisor" / "host_daemon.py"), "--plaintext"]
+        argv += [f"--port={self.port}", f"--launcher_port={self.launcher_port}", "--workers_per_host=2"]
+        argv += [f"--state_dir={self.tmp_path / 'state'}", *flags]
+        variables = {**os.environ, "NODE_NAME": "host-1", **self.addresses, **env}
+        log = self.tmp_path / f"daemon-{self._started}.txt"
+        with Program(argv, log=log, env=variables, cold=cold) as program:
+            yield program
+
+    async def command(self, command: HostCommand) -> Outcome:
+        """Send `command` and wait for its outcome."""
+        before = len([1 for kind, _, _ in self.actuator.told if kind == "message"])
+        assert self.actuator_streams.try_send_command("host-1", command)
+        while True:
+            told = [what for kind, _, what in self.actuator.told if kind == "message"][before:]
+            found = [one for one in told if isinstance(one, Outcome) and one.command == command.id]
+            if found:
+                return found[-1]
+            await asyncio.sleep(0.01)
+
+    async def reported(self, look: Callable[[DaemonReport], bool]) -> DaemonReport:
+        """The first report that `look` accepts, among those that are still to come, too."""
+        seen = 0
+        while True:
+            for _, _, value in self.sensor.told[seen:]:
+                seen += 1
+                if isinstance(value, DaemonReport) and look(value):
+                    return value
+            await asyncio.sleep(0.01)
+
+
+class Job:
+    """What a launcher would report, as a test sets it."""
+
+    def __init__(self, fleet: Fleet, **hello: object) -> None:
+        self.commands: list[Mapping[str, Any]] = []
+        self.report: dict[str, object] = {"attempt": 0, "launcher": "running", "workers": []}
+        self.link = DaemonLink(
+            port=fleet.launcher_port,
+            hello={"kind": "launcher", "key": "k1", "workload": WORKLOAD, **hello},
+            make_report=lambda: self.report,
+            on_command=self._obey,
+        )
+
+    def _obey(self, command: Mapping[str, Any]) -> None:
+        self.commands.append(command)
+        outcome = Outcome(
+            command=command["id"], epoch=command["epoch"], status=OutcomeStatus.DONE, text="yes"
+        )
+        self.link.send_outcome(outcome.to_dict())
+
+    def say(self, *states: str, attempt: int = 0, launcher: str = "running") -> None:
+        workers = [
+            {
+                "local_rank": rank,
+                "global_rank": rank + 4,
+                "state": state,
+                "heartbeat_age_s": 0.0,
+                "monitor_age_s": 2.0,
+                "step": 12,
+                "step_age_s": 0.25,
+            }
+            for rank, state in enumerate(states)
+        ]
+        self.report = {"attempt": attempt, "launcher": launcher, "workers": workers}
+        self.link.report_soon()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.link.close()
+
+
+def restart(id: str, *, epoch: int = 1, workload: str = "job", deadline_s: float = 30.0) -> HostCommand:
+    return HostCommand(
+        epoch=epoch, id=id, kind=HostCommandKind.RESTART_RANKS, workload=workload, deadline_s=deadline_s
+    )
+
+
+def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launcher_once(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        async with fleet.serve():
+            with fleet.daemon(cold=True) as daemon:
+                await fleet.sensor.wait_for("connected", "host-1")
+                with Job(fleet) as job:
+                    job.say("running", "running", attempt=3, launcher="restarting")
+                    seen = await fleet.reported(lambda report: len(report.workers) == 2)
+                    assert (seen.attempt, seen.launcher) == (3, LauncherState.RESTARTING)
+                    assert [worker.global_rank for worker in seen.workers] == [4, 5]
+                    assert all(worker.step == 12 for worker in seen.workers)
+                    ages = [(worker.step_age_s, worker.monitor_age_s) for worker in seen.workers]
+                    assert all(0.25 <= step < 10 and 2.0 <= monitor < 10 for step, monitor in ages if step)
+                    # Fence: once, also when it is asked again, and nothing of an older controller.
+                    await fleet.actuator.wait_for("connected", "host-1")
+                    assert (await fleet.command(restart("c1", epoch=4))).status is OutcomeStatus.DONE
+                    assert (await fleet.command(restart("c1", epoch=4))).text == "yes"
+                    fenced = await fleet.command(restart("c2", epoch=3))
+                    assert fenced.status is OutcomeStatus.FENCED
+                    other = await fleet.command(restart("c3", epoch=4, workload="other"))
+                    assert other.text == "this host works for 'job', not for 'other'"
+                    assert [command["id"] for command in job.commands] == ["c1"]
+                    # The second path, and what the process costs.
+                    async with Remote(f"127.0.0.1:{fleet.port}", PLAIN) as remote:
+                        probe = await probe_daemon(remote, timeout_s=PATIENCE_S)
+                    assert probe.host == "host-1"
+                    assert len(probe.report.workers) == 2
+                    process = psutil.Process(daemon.pid)
+                    assert process.num_threads() < 20
+                    assert process.memory_info().rss < 100 << 20
+                gone = await fleet.reported(
+                    lambda report: report.sequence > seen.sequence and not report.workers
+                )
+                assert gone.launcher is LauncherState.RESTARTING
+                assert (await fleet.command(restart("c4", epoch=4))).status is OutcomeStatus.FAILED
+                daemon.signal(signal.SIGTERM)
+                # In a thread: the sensor and the actuator live in this one.
+                assert await asyncio.to_thread(lambda: daemon.wait(timeout=PATIENCE_S)) == 0
+            # Another daemon process of the host: the fence has outlived the first.
+            with fleet.daemon(), Job(fleet) as job:
+                job.say("running")
+                await fleet.actuator.wait_for("connected", "host-1", count=2)
+                await fleet.reported(lambda report: len(report.workers) == 1)
+                assert (await fleet.command(restart("c1", epoch=4))).text == "yes"
+                assert (await fleet.command(restart("c5", epoch=3))).status is OutcomeStatus.FENCED
+                assert job.commands == []
+
+    run(work())
+
+
+def test_what_a_launcher_said_grows_old_when_it_is_gone_and_a_stopped_one_answers_no_command(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        async with fleet.serve():
+            with fleet.daemon():
+                await fleet.actuator.wait_for("connected", "host-1")
+                # A launcher that is cut off without a goodbye: a raw connection.
+                _, writer = await asyncio.open_connection("127.0.0.1", fleet.launcher_port)
+                hello = '{"hello":{"protocol":1,"kind":"launcher","key":"raw","workload":{"workload":"job"}}}'
+                worker = '{"local_rank":0,"global_rank":0,"state":"running","heartbeat_age_s":0.0}'
+                report = f'{{"report":{{"sequence":1,"attempt":0,"workers":[{worker}]}}}}'
+                writer.write(f"{hello}\n{report}\n".encode())
+                first = await fleet.reported(lambda one: len(one.workers) == 1)
+                late = await fleet.command(restart("c1", deadline_s=0.3))
+                assert late.status is OutcomeStatus.TIMED_OUT
+                assert late.text == "the launcher did not answer within 0.3 s"
+                writer.close()
+                later = await fleet.reported(lambda one: one.sequence > first.sequence + 2)
+                ages = [one.workers[0].heartbeat_age_s or 0.0 for one in (first, later)]
+                assert ages[1] > ages[0] + 0.3
+                assert later.workers[0].state is DeviceState.RUNNING
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"report":{}}', "the first line must be a hello."),
+        ("[]", "a line must hold one JSON object."),
+        ('{"hello":{"protocol":7}}', "the program speaks protocol 7, this daemon speaks 1"),
+        ('{"hello":{"protocol":1,"kind":"launcher"}}', "a hello must carry a key of 1 to 64 characters."),
+        (
+            '{"hello":{"protocol":1,"key":"k","kind":"cook","workload":{"workload":"job"}}}',
+            "kind must be launcher or worker, found 'cook'.",
+        ),
+        (
+            '{"hello":{"protocol":1,"key":"k","kind":"worker","workload":{"workload":"two words"}}}',
+            "WorkloadInfo.workload must be at most 253 printable characters",
+        ),
+        (
+            '{"hello":{"protocol":1,"key":"k","kind":"worker","workload":{"workload":"job","size":1}}}',
+            "WorkloadInfo has no field 'size' in this release.",
+        ),
+    ],
+)
+def test_a_program_that_says_something_else_is_refused_with_a_sentence(
+    line: str, sentence: str, daemon_alone: Fleet
+) -> None:
+    assert sentence in _say(daemon_alone.launcher_port, line)
+
+
+def _say(port: int, *lines: str) -> str:
+    """All that the daemon answers until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
+        connection.sendall("".join(f"{line}\n" for line in lines).encode())
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+        return answer.decode()
+
+
+@pytest.fixture(scope="module")
+def daemon_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A daemon without a supervisor, with a token for its launchers."""
+    tmp_path = tmp_path_factory.mktemp("daemon")
+    fleet = Fleet(tmp_path)
+    with fleet.daemon() as daemon:
+        daemon.wait_for_line("host daemon of host-1 ready", timeout=PATIENCE_S)
+        yield fleet
+
+
+def test_a_second_launcher_of_the_host_is_refused_and_the_first_one_stays(daemon_alone: Fleet) -> None:
+    hello = '{"hello":{"protocol":1,"kind":"%s","key":"k2","workload":{"workload":"%s"}}}'
+    with Job(daemon_alone) as job:
+        wait_until(lambda: job.link.connected, "the first is not connected")
+        assert "a launcher of 'job' is connected already" in _say(
+            daemon_alone.launcher_port, hello % ("launcher", "job")
+        )
+        assert "this host works for 'job', whose launcher is connected" in _say(
+            daemon_alone.launcher_port, hello % ("worker", "other")
+        )
+        assert job.link.connected
+
+
+def test_a_launcher_without_the_token_is_refused(tmp_path: Path, token_file: Path) -> None:
+    fleet = Fleet(tmp_path)
+    with fleet.daemon(f"--launcher_token_file={token_file}") as daemon:
+        daemon.wait_for_line("host daemon of host-1 ready", timeout=PATIENCE_S)
+        hello = '{"hello":{"protocol":1,"kind":"worker","key":"k","token":%s,"workload":{"workload":"job"}}}'
+        for token in ('"a-token-of-somebody-else"', '""', "null", "7"):
+            answer = _say(fleet.launcher_port, hello % token)
+            assert "the token is not one that this daemon accepts." in answer
+        good = hello % '"a-token-of-training-hosts"'
+        assert "welcome" in _say(fleet.launcher_port, good, '{"bye":true}')
+
+
+def test_a_fence_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fence.json"
+    path.write_text('{"epoch": "many"}')
+    with pytest.raises(ConfigError, match=r"fence.json cannot be read: Fence must hold an epoch"):
+        _load_fence(path)
+
+
+# ------------------------------------------------------------------------------------------- the table
+
+
+def table(workers_per_host: int = 2) -> HostWorkers:
+    host = HostInfo(id="h1", name="host-1", workers_per_host=workers_per_host)
+    return HostWorkers(host, "a1", ManualClock())
+
+
+def worker(rank: int, state: str = "running") -> dict[str, object]:
+    return {"local_rank": rank, "global_rank": rank, "state": state, "heartbeat_age_s": 0.0}
+
+
+def test_a_host_is_spare_until_all_its_workers_are_known() -> None:
+    known = table()
+    assert known.host_info().state is DeviceState.SPARE
+    launcher = known.join("k1", "launcher", WorkloadInfo(workload="job"))
+    for workers, state in (
+        ([worker(0)], DeviceState.SPARE),
+        ([worker(0), worker(1)], DeviceState.RUNNING),
+        ([worker(0), worker(1, "failed")], DeviceState.FAILED),
+        ([worker(0, "complete"), worker(1, "complete")], DeviceState.COMPLETE),
+    ):
+        known.update(launcher, {"workers": workers})
+        assert known.host_info().state is state
+    known.leave(launcher, ended=True)
+    assert known.host_info().state is DeviceState.COMPLETE
+    assert known.host_info().workload == ""
+
+
+def test_programs_without_a_launcher_share_the_host_and_one_that_starts_again_takes_its_rank() -> None:
+    known = table()
+    first = known.join("p0", "worker", WorkloadInfo(workload="job"))
+    second = known.join("p1", "worker", WorkloadInfo(workload="job"))
+    known.update(first, {"workers": [worker(0)]})
+    with pytest.raises(Refused, match=r"a local rank is reported twice: \[0\]"):
+        known.update(second, {"workers": [worker(0)]})
+    known.update(second, {"workers": [worker(1)]})
+    assert known.host_info().state is DeviceState.RUNNING
+    known.leave(first, ended=False)
+    again = known.join("p2", "worker", WorkloadInfo(workload="job"))
+    known.update(again, {"workers": [worker(0, "failed")]})
+    assert [one.state.value for one in known.report().workers] == ["running", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"attempt": -1}, "attempt must be 0 or more, found -1"),
+        ({"launcher": "asleep"}, "launcher must be one of unknown, running, restarting, stopping, gave_up"),
+        ({"workers": 3}, r"a report must list at most 2 workers \(--workers_per_host\), found 3"),
+        ({"workers": [worker(0), worker(1), worker(2)]}, "at most 2 workers .* found 3"),
+        ({"workers": [worker(0), worker(0)]}, "a local rank is reported twice"),
+        ({"workers": [{**worker(0), "step": 3}]}, "step_age_s must be given exactly with a step"),
+        (
+            {"workers": [{**worker(0), "heartbeat_age_s": float("inf")}]},
+            "must be 0 or more seconds, found inf",
+        ),
+    ],
+)
+def test_a_report_that_breaks_the_rules_changes_nothing(said: dict[str, object], sentence: str) -> None:
+    known = table()
+    launcher = known.join("k1", "launcher", WorkloadInfo(workload="job"))
+    known.update(launcher, {"workers": [worker(1)]})
+    with pytest.raises((InvalidValue, Refused), match=sentence):
+        known.update(launcher, said)
+    assert [one.local_rank for one in known.report().workers] == [1]
