@@ -9,7 +9,7 @@ memory of what was lost.
     program: {"hello": {...}}                  daemon: {"welcome": {...}} or {"refused": "sentence"}
     program: {"report": {...}} at a change,    daemon: {"ack": sequence}
              and each second                   daemon: {"command": {...}}
-    program: {"outcome": {...}}, {"bye": true}
+    program: {"outcome": {...}}, {"detach": true}
 
 Lines of JSON over TCP on the loopback interface; ages instead of times; standard library only, no gRPC and
 no torch, because launchers fork and training programs must not pay for it.
@@ -45,10 +45,10 @@ MAX_LINE_BYTES = 256 << 10
 #: A report is sent this often when nothing changes.
 REPORT_PERIOD_S = 1.0
 #: A daemon that acknowledges nothing for this long is taken for stopped.
-SILENCE_S = 10.0
+SILENCE_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
-#: For the last report and the goodbye.
+#: For the last report and the detach message.
 CLOSE_TIMEOUT_S = 1.0
 
 
@@ -86,7 +86,7 @@ class DaemonLink:
         self._changed = True
         #: Whether the daemon has welcomed this program, and still listens.
         self.connected = False
-        self._told = False
+        self._warned = False
         self._socket: socket.socket | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -136,8 +136,8 @@ class DaemonLink:
             try:
                 self._hold()
             except (_Outage, OSError, ValueError) as error:
-                if self.connected or not self._told:
-                    self._told = True
+                if self.connected or not self._warned:
+                    self._warned = True
                     logger.warning(
                         "host daemon at port %d: %s; the job goes on without it, trying again with a backoff",
                         self._port,
@@ -174,7 +174,7 @@ class DaemonLink:
                 if not self.connected:
                     return
                 closing_until = now + CLOSE_TIMEOUT_S
-                out += self._next_report(sequence) + _line({"bye": True})
+                out += self._next_report(sequence) + _line({"detach": True})
             if closing_until and (not out or now >= closing_until):
                 return
             if self.connected and not closing_until and not out and acknowledged == sequence:
@@ -215,9 +215,9 @@ class DaemonLink:
             raise _Outage(f"it refused this program: {message['refused']}")
         if "welcome" in message:
             self.connected, self._changed = True, True
-            if self._told:
+            if self._warned:
                 logger.info("host daemon at port %d: connected", self._port)
-                self._told = False
+                self._warned = False
         elif "command" in message and self._on_command is not None:
             self._on_command(message["command"])
         return int(message.get("ack", 0))

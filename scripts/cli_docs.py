@@ -25,6 +25,7 @@ COMMANDS = {
     "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),
     "replication": ("python3 benchmark/replication.py", ["benchmark/replication.py"]),
     "restart_time": ("python3 benchmark/restart_time.py", ["benchmark/restart_time.py"]),
+    "host_daemon": ("python3 supervisor/host_daemon.py", ["supervisor/host_daemon.py"]),
     "goodput_calculator": (
         "python3 -m resiliency.goodput_measure.calculator",
         ["-m", "resiliency.goodput_measure.calculator"],

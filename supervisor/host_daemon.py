@@ -14,13 +14,22 @@ import asyncio
 from collections.abc import Sequence
 
 from resiliency.errors import ConfigError
-from supervisor.daemon.daemon import run_until_signal
-from supervisor.daemon.settings import USAGE, DaemonSettings
 from supervisor.entry import REFUSED, start_program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon with `argv` (default: the process's own) and return its exit code."""
+    try:
+        from supervisor.daemon.daemon import run_until_signal
+        from supervisor.daemon.settings import USAGE, DaemonSettings
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("grpc", "google"):
+            raise
+        print(
+            f"host_daemon.py needs {error.name}.  Install it with: pip install 'resiliency[supervisor]'",
+            file=sys.stderr,
+        )
+        return REFUSED
     try:
         settings = DaemonSettings.parse(sys.argv[1:] if argv is None else argv, os.environ)
         start_program("host-daemon")

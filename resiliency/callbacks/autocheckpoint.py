@@ -26,6 +26,7 @@ from resiliency.checkpoint.termination import Termination, TerminationOptions
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins.persistent_ckpt_proc import process_of
+from resiliency.progress import report_step
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class AutoCheckpointCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Stop here if all ranks do.  Checkpoint callbacks come after this one, as Lightning orders them."""
+        report_step(trainer.global_step)
         if trainer.global_step == self._step or self._termination is None:
             return  # gradients are being accumulated
         self._step = trainer.global_step

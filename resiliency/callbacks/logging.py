@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from resiliency.errors import ConfigError
+from resiliency.progress import report_step
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class StepLoggingCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         step = trainer.global_step
+        report_step(step)
         if step % self._interval_steps or not trainer.is_global_zero or self._last is None:
             return
         loss = trainer.callback_metrics.get("reduced_train_loss")

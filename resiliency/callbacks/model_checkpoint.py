@@ -35,6 +35,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.plugins import manifest
 from resiliency.plugins.dist_ckpt import is_rank_zero
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
+from resiliency.progress import report_step
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             process.fence()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        report_step(trainer.global_step)
         process = process_of(trainer)
         if process is not None:
             # Not before: then a fresh optimizer has no state yet.

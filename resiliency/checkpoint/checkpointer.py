@@ -48,6 +48,7 @@ from resiliency.checkpoint.tiers import Interval, TierName
 from resiliency.checkpoint.wire import Hurry
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
+from resiliency.progress import report_step
 from resiliency.runtime import RunInfo
 
 __all__ = ["Checkpointer", "CheckpointerOptions", "LocalTier"]
@@ -316,6 +317,7 @@ class Checkpointer:
         Raises:
             Terminated: the job was told to end; exit code 0 if this step is committed, else 128 + signal.
         """
+        report_step(step)
         self._saver.tick()
         if not self._is_prepared:  # now the optimizer has its state
             self._is_prepared = True
@@ -330,6 +332,7 @@ class Checkpointer:
 
         The same on all ranks, and the most important first.
         """
+        report_step(step)
         self._saver.tick()
         return self._schedule.due(step)
 

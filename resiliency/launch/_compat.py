@@ -15,6 +15,7 @@ import argparse
 import importlib.metadata
 import logging
 import os
+import re
 import signal
 import tempfile
 import time
@@ -28,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from resiliency.errors import ConfigError, UntestedVersion
+from resiliency.progress import StepPage
 
 #: Versions of nvidia-resiliency-ext that this release was tested with.
 TESTED_VERSIONS = ("0.4.1",)
@@ -140,7 +142,10 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
     _ft_rendezvous.FtRendezvousHandler: ("_node_desc_generator", "num_nodes_waiting", "next_rendezvous"),
     _processes: ("_terminate_process_handler", "get_subprocess_handler"),
     _subprocess_handler.SubprocessHandler: ("_popen",),
-    rank_monitor_server.RankMonitorServer: ("_handle_timeout", "_is_hb_timeout_elapsed", "run_in_subprocess"),
+    rank_monitor_server.RankMonitorServer: (
+        *("_handle_timeout", "_is_hb_timeout_elapsed", "run_in_subprocess"),
+        *("_handle_heartbeat_msg", "_handle_section_msg"),
+    ),
 }
 
 NVIDIA_DRIVER = "/dev/nvidiactl"
@@ -153,7 +158,10 @@ StartWorker = Callable[[Sequence[str], Mapping[str, str], Any, Any, int], Any]
 
 
 def prepare(
-    private_dir: Path, on_signal: Callable[[int, FrameType | None], None], start_worker: StartWorker
+    private_dir: Path,
+    on_signal: Callable[[int, FrameType | None], None],
+    start_worker: StartWorker,
+    page: StepPage | None = None,
 ) -> None:
     """Make NVRx's module state this launcher's own: sockets, signal handler, hang notes, start of workers.
 
@@ -172,6 +180,8 @@ def prepare(
         # Upstream warns for each rank and each meeting that it checks no GPUs.
         logging.getLogger(health_check.__name__).setLevel(logging.ERROR)
     _note_hangs(private_dir)
+    if page is not None:
+        _note_heartbeats(page)
 
     class Handler(_subprocess_handler.SubprocessHandler):
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
@@ -207,6 +217,24 @@ def _note_hangs(directory: Path) -> None:
         await handle_timeout(self)
 
     server._handle_timeout = noted
+
+
+def _note_heartbeats(page: StepPage) -> None:
+    """Let rank monitors, which are forked from here, write when they got a heartbeat or section."""
+    server = rank_monitor_server.RankMonitorServer
+    for name in ("_handle_heartbeat_msg", "_handle_section_msg"):
+        setattr(server, name, _noting(getattr(server, name), page))
+
+
+def _noting(handle: Callable[..., Any], page: StepPage) -> Callable[..., Any]:
+    async def noted(self: Any, *args: Any) -> None:
+        # The rank itself may not know its place: with --virtual-local-rank all are 0.
+        place = re.search(r"_rmon(\d+)\.socket$", str(self.ipc_socket_path))
+        if place is not None:
+            page.record_heartbeat(int(place[1]))
+        await handle(self, *args)
+
+    return noted
 
 
 #: Where ours differ from NVRx's: links need InfiniBand adapters; what monitors see, we report.
@@ -312,6 +340,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     on_change: Callable[[int, list[str]], None] | None = None
     #: Tells how many restarts this host has counted; upstream counts on each host apart.
     restarts_used: Callable[[], int] = staticmethod(lambda: 0)
+    _restart_asked = False
     #: The most that a host has counted: a host whose workers were healthy counts on with the others.
     job_restarts = 0
     #: Number of the current meeting, from 0: the attempt, the same on all hosts.
@@ -376,12 +405,20 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             done = _launcher.WorkerState.SUCCEEDED
             return sorted(str(node) for node in gone if state.worker_states.get(node) != done)
 
+    def try_restart(self) -> bool:
+        """Have the workers of this host restarted at the next look, and so those of all hosts."""
+        self._restart_asked = bool(self._settings.upscaling_enabled)
+        return self._restart_asked
+
     def num_nodes_waiting(self) -> int:
         """Hosts that want in, or else hosts that left: upstream restarts the workers for either.
 
         Upstream alone looks only for arrivals, so the loss of a host would go unnoticed until a
         collective fails or times out.  With the min-healthy policy upstream looks by itself.
         """
+        if self._restart_asked:
+            self._restart_asked = False
+            return 1
         waiting, lost = int(super().num_nodes_waiting()), []
         if self._settings.upscaling_enabled:
             lost = self.lost_hosts()

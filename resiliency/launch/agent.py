@@ -26,6 +26,7 @@ from resiliency.launch._compat import (
     HookedAgent,
     HostRendezvous,
     TracedLogs,
+    UnhealthyNodeException,
     WorkerSpec,
     hang_note,
     run_script_path,
@@ -36,7 +37,13 @@ from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
 from resiliency.launch.reaction import waits_natively
 from resiliency.launch.standby import Standby
-from resiliency.launch.supervisor import WorkerReport, WorkerStateReporter
+from resiliency.launch.supervisor import (
+    HostCommand,
+    HostCommandKind,
+    LauncherState,
+    WorkerReport,
+    WorkerStateReporter,
+)
 from resiliency.launch.watch import SignalBox, WorkerWatch
 from resiliency.runtime import StopNote
 
@@ -117,6 +124,7 @@ class ResilientAgent(HookedAgent):
         StopNote.take_all(self._protection.private_dir)  # of an attempt before
         self._stops.clear()
         self._logs.attempt = self.attempt
+        self._reporter.begin_attempt(self.attempt)
         self._standby.begin_attempt()
         self._events.info = replace(self._events.info, node_rank=self.node_rank)
         self._events.emit(EventType.RENDEZVOUS_DONE, attempt=self.attempt)
@@ -128,6 +136,7 @@ class ResilientAgent(HookedAgent):
         ranks = self.ranks
         for local_rank, rank in ranks.items():
             self._report(rank, local_rank, WorkerReport.RUNNING)
+        self._reporter.launcher_is(LauncherState.RUNNING)
         self._events.emit(
             EventType.WORKERS_STARTED,
             attempt=self.attempt,
@@ -151,9 +160,31 @@ class ResilientAgent(HookedAgent):
 
     def wait_for_change(self) -> None:
         if self._watch is not None:  # upstream looks once more after it stopped the workers
-            self._watch.wait(self._options.monitor_interval.total_seconds(), self._signals.wake_fd)
+            self._watch.wait(
+                self._options.monitor_interval.total_seconds(), self._signals.wake_fd, self._reporter.wake_fd
+            )
             self._signals.check()
             self._standby.look()
+            if (command := self._reporter.try_take_command()) is not None:
+                self._obey(command)
+
+    def _obey(self, command: HostCommand) -> None:
+        reason = command.reason or "no reason"
+        if command.kind is HostCommandKind.LEAVE:
+            self._reporter.launcher_is(LauncherState.STOPPING)
+            self._reporter.finish_command(command, done=True, text="this host leaves the job")
+            raise UnhealthyNodeException(f"the supervisor asked for it: {reason}")
+        if command.attempt is not None and command.attempt < self.attempt:
+            self._reporter.finish_command(command, done=True, text=f"attempt {self.attempt} runs already")
+        elif not self._rendezvous_handler.try_restart():
+            self._reporter.finish_command(
+                command, done=False, text="--ft-restart-policy min-healthy restarts by its own rule only"
+            )
+        else:
+            cause = f"the supervisor asked for a restart: {reason}"
+            self._events.emit(EventType.FAULT_DETECTED, attempt=self.attempt, cause=cause)
+            logger.warning("attempt %d ends: %s", self.attempt, cause)
+            self._reporter.finish_command(command, done=True, text=f"attempt {self.attempt} ends")
 
     def failed(self, failures: Sequence[Any]) -> None:
         if self._watch is None:
@@ -164,8 +195,11 @@ class ResilientAgent(HookedAgent):
                 self._record(self._fault(failure))
 
     def finished(self) -> None:
+        if self._watch is None:
+            return  # these ended because we stopped them
         for local_rank, rank in self.ranks.items():
             self._report(rank, local_rank, WorkerReport.COMPLETE)
+        self._reporter.launcher_is(LauncherState.STOPPING)
         logger.info("attempt %d: all workers of this host succeeded%s", self.attempt, self.where_stopped())
 
     def where_stopped(self) -> str:
@@ -183,6 +217,8 @@ class ResilientAgent(HookedAgent):
         A second signal to the launcher ends the wait.
         """
         running = self._watch is not None
+        ends = self._signals.first is not None
+        self._reporter.launcher_is(LauncherState.STOPPING if ends else LauncherState.RESTARTING)
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -268,6 +304,8 @@ class ResilientAgent(HookedAgent):
             log_file=fault.log_file,
         )
         self._report(fault.rank, fault.local_rank, WorkerReport.FAILED)
+        if self.restarts_used >= self._options.max_restarts:
+            self._reporter.launcher_is(LauncherState.GAVE_UP)
         logger.error(
             "rank %d failed: %s (%d of %d restarts used)",
             fault.rank,
@@ -286,7 +324,8 @@ class ResilientAgent(HookedAgent):
         logger.warning("attempt %d ends: %s", self.attempt, cause)
 
     def _report(self, rank: int, local_rank: int, state: WorkerReport) -> None:
-        self._reporter.report(rank=rank, local_rank=local_rank, attempt=self.attempt, state=state)
+        pid = self.pids.get(local_rank, 0)
+        self._reporter.report(rank=rank, local_rank=local_rank, pid=pid, state=state)
 
 
 def _brief(numbers: Any) -> str:

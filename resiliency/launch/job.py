@@ -22,12 +22,14 @@ from resiliency.goodput_measure.tracker import goodput_path, open_event_stream, 
 from resiliency.launch import _compat
 from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agent_host import AgentHost
+from resiliency.launch.daemon_reporter import DaemonReporter
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
 from resiliency.launch.standby import Standby
 from resiliency.launch.supervisor import NullReporter, WorkerStateReporter
 from resiliency.launch.watch import SignalBox
+from resiliency.progress import STEP_PAGE_ENV, StepPage
 from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV, RUN_DIR_ENV, STOP_NOTES_ENV, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -61,13 +63,16 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
     with AgentHost(
         options.info, protection, stop_timeout=options.term_timeout, start=standby.start_helper
     ) as agents:
-        _compat.prepare(protection.private_dir, signals.handle, standby.start_worker)
+        page = StepPage(options.workers) if options.args.use_supervisor else None
+        _compat.prepare(protection.private_dir, signals.handle, standby.start_worker, page)
         specs = _compat.make_logs_specs(options.args, log_dir)
-        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options, agents, protection))
+        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options, agents, protection, page))
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
             handler, serves = _meet(options, signals)
             reporter: WorkerStateReporter = NullReporter()
+            if page is not None:
+                reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
             agent = ResilientAgent(
                 options,
                 rendezvous=handler,
@@ -198,8 +203,16 @@ def _summary(options: LaunchOptions, agent: ResilientAgent) -> str:
     )
 
 
-def _adjust(env: dict[str, str], options: LaunchOptions, agents: AgentHost, protection: Protection) -> None:
+def _adjust(
+    env: dict[str, str],
+    options: LaunchOptions,
+    agents: AgentHost,
+    protection: Protection,
+    page: StepPage | None,
+) -> None:
     """What a worker's environment has beyond torchrun's."""
+    if page is not None:
+        env[STEP_PAGE_ENV] = page.variable(int(env["LOCAL_RANK"]))
     env[AGENT_HOST_ENV] = agents.address
     env[STOP_NOTES_ENV] = str(protection.private_dir)
     env[JOB_ENV] = options.info.job_name

@@ -74,12 +74,6 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchOptions:
     _check_numbers(args)
     min_nodes, max_nodes = _nodes(args.nnodes)
     supervisor = SupervisorOptions.from_args(args)
-    if args.use_supervisor:
-        raise ConfigError(
-            "--use-supervisor: this release does not ship the client that talks to the host daemon.",
-            hint="Leave the flag out; restarts in place work without it.",
-            flag="--use-supervisor",
-        )
     rendezvous = _rendezvous(args, min_nodes, max_nodes)
     info = _identity(args, env, rendezvous)
     command = _command(args, env)

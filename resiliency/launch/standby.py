@@ -25,6 +25,7 @@ from typing import IO
 
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
+from resiliency.progress import STEP_PAGE_ENV
 from resiliency.template import entry
 from resiliency.template.client import ForkedProcess, ForkRefused, StillImporting, Template, TemplateLost
 from resiliency.template.program import PythonCommand
@@ -40,6 +41,7 @@ VOLATILE = (
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
     *("SLURM_PROCID", "SLURM_LOCALID", "FT_RANK_MONITOR_IPC_SOCKET", "FT_LAUNCHER_IPC_SOCKET"),
+    STEP_PAGE_ENV,
 )
 #: After so many templates that were killed or failed there is no other one.
 MOST_LOST = 3

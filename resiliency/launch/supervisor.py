@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's side of the supervisor: its options, and the seam where its client plugs in."""
+"""The launcher's side of the supervisor: its options, and the seam where its client plugs in.
+
+The texts of the enumerations are those of `supervisor.values` and `supervisor.protocol.host_commands`,
+which the launcher does not import; a test compares them.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +24,83 @@ class WorkerReport(Enum):
     COMPLETE = "complete"
 
 
+class LauncherState(Enum):
+    """What the launcher does about its workers itself, so that the supervisor need not."""
+
+    UNKNOWN = "unknown"
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    GAVE_UP = "gave_up"
+
+
+class HostCommandKind(Enum):
+    """What the supervisor can ask of this host."""
+
+    RESTART_RANKS = "restart_ranks"
+    STOP_AND_SAVE = "stop_and_save"
+    LEAVE = "leave"
+    DUMP_STACKS = "dump_stacks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCommand:
+    """One thing that this host is to do.  `attempt`: that is to end by RESTART_RANKS; None is any."""
+
+    epoch: int
+    id: str
+    kind: HostCommandKind
+    ranks: tuple[int, ...] = ()
+    attempt: int | None = None
+    reason: str = ""
+
+
 class WorkerStateReporter(Protocol):
-    """Tells somebody outside about the workers of this host.
+    """Reports the workers of this host, and brings commands about them.
 
     An implementation must return at once and must not raise: a daemon that is missing or dead is
     its own problem to retry, and never stops training.
     """
 
-    def report(self, *, rank: int, local_rank: int, attempt: int, state: WorkerReport) -> None: ...
+    @property
+    def wake_fd(self) -> int:
+        """Readable when there may be a command; -1 when there never is one."""
+        ...
+
+    def begin_attempt(self, attempt: int) -> None: ...
+
+    def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None: ...
+
+    def launcher_is(self, state: LauncherState) -> None: ...
+
+    def try_take_command(self) -> HostCommand | None:
+        """RESTART_RANKS or LEAVE; the reporter carries the others out itself."""
+        ...
+
+    def finish_command(self, command: HostCommand, *, done: bool, text: str) -> None: ...
 
     def close(self) -> None: ...
 
 
 class NullReporter:
-    """Without a supervisor there is nobody to tell."""
+    """A launcher without a supervisor."""
 
-    def report(self, *, rank: int, local_rank: int, attempt: int, state: WorkerReport) -> None:
-        del rank, local_rank, attempt, state
+    wake_fd = -1
+
+    def begin_attempt(self, attempt: int) -> None:
+        del attempt
+
+    def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None:
+        del rank, local_rank, pid, state
+
+    def launcher_is(self, state: LauncherState) -> None:
+        del state
+
+    def try_take_command(self) -> HostCommand | None:
+        return None
+
+    def finish_command(self, command: HostCommand, *, done: bool, text: str) -> None:
+        del command, done, text
 
     def close(self) -> None:
         pass
@@ -123,6 +187,13 @@ def _check_together(args: argparse.Namespace) -> None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
                 f"{flag} must be set with --use-supervisor: the supervisor finds the workload by its names.",
+                flag=flag,
+            )
+        text = getattr(args, name)
+        if len(text) > 253 or not text.isprintable() or " " in text:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} must be at most 253 printable characters without a space, found {text[:80]!r}.",
                 flag=flag,
             )
     nodes = int(low)

@@ -121,11 +121,13 @@ class WorkerWatch:
             self._fds.add(fd)
             self._poll.register(fd, select.POLLIN)
 
-    def wait(self, timeout_s: float, wake_fd: int) -> None:
-        """Return when a watched process ended, `wake_fd` is readable, or time is up."""
-        self._poll.register(wake_fd, select.POLLIN)
+    def wait(self, timeout_s: float, *wake_fds: int) -> None:
+        """Return when a watched process ended, one of `wake_fds` is readable, or time is up; -1 never is."""
+        for wake_fd in wake_fds:
+            if wake_fd >= 0:
+                self._poll.register(wake_fd, select.POLLIN)
         for fd, _ in self._poll.poll(timeout_s * 1000):
-            if fd != wake_fd:
+            if fd not in wake_fds:
                 # Level-triggered: a worker that finished early would wake every later wait.
                 self._discard(fd)
 

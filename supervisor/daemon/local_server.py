@@ -150,7 +150,7 @@ class LocalServer:
                     "%s of %s %s",
                     reporter.kind,
                     reporter.workload.workload,
-                    "ended" if ended else "is gone without a goodbye",
+                    "ended" if ended else "disconnected without a detach",
                 )
                 self._changed()
 
@@ -189,7 +189,7 @@ class LocalServer:
             )
 
     def _take(self, reporter: Reporter, message: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        """Act on one line; whether it was the goodbye."""
+        """Act on one line; whether it was the detach message."""
         if isinstance(report := message.get("report"), dict):
             before = (reporter.attempt, reporter.launcher, _states(reporter))
             self._workers.update(reporter, report)
@@ -203,10 +203,10 @@ class LocalServer:
             future = self._pending.get(outcome.command)
             if future is not None and not future.done():
                 future.set_result(outcome)
-        elif message.get("bye") is True:
+        elif message.get("detach") is True:
             return True
         else:
-            raise Refused("a line must be a report, an outcome or a goodbye.", reason=Reason.INVALID)
+            raise Refused("a line must be a report, an outcome or a detach.", reason=Reason.INVALID)
         return False
 
 

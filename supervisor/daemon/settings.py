@@ -20,13 +20,13 @@ from supervisor.transport.security import Security, TokenFile
 
 USAGE = "host_daemon.py [FLAGS]"
 DESCRIPTION = """\
-Relay what the launcher of this host knows of its workers to the supervisor, and its commands to the launcher.
+Relay what the launcher of this host knows of its workers to the supervisor, and commands back.
 
-Addresses come from SENSOR_ADDRESS and ACTUATOR_ADDRESS, certificates and tokens from SUPERVISOR_TLS_CERT,
-_KEY, _CA
-and SUPERVISOR_TOKEN_FILE; see docs/supervisor.md."""
+Addresses come from SENSOR_ADDRESS and ACTUATOR_ADDRESS, certificates and tokens from
+SUPERVISOR_TLS_CERT, _KEY, _CA and SUPERVISOR_TOKEN_FILE; see docs/supervisor.md."""
 
-#: Flags that are promised for a later release: refused by name when given, so that nobody relies on them.
+#: Flags that are promised for a later release: refused by name when given, because a flag without effect
+#: misleads.
 _LATER = {
     "watchdogs": "watchdogs are not built yet",
     "watchdog_interval_s": "watchdogs are not built yet",

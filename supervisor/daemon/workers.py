@@ -25,7 +25,7 @@ from supervisor.values import (
     host_state,
 )
 
-#: Reporters that said goodbye and are kept for their last states.
+#: Reporters that have detached and are kept for their last states.
 _MOST_ENDED = 64
 
 

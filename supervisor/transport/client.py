@@ -186,7 +186,7 @@ async def keep_stream(
         what: name of the other side in the log, which gets one line for an outage and one for its end.
     """
     backoff = backoff or Backoff()
-    told = ""
+    logged = ""
     while True:
         began = time.monotonic()
         try:
@@ -199,10 +199,10 @@ async def keep_stream(
             problem = Unreachable(str(error), address=remote.address)
         if time.monotonic() - began >= _WHOLE_S:
             backoff.reset()
-            told = ""
+            logged = ""
         kind = type(problem).__name__ + str(problem.fields.get("reason"))
-        if kind != told:
-            told = kind
+        if kind != logged:
+            logged = kind
             logger.warning("%s at %s: %s  Trying again with a backoff.", what, remote.address, problem)
         await asyncio.sleep(backoff.next_s())
 

@@ -186,7 +186,7 @@ def test_help_comes_at_once_and_teaches_every_flag() -> None:
         ),
         ([*SCALED, "--min-num-dp-replicas=3"], "--num-dp-replicas (2) must lie between"),
         ([*SCALED, "--num-dp-replicas=3"], "must be --nnodes (4), found 6"),
-        (SCALED, "--use-supervisor: this release does not ship the client"),
+        ([*SUPERVISED, "--workload-name=a b"], "--workload-name must be at most 253 printable characters"),
     ],
 )
 def test_a_command_line_that_cannot_work_is_refused_with_a_sentence(

@@ -231,7 +231,7 @@ def test_what_a_launcher_said_grows_old_when_it_is_gone_and_a_stopped_one_answer
         async with fleet.serve():
             with fleet.daemon():
                 await fleet.actuator.wait_for("connected", "host-1")
-                # A launcher that is cut off without a goodbye: a raw connection.
+                # A launcher that is cut off without a detach: a raw connection.
                 _, writer = await asyncio.open_connection("127.0.0.1", fleet.launcher_port)
                 hello = '{"hello":{"protocol":1,"kind":"launcher","key":"raw","workload":{"workload":"job"}}}'
                 worker = '{"local_rank":0,"global_rank":0,"state":"running","heartbeat_age_s":0.0}'
@@ -319,7 +319,7 @@ def test_a_launcher_without_the_token_is_refused(tmp_path: Path, token_file: Pat
             answer = _say(fleet.launcher_port, hello % token)
             assert "the token is not one that this daemon accepts." in answer
         good = hello % '"a-token-of-training-hosts"'
-        assert "welcome" in _say(fleet.launcher_port, good, '{"bye":true}')
+        assert "welcome" in _say(fleet.launcher_port, good, '{"detach":true}')
 
 
 def test_a_fence_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of ranks, without their help where they cannot give it.
+
+A rank that has finished a step has offered its stacks (`resiliency.progress`): on a signal, the interpreter
+writes them into a file, also when the main thread waits in native code.  Of another rank, or one that does
+not answer, the kernel tells the state and where it waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from resiliency.progress import STACK_SIGNAL, stacks_file
+
+ANSWER_TIMEOUT_S = 2.0
+_POLL_S = 0.02
+_MOST_CHARS = 16_384
+
+
+def dump_stacks(pids: Mapping[int, int], directory: str) -> dict[int, str]:
+    """Stacks by rank of the processes `pids`, within about two seconds for all together."""
+    sizes = {}
+    for rank, pid in pids.items():
+        file = stacks_file(directory, pid)
+        with suppress(OSError):
+            size = file.stat().st_size
+            os.kill(pid, STACK_SIGNAL)
+            sizes[rank] = size
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    answers = {}
+    for rank, size in sizes.items():
+        answers[rank] = _new_text(stacks_file(directory, pids[rank]), size, deadline)
+    return {rank: answers.get(rank) or _from_kernel(pid) for rank, pid in pids.items()}
+
+
+def _new_text(file: Path, size: int, deadline: float) -> str:
+    """What was added to `file`, once it has stopped growing."""
+    seen = size
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        with suppress(OSError):
+            now = file.stat().st_size
+            if now == seen > size:
+                break
+            seen = now
+    with suppress(OSError), file.open("rb") as opened:
+        opened.seek(size)
+        return opened.read(_MOST_CHARS).decode(errors="replace")
+    return ""
+
+
+def _from_kernel(pid: int) -> str:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        state = next(line for line in status.splitlines() if line.startswith("State:"))
+        waits = Path(f"/proc/{pid}/wchan").read_text() or "0"
+    except (OSError, StopIteration):
+        return f"process {pid} is gone"
+    return f"process {pid} gives no Python stacks; {state.replace(chr(9), ' ')}, waits in {waits}"

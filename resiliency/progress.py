@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step page: memory in which each rank of a host writes its last finished step, for its launcher.
+
+A rank pays for two stores into shared memory, under a microsecond, and never for a system call: a reader that
+is slow or dead makes no difference to training.  A rank without a launcher writes nothing.
+
+    slot of a local rank: last finished step + 1, its time | time of the last heartbeat at the rank monitor
+
+One process writes each word.  A reader may see a step with the time of the one before it, which is as good.
+Times are CLOCK_MONOTONIC, the same in all processes of a host.  The page has no name in any file system: it
+is gone with the last process that has it, however that ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from resiliency.runtime import STOP_NOTES_ENV
+
+#: Where a rank finds its slot: ``/proc/<launcher>/fd/<n>:<slot>``.
+STEP_PAGE_ENV = "RESILIENCY_STEP_PAGE"
+
+#: On this one a rank that has finished a step writes its stacks into its file.
+STACK_SIGNAL = signal.SIGRTMIN + 7
+
+_STEP = struct.Struct("=Qd")
+_TIME = struct.Struct("=d")
+#: A cache line each, so that ranks do not take each other's.
+_SLOT_BYTES = 64
+_HEARTBEAT_OFFSET = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgress:
+    """What a slot holds; None before the first step or heartbeat.  Times are monotonic seconds."""
+
+    step: int | None
+    step_time: float | None
+    heartbeat_time: float | None
+
+
+class StepPage:
+    """The launcher's side: owns the memory.
+
+    Args:
+        ranks: slots, one for each local rank.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._fd = os.memfd_create("resiliency-steps", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, ranks * _SLOT_BYTES)
+        self._memory = mmap.mmap(self._fd, ranks * _SLOT_BYTES)
+
+    def variable(self, local_rank: int) -> str:
+        """Value of STEP_PAGE_ENV for one rank."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}:{local_rank}"
+
+    def clear(self) -> None:
+        """Forget an attempt whose ranks have ended."""
+        self._memory[:] = bytes(len(self._memory))
+
+    def read(self, local_rank: int) -> RankProgress:
+        start = local_rank * _SLOT_BYTES
+        count, step_time = _STEP.unpack_from(self._memory, start)
+        (heartbeat,) = _TIME.unpack_from(self._memory, start + _HEARTBEAT_OFFSET)
+        return RankProgress(
+            step=count - 1 if count else None,
+            step_time=step_time if count else None,
+            heartbeat_time=heartbeat or None,
+        )
+
+    def record_heartbeat(self, local_rank: int) -> None:
+        """For a rank monitor, which has this memory from its launcher by fork."""
+        if 0 <= local_rank < self._ranks:
+            _TIME.pack_into(self._memory, local_rank * _SLOT_BYTES + _HEARTBEAT_OFFSET, time.monotonic())
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._memory.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+_slot: tuple[mmap.mmap, int] | None = None
+#: Whether there is a page is found out at the first step of a process.
+_looked = False
+
+
+def report_step(step: int) -> None:
+    """Say that this rank has finished `step`.  Without a launcher that asks, this does nothing."""
+    global _slot, _looked
+    if not _looked:
+        _slot, _looked = _open_slot(os.environ.get(STEP_PAGE_ENV, "")), True
+        if _slot is not None:
+            _offer_stacks(os.environ.get(STOP_NOTES_ENV, ""))
+    if _slot is not None:
+        _STEP.pack_into(_slot[0], _slot[1], step + 1, time.monotonic())
+
+
+def _open_slot(text: str) -> tuple[mmap.mmap, int] | None:
+    path, colon, slot = text.rpartition(":")
+    if not colon or not slot.isdecimal():
+        return None
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None  # the launcher is gone: its guardian ends this rank soon
+    try:
+        memory = mmap.mmap(fd, 0)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+    start = int(slot) * _SLOT_BYTES
+    return (memory, start) if start + _SLOT_BYTES <= len(memory) else None
+
+
+def stacks_file(directory: str, pid: int) -> Path:
+    """Where process `pid` writes its stacks; it is there when the process can."""
+    return Path(directory, f"stacks-{pid}")
+
+
+def _offer_stacks(directory: str) -> None:
+    """Let a signal write the stacks of all threads, from a handler in C that needs no free interpreter."""
+    if directory and signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
+        with suppress(OSError):
+            # Open for the life of the process, as faulthandler wants it.
+            file = stacks_file(directory, os.getpid()).open("w")
+            faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real launcher beside a real daemon: what it reports, what it obeys, and that it never waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from resiliency import progress
+from resiliency.errors import ConfigError
+from resiliency.events import EventType
+from resiliency.launch import supervisor as seam
+from resiliency.launch.stacks import dump_stacks
+from resiliency.progress import STEP_PAGE_ENV, StepPage, report_step
+from resiliency.testing import warm
+from resiliency.testing.processes import Command as Program
+from supervisor import values
+from supervisor.client import GoogleCloudResiliencyClient
+from supervisor.protocol import host_commands
+from supervisor.protocol.host_commands import HostCommand, HostCommandKind
+from supervisor.values import DeviceState, InvalidValue, LauncherState, OutcomeStatus
+from tests.launch.conftest import PATIENCE, WORKER, Launch, events, launch, leaves_nothing, ready, temporary
+from tests.supervisor_wire.test_daemon import ROOT, Fleet, daemon_alone, free_ports, run
+from tests.waiting import wait_until
+
+__all__ = ["daemon_alone", "launch", "leaves_nothing", "temporary"]  # fixtures
+pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
+
+T = TypeVar("T")
+STEPPER = Path(__file__).parent / "scripts" / "stepper.py"
+LOST = "the job goes on without it"
+
+
+def start(launch: Launch, port: int, *flags: str, script: tuple[object, ...] = (STEPPER,)) -> Program:
+    return launch(
+        *("--nproc-per-node=2", "--max-restarts=1", "--job-name=job", "--workload-name=job"),
+        *("--nnodes=1", "--container-name=c", "--use-supervisor", f"--host-daemon-port={port}", *flags),
+        *script,
+    )
+
+
+async def elsewhere(wait: Callable[[], T]) -> T:
+    """Wait in a thread: sensor and actuator live in this one."""
+    return await asyncio.to_thread(wait)
+
+
+def command(id: str, kind: HostCommandKind, *, attempt: int | None = None) -> HostCommand:
+    return HostCommand(epoch=1, id=id, kind=kind, workload="job", attempt=attempt, reason="test")
+
+
+def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
+    launch: Launch, leaves_nothing: Callable[[Program], None], tmp_path: Path
+) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        async with fleet.serve():
+            with fleet.daemon():
+                job = await elsewhere(lambda: start(launch, fleet.launcher_port))
+                _, victim = [await elsewhere(lambda rank=rank: ready(job, rank)) for rank in (0, 1)]
+                # States, steps and their ages, and what the job is.
+                first = await fleet.reported(
+                    lambda report: (
+                        len(report.workers) == 2
+                        and all(
+                            (worker.step or 0) > 10 and (worker.step_age_s or 9) < 5
+                            for worker in report.workers
+                        )
+                    )
+                )
+                assert (first.attempt, first.launcher) == (0, LauncherState.RUNNING)
+                assert {worker.state for worker in first.workers} == {DeviceState.RUNNING}
+                workload = next(v for _, _, v in fleet.sensor.told if isinstance(v, values.WorkloadInfo))
+                assert (workload.workload, workload.container, workload.max_in_job_restarts) == (
+                    "job",
+                    "c",
+                    1,
+                )
+                # A failure that the launcher itself does something about.
+                os.kill(victim, signal.SIGKILL)
+                await fleet.reported(
+                    lambda report: report.attempt == 1 and report.launcher is LauncherState.RUNNING
+                )
+                # Asked to restart in place: also with no restart left, and once for each attempt.
+                done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS, attempt=1))
+                assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 1 ends")
+                await fleet.reported(lambda report: report.attempt == 2 and len(report.workers) == 2)
+                again = await fleet.command(command("c2", HostCommandKind.RESTART_RANKS, attempt=1))
+                assert again.text == "attempt 2 runs already"
+                for rank in (0, 1):
+                    await elsewhere(lambda rank=rank: ready(job, rank, attempt=2))
+                # Stacks of living ranks.
+                stacks = await fleet.command(command("c3", HostCommandKind.DUMP_STACKS))
+                assert stacks.status is OutcomeStatus.DONE
+                assert stacks.text.count("in ") >= 2
+                assert "rank 1: File" in stacks.text
+                assert "in train_forever" in await elsewhere(lambda: job.output)
+                # Asked to stop at a boundary.
+                stop = await fleet.command(command("c4", HostCommandKind.STOP_AND_SAVE))
+                assert stop.text == "SIGTERM passed on"
+                assert await elsewhere(lambda: job.wait(timeout=PATIENCE)) == 0
+                ended = await fleet.reported(lambda report: report.launcher is LauncherState.STOPPING)
+                assert ended.attempt == 2
+        assert "made" in job.output
+        assert LOST not in job.output
+        causes = [event.fields["cause"] for event in events(tmp_path / "run", EventType.FAULT_DETECTED)]
+        assert causes == ["SIGKILL", "the supervisor asked for a restart: test"]
+        leaves_nothing(job)
+
+    run(work())
+
+
+def test_a_failure_that_the_launcher_can_do_nothing_about_is_left_to_the_supervisor(
+    launch: Launch, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        async with fleet.serve():
+            with fleet.daemon():
+                job = await elsewhere(
+                    lambda: start(launch, fleet.launcher_port, "--max-restarts=0", script=(WORKER, "wait"))
+                )
+                victim = await elsewhere(lambda: ready(job, 1))
+                await fleet.reported(lambda report: len(report.workers) == 2)
+                os.kill(victim, signal.SIGKILL)
+                assert await elsewhere(lambda: job.wait(timeout=PATIENCE)) == 1
+                given_up = await fleet.reported(lambda report: report.launcher is LauncherState.GAVE_UP)
+                assert given_up.workers[-1].state is DeviceState.FAILED
+                # It has detached, and the failure is what is left.
+                await fleet.reported(
+                    lambda report: (
+                        [(one.local_rank, one.state) for one in report.workers] == [(1, DeviceState.FAILED)]
+                    )
+                )
+
+    run(work())
+
+
+def test_a_host_that_is_asked_to_leave_leaves(launch: Launch, tmp_path: Path) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        async with fleet.serve():
+            with fleet.daemon():
+                job = await elsewhere(lambda: start(launch, fleet.launcher_port, "--monitor-interval=30"))
+                await elsewhere(lambda: ready(job, 0))
+                await fleet.reported(lambda report: len(report.workers) == 2)
+                asked = time.monotonic()
+                left = await fleet.command(command("c1", HostCommandKind.LEAVE))
+                assert (left.status, left.text) == (OutcomeStatus.DONE, "this host leaves the job")
+                # A command wakes the launcher, whatever its monitor interval.
+                assert time.monotonic() - asked < 20
+                assert await elsewhere(lambda: job.wait(timeout=PATIENCE)) == 1
+        assert (
+            "this host leaves the job, because it is unhealthy: the supervisor asked for it: test"
+            in job.output
+        )
+
+    run(work())
+
+
+def test_a_daemon_that_dies_or_stops_costs_a_warning_and_nothing_else(launch: Launch, tmp_path: Path) -> None:
+    """The predecessor's client held the job: 7 s a heartbeat with a dead daemon, 59 s with a stopped one."""
+    fleet = Fleet(tmp_path)
+    job = start(launch, fleet.launcher_port)  # before there is a daemon
+    victim = ready(job, 1)
+    job.wait_for_line(f"host daemon at port {fleet.launcher_port}: .*refused.*{LOST}", timeout=PATIENCE)
+    with fleet.daemon() as daemon:
+        job.wait_for_line("host daemon at port .* connected", timeout=PATIENCE)
+        daemon.signal(signal.SIGSTOP)
+        killed = datetime.now(timezone.utc)
+        os.kill(victim, signal.SIGKILL)
+        ready(job, 0, attempt=1)
+        (fault,) = events(tmp_path / "run", EventType.FAULT_DETECTED)
+        assert (fault.time - killed).total_seconds() < 2
+        # Five silent seconds later the launcher says so, once; then the daemon is killed and another one
+        # comes.
+        job.wait_for_line(f"has not answered for 5 s; {LOST}", timeout=PATIENCE)
+        daemon.signal(signal.SIGKILL)
+        daemon.wait(timeout=PATIENCE)
+    with fleet.daemon() as daemon:
+        job.wait_for_line("host daemon at port .* connected", timeout=PATIENCE, count=2)
+        daemon.wait_for_line("launcher of job connected", timeout=PATIENCE)
+        daemon.signal(signal.SIGKILL)
+        daemon.wait(timeout=PATIENCE)
+        job.wait_for_line(LOST, timeout=PATIENCE, count=3)
+        job.signal(signal.SIGTERM)
+        assert job.wait(timeout=PATIENCE) == 0
+    assert job.output.count(LOST) == 3
+    for rank in (0, 1):
+        line = job.wait_for_line(rf"rank {rank} attempt 1 made (\d+) steps, .* took (\S+) s", timeout=1)
+        assert float(line[2]) < 1.0
+
+
+# ------------------------------------------------------------------------------------------- the step page
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepPage]:
+    page = StepPage(2)
+    monkeypatch.setattr(progress, "_slot", None)
+    monkeypatch.setattr(progress, "_looked", False)
+    yield page
+    page.close()
+
+
+def test_a_step_of_another_process_is_seen_with_its_time(page: StepPage) -> None:
+    before = time.monotonic()
+    program = "from resiliency.progress import report_step; report_step(0); report_step(41)"
+    env = {**os.environ, STEP_PAGE_ENV: page.variable(1)}
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
+    seen = page.read(1)
+    assert seen.step == 41
+    assert seen.step_time is not None
+    assert before <= seen.step_time <= time.monotonic()
+    assert page.read(0).step is page.read(0).step_time is None
+    page.record_heartbeat(0)
+    page.record_heartbeat(7)  # of a rank that the page has no room for
+    heartbeat = page.read(0).heartbeat_time
+    assert heartbeat is not None
+    assert before <= heartbeat <= time.monotonic()
+    page.clear()
+    assert page.read(1).step is None
+
+
+def test_step_zero_is_a_step_and_no_page_is_no_error(page: StepPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STEP_PAGE_ENV, page.variable(0))
+    report_step(0)
+    assert page.read(0).step == 0
+    for wrong in ("", "nonsense", "/proc/self/fd/9999:0", f"{page.variable(0).partition(':')[0]}:9"):
+        monkeypatch.setattr(progress, "_slot", None)
+        monkeypatch.setattr(progress, "_looked", False)
+        monkeypatch.setenv(STEP_PAGE_ENV, wrong)
+        report_step(3)
+    assert page.read(0).step == 0
+
+
+def test_a_report_of_a_step_costs_no_system_call(page: StepPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bound is 1 us on an idle core; the fastest of many rounds shows that also on a busy one."""
+    monkeypatch.setenv(STEP_PAGE_ENV, page.variable(0))
+    report_step(0)
+    rounds = []
+    for _ in range(50):
+        began = time.perf_counter()
+        for step in range(1000):
+            report_step(step)
+        rounds.append((time.perf_counter() - began) / 1000)
+    assert min(rounds) < 1e-6
+
+
+def test_stacks_of_a_rank_that_offers_none_come_from_the_kernel(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        stacks = dump_stacks({3: sleeper.pid, 4: 2**22 - 1}, str(tmp_path))
+        sleeper.kill()
+    assert f"process {sleeper.pid} gives no Python stacks; State: T (stopped), waits in" in stacks[3]
+    assert stacks[4] == f"process {2**22 - 1} is gone"
+
+
+# ------------------------------------------------------------------------------------------- without our
+# launcher
+
+
+def test_a_program_reports_for_itself(daemon_alone: Fleet) -> None:
+    with GoogleCloudResiliencyClient(
+        0, daemon_alone.launcher_port, local_rank=0, global_rank=4, workload_name="job"
+    ) as client:
+        wait_until(lambda: client.connected, "not connected")
+        client.send_heartbeat(step=12)
+        client.update_state(DeviceState.COMPLETE)
+
+
+def test_the_example_reports_from_a_job_without_our_launcher(daemon_alone: Fleet) -> None:
+    program = [sys.executable, str(ROOT / "examples" / "report_from_torchrun.py"), "--workload-name=job"]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    rank |= {"MASTER_PORT": str(free_ports(1)[0]), "GCP_HOST_DAEMON_PORT": str(daemon_alone.launcher_port)}
+    done = warm.run([*program, "--steps=5"], env={**os.environ, **rank}, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 0 finished step 5\n"
+    assert LOST not in done.stderr
+
+
+def test_a_program_without_a_daemon_is_not_held(caplog: pytest.LogCaptureFixture) -> None:
+    client = GoogleCloudResiliencyClient(0, 1, local_rank=0, global_rank=0, workload_name="job")
+    began = time.monotonic()
+    for step in range(1000):
+        client.send_heartbeat(step)
+        client.update_state(DeviceState.RUNNING)
+    assert time.monotonic() - began < 1
+    wait_until(lambda: "port 1" in caplog.text, "no warning")
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 3
+    assert caplog.text.count(LOST) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"port": -1}, "port must be 0 to 65535, found -1."),
+        ({"host_port": 0}, "host_port must be 1 to 65535, found 0."),
+        ({"local_rank": -2}, "local_rank must be 0 or more, found '-2'."),
+        (
+            {"global_rank": None},
+            "global_rank must be 0 or more, found ''.  Give it, or let the launcher set RANK.",
+        ),
+    ],
+)
+def test_a_client_that_cannot_work_is_refused(
+    arguments: dict[str, int | None], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    given: dict[str, int | None] = {"port": 0, "host_port": 1, "local_rank": 0, "global_rank": 0, **arguments}
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        GoogleCloudResiliencyClient(**given, workload_name="job")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValue, match=r"WorkloadInfo\.workload must be set"):
+        GoogleCloudResiliencyClient(0, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (seam.LauncherState, values.LauncherState),
+        (seam.HostCommandKind, host_commands.HostCommandKind),
+    ],
+)
+def test_launcher_and_supervisor_use_the_same_texts(ours: type, theirs: type) -> None:
+    assert {one.name: one.value for one in ours} == {one.name: one.value for one in theirs}  # type: ignore[attr-defined]
+    assert {state.value for state in seam.WorkerReport} <= {state.value for state in DeviceState}
