@@ -42,8 +42,8 @@ PORT_ENV, TOKEN_ENV = "GCP_HOST_DAEMON_PORT", "GCP_HOST_DAEMON_TOKEN_FILE"
 #: Longest line in either direction.
 MAX_LINE_BYTES = 256 << 10
 
-#: A report is sent this often when nothing changes.
-REPORT_PERIOD_S = 1.0
+#: A report is sent this often when nothing changes, and at most so often when much does.
+REPORT_PERIOD_S, LEAST_PERIOD_S = 1.0, 0.05
 #: A daemon that acknowledges nothing for this long is taken for stopped.
 SILENCE_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
@@ -135,7 +135,7 @@ class DaemonLink:
         while not self._closing:
             try:
                 self._hold()
-            except (_Outage, OSError, ValueError) as error:
+            except Exception as error:  # the border of the thread: whatever the daemon says, the job goes on
                 if self.connected or not self._warned:
                     self._warned = True
                     logger.warning(
@@ -165,7 +165,7 @@ class DaemonLink:
         hello = {"protocol": LOCAL_PROTOCOL, "pid": os.getpid(), "token": self._token(), **self._hello}
         out, received = _line({"hello": hello}), b""
         sequence, acknowledged = 0, 0
-        next_report = 0.0
+        last_report = -REPORT_PERIOD_S
         heard = time.monotonic()
         closing_until = 0.0
         while True:
@@ -174,17 +174,17 @@ class DaemonLink:
                 if not self.connected:
                     return
                 closing_until = now + CLOSE_TIMEOUT_S
-                out += self._next_report(sequence) + _line({"detach": True})
+                out += self._take_outcomes() + self._next_report(sequence) + _line({"detach": True})
             if closing_until and (not out or now >= closing_until):
                 return
             if self.connected and not closing_until and not out and acknowledged == sequence:
-                while self._outcomes:
-                    out += _line({"outcome": self._outcomes.popleft()})
-                if self._changed or now >= next_report:
+                out += self._take_outcomes()
+                if now >= last_report + (LEAST_PERIOD_S if self._changed else REPORT_PERIOD_S):
                     self._changed = False
                     sequence += 1
                     out += self._next_report(sequence)
-                    next_report = now + REPORT_PERIOD_S
+                    last_report = now
+            next_report = last_report + (LEAST_PERIOD_S if self._changed else REPORT_PERIOD_S)
             due = min(next_report if self.connected else now + 1.0, heard + SILENCE_S)
             readable = self._wait([connection], [connection] if out else [], max(due - now, 0.01))
             if out:
@@ -203,6 +203,12 @@ class DaemonLink:
             elif time.monotonic() - heard > SILENCE_S:
                 # After a look at what came: this program may itself have been stopped for a while.
                 raise _Outage(f"it has not answered for {SILENCE_S:g} s")
+
+    def _take_outcomes(self) -> bytes:
+        lines = b""
+        while self._outcomes:
+            lines += _line({"outcome": self._outcomes.popleft()})
+        return lines
 
     def _next_report(self, sequence: int) -> bytes:
         return _line({"report": {"sequence": sequence, **self._make_report()}})

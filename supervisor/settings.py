@@ -60,27 +60,34 @@ class Settings:
             ConfigError: which variable cannot work, and why.
         """
         return cls(
-            port=_whole(env, "PORT", 1, 65535) if env.get("PORT") else None,
+            port=read_whole(env, "PORT", 1, 65535) if env.get("PORT") else None,
             sensor_address=_address(env, "SENSOR_ADDRESS"),
             controller_address=_address(env, "CONTROLLER_ADDRESS"),
             actuator_address=_address(env, "ACTUATOR_ADDRESS"),
-            host_daemon_port=_whole(env, "HOST_DAEMON_PORT", 1, 65535, cls.host_daemon_port),
+            host_daemon_port=read_whole(env, "HOST_DAEMON_PORT", 1, 65535, cls.host_daemon_port),
             heartbeat_polling_period_s=_seconds(
                 env, "HEARTBEAT_POLLING_PERIOD_S", cls.heartbeat_polling_period_s
             ),
             heartbeat_timeout_s=_seconds(env, "HEARTBEAT_TIMEOUT_S", cls.heartbeat_timeout_s),
-            workers_per_host=_whole(env, "WORKERS_PER_HOST", 1, 1024, cls.workers_per_host),
+            workers_per_host=read_whole(env, "WORKERS_PER_HOST", 1, 1024, cls.workers_per_host),
             job_namespace=_namespace(env, "JOB_NAMESPACE", cls.job_namespace),
             workload_namespace=_namespace(env, "WORKLOAD_NAMESPACE", cls.workload_namespace),
-            max_in_job_restarts=_whole(env, "MAX_IN_JOB_RESTARTS", 0, 10**6, cls.max_in_job_restarts),
-            max_workload_restarts=_whole(env, "MAX_WORKLOAD_RESTARTS", 0, 10**6, cls.max_workload_restarts),
+            max_in_job_restarts=read_whole(env, "MAX_IN_JOB_RESTARTS", 0, 10**6, cls.max_in_job_restarts),
+            max_workload_restarts=read_whole(
+                env, "MAX_WORKLOAD_RESTARTS", 0, 10**6, cls.max_workload_restarts
+            ),
             scaling=_switch(env, "ENABLE_WORKLOAD_SCALING"),
-            nodes_per_dp=_whole(env, "NUM_NODES_PER_DP", 1, 10**6, cls.nodes_per_dp),
-            dp_replicas=_whole(env, "NUM_DP_REPLICAS", 1, 10**6, cls.dp_replicas),
+            nodes_per_dp=read_whole(env, "NUM_NODES_PER_DP", 1, 10**6, cls.nodes_per_dp),
+            dp_replicas=read_whole(env, "NUM_DP_REPLICAS", 1, 10**6, cls.dp_replicas),
         )
 
 
-def _whole(env: Mapping[str, str], name: str, least: int, most: int, default: int = 0) -> int:
+def read_whole(env: Mapping[str, str], name: str, least: int, most: int, default: int = 0) -> int:
+    """The whole number that variable `name` holds, or `default` where it is not set.
+
+    Raises:
+        ConfigError: it is no number from `least` to `most`.
+    """
     text = env.get(name)
     if not text:
         return default

@@ -389,6 +389,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         with _no_spread() if self._settings.max_nodes == 1 else nullcontext():
             store, rank, size = super().next_rendezvous()
         self._members = frozenset(self._state_holder.state.participants)
+        self._restart_asked = False  # a failure came first, and has had the same effect
         self.attempt = self._state_holder.state.round
         used = self.restarts_used()
         asked = "" if self._asked_rank is None else str(self._asked_rank)

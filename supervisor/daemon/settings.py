@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import NoReturn
 
 from resiliency.daemon_link import DEFAULT_PORT, PORT_ENV
 from resiliency.errors import ConfigError
-from supervisor.settings import HOST_DAEMON_PORT, Settings
+from supervisor.settings import HOST_DAEMON_PORT, Settings, read_whole
 from supervisor.transport.security import Security, TokenFile
 
 USAGE = "host_daemon.py [FLAGS]"
@@ -77,8 +76,9 @@ class DaemonSettings:
         for name, why in _LATER.items():
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name} is refused: {why}.", hint="Leave it out.", flag=f"--{name}")
-        port = _port("--port", args.port, env.get("HOST_DAEMON_PORT"), HOST_DAEMON_PORT)
-        launcher_port = _port("--launcher_port", args.launcher_port, env.get(PORT_ENV), DEFAULT_PORT)
+        port = _port("--port", args.port, environment.host_daemon_port)
+        default = read_whole(env, PORT_ENV, 1, 65535, DEFAULT_PORT)
+        launcher_port = _port("--launcher_port", args.launcher_port, default)
         if port == launcher_port != 0:
             raise ConfigError(
                 f"--port and --launcher_port must differ, both are {port}: one is for the supervisor, the "
@@ -166,19 +166,11 @@ def _with_underscores(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def _port(flag: str, given: int | None, variable: str | None, default: int) -> int:
-    value = given
-    if value is None:
-        value = int(variable) if variable and re.fullmatch(r"\d{1,9}", variable) else default
-        if variable and value == default != _int_or_none(variable):
-            raise ConfigError(f"the port must be 1 to 65535, found {variable!r}.", flag=flag)
+def _port(flag: str, given: int | None, default: int) -> int:
+    value = default if given is None else given
     if not 0 <= value <= 65535:
         raise ConfigError(f"{flag} must be 0 (any) to 65535, found {value}.", flag=flag)
     return value
-
-
-def _int_or_none(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"\d{1,9}", text) else None
 
 
 def _check_name(what: str, name: str) -> None:

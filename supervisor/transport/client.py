@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from resiliency.errors import ConfigError, ControlPlaneError
+from supervisor.protocol import PROTOCOL_VERSION
 from supervisor.transport import errors
 from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.limits import CHANNEL_OPTIONS, Backoff
@@ -105,7 +106,8 @@ class Remote:
             self._channel = self._connect()
         stub = self._channel.unary_unary(_path(method), **_coders(method))
         try:
-            return await stub(request, timeout=timeout_s, metadata=self._security.metadata())
+            metadata = (*self._security.metadata(), (errors.PROTOCOL_KEY, str(PROTOCOL_VERSION)))
+            return await stub(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc(error, self.address, method.name) from error
 

@@ -12,8 +12,8 @@ import grpc
 
 from resiliency.errors import ControlPlaneError
 
-#: Trailing metadata that carries a `Reason`.
-REASON_KEY = "resiliency-reason"
+#: Trailing metadata that carries a `Reason`, and metadata of a call that carries its protocol.
+REASON_KEY, PROTOCOL_KEY = "resiliency-reason", "resiliency-protocol"
 #: Details travel in an HTTP/2 header, which has a limit.
 MAX_DETAILS_CHARS = 2000
 

@@ -17,7 +17,9 @@ from typing import Any
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
+from resiliency import __version__
 from resiliency.errors import ConfigError, ResiliencyError
+from supervisor.protocol import PROTOCOL_VERSION
 from supervisor.transport import errors
 from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.limits import MAX_HOST_MESSAGE_BYTES, SERVER_OPTIONS
@@ -136,12 +138,25 @@ def _guard_unary(handler: Any, role: Role, security: Security, name: str) -> Any
 
         async def answer() -> None:
             security.admit(context, role)
+            _check_protocol(context)
             answers.append(await handler(request))
 
         await _border(answer, context, name)
         return answers[0]
 
     return call
+
+
+def _check_protocol(context: grpc.aio.ServicerContext) -> None:
+    """For calls; a stream says its protocol in its first message, with more about the host."""
+    given = dict(context.invocation_metadata() or ()).get(errors.PROTOCOL_KEY)
+    if given != str(PROTOCOL_VERSION):
+        raise Refused(
+            f"the caller speaks protocol {given!r:.20}, this process speaks protocol {PROTOCOL_VERSION} "
+            f"(release {__version__!r}).",
+            hint="Install the same release on both.",
+            reason=Reason.VERSION,
+        )
 
 
 def _guard_stream(handler: Any, role: Role, security: Security, name: str) -> Any:

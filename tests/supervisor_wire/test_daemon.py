@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -53,7 +54,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(work: Awaitable[T]) -> T:
     async def bounded() -> T:
-        return await asyncio.wait_for(work, PATIENCE_S)
+        return await asyncio.wait_for(work, 3 * PATIENCE_S)  # for all steps of a test together
 
     return asyncio.run(bounded())
 
@@ -89,14 +90,15 @@ class Fleet:
             yield
 
     @contextmanager
-    def daemon(self, *flags: str, cold: bool = False, **env: str) -> Iterator[Program]:
+    def daemon(self, *flags: str, **env: str) -> Iterator[Program]:
         self._started += 1
         argv = [sys.executable, str(ROOT / "supervisor" / "host_daemon.py"), "--plaintext"]
         argv += [f"--port={self.port}", f"--launcher_port={self.launcher_port}", "--workers_per_host=2"]
         argv += [f"--state_dir={self.tmp_path / 'state'}", *flags]
         variables = {**os.environ, "NODE_NAME": "host-1", **self.addresses, **env}
         log = self.tmp_path / f"daemon-{self._started}.txt"
-        with Program(argv, log=log, env=variables, cold=cold) as program:
+        # Its own interpreter: it imports little, and its memory is measured.
+        with Program(argv, log=log, env=variables, cold=True) as program:
             yield program
 
     async def command(self, command: HostCommand) -> Outcome:
@@ -176,7 +178,7 @@ def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launc
     async def work() -> None:
         fleet = Fleet(tmp_path)
         async with fleet.serve():
-            with fleet.daemon(cold=True) as daemon:
+            with fleet.daemon() as daemon:
                 await fleet.sensor.wait_for("connected", "host-1")
                 with Job(fleet) as job:
                     job.say("running", "running", attempt=3, launcher="restarting")
@@ -320,6 +322,59 @@ def test_a_launcher_without_the_token_is_refused(tmp_path: Path, token_file: Pat
             assert "the token is not one that this daemon accepts." in answer
         good = hello % '"a-token-of-training-hosts"'
         assert "welcome" in _say(fleet.launcher_port, good, '{"detach":true}')
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_program_of_another_user_is_refused(daemon_alone: Fleet) -> None:
+    hello = '{"hello":{"protocol":1,"kind":"worker","key":"u","workload":{"workload":"job"}}}'
+    read_fd, write_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(65534)
+            os.write(write_fd, _say(daemon_alone.launcher_port, hello).encode())
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    assert "the program runs as user 65534, and this daemon listens to root and user 0 only." in answer
+
+
+def test_a_forked_child_does_not_keep_the_connection_of_its_parent() -> None:
+    """Rank monitors are forked from launchers, and may outlive them for a moment."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = DaemonLink(port=server.getsockname()[1], hello={}, make_report=dict)
+        connection, _ = server.accept()
+        connection.settimeout(PATIENCE_S)
+        connection.recv(65536)
+        connection.sendall(b'{"welcome":{}}\n')
+        wait_until(lambda: link.connected, "no welcome")
+        wake_fd, end_fd = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(end_fd)
+                os.read(wake_fd, 1)
+            finally:
+                os._exit(0)
+        link.close()
+        with connection:
+            while connection.recv(65536):
+                pass  # until its end, although the child lives
+        os.close(end_fd)
+        os.close(wake_fd)
+        os.waitpid(child, 0)
+
+
+def test_a_program_that_says_a_lot_is_slowed_down_and_not_refused(daemon_alone: Fleet) -> None:
+    with Job(daemon_alone) as job:
+        wait_until(lambda: job.link.connected, "not connected")
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            job.say("running", attempt=int(time.monotonic() * 1000))
+        assert job.link.connected
 
 
 def test_a_fence_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

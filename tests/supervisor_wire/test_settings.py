@@ -90,6 +90,13 @@ def test_a_variable_that_cannot_work_is_refused(variable: str, value: str, sente
     assert refused.value.fields["variable"] == variable
 
 
+def test_a_port_for_launchers_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="GCP_HOST_DAEMON_PORT must be a whole number from 1 to 65535, found 'x'"
+    ):
+        parse(f"--state_dir={tmp_path}", GCP_HOST_DAEMON_PORT="x")
+
+
 def test_variables_are_read() -> None:
     env = {
         "PORT": "7000",

@@ -22,6 +22,7 @@ from resiliency.testing import ManualClock
 from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
 from supervisor.protocol.convert import from_message, to_message
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
+from supervisor.transport import client, host_streams
 from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Reason, Refused, Unreachable
 from supervisor.transport.host_streams import MESSAGES_BURST, HostStreams
@@ -197,6 +198,17 @@ def test_a_host_that_says_something_else_is_refused_with_a_sentence(
     run(with_streams(use))
 
 
+def test_a_host_that_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_streams, "HANDSHAKE_S", 0.2)
+
+    async def use(streams: HostStreams, listener: Listener, remote: Remote) -> None:
+        async with remote.stream(SENSOR_CONNECT) as stream:
+            with pytest.raises(Refused, match=r"must say hello within 0\.2 s"):
+                await stream.receive()
+
+    run(with_streams(use))
+
+
 def test_a_second_daemon_of_the_same_name_is_refused_and_the_first_one_stays() -> None:
     async def use(streams: HostStreams, listener: Listener, remote: Remote) -> None:
         async with remote.stream(SENSOR_CONNECT) as first, remote.stream(SENSOR_CONNECT) as second:
@@ -351,6 +363,25 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
     run(work())
 
 
+def test_a_caller_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async def accept(_: Any) -> None:
+            raise AssertionError
+
+        async with (
+            serve([controller_service(accept, accept)], address="127.0.0.1", port=0, security=PLAIN) as port,
+            Remote(f"127.0.0.1:{port}", PLAIN) as remote,
+        ):
+            monkeypatch.setattr(client, "PROTOCOL_VERSION", 9)
+            with pytest.raises(
+                Refused, match="speaks protocol '9', this process speaks protocol 1"
+            ) as refused:
+                await send_observations(remote, Observations(), deadline_s=PATIENCE_S)
+            assert refused.value.reason is Reason.VERSION
+
+    run(work())
+
+
 def test_what_a_handler_raises_is_an_answer_and_not_a_traceback() -> None:
     async def work() -> None:
         async def broken(_: Any) -> None:
@@ -450,12 +481,12 @@ def test_a_certificate_of_another_authority_is_refused(
     other = Authority(tmp_path)
     certificate, key = other.issue("host-1")
     stranger = Security(certificate=certificate, key=key, authority=authority.path)
-    for server, client in (
+    for server, caller in (
         (authority.security(), stranger),
         (other.security(), authority.security()),  # and a client does not believe any server
     ):
         with pytest.raises(Unreachable):
-            run(greet(server, client))
+            run(greet(server, caller))
     with pytest.raises(Unreachable):
         run(greet(authority.security(), PLAIN))
     capfd.readouterr()  # gRPC's own lines about handshakes
