@@ -27,7 +27,7 @@ from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.transport.client import Remote
 from supervisor.transport.errors import Refused
 from supervisor.transport.host_streams import HostStreams
-from supervisor.transport.security import Security
+from supervisor.transport.security import Security, TokenFile
 from supervisor.transport.server import serve
 from supervisor.transport.services import actuator_service, probe_daemon, sensor_service
 from supervisor.values import (
@@ -40,6 +40,7 @@ from supervisor.values import (
     OutcomeStatus,
     WorkloadInfo,
 )
+from tests.supervisor_wire.certificates import Authority
 from tests.supervisor_wire.test_transport import Listener
 from tests.waiting import wait_until
 
@@ -70,7 +71,8 @@ def free_ports(count: int) -> list[int]:
 class Fleet:
     """A sensor and an actuator of this process, and the daemon process between them and `launcher_port`."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, security: Security = PLAIN) -> None:
+        self.security = security
         self.port, self.launcher_port = free_ports(2)
         self.tmp_path = tmp_path
         self.sensor, self.actuator = Listener(), Listener()
@@ -85,14 +87,15 @@ class Fleet:
             raise AssertionError
 
         services = [sensor_service(self.sensor_streams), actuator_service(self.actuator_streams, no_commands)]
-        async with serve(services, address="127.0.0.1", port=0, security=PLAIN) as port:
+        async with serve(services, address="127.0.0.1", port=0, security=self.security) as port:
             self.addresses = dict.fromkeys(("SENSOR_ADDRESS", "ACTUATOR_ADDRESS"), f"127.0.0.1:{port}")
             yield
 
     @contextmanager
     def daemon(self, *flags: str, **env: str) -> Iterator[Program]:
         self._started += 1
-        argv = [sys.executable, str(ROOT / "supervisor" / "host_daemon.py"), "--plaintext"]
+        argv = [sys.executable, str(ROOT / "supervisor" / "host_daemon.py")]
+        argv += ["--plaintext"] if self.security.plaintext else []
         argv += [f"--port={self.port}", f"--launcher_port={self.launcher_port}", "--workers_per_host=2"]
         argv += [f"--state_dir={self.tmp_path / 'state'}", *flags]
         variables = {**os.environ, "NODE_NAME": "host-1", **self.addresses, **env}
@@ -248,6 +251,42 @@ def test_what_a_launcher_said_grows_old_when_it_is_gone_and_a_stopped_one_answer
                 ages = [one.workers[0].heartbeat_age_s or 0.0 for one in (first, later)]
                 assert ages[1] > ages[0] + 0.3
                 assert later.workers[0].state is DeviceState.RUNNING
+
+    run(work())
+
+
+def test_a_daemon_speaks_tls_in_both_directions(tmp_path: Path, authority: Authority) -> None:
+    async def work() -> None:
+        control = authority.security()
+        fleet = Fleet(tmp_path, control)
+        certificate, key = authority.issue("host-1")
+        files = {"CA": authority.path, "CERT": certificate, "KEY": key}
+        async with fleet.serve():
+            with fleet.daemon(**{f"SUPERVISOR_TLS_{name}": str(path) for name, path in files.items()}):
+                await fleet.sensor.wait_for("connected", "host-1")
+                await fleet.actuator.wait_for("connected", "host-1")
+                async with Remote(f"127.0.0.1:{fleet.port}", control) as remote:
+                    assert (await probe_daemon(remote, timeout_s=PATIENCE_S)).host == "host-1"
+                async with Remote(f"127.0.0.1:{fleet.port}", authority.security("host-2")) as remote:
+                    with pytest.raises(Refused, match="this call is for the parts of the supervisor"):
+                        await probe_daemon(remote, timeout_s=PATIENCE_S)
+
+    run(work())
+
+
+def test_a_daemon_with_a_token_and_no_certificate_reports_and_has_no_second_path(
+    tmp_path: Path, authority: Authority, token_file: Path
+) -> None:
+    async def work() -> None:
+        certificate, key = authority.issue("server")
+        tokens = TokenFile(token_file, "SUPERVISOR_TOKEN_FILE")
+        server = Security(certificate=certificate, key=key, authority=authority.path, tokens=tokens)
+        fleet = Fleet(tmp_path, server)
+        env = {"SUPERVISOR_TLS_CA": str(authority.path), "SUPERVISOR_TOKEN_FILE": str(token_file)}
+        async with fleet.serve():
+            with fleet.daemon(**env) as daemon:
+                await fleet.sensor.wait_for("connected", "host-1")
+                assert "no second path to this host" in daemon.output
 
     run(work())
 

@@ -146,24 +146,37 @@ def test_a_failure_that_the_launcher_can_do_nothing_about_is_left_to_the_supervi
     run(work())
 
 
-def test_a_host_that_is_asked_to_leave_leaves(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ranks_of_all_hosts_restart_when_one_is_asked_and_a_host_that_is_asked_to_leave_leaves(
+    launch: Launch, tmp_path: Path
+) -> None:
     async def work() -> None:
         fleet = Fleet(tmp_path)
         async with fleet.serve():
             with fleet.daemon():
-                job = await elsewhere(lambda: start(launch, fleet.launcher_port, "--monitor-interval=30"))
-                await elsewhere(lambda: ready(job, 0))
-                await fleet.reported(lambda report: len(report.workers) == 2)
-                asked = time.monotonic()
-                left = await fleet.command(command("c1", HostCommandKind.LEAVE))
+                place = f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}"
+                pair = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=pair", "--local-addr=127.0.0.1", place)
+                conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=4,is_host="
+                # The launcher of the other host is connected to no daemon.
+                other = launch(*pair, f"{conf}1", "--job-name=job", STEPPER, run_dir=tmp_path / "other")
+                # Commands wake a launcher, whatever its monitor interval.
+                flags = (*pair, f"{conf}0", "--monitor-interval=30")
+                job = await elsewhere(lambda: start(launch, fleet.launcher_port, *flags))
+                await fleet.reported(lambda report: len(report.workers) == 1)
+                done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS))
+                assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 0 ends")
+                for host in (job, other):
+                    await elsewhere(
+                        lambda host=host: host.wait_for_line(r"rank \d attempt 1 .* ready", timeout=PATIENCE)
+                    )
+                left = await fleet.command(command("c2", HostCommandKind.LEAVE))
                 assert (left.status, left.text) == (OutcomeStatus.DONE, "this host leaves the job")
-                # A command wakes the launcher, whatever its monitor interval.
-                assert time.monotonic() - asked < 20
                 assert await elsewhere(lambda: job.wait(timeout=PATIENCE)) == 1
-        assert (
-            "this host leaves the job, because it is unhealthy: the supervisor asked for it: test"
-            in job.output
-        )
+                await elsewhere(
+                    lambda: other.wait_for_line("attempt 1 ends: hosts left: 127.0.0.1", timeout=PATIENCE)
+                )
+        said = "this host leaves the job, because it is unhealthy: the supervisor asked for it: test"
+        assert said in job.output
 
     run(work())
 
