@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source e85f39d980fdac07fccd371c24ab323cf114a9dfa9e485884f8ce2070cac321b
-# body 08b7c34f0b0cfd6dd9e4b9d1b494d6f27ffa325f0f41947f4d38cfcfddf9881c
+# source a257968dc694aa3b6d4a299b6817c06325ea35b96d3a2beb21aceeed71b96dbf
+# body a43c5c5ea9cb1b4ed11ad350640cfabe54f29d7411ad64fca42d9471d3e59e2b
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -329,3 +329,9 @@ class ProbeReply(_message.Message):
     age_s: float
     report: DaemonReport
     def __init__(self, host: _Optional[str] = ..., incarnation: _Optional[str] = ..., age_s: _Optional[float] = ..., report: _Optional[_Union[DaemonReport, _Mapping]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("holds",)
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    holds: bool
+    def __init__(self, holds: bool = ...) -> None: ...

@@ -42,8 +42,29 @@ class Observations:
     complete: bool = False
 
 
-def sensor_service(streams: HostStreams) -> Service:
-    return Service(descriptor=SENSOR, handlers={"Connect": streams.connect}, for_hosts=frozenset({"Connect"}))
+def sensor_service(streams: HostStreams, holds: Callable[[Command], bool | None]) -> Service:
+    """What a sensor serves; `holds` says whether a command's evidence still does, None if it cannot tell."""
+
+    async def check_evidence(message: Any) -> Any:
+        seen = holds(from_message(Command, message))
+        return fleet_pb2.Holding() if seen is None else fleet_pb2.Holding(holds=seen)
+
+    return Service(
+        descriptor=SENSOR,
+        handlers={"Connect": streams.connect, "CheckEvidence": check_evidence},
+        for_hosts=frozenset({"Connect"}),
+    )
+
+
+async def ask_evidence(remote: Remote, command: Command, *, timeout_s: float) -> bool | None:
+    """Ask a sensor whether the evidence of `command` still holds; None if it cannot tell.
+
+    Raises:
+        Refused, Unreachable: see `Remote.call`; to the caller the same as None.
+    """
+    method = SENSOR.methods_by_name["CheckEvidence"]
+    reply = await remote.call(method, to_message(command), timeout_s=timeout_s)
+    return bool(reply.holds) if reply.HasField("holds") else None
 
 
 def controller_service(

@@ -86,7 +86,10 @@ class Fleet:
         async def no_commands(_: object) -> None:
             raise AssertionError
 
-        services = [sensor_service(self.sensor_streams), actuator_service(self.actuator_streams, no_commands)]
+        services = [
+            sensor_service(self.sensor_streams, lambda _: None),
+            actuator_service(self.actuator_streams, no_commands),
+        ]
         async with serve(services, address="127.0.0.1", port=0, security=self.security) as port:
             self.addresses = dict.fromkeys(("SENSOR_ADDRESS", "ACTUATOR_ADDRESS"), f"127.0.0.1:{port}")
             yield

@@ -11,6 +11,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from supervisor.transport.services import (
     Observations,
     Probe,
     actuator_service,
+    ask_evidence,
     controller_service,
     daemon_service,
     probe_daemon,
@@ -125,7 +127,9 @@ async def with_streams(
     listener = Listener()
     streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
     async with (
-        serve([sensor_service(streams)], address="127.0.0.1", port=0, security=server) as port,
+        serve(
+            [sensor_service(streams, lambda _: None)], address="127.0.0.1", port=0, security=server
+        ) as port,
         Remote(f"127.0.0.1:{port}", client) as remote,
     ):
         return await use(streams, listener, remote)
@@ -297,7 +301,7 @@ def test_a_stream_is_made_again_when_the_server_is_back() -> None:
     async def work() -> None:
         listener = Listener()
         streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
-        service = sensor_service(streams)
+        service = sensor_service(streams, lambda _: None)
 
         async def use(stream: ClientStream) -> None:
             await stream.send(hello())
@@ -340,6 +344,8 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
 
         streams = HostStreams(part="actuator", report_period_s=5.0, listener=Listener())
         services = [controller_service(on_observations, on_outcomes), actuator_service(streams, on_commands)]
+        holding = {"c1": True, "c2": False}
+        services.append(sensor_service(streams, lambda command: holding.get(command.id)))
         probe = Probe(host="host-1", incarnation="a1", age_s=3.5, report=report(3))
         services.append(daemon_service(lambda: probe))
         many = Observations(hosts=tuple(host(f"h{number}") for number in range(BATCH_ITEMS + 1)))
@@ -355,6 +361,9 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
             await send_commands(remote, [command], deadline_s=PATIENCE_S)
             await send_outcomes(remote, [outcome], deadline_s=PATIENCE_S)
             assert await probe_daemon(remote, timeout_s=PATIENCE_S) == probe
+            for name, holds in (("c1", True), ("c2", False), ("c3", None)):
+                asked = replace(command, id=name)
+                assert await ask_evidence(remote, asked, timeout_s=PATIENCE_S) is holds
         assert [len(one.hosts) for one in seen] == [BATCH_ITEMS, 1, 0]
         assert seen[0].hosts + seen[1].hosts == many.hosts
         assert seen[2] == few
