@@ -411,8 +411,7 @@ class WorkerReport(Value):
 
     Attributes:
         heartbeat_age_s: since the worker or its launcher gave a sign; None before the first.
-        monitor_age_s: since the rank monitor of its launcher got a heartbeat or section; None before the first,
-            and for workers that send none.
+        monitor_age_s: since its launcher's rank monitor got a heartbeat or section; None where it got none.
         step, step_age_s: the last finished step and the time since; None before the first.
     """
 

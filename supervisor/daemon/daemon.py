@@ -28,6 +28,7 @@ from resiliency.runtime import SystemClock
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
 from supervisor.daemon.workers import HostWorkers
+from supervisor.plain import InvalidValue
 from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
 from supervisor.protocol.convert import from_message, to_message
 from supervisor.protocol.host_commands import Fence, HostCommand
@@ -35,7 +36,7 @@ from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.server import serve
 from supervisor.transport.services import ACTUATOR_CONNECT, SENSOR_CONNECT, Probe, daemon_service
-from supervisor.values import HostInfo, InvalidValue, Outcome, OutcomeStatus, cut_text
+from supervisor.values import HostInfo, Outcome, OutcomeStatus, cut_text
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,12 @@ from typing import Any
 from resiliency.daemon_link import ADDRESS, LOCAL_PROTOCOL, MAX_LINE_BYTES
 from resiliency.errors import ConfigError
 from supervisor.daemon.workers import HostWorkers, Reporter
+from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand
 from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.limits import RateLimit
 from supervisor.transport.security import TokenFile
-from supervisor.values import InvalidValue, Outcome, WorkloadInfo
+from supervisor.values import Outcome, WorkloadInfo
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from resiliency.runtime import Clock
+from supervisor.plain import InvalidValue
 from supervisor.transport.errors import Reason, Refused
 from supervisor.values import (
     DaemonReport,
     DeviceState,
     HostInfo,
-    InvalidValue,
     LauncherState,
     WorkerInfo,
     WorkerReport,

@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source a257968dc694aa3b6d4a299b6817c06325ea35b96d3a2beb21aceeed71b96dbf
-# body a43c5c5ea9cb1b4ed11ad350640cfabe54f29d7411ad64fca42d9471d3e59e2b
+# source 72912fce646fda862790cfa52b8903aa43c74822c8b4445c015174b801964371
+# body e38a9a65579b47ff9d70111eb744e0fc447b4d0f6a7e4b0e38bf4ff72e334e93
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -207,14 +207,26 @@ class Outcome(_message.Message):
     def __init__(self, command: _Optional[str] = ..., epoch: _Optional[int] = ..., status: _Optional[str] = ..., text: _Optional[str] = ..., tries: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("workload", "step", "age_s")
+    __slots__ = ("workload", "step", "age_s", "attempt")
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     workload: str
     step: int
     age_s: float
-    def __init__(self, workload: _Optional[str] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    attempt: int
+    def __init__(self, workload: _Optional[str] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Silence(_message.Message):
+    __slots__ = ("frozen", "silent", "hosts")
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    frozen: bool
+    silent: int
+    hosts: int
+    def __init__(self, frozen: bool = ..., silent: _Optional[int] = ..., hosts: _Optional[int] = ...) -> None: ...
 
 class HostCommand(_message.Message):
     __slots__ = ("epoch", "id", "kind", "workload", "ranks", "reason", "deadline_s", "attempt")
@@ -283,18 +295,20 @@ class HostOrder(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resend: bool = ..., command: _Optional[_Union[HostCommand, _Mapping]] = ...) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("events", "hosts", "workloads", "progress", "complete")
+    __slots__ = ("events", "hosts", "workloads", "progress", "complete", "silence")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     WORKLOADS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
     hosts: _containers.RepeatedCompositeFieldContainer[HostInfo]
     workloads: _containers.RepeatedCompositeFieldContainer[WorkloadInfo]
     progress: _containers.RepeatedCompositeFieldContainer[Progress]
     complete: bool
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostInfo, _Mapping]]] = ..., workloads: _Optional[_Iterable[_Union[WorkloadInfo, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+    silence: Silence
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostInfo, _Mapping]]] = ..., workloads: _Optional[_Iterable[_Union[WorkloadInfo, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., complete: bool = ..., silence: _Optional[_Union[Silence, _Mapping]] = ...) -> None: ...
 
 class CommandBatch(_message.Message):
     __slots__ = ("commands",)

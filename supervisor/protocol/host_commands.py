@@ -12,11 +12,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
+from supervisor.plain import InvalidValue
 from supervisor.values import (
     MAX_ITEMS,
     MAX_NAME_CHARS,
     MAX_TEXT_CHARS,
-    InvalidValue,
     Outcome,
     OutcomeStatus,
     Value,

@@ -19,12 +19,12 @@ from google.protobuf.message_factory import GetMessageClass
 
 from resiliency import __version__
 from resiliency.errors import ConfigError, ResiliencyError
+from supervisor.plain import InvalidValue
 from supervisor.protocol import PROTOCOL_VERSION
 from supervisor.transport import errors
 from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.limits import MAX_HOST_MESSAGE_BYTES, SERVER_OPTIONS
 from supervisor.transport.security import Role, Security
-from supervisor.values import InvalidValue
 
 logger = logging.getLogger(__name__)
 

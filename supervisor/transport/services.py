@@ -17,7 +17,7 @@ from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.host_streams import HostStreams
 from supervisor.transport.limits import BATCH_ITEMS
 from supervisor.transport.server import Service
-from supervisor.values import Command, DaemonReport, Event, HostInfo, Outcome, Progress, WorkloadInfo
+from supervisor.values import Command, DaemonReport, Event, HostInfo, Outcome, Progress, Silence, WorkloadInfo
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ class Observations:
     hosts: tuple[HostInfo, ...] = ()
     workloads: tuple[WorkloadInfo, ...] = ()
     progress: tuple[Progress, ...] = ()
+    silence: Silence | None = None
     complete: bool = False
 
 
@@ -79,6 +80,7 @@ def controller_service(
             hosts=_values(HostInfo, batch.hosts),
             workloads=_values(WorkloadInfo, batch.workloads),
             progress=_values(Progress, batch.progress),
+            silence=from_message(Silence, batch.silence) if batch.HasField("silence") else None,
             complete=batch.complete,
         )
         await on_observations(seen)
@@ -124,6 +126,7 @@ async def send_observations(remote: Remote, seen: Observations, *, deadline_s: f
             hosts=[to_message(value) for value in hosts],
             workloads=[to_message(value) for value in workloads],
             progress=[to_message(value) for value in progress],
+            silence=to_message(seen.silence) if seen.silence is not None else None,
             complete=seen.complete and len(parts) == 1,
         )
         method = CONTROLLER.methods_by_name["ReportEvents"]

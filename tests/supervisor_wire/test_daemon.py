@@ -23,6 +23,7 @@ from resiliency.testing import ManualClock
 from resiliency.testing.processes import Command as Program
 from supervisor.daemon.daemon import _load_fence
 from supervisor.daemon.workers import HostWorkers
+from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.transport.client import Remote
 from supervisor.transport.errors import Refused
@@ -34,7 +35,6 @@ from supervisor.values import (
     DaemonReport,
     DeviceState,
     HostInfo,
-    InvalidValue,
     LauncherState,
     Outcome,
     OutcomeStatus,

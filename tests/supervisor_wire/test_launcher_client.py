@@ -27,9 +27,10 @@ from resiliency.testing import warm
 from resiliency.testing.processes import Command as Program
 from supervisor import values
 from supervisor.client import GoogleCloudResiliencyClient
+from supervisor.plain import InvalidValue
 from supervisor.protocol import host_commands
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
-from supervisor.values import DeviceState, InvalidValue, LauncherState, OutcomeStatus
+from supervisor.values import DeviceState, LauncherState, OutcomeStatus
 from tests.launch.conftest import PATIENCE, WORKER, Launch, events, launch, leaves_nothing, ready, temporary
 from tests.supervisor_wire.test_daemon import ROOT, Fleet, daemon_alone, free_ports, run
 from tests.waiting import wait_until

@@ -11,6 +11,7 @@ import pytest
 
 import supervisor.protocol
 from supervisor import values
+from supervisor.plain import InvalidValue
 from supervisor.protocol import fleet_pb2
 from supervisor.protocol.convert import MESSAGES, from_message, to_message
 from supervisor.protocol.host_commands import Fence, HostCommand, HostCommandKind
@@ -24,12 +25,12 @@ from supervisor.values import (
     Evidence,
     Finding,
     HostInfo,
-    InvalidValue,
     LauncherState,
     Outcome,
     OutcomeStatus,
     Progress,
     Request,
+    Silence,
     Value,
     WorkerInfo,
     WorkerReport,
@@ -68,7 +69,8 @@ VALUES: list[Value] = [
     Event(id="v", type=EventType.OPERATOR, evidence=(EVIDENCE,), request=Request.FREEZE),
     Command(epoch=2, id="c", kind=CommandKind.SCALE_DOWN, workload="job", replicas=1, evidence=("e1", "e2")),
     Outcome(command="c", epoch=2, status=OutcomeStatus.TIMED_OUT, text="late", tries=3),
-    Progress(workload="job", step=12, age_s=1.5),
+    Progress(workload="job", step=12, attempt=2, age_s=1.5),
+    Silence(frozen=True, silent=3, hosts=4),
     HostCommand(epoch=1, id="c", kind=HostCommandKind.DUMP_STACKS, workload="job", ranks=(0, 5)),
     HostCommand(epoch=1, id="d", kind=HostCommandKind.RESTART_RANKS, workload="job", attempt=0),
 ]

@@ -52,6 +52,7 @@ from supervisor.values import (
     Outcome,
     OutcomeStatus,
     Progress,
+    Silence,
     Value,
     WorkerReport,
 )
@@ -349,7 +350,8 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
         probe = Probe(host="host-1", incarnation="a1", age_s=3.5, report=report(3))
         services.append(daemon_service(lambda: probe))
         many = Observations(hosts=tuple(host(f"h{number}") for number in range(BATCH_ITEMS + 1)))
-        few = Observations(progress=(Progress(workload="job", step=3),), complete=True)
+        silence = Silence(frozen=True, silent=3, hosts=4)
+        few = Observations(progress=(Progress(workload="job", step=3),), silence=silence, complete=True)
         command = Command(epoch=1, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
         outcome = Outcome(command="c1", epoch=1, status=OutcomeStatus.DONE)
         async with (
