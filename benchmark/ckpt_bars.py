@@ -35,7 +35,7 @@ class Bar:
         return self.value is not None and self.value <= self.limit
 
     @property
-    def verdict(self) -> str:
+    def rating(self) -> str:
         if self.value is None:
             return "not measured"
         if self.unit == "x":

@@ -147,14 +147,15 @@ def _save_and_restore(
         task,
         digest=tuple(figures["digest"] for figures in saved),
         saved=saved[0]["saved"],
-        restore=Tier.DISK,
+        restore=Tier.PERSISTENT,
     )
     if name in FROM_MEMORY:
         progress(f"{name}: restore from memory")
         outcome.series |= _prefixed("memory_", _restores(groups, loader, env, Tier.MEMORY))
     progress(f"{name}: restore from disk")
     rounds = task.rounds if name in READERS else 1
-    outcome.series |= _prefixed("disk_", _restores(groups, replace(loader, rounds=rounds), env, Tier.DISK))
+    from_storage = _restores(groups, replace(loader, rounds=rounds), env, Tier.PERSISTENT)
+    outcome.series |= _prefixed("disk_", from_storage)
 
 
 def _last_words(directory: Path) -> list[str]:

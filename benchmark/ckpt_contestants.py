@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, SaveState, Tier
 
-PATIENCE = timedelta(minutes=3)
+WAIT = timedelta(minutes=3)
 #: Names the directory in shared memory for captures, so that it can be removed whatever happened.
 ARENA_ENV = "CKPT_COMPARE_ARENA"
 
@@ -70,8 +70,8 @@ class Save:
         Raises:
             TimeoutError: it was not, in three minutes.
         """
-        if not self._done.wait(PATIENCE.total_seconds()):
-            raise TimeoutError(f"{self.directory} was not durable after {PATIENCE}.")
+        if not self._done.wait(WAIT.total_seconds()):
+            raise TimeoutError(f"{self.directory} was not durable after {WAIT}.")
         if self._error is not None:
             raise self._error
         return self._durable_at
@@ -133,7 +133,7 @@ class Contestant(Protocol):
 class Rival:
     """What most rivals have in common."""
 
-    restored_from = Tier.DISK
+    restored_from = Tier.PERSISTENT
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -239,7 +239,7 @@ class DcpAsync(_Dcp):
     def fence(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
-            staged.result(PATIENCE.total_seconds())
+            staged.result(WAIT.total_seconds())
 
 
 class DcpTuned(DcpAsync):
@@ -316,7 +316,7 @@ class Nvrx(_Dcp):
             save.done()
 
     def drain(self, save: Save) -> float:
-        deadline = time.monotonic() + PATIENCE.total_seconds()
+        deadline = time.monotonic() + WAIT.total_seconds()
         while not save.is_done and time.monotonic() < deadline:
             self.between_steps()
             threading.Event().wait(0.005)  # its own blocking wait looks every 0.1 s
@@ -349,11 +349,11 @@ class Ours:
     def save(self, step: int) -> Save:
         save = Save(self._directory / f"step={step}")
         # The first ones count, also where they come before there is memory for them.
-        wait = PATIENCE if step <= 2 else None
+        wait = WAIT if step <= 2 else None
         handle = self._checkpoints.save(step, self._training.state, wait=wait)
 
         def watch() -> None:
-            handle.wait(PATIENCE)
+            handle.wait(WAIT)
             failed = handle.state is not SaveState.COMMITTED
             save.done(RuntimeError(f"not committed: {handle.record}") if failed else None)
 

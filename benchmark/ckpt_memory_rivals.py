@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckpt_contestants import DLROVER, PATIENCE, Nvrx, Rival, Save, Trained, copy_into
+from ckpt_contestants import DLROVER, WAIT, Nvrx, Rival, Save, Trained, copy_into
 from ckpt_groups import RankFailed
 
 from resiliency.checkpoint import Tier
@@ -59,10 +59,10 @@ class DlroverFlash(Rival):
 
     def drain(self, save: Save) -> float:
         # Its own `wait_latest_checkpoint` looks every 3 s.
-        deadline = time.monotonic() + PATIENCE.total_seconds()
+        deadline = time.monotonic() + WAIT.total_seconds()
         while not self._mark.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{save.directory} was not durable after {PATIENCE}.")
+                raise TimeoutError(f"{save.directory} was not durable after {WAIT}.")
             threading.Event().wait(_LOOK_S)
         return float(self._mark.read_text())
 
@@ -78,7 +78,7 @@ class DlroverFlash(Rival):
     def restore(self) -> None:
         # As its own `load`, which does not tell where it has found the state.
         _, parts = self._engine.get_state_dict_from_memory()
-        self.restored_from = Tier.MEMORY if parts else Tier.DISK
+        self.restored_from = Tier.MEMORY if parts else Tier.PERSISTENT
         state = parts[_PART] if parts else self._engine.load(self._shard(self._saved))
         copy_into(self._training, state)
 

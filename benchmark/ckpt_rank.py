@@ -245,7 +245,7 @@ class _Saver:
 
 
 def _restore(task: Task, contestant: Contestant, training: Training, limits: Limits) -> Figures:
-    if task.restore is Tier.DISK:
+    if task.restore is Tier.PERSISTENT:
         limits.write(1, direct=True)
         if training.rank == 0:
             drop_from_cache(task.saved)
@@ -260,7 +260,7 @@ def _restore(task: Task, contestant: Contestant, training: Training, limits: Lim
     found = {"restore_s": [seconds]}
     for threads in (1, 2):
         found[f"copy{threads}_s"] = [_together(lambda: limits.copy(threads))]  # noqa: B023
-    if task.restore is Tier.DISK:
+    if task.restore is Tier.PERSISTENT:
         found["read_s"] = [_together(lambda: limits.read(direct=True))]
     contestant.close(keep_memory=task.keep_memory)
     return found

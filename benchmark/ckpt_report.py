@@ -148,7 +148,7 @@ def contestant_rows(result: CellResult) -> Iterator[list[str]]:
 def bar_rows(result: CellResult) -> Iterator[list[str]]:
     yield ["bar", "limit", "found", "verdict", "remark"]
     for bar in bars(result):
-        yield [bar.name, _figure(bar, bar.limit), _figure(bar, bar.value), bar.verdict, bar.remark]
+        yield [bar.name, _figure(bar, bar.limit), _figure(bar, bar.value), bar.rating, bar.remark]
 
 
 def _figure(bar: Bar, value: float | None) -> str:
@@ -265,7 +265,7 @@ _WHAT_LIMITS = """
 ## What limits our figures
 
 - *Durable, from the call* contains the copy that frees training; the write begins when it is whole.
-- *Restore from memory* reads shared memory in pages of 4 KiB, in a process that has none of them mapped.
+- *Restore from memory* copies out of shared memory, in pages of 4 KiB, of which the process has none mapped.
   The limit copies between buffers that are mapped already.  Huge pages for shared memory, which are the
   administrator's to allow, should narrow that gap; they were not measured.
 - *Restore from disk* goes straight into the state, chunk by chunk: each is read, compared with its checksum
@@ -288,7 +288,7 @@ def _bar_summary(report: Report) -> list[str]:
 
 def _judged(bar: Bar) -> str:
     if bar.value is None:
-        return bar.verdict
+        return bar.rating
     return _figure(bar, bar.value) + ("" if bar.is_met else " **missed**")
 
 

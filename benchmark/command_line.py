@@ -280,5 +280,6 @@ def _fault_flags(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="make one rank fail: rank_killed, rank_hung, rank_exception, rank_exit or "
         "rank_terminated, after DELAY seconds of training or at step=N; keys rank, attempt, "
-        "phase, code; may be given several times.  Example: rank_killed,step=25",
+        "phase, code; may be given several times.  Example: rank_killed,step=25.  "
+        "random,SECONDS[,seed=N]: in each attempt one fault as the simulator draws, after SECONDS on average",
     )

@@ -13,14 +13,19 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from enum import Enum
+from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
 from command_line import build_parser
 
 from resiliency.errors import ConfigError
 from resiliency.model import MODELS, ModelSize, ParallelLayout, check_layout
-from resiliency.testing.faults import Fault
+from resiliency.testing.faults import Fault, FaultKind
+from simulator.faults import Kind, microseconds
+from simulator.schedule import Poisson, Shape, Share
 
 
 class SaveMode(Enum):
@@ -171,7 +176,7 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         gc=args.enable_gc,
         fault_tolerance=_fault_tolerance(args.enable_fault_tolerance, os.environ),
         tensorboard=args.enable_tensorboard,
-        faults=_faults(args.sim_fault_desc, num_nodes * ranks_per_node),
+        faults=_faults(args.sim_fault_desc, num_nodes * ranks_per_node, args.enable_fault_tolerance),
     )
 
 
@@ -342,7 +347,42 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
 
 
-def _faults(texts: Sequence[str], world_size: int) -> tuple[Fault, ...]:
+#: What a rank can do to itself of the simulator's kinds.
+_OWN_FAULTS = {Kind.KILL: FaultKind.KILLED, Kind.STOP: FaultKind.HUNG}
+#: Attempts for which faults are drawn.
+_RANDOM_ATTEMPTS = 100
+
+
+def _random_faults(text: str, world_size: int, hangs_are_found: bool) -> tuple[Fault, ...]:
+    """``random,SECONDS[,seed=N]``: the simulator's draws, the N-th of them in the N-th attempt."""
+    mean, *options = text.split(",")[1:] or [""]
+    seed = options[0].removeprefix("seed=") if options else "42"
+    mean_us = Fraction(microseconds(mean, f"SECONDS of --sim-fault-desc {text}"))
+    if not mean_us or len(options) > 1 or not (seed.isascii() and seed.isdigit()):
+        raise ConfigError(
+            f"--sim-fault-desc {text}: cannot read it.",
+            hint="Write random,SECONDS[,seed=N]; SECONDS, the mean time to a fault, is above 0.",
+            flag="--sim-fault-desc",
+        )
+    kinds = _OWN_FAULTS if hangs_are_found else {Kind.KILL: FaultKind.KILLED}
+    source = Poisson(
+        mean_us=mean_us,
+        shares=[Share(kind) for kind in kinds],
+        seed=int(seed),
+        lasts_us=dict.fromkeys(Kind, 1),
+    )
+    shape = Shape(nnodes=1, gpus_per_node=world_size, length_us=int(mean_us * 10 * _RANDOM_ATTEMPTS))
+    faults, before_us = [], 0
+    for attempt, drawn in enumerate(islice(source.faults(shape), _RANDOM_ATTEMPTS)):
+        delay = timedelta(microseconds=drawn.at_us - before_us)
+        faults.append(Fault(kind=_OWN_FAULTS[drawn.kind], delay=delay, rank=drawn.gpu, attempt=attempt))
+        before_us = drawn.at_us
+    return tuple(faults)
+
+
+def _faults(texts: Sequence[str], world_size: int, hangs_are_found: bool) -> tuple[Fault, ...]:
+    random = [text for text in texts if text.partition(",")[0] == "random"]
+    texts = [text for text in texts if text not in random]
     faults = tuple(Fault.parse(text) for text in texts)
     for text, fault in zip(texts, faults, strict=True):
         if fault.rank is not None and fault.rank >= world_size:
@@ -352,7 +392,7 @@ def _faults(texts: Sequence[str], world_size: int) -> tuple[Fault, ...]:
                 hint=f"Choose a rank from 0 to {world_size - 1}, or leave rank= out for the last one.",
                 flag="--sim-fault-desc",
             )
-    return faults
+    return sum((_random_faults(text, world_size, hangs_are_found) for text in random), faults)
 
 
 def _default_microbatches(layout: ParallelLayout) -> int:

@@ -34,10 +34,11 @@ from typing import TypeVar
 from measuring import count, machine
 from tqdm import tqdm
 
-from resiliency.checkpoint.peers.placement import Peer, choose_targets, directory_name
-from resiliency.checkpoint.recovery.holdings import Holding, Need, Place, decode, encode
-from resiliency.checkpoint.recovery.planner import Plan, each_plan, explain_loss, plans
-from resiliency.checkpoint.recovery.repairs import repairs
+from resiliency.checkpoint.locations import Place, ShardLocation, ShardRequest, decode, encode
+from resiliency.checkpoint.names import directory_name
+from resiliency.checkpoint.recovery.planner import RestorePlan, each_plan, explain_loss, plans
+from resiliency.checkpoint.replication.placement import Peer, choose_targets
+from resiliency.checkpoint.replication.repairs import repairs
 
 _SHARD_BYTES = 12 << 30
 _STEPS_BETWEEN = 100
@@ -87,8 +88,8 @@ class Case:
     """What ranks want, and what is left."""
 
     name: str
-    needs: list[Need]
-    holdings: list[Holding]
+    needs: list[ShardRequest]
+    locations: list[ShardLocation]
     peers: list[Peer]
 
 
@@ -97,7 +98,7 @@ class Figures:
     """Of one case; seconds of each run."""
 
     case: str
-    holdings: int
+    locations: int
     gathered_bytes: int
     decode_s: list[float]
     first_plan_s: list[float]
@@ -113,9 +114,9 @@ def cases(job: Job, peers: Sequence[Peer]) -> list[Case]:
     """All that the module's text names."""
     targets = {peer.host: choose_targets(peer.host, peers, job.replicas)[: job.replicas] for peer in peers}
     lost = set(random.Random(job.seed).sample([peer.host for peer in peers], job.lost_hosts))  # noqa: S311
-    needs = [Need(rank=rank, host=job.host(rank), world_size=job.ranks) for rank in range(job.ranks)]
+    needs = [ShardRequest(rank=rank, host=job.host(rank), world_size=job.ranks) for rank in range(job.ranks)]
     left = list(_held(job, targets))
-    survived = [holding for holding in left if holding.host not in lost]
+    survived = [location for location in left if location.host not in lost]
     renamed = {host: f"new-{host}" for host in lost}
     new_needs = [replace(need, host=renamed.get(need.host, need.host)) for need in needs]
     new_peers = [replace(peer, host=renamed.get(peer.host, peer.host)) for peer in peers]
@@ -124,29 +125,29 @@ def cases(job: Job, peers: Sequence[Peer]) -> list[Case]:
     both_lost = lost | {target for host in lost for target in targets[host]}
     gone = {host: f"new-{host}" for host in both_lost}
     return [
-        Case(name="restarted", needs=needs, holdings=left, peers=list(peers)),
-        Case(name="lost", needs=new_needs, holdings=survived, peers=new_peers),
+        Case(name="restarted", needs=needs, locations=left, peers=list(peers)),
+        Case(name="lost", needs=new_needs, locations=survived, peers=new_peers),
         Case(
             name="permuted",
             needs=permuted,
-            holdings=[holding for holding in left if holding.place is not Place.MEMORY],
+            locations=[location for location in left if location.place is not Place.MEMORY],
             peers=list(peers),
         ),
         Case(
             name="replicas",
             needs=[replace(n, host=gone.get(n.host, n.host), group=job.group(n.rank)) for n in needs],
-            holdings=[replace(h, group=job.group(h.rank)) for h in left if h.host not in both_lost],
+            locations=[replace(h, group=job.group(h.rank)) for h in left if h.host not in both_lost],
             peers=[replace(peer, host=gone.get(peer.host, peer.host)) for peer in peers],
         ),
     ]
 
 
-def _held(job: Job, targets: dict[str, list[str]]) -> Iterable[Holding]:
+def _held(job: Job, targets: dict[str, list[str]]) -> Iterable[ShardLocation]:
     """Everything of a job that lost nothing: the newest step also in memory."""
     for generation in range(job.generations):
         step = (generation + 1) * _STEPS_BETWEEN
         for rank in range(job.ranks):
-            own = Holding(
+            own = ShardLocation(
                 step=step,
                 save_id=f"0f3a9c52d1e84b77-{step}",
                 run_id="7c1b2f60a9d34e15",
@@ -168,27 +169,27 @@ def _held(job: Job, targets: dict[str, list[str]]) -> Iterable[Holding]:
 
 def measure(case: Case, *, replicas: int, runs: int) -> Figures:
     """Run all that a restart runs, `runs` times; memory in a run of its own, as watching it takes time."""
-    gathered = [encode(case.holdings)]
+    gathered = [encode(case.locations)]
     decode_s, first_s, all_s, repairs_s = [], [], [], []
     pushes = 0
-    plan: Plan | None = None
+    plan: RestorePlan | None = None
     for _ in range(runs):
-        holdings, seconds = _timed(lambda: [holding for part in gathered for holding in decode(part)])
+        locations, seconds = _timed(lambda: [location for part in gathered for location in decode(part)])
         decode_s.append(seconds)
-        plan, seconds = _timed(lambda: next(each_plan(case.needs, holdings), None))  # noqa: B023
+        plan, seconds = _timed(lambda: next(each_plan(case.needs, locations), None))  # noqa: B023
         first_s.append(seconds)
-        all_s.append(_timed(lambda: plans(case.needs, holdings))[1])  # noqa: B023
+        all_s.append(_timed(lambda: plans(case.needs, locations))[1])  # noqa: B023
         save_id = plan.save_id if plan else ""
-        found, seconds = _timed(lambda: repairs(save_id, holdings, case.peers, replicas))  # noqa: B023
+        found, seconds = _timed(lambda: repairs(save_id, locations, case.peers, replicas))  # noqa: B023
         repairs_s.append(seconds)
         pushes = len(found)
     tracemalloc.start()
-    next(each_plan(case.needs, case.holdings), None)
+    next(each_plan(case.needs, case.locations), None)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return Figures(
         case=case.name,
-        holdings=len(case.holdings),
+        locations=len(case.locations),
         gathered_bytes=len(json.dumps(gathered)),
         decode_s=decode_s,
         first_plan_s=first_s,
@@ -197,7 +198,7 @@ def measure(case: Case, *, replicas: int, runs: int) -> Figures:
         peak_bytes=peak,
         sent_shards=sum(pick.sender is not None for pick in plan.picks) if plan else 0,
         pushes=pushes,
-        loss="" if plan else explain_loss(case.needs, case.holdings),
+        loss="" if plan else explain_loss(case.needs, case.locations),
     )
 
 
@@ -212,7 +213,7 @@ def as_text(job: Job, figures: Sequence[Figures], placement_s: float) -> str:
     facts, runs = machine(), len(figures[0].decode_s)
     head = [
         "case",
-        "holdings",
+        "locations",
         "gathered",
         "decode",
         "first plan",
@@ -225,7 +226,7 @@ def as_text(job: Job, figures: Sequence[Figures], placement_s: float) -> str:
     rows = [
         [
             figure.case,
-            f"{figure.holdings:,}",
+            f"{figure.locations:,}",
             f"{figure.gathered_bytes / 2**20:.1f} MiB",
             *(
                 f"{statistics.median(seconds):.3f} s"

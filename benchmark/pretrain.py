@@ -51,7 +51,7 @@ def run(workload: Workload, info: RunInfo, events: EventStream) -> int:
     events.emit(EventType.IMPORTED)
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    from resiliency.checkpoint.termination import Terminated
+    from resiliency.checkpoint.stop.termination import Terminated
 
     with _log_directory(workload, info) as log_dir:
         try:
@@ -200,9 +200,9 @@ def _checkpoint_io(workload: Workload, events: EventStream) -> Any:
         parallel_load=workload.dist_ckpt,
     )
     if workload.local_checkpoint_dir is not None:
-        from resiliency.plugins.in_cluster_local_ckpt import CombinedCheckpointIO
+        from resiliency.plugins.in_cluster_local_ckpt import SplitCheckpointIO
 
-        io = CombinedCheckpointIO(io, _checkpoint_process(workload, events))
+        io = SplitCheckpointIO(io, _checkpoint_process(workload, events))
     return AsyncFinalizableCheckpointIO(io) if workload.save_mode is SaveMode.ASYNC else io
 
 
@@ -234,7 +234,7 @@ def _checkpoint_process(workload: Workload, events: EventStream) -> Any:
 def _handing_over(workload: Workload, info: RunInfo) -> Any:
     if not workload.high_scale or workload.local_checkpoint_dir is None:
         return None
-    from resiliency.checkpoint.replicated_job import ReplicatedJob
+    from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
     from resiliency.plugins.handing_over import HandingOver
 
     job = ReplicatedJob.from_run(replace(info, job_name=workload.job_name), workload.local_checkpoint_dir)
@@ -250,7 +250,7 @@ def _engine_options(workload: Workload) -> Any:
 def _local_tier(workload: Workload) -> Any:
     if workload.local_checkpoint_dir is None:
         return None
-    from resiliency.checkpoint.options import LocalTier
+    from resiliency.checkpoint.trainer.options import LocalTier
 
     return LocalTier(directory=workload.local_checkpoint_dir, replicas=workload.local_ckpt_replicas)
 

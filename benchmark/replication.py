@@ -52,10 +52,10 @@ from tqdm import tqdm
 
 from resiliency.log import LEVEL_ENV
 from resiliency.testing.processes import MARKER_ENV, processes_marked
-from resiliency.testing.rank_pool import Outcome, RankPool
+from resiliency.testing.rank_pool import RankOutcome, RankPool
 
 #: A measurement that takes longer has failed.
-_PATIENCE_S = 300.0
+_WAIT_S = 300.0
 _QUICK_GIB, _DEFAULT_GIB = 0.004, 0.25
 _DEFAULT_ROUNDS = 5
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (captures belong into memory)
@@ -192,8 +192,8 @@ class _Run:
 
     def _try(self, name: str, number: int, job: Callable[[int], Any]) -> list[Any] | None:
         """What each rank returned, or None if one did not."""
-        report = self._pool.run(job, HOSTS, timeout=_PATIENCE_S, operation_timeout=_PATIENCE_S)
-        if all(outcome is Outcome.OK for outcome in report.outcomes):
+        report = self._pool.run(job, HOSTS, timeout=_WAIT_S, operation_timeout=_WAIT_S)
+        if all(outcome is RankOutcome.OK for outcome in report.outcomes):
             return report.values
         ends = [f"rank {end.rank} {end.outcome.value}: {_last_line(end.error)}" for end in report.ranks]
         self.failures.append(Failure(name=name, round=number, error="; ".join(ends)))

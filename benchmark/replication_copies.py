@@ -24,8 +24,8 @@ from ckpt_training import Training
 from replication_hosts import (
     ADDRESS,
     HOSTS,
-    PATIENCE,
     STEP,
+    WAIT,
     Place,
     fill_cache,
     host_name,
@@ -35,9 +35,9 @@ from replication_hosts import (
     saved_files,
 )
 
-from resiliency.checkpoint.peers.placement import Peer
-from resiliency.checkpoint.peers.service import NotReplicated, PeerEvent, PeerService, Replicated
-from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.replication.hosts import HostTable
+from resiliency.checkpoint.replication.placement import Peer
+from resiliency.checkpoint.replication.service import NotReplicated, PeerEvent, PeerService, Replicated
 
 Figures = dict[str, float]
 _PIECE_BYTES = 4 << 20
@@ -59,12 +59,12 @@ def raw_socket(rank: int, place: Place, written: bool) -> Figures:
     path = directory / "received"
     path.unlink(missing_ok=True)
     with socket.create_server((ADDRESS, 0)) as server:
-        server.settimeout(PATIENCE.total_seconds())
+        server.settimeout(WAIT.total_seconds())
         _tell(server.getsockname()[1], src=1)
         dist.barrier()
         connection, _ = server.accept()
         with connection:
-            connection.settimeout(PATIENCE.total_seconds())
+            connection.settimeout(WAIT.total_seconds())
             _receive(connection, saved_bytes(source), path if written else None)
     path.unlink(missing_ok=True)
     return {"s": 0.0}
@@ -72,7 +72,7 @@ def raw_socket(rank: int, place: Place, written: bool) -> Figures:
 
 def _send(source: Path, port: int) -> float:
     began = time.perf_counter()
-    with socket.create_connection((ADDRESS, port), timeout=PATIENCE.total_seconds()) as connection:
+    with socket.create_connection((ADDRESS, port), timeout=WAIT.total_seconds()) as connection:
         for path in saved_files(source):
             with path.open("rb") as file:
                 connection.sendfile(file)
@@ -157,13 +157,13 @@ def our_copy(rank: int, place: Place, both: bool) -> Figures:
 
 
 def _await_copy(events: queue.SimpleQueue[PeerEvent]) -> None:
-    deadline = time.monotonic() + PATIENCE.total_seconds()
+    deadline = time.monotonic() + WAIT.total_seconds()
     while not isinstance(event := events.get(timeout=max(0.0, deadline - time.monotonic())), Replicated):
         if isinstance(event, NotReplicated):
             raise ConnectionError(f"not replicated: {event.why}")
 
 
-def _table(port: int, rank: int) -> PeerTable:
+def _table(port: int, rank: int) -> HostTable:
     """Another session than the one that saved: agents would begin at once to copy what is their own."""
     ports = torch.zeros(HOSTS, dtype=torch.int64)
     ports[rank] = port
@@ -172,7 +172,7 @@ def _table(port: int, rank: int) -> PeerTable:
         Peer(host=host_name(host), address=ADDRESS, port=int(ports[host]), ranks=(host,))
         for host in range(HOSTS)
     ]
-    return PeerTable(
+    return HostTable(
         session="measured", run_id="replication", token="of one run on one machine",  # noqa: S106
         leader=host_name(0), replicas=1, peers=tuple(peers),
     )  # fmt: skip

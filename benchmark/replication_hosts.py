@@ -19,14 +19,14 @@ import torch.distributed as dist
 from ckpt_training import Training
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier
-from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.runtime import RunInfo
 
 HOSTS = 2
 STEP = 1
 ADDRESS = "127.0.0.1"
-PATIENCE = timedelta(minutes=2)
+WAIT = timedelta(minutes=2)
 #: A step's forward and backward take as long as moving the state does at that rate, so that ten steps
 #: leave room for a copy of it on a machine of any speed.
 _ROOM_BYTES_PER_S = 2e9
@@ -72,7 +72,7 @@ class Place:
                 world_size=HOSTS,
                 peer_address=ADDRESS,
             ),
-            options=CheckpointerOptions(arena_root=arena, close_timeout=PATIENCE),
+            options=CheckpointerOptions(arena_root=arena, close_timeout=WAIT),
         )
 
 
@@ -98,10 +98,8 @@ def save_once(rank: int, place: Place) -> Saved:
     dist.broadcast(batch, src=0)
     with place.checkpointer(place.saved(rank), rank, replicas=1) as checkpoints:
         handle = checkpoints.save(STEP, training.state)
-        if not handle.wait_complete(PATIENCE):
-            raise TimeoutError(
-                f"step {STEP} was not complete on both hosts after {PATIENCE}: {handle.record}"
-            )
+        if not handle.wait_complete(WAIT):
+            raise TimeoutError(f"step {STEP} was not complete on both hosts after {WAIT}: {handle.record}")
     return Saved(training.digest(), int(batch))
 
 

@@ -19,8 +19,8 @@ from ckpt_training import Training
 from replication_hosts import HOSTS, STEP, Place, Saved, host_name, saved_files
 
 from resiliency.checkpoint import RankArena, Shard, Tier, plan_restore
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.restoring import Restorer
+from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.recovery.restore import Restorer
 
 Figures = dict[str, float]
 _PIECE_BYTES = 8 << 20
@@ -72,7 +72,7 @@ def restore(rank: int, place: Place, saved: tuple[Saved, ...], lost: bool) -> Fi
     arena_root = place.memory / f"restore-{host_name(rank)}"
     with RankArena(arena_root, rank=rank, world_size=HOSTS) as arena:
         restorer = Restorer(
-            arena, None, Agreement(rank, HOSTS), replicated=False, local=local, host=host_name(host)
+            arena, None, RankGroup(rank, HOSTS), replicated=False, local=local, host=host_name(host)
         )
         dist.barrier()
         began = time.perf_counter()

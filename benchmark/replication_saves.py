@@ -10,10 +10,10 @@ import shutil
 import time
 
 from ckpt_training import Training
-from replication_hosts import PATIENCE, Place
+from replication_hosts import WAIT, Place
 
 from resiliency.checkpoint import Checkpointer, SaveHandle, SaveState
-from resiliency.checkpoint.step_times import WINDOW_STEPS
+from resiliency.checkpoint.trainer.step_times import WINDOW_STEPS
 
 Figures = dict[str, float]
 
@@ -69,8 +69,8 @@ class _Job:
             if handle.record.complete and not complete_s:  # as exact as a step is long
                 complete_s = time.perf_counter() - began
         steps_s = time.perf_counter() - began
-        if not handle.wait_complete(PATIENCE) or handle.state is not SaveState.COMMITTED:
-            raise TimeoutError(f"the save is not complete after {PATIENCE}: {handle.record}")
+        if not handle.wait_complete(WAIT) or handle.state is not SaveState.COMMITTED:
+            raise TimeoutError(f"the save is not complete after {WAIT}: {handle.record}")
         return handle, complete_s or time.perf_counter() - began, steps_s
 
     def _one_step(self) -> None:

@@ -25,11 +25,14 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from resiliency.errors import ConfigError
+from resiliency.forks import call_in_child
+from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,11 @@ ADDRESS, DEFAULT_PORT = "127.0.0.1", 61000
 #: Environment variables of programs that report: the port, and a file with the token that a daemon may ask
 #: for.
 PORT_ENV, TOKEN_ENV = "GCP_HOST_DAEMON_PORT", "GCP_HOST_DAEMON_TOKEN_FILE"
+#: How often the whole job was started before, in all its launchers.  They count attempts from 0 at each such
+#: start, and the supervisor must not take those of a new start for messages that are late.
+GENERATION_ENV = "RESILIENCY_JOB_GENERATION"
+#: Attempts of one generation; in logs 2000001 is attempt 1 of generation 2.
+ATTEMPTS = 1_000_000
 #: Longest line in either direction.
 MAX_LINE_BYTES = 256 << 10
 
@@ -54,6 +62,32 @@ CLOSE_TIMEOUT_S = 1.0
 
 class _Outage(Exception):
     """Why the connection is not there any more."""
+
+
+def read_generation(env: Mapping[str, str]) -> int:
+    """What `GENERATION_ENV` says; 0 where it is not set.
+
+    Raises:
+        ConfigError: it is no whole number from 0 to a million.
+    """
+    text = env.get(GENERATION_ENV) or "0"
+    if not text.isdecimal() or len(text) > 7:
+        raise ConfigError(
+            f"{GENERATION_ENV} must be a whole number from 0 on, found {text!r:.40}: how often the whole "
+            "job was started before.",
+            variable=GENERATION_ENV,
+        )
+    return int(text)
+
+
+def to_fleet_attempt(generation: int, attempt: int) -> int:
+    """An attempt of a launcher as the supervisor counts."""
+    return generation * ATTEMPTS + attempt
+
+
+def to_launcher_attempt(generation: int, attempt: int | None) -> int | None:
+    """The way back; an attempt of an earlier generation is below all attempts of this one."""
+    return None if attempt is None else max(-1, attempt - generation * ATTEMPTS)
 
 
 class DaemonLink:
@@ -88,35 +122,30 @@ class DaemonLink:
         self.connected = False
         self._warned = False
         self._socket: socket.socket | None = None
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(this()))
+        self._news = WakePipe()
+        call_in_child(self._forget)
         self._thread = threading.Thread(target=self._run, name="daemon-link", daemon=True)
         self._thread.start()
 
     def report_soon(self) -> None:
         """The report has changed.  Returns at once."""
         self._changed = True
-        self._wake()
+        self._news.wake()
 
     def send_outcome(self, outcome: Mapping[str, object]) -> None:
         """How a command ended.  Returns at once; of more than 64 unsent ones the oldest are dropped."""
         self._outcomes.append(outcome)
-        self._wake()
+        self._news.wake()
 
     def close(self) -> None:
         """Send the last report, if the daemon takes it within a second; idempotent."""
         if self._closing:
             return
         self._closing = True
-        self._wake()
+        self._news.wake()
         self._thread.join(CLOSE_TIMEOUT_S + CONNECT_TIMEOUT_S + 1.0)
         if not self._thread.is_alive():
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_read = self._wake_write = -1
+            self._news.close()
 
     def __enter__(self) -> DaemonLink:
         return self
@@ -124,9 +153,12 @@ class DaemonLink:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _wake(self) -> None:
-        with suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"!")
+    def _forget(self) -> None:
+        """In a forked child: it must not keep the connection open when its parent is gone."""
+        self._closing = True
+        if self._socket is not None:
+            self._socket.close()
+        self._news.close()
 
     # --------------------------------------------------------------------------------------- the thread
 
@@ -232,14 +264,13 @@ class DaemonLink:
         """Wait for a socket, a wake-up or the time; whether a socket can be read."""
         # poll, not select: a launcher of many ranks has descriptors beyond 1024.
         poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
+        poll.register(self._news, select.POLLIN)
         for item in read:
             poll.register(item, select.POLLIN | (select.POLLOUT if item in write else 0))
         readable = False
         for fd, events in poll.poll(timeout_s * 1000):
-            if fd == self._wake_read:
-                with suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+            if fd == self._news.fileno():
+                self._news.clear()
             else:
                 readable |= bool(events & ~select.POLLOUT)
         return readable
@@ -253,17 +284,3 @@ class DaemonLink:
 
 def _line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def _forget(link: DaemonLink | None) -> None:
-    """In a forked child: it must not keep the connection open when its parent is gone."""
-    if link is None:
-        return
-    if link._socket is not None:
-        link._socket.close()
-    for fd in (link._wake_read, link._wake_write):
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
-    link._wake_read = link._wake_write = -1
-    link._closing = True

@@ -10,6 +10,7 @@
     │   ├── CheckpointCorrupt    bytes differ from what was committed
     │   ├── CheckpointWriteFailed storage refused the bytes (full, read-only, I/O error)
     │   └── LayoutMismatch       checkpoint and model disagree about a key, shape or dtype
+    ├── DataError                training data cannot be read, or a part of it cannot be accounted for
     ├── PeerError                another rank or host died, hung or broke the protocol
     ├── ControlPlaneError        supervisor, daemon or orchestrator
     └── InternalError            a bug of ours
@@ -82,6 +83,10 @@ class CheckpointWriteFailed(CheckpointError):
 
 class LayoutMismatch(CheckpointError):
     """Checkpoint and model disagree about a key, a shape or a dtype."""
+
+
+class DataError(ResiliencyError):
+    """Training data cannot be read, or a part of it cannot be accounted for."""
 
 
 class PeerError(ResiliencyError):

@@ -48,6 +48,9 @@ class EventType(str, Enum):
     WORKERS_STOPPED = "workers_stopped"
     RENDEZVOUS_DONE = "rendezvous_done"
     WORKERS_STARTED = "workers_started"
+    # --- supervisor: what it did about an incident of the job --------------------------------------
+    ACTION_DECIDED = "action_decided"  # fields: incident, action, cause; host, spare, replicas
+    ACTION_ENDED = "action_ended"  # fields: incident, action, outcome, duration_s
     # --- one rank, in the order of its life ------------------------------------------------------
     PROCESS_STARTED = "process_started"  # kernel's start time of the process
     IMPORTED = "imported"  # the training stack is imported

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol, overload
 
 from resiliency.errors import ConfigError
+from resiliency.proc_stat import read_stat
 
 #: Names the job in events, logs and file names.
 JOB_ENV = "JOB_IDENTIFIER"
@@ -178,10 +179,26 @@ def process_start_time() -> datetime:
     large part of a restart; the kernel's record is the only honest start.
     """
     try:
-        with open("/proc/self/stat", "rb") as stat, open("/proc/uptime", "rb") as uptime:
-            # The command name may hold spaces and brackets: fields count from the last ')'.
-            ticks = int(stat.read().rpartition(b")")[2].split()[19])
+        ticks = int(read_stat()[19])
+        with open("/proc/uptime", "rb") as uptime:
             age_s = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         age_s = 0.0
     return datetime.fromtimestamp(time.time() - max(age_s, 0.0), timezone.utc)
+
+
+#: Runs of ranks that a message names.
+_NAMED_RUNS = 8
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-5, 9``: for messages, in ascending order; of many runs the first ones."""
+    left = sorted(set(ranks))
+    count = len(left)
+    runs: list[str] = []
+    while left and len(runs) < _NAMED_RUNS:
+        size = next((i for i in range(1, len(left)) if left[i] != left[0] + i), len(left))
+        runs.append(str(left[0]) if size == 1 else f"{left[0]}-{left[size - 1]}")
+        del left[:size]
+    more = f" and {len(left)} more" if left else ""
+    return f"{'rank' if count == 1 else 'ranks'} {', '.join(runs) or 'none'}{more}"

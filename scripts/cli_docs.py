@@ -17,15 +17,40 @@ PYTHON = (3, 11)
 #: page -> (what a user types, the same for this interpreter)
 COMMANDS = {
     "launcher": ("python3 launcher.py", ["launcher.py"]),
+    "rendezvous_store": (
+        "python3 -m resiliency.launch.rendezvous_store",
+        ["-m", "resiliency.launch.rendezvous_store"],
+    ),
     "benchmark": ("python3 benchmark/benchmark.py", ["benchmark/benchmark.py"]),
     "checkpoint": ("python3 -m resiliency.checkpoint", ["-m", "resiliency.checkpoint"]),
     "ckpt_compare": ("python3 benchmark/ckpt_compare.py", ["benchmark/ckpt_compare.py"]),
     "ckpt_cuda": ("python3 benchmark/ckpt_cuda.py", ["benchmark/ckpt_cuda.py"]),
     "ckpt_cleaner": ("python3 benchmark/ckpt_cleaner.py", ["benchmark/ckpt_cleaner.py"]),
+    "data_dispatch": ("python3 benchmark/data_dispatch.py", ["benchmark/data_dispatch.py"]),
+    "data_samplers": ("python3 benchmark/data_samplers.py", ["benchmark/data_samplers.py"]),
     "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),
+    "scale": ("python3 benchmark/scale.py", ["benchmark/scale.py"]),
+    "supervisor_numbers": (
+        "python3 benchmark/supervisor_numbers.py",
+        ["benchmark/supervisor_numbers.py"],
+    ),
     "replication": ("python3 benchmark/replication.py", ["benchmark/replication.py"]),
     "restart_time": ("python3 benchmark/restart_time.py", ["benchmark/restart_time.py"]),
+    "operators": ("python3 -m supervisor", ["-m", "supervisor"]),
+    "supervisor": ("python3 -m supervisor --all-in-one", ["-m", "supervisor", "--all-in-one"]),
+    "sensor": ("python3 supervisor/sensor.py", ["supervisor/sensor.py"]),
+    "controller": ("python3 supervisor/controller.py", ["supervisor/controller.py"]),
+    "actuator": ("python3 supervisor/actuator.py", ["supervisor/actuator.py"]),
     "host_daemon": ("python3 supervisor/host_daemon.py", ["supervisor/host_daemon.py"]),
+    "goodput_under_failures": (
+        "python3 benchmark/goodput_under_failures.py",
+        ["benchmark/goodput_under_failures.py"],
+    ),
+    "ledger_scale": ("python3 benchmark/ledger_scale.py", ["benchmark/ledger_scale.py"]),
+    "simulator": (
+        "python3 simulator/simulator_entrypoint.py",
+        ["simulator/simulator_entrypoint.py"],
+    ),
     "goodput_calculator": (
         "python3 -m resiliency.goodput_measure.calculator",
         ["-m", "resiliency.goodput_measure.calculator"],

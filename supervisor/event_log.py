@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.errors import ControlPlaneError
-from supervisor.decision.state import Change, State, changes_from_plain, changes_to_plain
+from supervisor.decision.state import Change, Fleet, State, changes_from_plain, changes_to_plain
 from supervisor.plain import InvalidValue, to_plain
 
 #: Of the tables and of what is in them; a log with a higher number was written by a newer release.
@@ -68,6 +68,15 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Written:
+    """A record with its number in the log and the epoch that wrote it."""
+
+    number: int
+    epoch: int
+    record: Record
+
+
+@dataclass(frozen=True)
 class Replayed:
     """What a log gives back: the state, and the last moment of the log's clock."""
 
@@ -81,6 +90,8 @@ class EventLog:
 
     Args:
         connection: to the database; `open` makes one for a path.
+        first_epoch: before the first epoch of a new log.  From a clock: a log in the place of a lost one has
+            higher epochs and other ids, which hosts and orchestrators do not take for those of before.
         compact_after: records since the last snapshot that make a new one.
         keep: records before the snapshot that stay, for people.
     """
@@ -90,10 +101,12 @@ class EventLog:
         connection: sqlite3.Connection,
         *,
         path: str = ":memory:",
+        first_epoch: int = 0,
         compact_after: int = 2000,
         keep: int = 10_000,
     ) -> None:
         self._path = path
+        self._first_epoch = first_epoch
         self._compact_after = compact_after
         self._keep = keep
         self._lock_fd = -1
@@ -149,7 +162,13 @@ class EventLog:
             LogDeposed: a later epoch has begun.
             LogDamaged: the database refused it otherwise.
         """
-        rows = []
+        with self._mapped(), self._transaction():
+            self._check_epoch()
+            self._insert(records)
+        self._since_snapshot += len(records)
+
+    def _insert(self, records: Sequence[Record]) -> None:
+        epoch, rows = self._epoch(), []
         for record in records:
             body = json.dumps(
                 {
@@ -159,13 +178,10 @@ class EventLog:
                 },
                 separators=(",", ":"),
             )
-            rows.append((self.epoch, record.now, record.kind, body, zlib.crc32(body.encode())))
-        with self._mapped(), self._transaction():
-            self._check_epoch()
-            self._connection.executemany(
-                "INSERT INTO records (epoch, now, kind, body, crc) VALUES (?, ?, ?, ?, ?)", rows
-            )
-        self._since_snapshot += len(rows)
+            rows.append((epoch, record.now, record.kind, body, zlib.crc32(body.encode())))
+        self._connection.executemany(
+            "INSERT INTO records (epoch, now, kind, body, crc) VALUES (?, ?, ?, ?, ?)", rows
+        )
 
     def compact(self, state: State, now: float) -> bool:
         """Put a snapshot in place of old records, where there are enough of them; True if it was made."""
@@ -185,6 +201,11 @@ class EventLog:
         self._since_snapshot = 0
         return True
 
+    @property
+    def since_snapshot(self) -> int:
+        """Records that a replay would have to apply."""
+        return self._since_snapshot
+
     def history(self, limit: int = 1000) -> list[tuple[float, str]]:
         """The newest notes, oldest first, with their times of the log's clock."""
         with self._mapped():
@@ -192,6 +213,21 @@ class EventLog:
                 "SELECT now, body FROM records ORDER BY seq DESC LIMIT ?", (limit,)
             ).fetchall()
         return [(now, note) for now, body in reversed(rows) for note in json.loads(body)["notes"]]
+
+    def newest(self, *, limit: int, since: int = 0) -> list[Written]:
+        """The newest `limit` records whose number is above `since`, oldest first."""
+        with self._mapped():
+            rows = self._connection.execute(
+                "SELECT seq, epoch, now, kind, body FROM records WHERE seq > ? ORDER BY seq DESC LIMIT ?",
+                (since, limit),
+            ).fetchall()
+            written = []
+            for number, epoch, now, kind, text in reversed(rows):
+                body = json.loads(text)
+                changes = changes_from_plain(body["changes"])
+                record = Record(now, kind, body["given"], changes, tuple(body["notes"]))
+                written.append(Written(number, epoch, record))
+        return written
 
     def close(self) -> None:
         """Idempotent; the lock is free afterwards."""
@@ -231,13 +267,17 @@ class EventLog:
                 "CREATE TABLE IF NOT EXISTS snapshots (seq INTEGER NOT NULL, now REAL NOT NULL,"
                 " body TEXT NOT NULL, crc INTEGER NOT NULL)"
             )
-            database.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?), ('epoch', 0)", (FORMAT,))
+            database.execute(
+                "INSERT OR IGNORE INTO meta VALUES ('format', ?), ('epoch', ?)", (FORMAT, self._first_epoch)
+            )
             (sound,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":
                 raise self._damaged(sound)
-            replayed = self._replay()
             database.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
-            return self._epoch(), replayed
+            if row is None and self._first_epoch:
+                fleet = Fleet(series=f"@{_in_letters(self._first_epoch)}")
+                self._insert([Record(0.0, "Tick", None, (("fleet", "", fleet),), ("a new log begins",))])
+            return self._epoch(), self._replay()
 
     def _replay(self) -> Replayed:
         state, now, first = State.empty(), 0.0, 0
@@ -314,3 +354,13 @@ def record_of(now: float, given: Any, changes: tuple[Change, ...], notes: tuple[
     """The record of one decision."""
     kind = "Tick" if given is None else type(given).__name__
     return Record(now, kind, None if given is None else to_plain(given), changes, notes)
+
+
+def _in_letters(number: int) -> str:
+    """`number` in base 36."""
+    digits = "0123456789abcdefghijklmnopqrstuvwxyz"
+    text = ""
+    while number:
+        number, rest = divmod(number, 36)
+        text = digits[rest] + text
+    return text

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from supervisor.values import Command, OutcomeStatus
+from supervisor.values import Change, Command, Evidence, OutcomeStatus
+
+#: Tells the sensor what the orchestrator did to a host: id, change, and the orchestrator's word on it.
+TellChange = Callable[[str, Change, Evidence], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +41,9 @@ class Orchestrator(Protocol):
     def look(self, host: str, answer: Callable[[bool | None], None]) -> None:
         """Is the host there, by another path than the sensor's?  None is "cannot tell"."""
         ...
+
+
+class RunningOrchestrator(Orchestrator, Protocol):
+    """One with tasks of its own, which run within `running`."""
+
+    def running(self, tell: TellChange) -> AbstractAsyncContextManager[None]: ...

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
-from resiliency.launch.agent_host import start_host
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
+from resiliency.launch.agents.host import start_host
 from resiliency.runtime import AGENT_HOST_ENV
 from tests.waiting import wait_until
 

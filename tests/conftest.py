@@ -9,24 +9,31 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from resiliency.runtime import AGENT_HOST_ENV
-from resiliency.testing import host_bed, warm
+from resiliency.testing import warm
+from resiliency.testing.cluster import hosts as cluster_hosts
 from tests import agent_host
 
 pytest_plugins = ["resiliency.testing.fixtures"]
 
-# A test machine with two busy cores is slow at times, and that is no property of the code.
-settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("project")
+# A test machine with two busy cores is slow at times, and that is no property of the code.  The same
+# examples in each run: a check says whether this change is good.  HYPOTHESIS_PROFILE=explore looks for what
+# no run has seen yet.
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("project", calm, derandomize=True)
+settings.register_profile("explore", calm)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 # Unbuffered, Python writes a line in pieces, and ranks that share a pipe tear each other's lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
 # As in ranks under a launcher; a program with another number could not be forked from the warm interpreter.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else gRPC, once a test has used it, makes its descriptors anew at each fork of a later one.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def pytest_sessionstart() -> None:
     """What programs and ranks of many tests import, beside torch."""
-    warm.preload(*host_bed.PRELOAD, "resiliency.launch.job", "resiliency.launch.agent_host_main")
+    warm.preload(*cluster_hosts.PRELOAD, "resiliency.launch.job", "resiliency.launch.agents.main")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,10 +29,28 @@ def test_every_python_example_is_valid_python(page: Path) -> None:
 
 def test_every_guarantee_names_a_test_that_exists() -> None:
     text = (ROOT / "docs" / "guarantees.md").read_text()
-    tests = set(re.findall(r"`(tests/[^`]+)`", text))
-    assert tests
-    assert [name for name in sorted(tests) if not (ROOT / name).exists()] == []
+    named = re.findall(r"`(tests/[^`]+)`", text)
+    assert len(named) > 50
+    assert [name for name in named if not re.fullmatch(r"tests/[\w/]+\.py::test_\w+", name)] == []
     assert re.findall(r"`test_[^`]+`", text) == []  # a name without its place would go unchecked
+    tests: dict[str, set[str]] = {}
+    for path, _, test in (name.partition("::") for name in named):
+        if path not in tests:
+            nodes = ast.parse((ROOT / path).read_text()).body if (ROOT / path).is_file() else []
+            tests[path] = {
+                node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+        assert test in tests[path], f"{path} has no {test}"
+
+
+def test_every_row_of_the_guarantees_names_its_tests() -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE)
+    rows = [
+        row for table in tables if table.splitlines()[0].endswith("| Test |") for row in table.splitlines()
+    ]
+    assert len(rows) > 40
+    heads = ("| Failure |", "| Situation |", "|---")
+    assert [row for row in rows if not row.startswith(heads) and "::test_" not in row.split(" | ")[-1]] == []
 
 
 @pytest.mark.parametrize("page", PAGES, **AS_PAGE)
@@ -49,3 +67,28 @@ def test_every_install_line_names_extras_that_exist() -> None:
     assert {"checkpoint", "launch", "nemo"} <= set(extras)
     project = (ROOT / "pyproject.toml").read_text()
     assert [name for name in extras if f"\n{name} = [" not in project] == []
+
+
+def _is_there(name: str) -> bool:
+    """Whether a dotted name leads to a module of ours, or to something that one of them mentions."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:length])
+        module = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if module.is_file():
+            return all(re.search(rf"\b{part}\b", module.read_text()) for part in parts[length:])
+    return False
+
+
+def test_every_module_that_a_page_or_a_docstring_names_is_there() -> None:
+    sources = [
+        path for part in ("resiliency", "simulator", "supervisor") for path in (ROOT / part).rglob("*.py")
+    ]
+    pages = [page for page in PAGES if "benchmarks" not in page.parts]  # those keep the names of their day
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*pages, *sources]
+        for name in re.findall(r"`((?:resiliency|simulator|supervisor)(?:\.\w+)+)`", path.read_text())
+        if not _is_there(name)
+    ]
+    assert missing == []

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from resiliency.checkpoint import Checkpointer
 
-PATIENCE_S = 60.0
+WAIT_S = 180.0
 #: How long something stays as it is before it counts as settled.
 _STILL_S = 0.5
 _T = TypeVar("_T")
 
 
 def wait_until(
-    look: Callable[[], _T | None], otherwise: str, *, timeout: float = PATIENCE_S, every: float = 0.02
+    look: Callable[[], _T | None], otherwise: str, *, timeout: float = WAIT_S, every: float = 0.02
 ) -> _T:
     """Look until something is true; returns what was seen.
 
@@ -35,7 +35,7 @@ def wait_until(
     return seen
 
 
-def wait_until_equal(look: Callable[[], _T], wanted: _T, *, timeout: float = PATIENCE_S) -> None:
+def wait_until_equal(look: Callable[[], _T], wanted: _T, *, timeout: float = WAIT_S) -> None:
     """Look until `wanted` is seen.
 
     Raises:
@@ -53,7 +53,7 @@ def settled(look: Callable[[], _T]) -> _T:
     Raises:
         AssertionError: it never settles.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + WAIT_S
     seen, since = look(), time.monotonic()
     while time.monotonic() - since < _STILL_S:
         assert time.monotonic() < deadline, f"it never settles: {seen}"

@@ -7,7 +7,7 @@ On SIGTERM at any rank all ranks agree on one step, train to it and stop; `Model
 step, into all tiers that a checkpoint process writes, and waits until it is committed; then the process
 ends with exit code 0, so that whoever starts the job again goes on from there.  With two tiers, one of
 them is enough if the time ends before the other is written.  How ranks agree, and what happens when
-they cannot, is told in `resiliency.checkpoint.termination`.
+they cannot, is told in `resiliency.checkpoint.stop.termination`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from resiliency.callbacks.model_checkpoint import ModelCheckpoint
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.termination import Termination, TerminationOptions
+from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.stop.termination import Termination, TerminationOptions
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins.persistent_ckpt_proc import process_of
@@ -49,7 +49,7 @@ class AutoCheckpointCallback(Callback):
         signals: what stops the job.  Slurm's ``--signal=USR1@120`` needs SIGUSR1; with SIGINT the first
             Ctrl-C saves and the second ends at once.
         events: where the request is recorded.
-        exit_process: raise `resiliency.checkpoint.termination.Terminated`, a SystemExit, when the fit
+        exit_process: raise `resiliency.checkpoint.stop.termination.Terminated`, a SystemExit, when the fit
             is over; False: return from it as if training had ended, see `stopped_at`, with trainer and
             signal handlers as they were before.
     """
@@ -85,9 +85,9 @@ class AutoCheckpointCallback(Callback):
         self.stopped_at, self._step = None, trainer.global_step
         self._step_over_lightning(trainer)
         self._termination = Termination(
-            Agreement.of_process_group(),
+            RankGroup.of_process_group(),
             self._options,
-            on_request=lambda cause: self._hurry(trainer, cause),
+            on_request=lambda cause: self._lift_bandwidth_cap(trainer, cause),
             on_leave=self._flush,
         )
         # A signal that came while data were made ready: Lightning would end this rank alone for it.
@@ -151,14 +151,14 @@ class AutoCheckpointCallback(Callback):
                 previous = replaced.pop(number)
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
-    def _hurry(self, trainer: Any, cause: str) -> None:
+    def _lift_bandwidth_cap(self, trainer: Any, cause: str) -> None:
         """In the watcher's thread."""
         if self._events is not None:
             deadline_s = self._options.deadline.total_seconds()
             self._events.emit(EventType.STOP_REQUESTED, cause=cause, deadline_s=deadline_s)
         process = process_of(trainer)
         if process is not None:
-            process.hurry()
+            process.lift_bandwidth_cap()
 
     def _flush(self, why: str) -> None:
         if self._events is not None:
@@ -183,7 +183,7 @@ def _stop(trainer: Any, termination: Termination) -> Callable[[], None]:
     ]
     process = process_of(trainer)
     if process is not None:
-        settings += [(process, "patience", until_the_deadline), (process, "is_stopping", True)]
+        settings += [(process, "timeouts", until_the_deadline), (process, "is_stopping", True)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
     _set(settings)
     return lambda: _set(before)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap communication with computation, chosen from the parallel layout.
 
-NeMo's `MegatronCommOverlapCallback` has a dozen switches, of which some are errors for some
-layouts.  `comm_overlap_callback` sets those that a layout can use.
+NeMo's `MegatronCommOverlapCallback`, which programs can import from here, has a dozen switches, of
+which some are errors for some layouts.  `comm_overlap_callback` sets those that a layout can use.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommO
 
 from resiliency.errors import ConfigError
 from resiliency.model import ParallelLayout
+
+__all__ = ["MegatronCommOverlapCallback", "comm_overlap_callback"]
 
 
 def comm_overlap_callback(layout: ParallelLayout) -> MegatronCommOverlapCallback:

@@ -25,14 +25,14 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpo
 from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
-from resiliency.checkpoint.catalog import remove_checkpoint
-from resiliency.checkpoint.marker import read_marker
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.checkpoint.tiers import PRIORITY
-from resiliency.checkpoint.tiers import TierName as Tier
+from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format.catalog import remove_checkpoint
+from resiliency.checkpoint.format.marker import read_marker
+from resiliency.checkpoint.names import PRIORITY
+from resiliency.checkpoint.names import TierName as Tier
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError, CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
-from resiliency.plugins import manifest
 from resiliency.plugins.dist_ckpt import is_rank_zero
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
 from resiliency.progress import report_step
@@ -45,7 +45,7 @@ __all__ = ["ModelCheckpoint", "Tier"]
 
 #: A step that was restored from there is in this tier; of nothing that was restored, nothing is to save.
 _HELD_BY = {
-    Tier.PERSISTENT: ("none", "disk"),
+    Tier.PERSISTENT: ("none", "persistent"),
     Tier.LOCAL: ("none", "local", "peers"),
 }
 
@@ -58,7 +58,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             is written by a checkpoint process (`resiliency.plugins.in_cluster_local_ckpt`).
         interval_steps: save when the number of finished steps is a multiple of this.  None: the checkpoint
             process that writes the tier was given the interval, which may then be in seconds, or by the
-            rate of failures (`resiliency.checkpoint.tiers.Interval`).
+            rate of failures (`resiliency.checkpoint.trainer.tier_policy.Interval`).
         tier: where `dirpath` is.
         keep: number of newest complete checkpoints to keep; -1 keeps all.
         priority: when several of these callbacks are due at one step, only the one with the highest

@@ -30,7 +30,7 @@ class ProfileCheckpointCallback(Callback):
     """
 
     def __init__(
-        self, trace_dir: str | Path, *, interval_steps: int, trace_name: str = "trace", steps_after: int = 2
+        self, trace_dir: str | Path, interval_steps: int, *, trace_name: str = "trace", steps_after: int = 2
     ) -> None:
         if interval_steps <= steps_after:
             raise ConfigError(

@@ -11,26 +11,35 @@ it back.
 themselves the same commits and checksums.
 """
 
-from resiliency.checkpoint.arena import (
+from resiliency.checkpoint.capture.arena import (
     CapturedSlot,
     RankArena,
     open_captured,
 )
-from resiliency.checkpoint.capture import Capture, CaptureOptions, Capturer, CaptureStats, Outcome, WhenFull
+from resiliency.checkpoint.capture.capturer import (
+    Capture,
+    CaptureOptions,
+    Capturer,
+    CaptureStats,
+    Outcome,
+    WhenFull,
+)
+from resiliency.checkpoint.capture.job_memory import clean_up, job_directory
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.dcp_storage import DcpStorageReader, DcpStorageWriter
-from resiliency.checkpoint.job_memory import clean_up, job_directory
-from resiliency.checkpoint.leaves import Placement, ShardedView, register_sharded_type
-from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
+from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.recovery.inventory import Inventory
+from resiliency.checkpoint.recovery.restore import Restored
 from resiliency.checkpoint.recovery.sources import Source, Tier
-from resiliency.checkpoint.restoring import Restored
-from resiliency.checkpoint.saves import SaveHandle, SaveRecord, SaveState
-from resiliency.checkpoint.state import Restore, StateWalker, materialize, plan_restore, restore_into
-from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView
-from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
-from resiliency.checkpoint.tiers import Interval, TierName
-from resiliency.checkpoint.values import ANY_CLASS
+from resiliency.checkpoint.state.fill import Restore, materialize, plan_restore, restore_into
+from resiliency.checkpoint.state.layout import Shard, StateLayout, TensorEntry, TensorView
+from resiliency.checkpoint.state.snapshot import StateWalker
+from resiliency.checkpoint.state.tensors import Placement, ShardedView, register_sharded_type
+from resiliency.checkpoint.state.values import ANY_CLASS
+from resiliency.checkpoint.stop.termination import Terminated, Termination, TerminationOptions
+from resiliency.checkpoint.torch_dcp import DcpStorageReader, DcpStorageWriter
+from resiliency.checkpoint.trainer.handles import SaveHandle, SaveRecord, SaveState
+from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier
+from resiliency.checkpoint.trainer.tier_policy import Interval
 
 __all__ = [
     "ANY_CLASS",

@@ -27,25 +27,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from resiliency.checkpoint.agreement import Agreement, identified
-from resiliency.checkpoint.capture import Capturer
-from resiliency.checkpoint.common_end import CommonEnd
-from resiliency.checkpoint.delivery import Delivery
-from resiliency.checkpoint.intervals import Advice
-from resiliency.checkpoint.joining import Neighbors, join
-from resiliency.checkpoint.options import CheckpointerOptions, LocalTier, intervals_of, settings_of
+from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
+from resiliency.checkpoint.capture.capturer import Capturer
+from resiliency.checkpoint.names import TierName, branch_of
+from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory
-from resiliency.checkpoint.restoring import Fill, Restored, Restorer
-from resiliency.checkpoint.save_id import branch_of
-from resiliency.checkpoint.saver import Saver
-from resiliency.checkpoint.saves import SaveHandle
-from resiliency.checkpoint.schedule import Schedule
-from resiliency.checkpoint.state import StateWalker, plan_restore
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.checkpoint.table import Shard
-from resiliency.checkpoint.termination import TerminationOptions
-from resiliency.checkpoint.tiers import Interval, TierName
-from resiliency.checkpoint.wire import Hurry
+from resiliency.checkpoint.recovery.restore import Fill, Restored, Restorer
+from resiliency.checkpoint.state.fill import plan_restore
+from resiliency.checkpoint.state.layout import Shard
+from resiliency.checkpoint.state.snapshot import StateWalker
+from resiliency.checkpoint.stop.termination import TerminationOptions
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.trainer.common_end import CommonEnd
+from resiliency.checkpoint.trainer.delivery import Delivery
+from resiliency.checkpoint.trainer.handles import SaveHandle
+from resiliency.checkpoint.trainer.intervals import Advice
+from resiliency.checkpoint.trainer.join import ReplicaHosts, join
+from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier, intervals_of, settings_of
+from resiliency.checkpoint.trainer.saver import Saver
+from resiliency.checkpoint.trainer.schedule import Schedule
+from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.progress import report_step
@@ -117,16 +118,16 @@ class Checkpointer:
         intervals = intervals_of(every_steps, every, settings, local)
         info = identified(info or RunInfo.from_env())
         self._info = info
-        self._agreement = Agreement(info.rank or 0, info.world_size)
-        self._schedule = Schedule(intervals, self._agreement, options.clock)
-        membership = join(
-            self._agreement, info, settings, options, group=group, parallel_groups=parallel_groups
+        self._rank_group = RankGroup(info.rank or 0, info.world_size)
+        self._schedule = Schedule(intervals, self._rank_group, options.clock)
+        context = join(
+            self._rank_group, info, settings, options, group=group, parallel_groups=parallel_groups
         )
-        self._attach = membership.attach
-        self._arena = membership.arena
+        self._attach = context.attach
+        self._arena = context.arena
         self._capturer = Capturer(self._arena, options.capture, walker=StateWalker(allow=options.allow))
         self._delivery = Delivery(
-            membership.directory,
+            context.directory,
             self._attach,
             emit=self._emit,
             options=options.link,
@@ -142,7 +143,7 @@ class Checkpointer:
             options=options,
             emit=self._emit,
         )
-        self._neighbors = Neighbors(membership, self._delivery.link)
+        self._replica_hosts = ReplicaHosts(context, self._delivery.link)
         #: How often a restore led back behind what this start had saved.
         self._branches = 0
         self._closed = False
@@ -155,7 +156,7 @@ class Checkpointer:
         if not self._delivery.link.wait_for_agent():
             logger.error("there is no checkpoint agent yet: saves fail until there is")
         try:
-            self._neighbors.meet(self._agreement, info)
+            self._replica_hosts.meet(self._rank_group, info)
         except ResiliencyError:
             self.close(finished=False)
             raise
@@ -174,7 +175,7 @@ class Checkpointer:
 
         For programs that choose: `sources` of it lists the steps, and whatever this start then restores is
         taken from it without looking again.  It tells of now: what is saved later is not in it, and
-        what is gone or damaged by then is passed over when it is read.
+        what is gone or damaged by then is skipped when it is read.
 
         Raises:
             CheckpointError: the persistent tier cannot be listed; on the other ranks PeerError.
@@ -262,21 +263,21 @@ class Checkpointer:
             self._attach = attach
             self._delivery.link.introduce_again(attach)
         if went_back:
-            self._neighbors.meet_again(attach, self._agreement, self._info)
+            self._replica_hosts.meet_again(attach, self._rank_group, self._info)
         if restored.step:
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
-            self._neighbors.repair(restored)
+            self._replica_hosts.repair(restored)
         return restored
 
     def _went_back(self, step: int) -> bool:
         """Whether `step` is before what this start has saved, which then is over; collective."""
-        if max(self._agreement.gather(self._saver.newest_step)) <= step:
+        if max(self._rank_group.gather(self._saver.newest_step)) <= step:
             return False
         self._delivery.went_back(self._options.close_timeout)
         self._saver.went_back()
         self._schedule.went_back(step)
         # The first rank that introduces itself again ends the session for all ranks of its host.
-        self._agreement.gather(None)
+        self._rank_group.gather(None)
         return True
 
     def prewarm(self, state: object) -> None:
@@ -389,9 +390,9 @@ class Checkpointer:
         """
         return self._saver.save(step, state, tiers=tiers, wait=wait)
 
-    def hurry(self) -> None:
+    def lift_bandwidth_cap(self) -> None:
         """This host is about to go: what is captured is written without the bandwidth cap."""
-        self._delivery.link.request(Hurry())
+        self._delivery.link.request(LiftBandwidthCap())
 
     def fence(self) -> None:
         """Hold the caller until the state may be changed; for code that changes it without an optimizer."""
@@ -454,7 +455,7 @@ class Checkpointer:
         self._arena.close(remove=spent)
         if self._end is not None:
             self._end.close(finished=finished)
-        self._delivery.link.close(goodbye=spent)
+        self._delivery.link.close(detach=spent)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -471,7 +472,7 @@ class Checkpointer:
         return Restorer(
             self._arena,
             LocalStorage(settings.directory, direct=not is_shared) if settings.directory else None,
-            self._agreement,
+            self._rank_group,
             replicated=self._replicated,
             local=Path(settings.local_directory) if settings.local_directory else None,
             host=self._attach.host,
@@ -481,11 +482,11 @@ class Checkpointer:
     def _watch_for_signals(self, options: TerminationOptions) -> CommonEnd:
         try:
             return CommonEnd(
-                self._agreement,
+                self._rank_group,
                 options,
                 self._saver,
                 emit=self._emit,
-                hurry=self.hurry,
+                lift_bandwidth_cap=self.lift_bandwidth_cap,
                 flush=self._flush,
                 close=self.close,
             )

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.catalog import Condition, Found, find_newest, inspect, steps_in
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
-from resiliency.checkpoint.leftovers import LeftoverFate, free_leftovers
-from resiliency.checkpoint.marker import parse_step
-from resiliency.checkpoint.progress import Progress
-from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.storage import LocalStorage, Storage
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.capture.leftovers import LeftoverOutcome, free_leftovers
+from resiliency.checkpoint.format.catalog import Condition, Found, find_newest, glance, inspect, steps_in
+from resiliency.checkpoint.format.marker import parse_step
+from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.progress import ReadProgress
+from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError, CheckpointIncomplete, CheckpointMissing, ConfigError
 
 OK, DAMAGED, USAGE, NOTHING, INTERRUPTED = 0, 1, 2, 3, 130
@@ -171,7 +172,7 @@ def _free(_: Storage, options: argparse.Namespace) -> _Answer:
         all_users=options.all_users,
         dry_run=options.dry_run,
     )
-    code = DAMAGED if any(item.fate is LeftoverFate.REFUSED for item in found) else OK
+    code = DAMAGED if any(item.outcome is LeftoverOutcome.REFUSED for item in found) else OK
     if options.json:
         rows = [
             {
@@ -179,13 +180,13 @@ def _free(_: Storage, options: argparse.Namespace) -> _Answer:
                 "user": item.user,
                 "size_bytes": item.size_bytes,
                 "idle_s": round(item.idle_s, 1),
-                "outcome": item.fate.value,
+                "outcome": item.outcome.value,
             }
             for item in found
         ]
         return _Answer(code, _json(rows))
     lines = [
-        f"{item.directory}: {item.fate.value} ({_size(item.size_bytes)}, user {item.user},"
+        f"{item.directory}: {item.outcome.value} ({_size(item.size_bytes)}, user {item.user},"
         f" last change {item.idle_s:.0f} s ago)"
         for item in found
     ]
@@ -216,7 +217,7 @@ def _verify(storage: Storage, options: argparse.Namespace) -> _Answer:
         steps = [_existing(storage, options.step)]
     elif options.all:
         steps = [
-            step for step in steps_in(storage) if inspect(storage, step).condition is not Condition.UNFINISHED
+            step for step in steps_in(storage) if glance(storage, step).condition is not Condition.UNFINISHED
         ]
     else:
         steps = [_newest_ours(storage)]
@@ -247,7 +248,7 @@ def _newest_ours(storage: Storage) -> int:
     """The newest that is committed, damaged or not: looking for damage is the point."""
     committed = (Condition.COMPLETE, Condition.BAD)
     for step in reversed(steps_in(storage)):
-        if inspect(storage, step).condition in committed:
+        if glance(storage, step).condition in committed:
             return step
     raise CheckpointMissing(
         f"{storage.describe()} holds no committed checkpoint with checksums: torch's own have none.",
@@ -257,7 +258,7 @@ def _newest_ours(storage: Storage) -> int:
 
 def _verify_one(storage: Storage, step: int) -> dict[str, object]:
     result: dict[str, object] = {"step": step, "error": "", "size_bytes": 0}
-    with Progress(f"step {step}") as progress:
+    with ReadProgress(f"step {step}") as progress:
         try:
             reader = CheckpointReader(storage, step, pace=progress)
             progress.expect(sum(record.size_bytes for record in reader.files()))

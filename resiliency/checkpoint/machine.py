@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells machines and containers apart, whatever they are called.
+"""What tells machines and containers apart, whatever they are called, and room for open files in a process.
 
 Ranks of one host share its agent, so they must share more than a name: the kernel, the network namespace in
 which the agent's socket has its address, and the memory in which captures lie.
+
+The usual soft limit of open files is 1024, as `select` can serve no more; the hard one is far above.  The
+soft one is raised by what is needed, so that the rest of the program keeps the room that it had.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
+
+from resiliency.errors import ConfigError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
@@ -66,3 +72,31 @@ def _file_id(path: Path) -> str:
 
 def _may_be_equal(one: str, other: str) -> bool:
     return not one or not other or one == other
+
+
+#: Open files that the process may need meanwhile.
+_SPARE = 64
+
+
+def make_room_for(count: int, *, what: str) -> None:
+    """Let this process open `count` more files than now.
+
+    Raises:
+        ConfigError: the hard limit is below that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        is_open = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not one is left: what is opened next says so
+        return
+    needed = is_open + count + _SPARE
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(
+            f"{what} need {count} descriptors; {is_open} files are open, and the limit is {hard}.",
+            hint="Raise the hard limit of open files (ulimit -Hn, LimitNOFILE of the service or container).",
+        )
+    wanted = soft + count
+    wanted = max(needed, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

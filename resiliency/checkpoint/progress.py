@@ -24,7 +24,7 @@ LARGE_BYTES = 256 << 20
 TELL_EVERY_S = 10.0
 
 
-class Progress:
+class ReadProgress:
     """A `Pace` that shows how far a read is; a context manager.
 
     Args:
@@ -78,7 +78,7 @@ class Progress:
             self._bar.close()
             self._bar = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ReadProgress:
         return self
 
     def __exit__(self, *exc: object) -> None:

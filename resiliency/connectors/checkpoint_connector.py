@@ -28,13 +28,14 @@ from typing import Any, NoReturn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.marker import step_directory
+from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format.marker import step_directory
+from resiliency.checkpoint.names import TierName
+from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.losses import refuse_what_was_lost
+from resiliency.checkpoint.recovery.outcomes import agree
 from resiliency.checkpoint.recovery.sources import Tier
-from resiliency.checkpoint.recovery.verdicts import agree
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -45,9 +46,9 @@ from resiliency.errors import (
     ResiliencyError,
 )
 from resiliency.events import EventStream, EventType
-from resiliency.plugins import checkpoint_kinds, manifest
+from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero
-from resiliency.plugins.in_cluster_local_ckpt import CombinedCheckpointIO
+from resiliency.plugins.in_cluster_local_ckpt import SplitCheckpointIO
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
 from resiliency.plugins.random_states import set_rng_state
 
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 #: What a load raises, on any rank, when its checkpoint is of no use and another may be.
 _UNUSABLE = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, LayoutMismatch)
 
-_WITH_RANDOM_STATE = (VerifiedCheckpointIO, PersistentCheckpointProcessIO, CombinedCheckpointIO)
+_WITH_RANDOM_STATE = (VerifiedCheckpointIO, PersistentCheckpointProcessIO, SplitCheckpointIO)
 
 #: Where a step came from that was in no one directory.
 _IN_WORDS = {
@@ -150,7 +151,7 @@ class CheckpointConnector(_CheckpointConnector):
         if process is None or process.restores.restored_from is Tier.NONE:
             return self._tiers.get(chosen.parent)
         where = process.restores.restored_from
-        return TierName.PERSISTENT.value if where is Tier.DISK else str(where.value)
+        return str(where.value)
 
     def _get_lightning_module_state_dict(self) -> dict[str, Any]:
         """Lightning's hook: what goes into a dump; NeMo's strategy replaces it by its sharded state."""
@@ -173,7 +174,7 @@ class CheckpointConnector(_CheckpointConnector):
             except LayoutMismatch as mismatch:
                 process = process_of(self.trainer)
                 # A step that hosts hold may be in the persistent tier as well, under the same path.
-                if path not in attempts.held or (process is not None and process.restores.is_cut_anew):
+                if path not in attempts.held or (process is not None and process.restores.is_resharded):
                     raise
                 attempts.unfit.append(path)
                 attempts.mismatch = str(mismatch)
@@ -203,7 +204,7 @@ class CheckpointConnector(_CheckpointConnector):
             super()._restore_modules_and_callbacks(path)
         except _UNUSABLE as failure:
             error = failure
-        bad = agree(Agreement.of_process_group(), error, f"restoring {path}")
+        bad = agree(RankGroup.of_process_group(), error, f"restoring {path}")
         return sorted(set(bad.values()))
 
     def _newest_usable(self) -> Path | None:
@@ -233,7 +234,7 @@ class CheckpointConnector(_CheckpointConnector):
         if not candidates:
             local = None if process is None else process.directories.get(TierName.LOCAL)
             seen_by_all = [LocalStorage(root) for root in self._listed()]
-            refuse_what_was_lost(Agreement.of_process_group(), seen_by_all, local)
+            refuse_what_was_lost(RankGroup.of_process_group(), seen_by_all, local)
         for number, path in enumerate(candidates):
             if attempts.failed == attempts.longest:
                 break
@@ -291,7 +292,7 @@ class CheckpointConnector(_CheckpointConnector):
         Raises:
             CheckpointError, PeerError: on all ranks; rank 0 could not list a directory.
         """
-        ranks = Agreement.of_process_group()
+        ranks = RankGroup.of_process_group()
         error: ResiliencyError | None = None
         mine: list[Path | int] = []
         if ranks.rank == 0:
@@ -309,7 +310,7 @@ class CheckpointConnector(_CheckpointConnector):
             self._check_nobody_sees_any(ranks)
         return agreed
 
-    def _check_nobody_sees_any(self, ranks: Agreement) -> None:
+    def _check_nobody_sees_any(self, ranks: RankGroup) -> None:
         """An empty directory on rank 0's host alone is a missing mount, and no new training."""
         mine: list[str] = []
         if ranks.rank:  # rank 0 has just looked

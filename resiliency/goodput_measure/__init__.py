@@ -5,11 +5,19 @@
     reader      streams events back from files of any size, or from Google Cloud Logging
     published   the published goodput formula, a pure function
     ledger      every microsecond of every rank has one cause; a pure function of the full event log
+    marks       what a rank's events leave behind, in columns
     lives       what each process of a rank said, in order
     lanes       the causes that cover a rank's time, and how overlaps are settled
     incidents   what each fault cost, span by span
-    timeline    the ledger as a picture
+    windows     the causes of a part of the time: rolling goodput, attempts
+    reliability outages: MTTF, MTTR, distributions
+    what_if     what another interval between saves would have cost
+    jobs        all of that for one job, and for several together
     report      the same as text
+    prometheus  the same as metrics
+    follow      the same while the logs are written
+    zoom        the ledger in several resolutions, for the page
+    timeline    the ledger as values to draw; `_png` and `_html` draw them, `_file` writes them
     cloud       the border to Google Cloud Logging
     calculator  the command line over all of these
 

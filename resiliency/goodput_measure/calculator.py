@@ -15,19 +15,23 @@ import gc
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import JsonValue, RunEvent
-from resiliency.goodput_measure.ledger import Ledger, build_ledger
+from resiliency.goodput_measure.jobs import Fleet, JobEvents, JobResult, Options
+from resiliency.goodput_measure.live.follow import follow
+from resiliency.goodput_measure.live.prometheus import MetricsServer, as_metrics, serving, write_metrics
 from resiliency.goodput_measure.published import GoodputReport, calculate
 from resiliency.goodput_measure.reader import ReadStats, read_cloud, read_events
-from resiliency.goodput_measure.report import goodput_text, ledger_text
-from resiliency.goodput_measure.timeline import SUFFIXES, write_timeline
+from resiliency.goodput_measure.report import fleet_text, job_text, live_text
+from resiliency.goodput_measure.timeline.file import SUFFIXES, write_timeline
 from resiliency.goodput_measure.tracker import GOODPUT_TYPES, published_record
 from resiliency.runtime import SystemClock
 
@@ -80,7 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         "3 calculated, but most lines could not be parsed.",
     )
     add = parser.add_argument
-    add("--job-name", required=True, help="job to measure, as in JOB_IDENTIFIER")
+    add(
+        "--job-name",
+        required=True,
+        nargs="+",
+        metavar="NAME",
+        help="jobs to measure, as in JOB_IDENTIFIER; of several also what they are together",
+    )
     add(
         "--log-file",
         nargs="+",
@@ -110,6 +120,37 @@ def _parser() -> argparse.ArgumentParser:
     add("--export", metavar="FILE.json", help="also write the metrics as JSON")
     add("--timeline", metavar="FILE", help="also draw the ledger, to .png or .html; needs --event-log")
     add(
+        "--window",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="length of the window of rolling goodput (default: %(default)g)",
+    )
+    add(
+        "--what-if-interval",
+        nargs="+",
+        type=int,
+        metavar="STEPS",
+        help="intervals between saves to replay; default: a quarter to four times the job's own",
+    )
+    add(
+        "--follow",
+        nargs="?",
+        type=float,
+        const=5.0,
+        metavar="SECONDS",
+        help="read --event-log while it is written, and print a line in each period (default: %(const)g); "
+        "ends with the jobs, or at Ctrl-C, with the report",
+    )
+    add("--prometheus", metavar="FILE.prom", help="also write metrics, in each period of --follow")
+    add("--prometheus-port", type=int, metavar="PORT", help="serve the metrics of --follow under /metrics")
+    add(
+        "--prometheus-listen",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="interface of that port (default: %(default)s); it has no login",
+    )
+    add(
         "--progress",
         action=argparse.BooleanOptionalAction,
         help="progress bar on stderr; default: for large files on a terminal",
@@ -127,7 +168,21 @@ def _checked(arguments: argparse.Namespace) -> argparse.Namespace:
     days: float = arguments.gcloud_logging_lookback_days
     if not 0 < days <= 3650:
         raise ConfigError(f"--gcloud-logging-lookback-days must be above 0 and at most 3650, found {days:g}.")
+    for flag, value in (("--window", arguments.window), ("--follow", arguments.follow)):
+        if value is not None and not 0 < value <= 1e9:
+            raise ConfigError(f"{flag} must be seconds above 0, found {value:g}.")
+    if any(steps < 1 for steps in arguments.what_if_interval or ()):
+        raise ConfigError("--what-if-interval must be steps above 0.")
+    for flag in ("follow", "prometheus"):
+        if getattr(arguments, flag) is not None and arguments.event_log is None:
+            raise ConfigError(f"--{flag} needs --event-log.")
+    if arguments.follow is not None and arguments.log_file:
+        raise ConfigError("--follow reads --event-log: leave --log-file out.")
+    if arguments.prometheus_port is not None and arguments.follow is None:
+        raise ConfigError("--prometheus-port needs --follow.", hint="--prometheus writes a file once.")
     if arguments.timeline is not None:
+        if len(arguments.job_name) > 1:
+            raise ConfigError("--timeline shows one job: give one --job-name.")
         if arguments.event_log is None:
             raise ConfigError(
                 "--timeline needs --event-log.", hint="The goodput log does not know the ranks."
@@ -141,63 +196,117 @@ def _checked(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> bool:
     """Print the report; False if most of what was read could not be parsed."""
-    job_name: str = arguments.job_name
+    jobs = {name: JobEvents(name) for name in arguments.job_name}
+    options = Options(
+        step_s=arguments.reference_step_time,
+        window_us=round(arguments.window * 1e6),
+        intervals=arguments.what_if_interval or (),
+    )
+    if arguments.follow is not None:
+        stats = ReadStats()
+        results = _follow(arguments, jobs, options, stats)
+        is_sound = not stats.is_mostly_damaged
+    else:
+        stats, is_sound = _read(arguments, jobs)
+        results = [job.result(options) for job in jobs.values()]
+        _write_metrics(arguments, results)
+    _report(arguments, results, stats)
+    return is_sound
+
+
+def _report(arguments: argparse.Namespace, results: list[JobResult], stats: ReadStats) -> None:
+    print("\n\n".join(job_text(result) for result in results))
+    if len(results) > 1:
+        print("\n" + fleet_text(results))
+    if arguments.export:
+        _export(Path(arguments.export), results, stats)
+    if arguments.timeline and (measured := results[0].measured) is not None:
+        write_timeline(measured.ledger, arguments.timeline)
+        print(f"\ntimeline: {arguments.timeline}")
+
+
+def _read(arguments: argparse.Namespace, jobs: Mapping[str, JobEvents]) -> tuple[ReadStats, bool]:
+    """Read all events of `jobs`; returns what the last files were like, and whether all are sound."""
     stats = ReadStats()
-    goodput_events: list[RunEvent] = []
-    ledger: Ledger | None = None
     is_sound = True
-    if arguments.event_log:
-        ledger = build_ledger(_full_events(arguments, stats, goodput_events))
-    if arguments.log_file or ledger is None:
-        if ledger is not None:
-            _report_reading(stats, arguments.verbose)
+    for path in arguments.event_log or ():
+        for event in read_events(path, stats=stats, progress=arguments.progress):
+            if (job := jobs.get(event.job_name)) is not None:
+                job.add_full(event)
+    for job in jobs.values():
+        if arguments.event_log and not job.is_full:
+            raise _NoEvents(_missing("event", job.name, stats))
+    if arguments.log_file or not arguments.event_log:
+        if arguments.event_log:
+            _report_reading(stats, jobs, arguments.verbose)
         is_sound = not stats.is_mostly_damaged
         stats = ReadStats()
-        goodput_events = list(_goodput_events(arguments, stats))
-    _report_reading(stats, arguments.verbose)
-    if not goodput_events:
-        raise _NoEvents(_missing("goodput event", job_name, stats))
-    step_time: float | None = arguments.reference_step_time
-    if step_time is None and ledger is not None:
-        step_time = ledger.median_step_s
-    report = calculate(goodput_events, step_time)
-    print(goodput_text(report))
-    if ledger is not None:
-        print("\n" + ledger_text(ledger, report))
-    if arguments.export:
-        _export(Path(arguments.export), report, ledger, stats)
-    if arguments.timeline and ledger is not None:
-        write_timeline(ledger, arguments.timeline)
-        print(f"\ntimeline: {arguments.timeline}")
-    return is_sound and not stats.is_mostly_damaged
-
-
-def _full_events(
-    arguments: argparse.Namespace, stats: ReadStats, goodput_events: list[RunEvent]
-) -> Iterator[RunEvent]:
-    """All events of the job; those that the published formula counts are noted on the way."""
-    for path in arguments.event_log:
-        for event in read_events(path, job_name=arguments.job_name, stats=stats, progress=arguments.progress):
-            if published_record(event) is not None:
-                goodput_events.append(event)
-            yield event
-    if not stats.events:
-        raise _NoEvents(_missing("event", arguments.job_name, stats))
+        for job in jobs.values():
+            job.goodput_events.clear()
+        for event in _goodput_events(arguments, stats):
+            # A full event log may be given here too, and in it every rank tells of its load.
+            if (job := jobs.get(event.job_name)) is not None and published_record(event) is not None:
+                job.goodput_events.append(event)
+    _report_reading(stats, jobs, arguments.verbose)
+    for job in jobs.values():
+        if not job.goodput_events:
+            raise _NoEvents(_missing("goodput event", job.name, stats))
+    return stats, is_sound and not stats.is_mostly_damaged
 
 
 def _goodput_events(arguments: argparse.Namespace, stats: ReadStats) -> Iterator[RunEvent]:
-    job_name: str = arguments.job_name
+    for path in arguments.log_file or ():
+        yield from read_events(path, types=GOODPUT_TYPES, stats=stats, progress=arguments.progress)
     if not arguments.log_file:
         since = SystemClock().now() - timedelta(days=arguments.gcloud_logging_lookback_days)
-        yield from read_cloud(job_name, since=since, types=GOODPUT_TYPES, stats=stats)
-        return
-    for path in arguments.log_file:
-        for event in read_events(
-            path, job_name=job_name, types=GOODPUT_TYPES, stats=stats, progress=arguments.progress
-        ):
-            # A full event log may be given here too, and in it every rank tells of its load.
-            if published_record(event) is not None:
-                yield event
+        for job_name in arguments.job_name:
+            yield from read_cloud(job_name, since=since, types=GOODPUT_TYPES, stats=stats)
+
+
+def _follow(
+    arguments: argparse.Namespace, jobs: Mapping[str, JobEvents], options: Options, stats: ReadStats
+) -> list[JobResult]:
+    """Print a line for each job and look, until the jobs or this program end; returns the last results."""
+    results: list[JobResult] = []
+    with ExitStack() as stack:
+        stop = stack.enter_context(_stopped_by_signals())
+        server: MetricsServer | None = None
+        if arguments.prometheus_port is not None:
+            server = stack.enter_context(serving(arguments.prometheus_port, arguments.prometheus_listen))
+            print(f"metrics: http://{arguments.prometheus_listen}:{server.port}/metrics", flush=True)
+        for results in follow(
+            arguments.event_log, jobs, options,
+            stats=stats, every_s=arguments.follow, clock=SystemClock(), wait=stop.wait,
+        ):  # fmt: skip
+            if server is not None:
+                server.text = as_metrics(results)
+            _write_metrics(arguments, results)
+            for result in results:
+                print(live_text(result), flush=True)
+    _report_reading(stats, jobs, arguments.verbose)
+    if not results:
+        raise _NoEvents(_missing("event", ", ".join(jobs), stats))
+    print()
+    return results
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set: the report comes after them."""
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_metrics(arguments: argparse.Namespace, results: Iterable[JobResult]) -> None:
+    if arguments.prometheus:
+        write_metrics(as_metrics(results), arguments.prometheus)
 
 
 def _missing(what: str, job_name: str, stats: ReadStats) -> str:
@@ -211,9 +320,10 @@ def _missing(what: str, job_name: str, stats: ReadStats) -> str:
     )
 
 
-def _report_reading(stats: ReadStats, verbose: bool) -> None:
+def _report_reading(stats: ReadStats, jobs: Iterable[str], verbose: bool) -> None:
     if verbose:
-        print(f"read {stats.lines} lines, {stats.events} events of the job", file=sys.stderr)
+        events = sum(stats.jobs[name] for name in jobs)
+        print(f"read {stats.lines} lines, {events} events of the job", file=sys.stderr)
     if stats.unparsable:
         torn = ", the last one torn" if stats.torn_at_end else ""
         print(
@@ -223,10 +333,13 @@ def _report_reading(stats: ReadStats, verbose: bool) -> None:
             print(f"  {example}", file=sys.stderr)
 
 
-def _export(path: Path, report: GoodputReport, ledger: Ledger | None, stats: ReadStats) -> None:
-    record: dict[str, JsonValue] = {**report.to_json(), "unparsable_lines": stats.unparsable}
-    if ledger is not None:
-        record["ledger"] = ledger.to_json()
+def _export(path: Path, results: Sequence[JobResult], stats: ReadStats) -> None:
+    record: dict[str, JsonValue] = {"unparsable_lines": stats.unparsable}
+    if len(results) == 1:
+        record = {**results[0].to_json(), **record}
+    else:
+        record["jobs"] = [result.to_json() for result in results]
+        record["fleet"] = Fleet.of(results).to_json()
     try:
         path.write_text(json.dumps(record, indent=2) + "\n")
     except OSError as error:

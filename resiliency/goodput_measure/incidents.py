@@ -6,6 +6,9 @@ every launcher event up to the next `workers_started`; then the ranks' own event
 processes came up.  A stage counts as reached when the last rank has reached it.  Launcher events
 of several hosts fall into one incident as long as the hosts' clocks agree to within the time that
 a restart takes.
+
+Where a supervisor restarted the job, its decision and the end of its action are two more stages.  A
+decision opens an incident as a fault does: a second action comes when the first one changed nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +31,18 @@ STAGES = (
     "restored",
     "first_new_step",
 )
+#: The same with what a supervisor adds; these two are there only in incidents that it acted for.
+SUPERVISED_STAGES = ("detected", "decided", "acted", *STAGES[1:])
 
 
 # What settles equal times: the order of a restart.
 _ORDER = {
     EventType.FAULT_DETECTED: 0,
-    EventType.WORKERS_STOPPED: 1,
-    EventType.RENDEZVOUS_DONE: 2,
-    EventType.WORKERS_STARTED: 3,
+    EventType.ACTION_DECIDED: 1,
+    EventType.WORKERS_STOPPED: 2,
+    EventType.RENDEZVOUS_DONE: 3,
+    EventType.WORKERS_STARTED: 4,
+    EventType.ACTION_ENDED: 5,
 }
 
 
@@ -46,9 +53,10 @@ class LauncherFact(NamedTuple):
     type: EventType
     rank: int | None = None
     cause: str = ""
+    action: str = ""  # of a supervisor
 
 
-class Fault(NamedTuple):
+class Failure(NamedTuple):
     """A fault that was injected, so that its true time is known."""
 
     time: int
@@ -68,6 +76,8 @@ class Incident:
     fault: int
     fault_known: bool
     detected: int
+    decided: int | None = None
+    acted: int | None = None
     stopped: int | None = None
     rendezvous: int | None = None
     started: int | None = None
@@ -77,7 +87,9 @@ class Incident:
     first_new_step: int | None = None
     ranks: tuple[int, ...] = ()
     cause: str = ""
+    action: str = ""  # the supervisor's newest for it
     last_step: int | None = None
+    last_step_at: int | None = None  # when any rank last finished one before the detection
     restored_step: int | None = None
     tier: str | None = None
 
@@ -88,11 +100,11 @@ class Incident:
         The known spans add up to `total_s`.  Stages that passed in another order (some frameworks
         restore before they count as initialized) are measured in the order in which they passed.
         """
-        spans: dict[str, float | None] = dict.fromkeys(STAGES)
+        spans: dict[str, float | None] = dict.fromkeys(stages_of((self,)))
         before = self.fault
         reached = [
             (time, order, stage)
-            for order, stage in enumerate(STAGES)
+            for order, stage in enumerate(SUPERVISED_STAGES)
             if (time := getattr(self, stage)) is not None
         ]
         for time, _, stage in sorted(reached):
@@ -120,6 +132,7 @@ class Incident:
             "fault_time_known": self.fault_known,
             "ranks": list(self.ranks),
             "cause": self.cause,
+            "action": self.action,
             "spans_s": dict(self.spans),
             "total_s": self.total_s,
             "lost_steps": self.lost_steps,
@@ -128,8 +141,14 @@ class Incident:
         }
 
 
+def stages_of(incidents: Iterable[Incident]) -> tuple[str, ...]:
+    """The stages to show for `incidents`: a supervisor's only where it acted for one of them."""
+    acted = any(one.decided is not None or one.acted is not None for one in incidents)
+    return SUPERVISED_STAGES if acted else STAGES
+
+
 def find_incidents(
-    facts: Iterable[LauncherFact], lives: Sequence[Sequence[Life]], faults: Sequence[Fault]
+    facts: Iterable[LauncherFact], lives: Sequence[Sequence[Life]], faults: Sequence[Failure]
 ) -> tuple[Incident, ...]:
     """Group launcher facts into incidents and complete them from the ranks' lives."""
     drafts = _drafts(sorted(facts, key=lambda fact: (fact.time, _ORDER.get(fact.type, -1))))
@@ -149,6 +168,9 @@ class _Draft:
     certain: bool = False  # a fault was reported; mere stopping is also how a job ends
     ranks: set[int] = field(default_factory=set)
     cause: str = ""
+    action: str = ""
+    decided: int | None = None
+    acted: int | None = None
     stopped: int | None = None
     rendezvous: int | None = None
     started: int | None = None
@@ -158,7 +180,7 @@ def _drafts(facts: list[LauncherFact]) -> list[_Draft]:
     drafts: list[_Draft] = []
     for fact in facts:
         draft = drafts[-1] if drafts and drafts[-1].started is None else None
-        if fact.type in (EventType.FAULT_DETECTED, EventType.WORKERS_STOPPED):
+        if fact.type in (EventType.FAULT_DETECTED, EventType.ACTION_DECIDED, EventType.WORKERS_STOPPED):
             if draft is None:
                 draft = _Draft(detected=fact.time)
                 drafts.append(draft)
@@ -169,6 +191,12 @@ def _drafts(facts: list[LauncherFact]) -> list[_Draft]:
                 draft.cause = draft.cause or fact.cause
                 if fact.rank is not None:
                     draft.ranks.add(fact.rank)
+                if fact.type is EventType.ACTION_DECIDED:
+                    draft.decided, draft.action = fact.time, fact.action
+        elif fact.type is EventType.ACTION_ENDED:
+            # Often after the ranks have started: the supervisor learns of it last.
+            if drafts and drafts[-1].decided is not None:
+                drafts[-1].acted = fact.time
         elif draft is not None and fact.type is EventType.RENDEZVOUS_DONE:
             draft.rendezvous = fact.time
         elif draft is not None and fact.type is EventType.WORKERS_STARTED:
@@ -182,7 +210,7 @@ def _complete(
     index: int,
     draft: _Draft,
     lives: Sequence[Sequence[Life]],
-    faults: Sequence[Fault],
+    faults: Sequence[Failure],
     after: int | None,
     before: int | None,
 ) -> Incident:
@@ -192,25 +220,29 @@ def _complete(
         if (life := _last_working(of_rank, draft.detected)) and (after is None or life.last > after)
     ]
     new = [life for of_rank in lives if (life := _next_working(of_rank, draft.detected, before))]
-    fault, known = _fault_time(draft.detected, old, faults, after)
+    ends = [life.marks.last_of(EventType.STEP_FINISHED, draft.detected) for life in old]
+    last_step_at = max((time for time in ends if time is not None), default=None)
+    injected = _injected_at(draft.detected, old, faults, after)
+    fault = next(time for time in (injected, last_step_at, draft.detected) if time is not None)
     incident = Incident(
         index=index,
         fault=fault,
-        fault_known=known,
+        fault_known=injected is not None,
         detected=draft.detected,
+        decided=draft.decided,
+        acted=draft.acted,
         stopped=draft.stopped,
         rendezvous=draft.rendezvous,
         started=draft.started,
         ranks=tuple(sorted(draft.ranks)),
         cause=draft.cause,
+        action=draft.action,
+        last_step_at=last_step_at,
         last_step=max(
             (
-                mark.step
+                step
                 for life in old
-                for mark in life.marks
-                if mark.type is EventType.STEP_FINISHED
-                and mark.step is not None
-                and mark.time <= draft.detected
+                if (step := life.marks.highest_step(EventType.STEP_FINISHED, draft.detected)) is not None
             ),
             default=None,
         ),
@@ -223,14 +255,19 @@ def _with_recovery(incident: Incident, new: list[Life]) -> Incident:
         times = [time for life in new if (time := life.first(type)) is not None]
         return max(times, default=None)
 
-    loads = [mark for life in new for mark in life.marks if mark.type is EventType.CHECKPOINT_LOADED]
+    loads = [mark for life in new for mark in life.marks.of_type(EventType.CHECKPOINT_LOADED)]
     resumed = [step for life in new if (step := life.resumed_from) is not None]
+    first_new_step = reached(EventType.STEP_FINISHED)
+    acted = incident.acted
+    if acted is not None and first_new_step is not None:
+        acted = min(acted, first_new_step)  # the job did not wait for what the supervisor learnt later
     return replace(
         incident,
+        acted=acted,
         imported=reached(EventType.IMPORTED),
         initialized=reached(EventType.INITIALIZED),
         restored=reached(EventType.CHECKPOINT_LOADED),
-        first_new_step=reached(EventType.STEP_FINISHED),
+        first_new_step=first_new_step,
         restored_step=min(resumed, default=None),
         tier=next((mark.tier for mark in loads if mark.tier), None),
     )
@@ -245,27 +282,14 @@ def _next_working(of_rank: Sequence[Life], after: int, before: int | None) -> Li
     return life if life is not None and (before is None or life.working < before) else None
 
 
-def _fault_time(
-    detected: int, old: list[Life], faults: Sequence[Fault], after: int | None
-) -> tuple[int, bool]:
-    """When the fault struck, and whether that is known or only bounded by the last step."""
-    steps = [
-        mark.time
-        for life in old
-        for mark in life.marks
-        if mark.type is EventType.STEP_FINISHED and mark.time <= detected
-    ]
-    last_step = max(steps, default=None)
+def _injected_at(detected: int, old: list[Life], faults: Sequence[Failure], after: int | None) -> int | None:
+    """When the fault was injected that interrupted the job; None where none was."""
     for fault in sorted(faults, reverse=True, key=lambda fault: fault.time):
         if fault.time > detected or (after is not None and fault.time <= after):
             continue
         # Survivors finish at most the step they are in; more steps since then means that this
         # fault (a slowdown, say) did not interrupt the job.
-        if all(_steps_between(life, fault.time, detected) <= 1 for life in old):
-            return fault.time, True
+        if all(life.marks.count_of(EventType.STEP_FINISHED, fault.time, detected) <= 1 for life in old):
+            return fault.time
         break
-    return (detected if last_step is None else last_step), False
-
-
-def _steps_between(life: Life, after: int, until: int) -> int:
-    return sum(after < mark.time <= until for mark in life.marks if mark.type is EventType.STEP_FINISHED)
+    return None

@@ -8,15 +8,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import zip_longest
-from typing import NamedTuple
+from itertools import chain, islice, zip_longest
+from typing import NamedTuple, overload
 
 from resiliency.events import EventType
 from resiliency.goodput_measure.incidents import Incident
-from resiliency.goodput_measure.lives import STEPPING, Life, Mark
+from resiliency.goodput_measure.lives import STEPPING, Life
+from resiliency.goodput_measure.marks import Marks
 
 
 class Bucket(str, Enum):
@@ -24,6 +26,9 @@ class Bucket(str, Enum):
 
     OTHER = "other"  # before the first start, after the end, between steps
     RESTART = "restart"  # detected -> new process: stop, rendezvous, start
+    DECISION = "decision"  # of that: detected -> the supervisor decided
+    SWAP = "swap"  # of that: decided to exchange a host -> exchanged
+    CAPACITY = "capacity"  # of that: the set of hosts changed -> all of them have met
     STARTUP = "startup"  # interpreter and imports
     INITIALIZATION = "initialization"  # process groups, model, first batch
     DETECTION = "detection"  # fault -> detected
@@ -33,6 +38,8 @@ class Bucket(str, Enum):
     SAVE_HELD = "save_held"  # training waits for a save
 
 
+#: Actions of the supervisor after which the job waits for other hosts than it had.
+_CHANGES_HOSTS = frozenset({"hot_swap", "workload_recreation", "scale_down"})
 _PRIORITY = {bucket: priority for priority, bucket in enumerate(Bucket)}
 _BY_PRIORITY = tuple(Bucket)
 
@@ -45,7 +52,55 @@ class Span(NamedTuple):
     bucket: Bucket
 
 
-def resolve(intervals: Iterable[Span], start: int, end: int) -> tuple[Span, ...]:
+class Spans(Sequence[Span]):
+    """Spans that follow each other without a gap, 9 bytes each.  Built by `resolve`."""
+
+    __slots__ = ("_causes", "_end", "_starts")
+
+    def __init__(self, end: int) -> None:
+        self._starts = array("q")
+        self._causes = bytearray()
+        self._end = end
+
+    def append(self, start: int, priority: int) -> None:
+        """Add a span that begins where the one before it ends."""
+        self._starts.append(start)
+        self._causes.append(priority)
+
+    def __len__(self) -> int:
+        return len(self._causes)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        if isinstance(index, slice):
+            return tuple(self[place] for place in range(*index.indices(len(self))))
+        index = range(len(self))[index]  # negative ones, and the IndexError
+        end = self._starts[index + 1] if index + 1 < len(self) else self._end
+        return Span(self._starts[index], end, _BY_PRIORITY[self._causes[index]])
+
+    def __iter__(self) -> Iterator[Span]:
+        for start, end, priority in self.rows():
+            yield Span(start, end, _BY_PRIORITY[priority])
+
+    def between(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """As `rows`, cut to [start, end)."""
+        for index in range(max(bisect_right(self._starts, start) - 1, 0), bisect_left(self._starts, end)):
+            low, high, _ = self[index]
+            if (low := max(low, start)) < (high := min(high, end)):
+                yield low, high, self._causes[index]
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """(start, end, place of the cause among all causes) of each span: as iteration, but faster."""
+        ends = chain(islice(self._starts, 1, None), (self._end,))
+        return zip(self._starts, ends, self._causes, strict=False)
+
+
+def resolve(intervals: Iterable[Span], start: int, end: int) -> Spans:
     """Cut [start, end) into spans of one cause each; the strongest of overlapping intervals wins."""
     edges: list[tuple[int, int, int]] = []
     for interval in intervals:
@@ -56,22 +111,22 @@ def resolve(intervals: Iterable[Span], start: int, end: int) -> tuple[Span, ...]
     edges.sort()
     open_count = [0] * len(_BY_PRIORITY)
     causes = open_count[0] = 1  # OTHER lies under everything; one bit for each cause that is open
-    spans: list[Span] = []
+    spans = Spans(end)
     since = at = start
     cause = -1
     for time, change, priority in [*edges, (end, 0, 0)]:
         if time > at:
             if (now := causes.bit_length() - 1) != cause:
                 if at > since:
-                    spans.append(Span(since, at, _BY_PRIORITY[cause]))
+                    spans.append(since, cause)
                 since, cause = at, now
             at = time
         open_count[priority] += change
         bit = 1 << priority
         causes = causes | bit if open_count[priority] else causes & ~bit
     if at > since:
-        spans.append(Span(since, at, _BY_PRIORITY[cause]))
-    return tuple(spans)
+        spans.append(since, cause)
+    return spans
 
 
 class Painter:
@@ -110,6 +165,8 @@ class Painter:
             spans += [_clip(span, begins[index], window_end) for span in painted]
             if following is not None and (life.finished is None or self._incident(life, lives[index + 1])):
                 spans.append(Span(detected, following, Bucket.RESTART))
+                incident = self._incident(life, lives[index + 1])
+                spans += [_clip(span, detected, following) for span in _supervised(incident)]
             limit = _least(limit, life.resumed_from)
         return spans
 
@@ -167,6 +224,21 @@ class _Resumes:
         return self._least[index] if index < len(self._least) else None
 
 
+def _supervised(incident: Incident | None) -> list[Span]:
+    """The parts of a restart that belong to the supervisor and to the orchestrator."""
+    if incident is None or incident.decided is None:
+        return []
+    decided, acted = incident.decided, incident.acted
+    spans = [Span(incident.detected, decided, Bucket.DECISION)]
+    if acted is None:
+        return spans
+    if incident.action == "hot_swap":
+        spans.append(Span(decided, acted, Bucket.SWAP))
+    if incident.action in _CHANGES_HOSTS and incident.rendezvous is not None:
+        spans.append(Span(acted, incident.rendezvous, Bucket.CAPACITY))
+    return spans
+
+
 def _phases(life: Life, begin: int, fault: int) -> list[Span]:
     """Startup, initialization and restore: from creation to the first step."""
     ready = life.first_step_started
@@ -180,41 +252,57 @@ def _phases(life: Life, begin: int, fault: int) -> list[Span]:
         Span(min(begin, life.marks[0].time), imported, Bucket.STARTUP),
         Span(imported, ready, Bucket.INITIALIZATION),
     ]
-    for index, mark in enumerate(life.marks):
-        if mark.type is EventType.RESTORE_STARTED:
-            spans.append(Span(mark.time, _restore_end(life.marks[index + 1 :], fault), Bucket.RESTORE))
+    at = life.marks.index_of(EventType.RESTORE_STARTED)
+    while at is not None:
+        spans.append(Span(life.marks[at].time, _restore_end(life.marks, at + 1, fault), Bucket.RESTORE))
+        at = life.marks.index_of(EventType.RESTORE_STARTED, start=at + 1)
     return spans
 
 
-def _restore_end(following: Sequence[Mark], fault: int) -> int:
-    for mark in following:
-        if mark.type is EventType.CHECKPOINT_LOADED:
-            return mark.time
-        if mark.type in STEPPING:
-            break
+def _restore_end(marks: Marks, after: int, fault: int) -> int:
+    index = marks.index_of(EventType.CHECKPOINT_LOADED, *STEPPING, start=after)
+    if index is not None and marks[index].type is EventType.CHECKPOINT_LOADED:
+        return marks[index].time
     # Nothing was loaded (nothing to load, or the rank died): until it did something else.
-    return following[0].time if following else fault
+    return marks[after].time if after < len(marks) else fault
 
 
 def _steps(life: Life, limit: int | None) -> list[Span]:
     """Steps, kept where no later life continued from before them, and the holds of saves."""
     spans: list[Span] = []
     since = life.first_step_started
-    later_load = limit
-    loads: list[int | None] = []  # for each mark, the least step that is loaded after it
-    for mark in reversed(life.marks):
-        loads.append(later_load)
-        if mark.type is EventType.CHECKPOINT_LOADED:
-            later_load = _least(later_load, mark.step)
-    for index, (mark, limit_after) in enumerate(zip(life.marks, reversed(loads), strict=True)):
-        if mark.type is EventType.STEP_FINISHED and since is not None:
-            start = since if mark.duration is None else max(since, mark.time - mark.duration)
-            lost = limit_after is not None and mark.step is not None and mark.step > limit_after
-            spans.append(Span(start, mark.time, Bucket.LOST_STEPS if lost else Bucket.KEPT_STEPS))
-            since = mark.time
-        elif mark.type is EventType.SAVE_STARTED and index + 1 < len(life.marks):
-            spans.append(Span(mark.time, life.marks[index + 1].time, Bucket.SAVE_HELD))
+    limits = _limits(life.marks, limit)
+    held: int | None = None  # since when a save holds training
+    for index, (time, kind, step, duration) in enumerate(life.marks.rows()):
+        if held is not None:
+            spans.append(Span(held, time, Bucket.SAVE_HELD))
+            held = None
+        if kind is EventType.STEP_FINISHED and since is not None:
+            limit = limits(index)
+            start = since if duration is None else max(since, time - duration)
+            lost = limit is not None and step is not None and step > limit
+            spans.append(Span(start, time, Bucket.LOST_STEPS if lost else Bucket.KEPT_STEPS))
+            since = time
+        elif kind is EventType.SAVE_STARTED:
+            held = time
     return spans
+
+
+def _limits(marks: Marks, limit: int | None) -> Callable[[int], int | None]:
+    """For the index of a mark, the least step that is loaded after it, or after the life (`limit`)."""
+    loads: list[tuple[int, int | None]] = []  # index of a load, and the least step that is loaded from it on
+    at = marks.index_of(EventType.CHECKPOINT_LOADED)
+    while at is not None:
+        loads.append((at, marks[at].step))
+        at = marks.index_of(EventType.CHECKPOINT_LOADED, start=at + 1)
+    least = limit
+    for place in reversed(range(len(loads))):
+        index, step = loads[place]
+        least = _least(least, step)
+        loads[place] = (index, least)
+    if not loads:
+        return lambda index: limit
+    return lambda index: next((step for place, step in loads if place > index), limit)
 
 
 def _ending(life: Life, fault: int, detected: int) -> list[Span]:

@@ -13,7 +13,9 @@ from an earlier step; otherwise it is *kept*.  What a killed rank had begun is l
 
 from __future__ import annotations
 
+import heapq
 import statistics
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +23,12 @@ from functools import cached_property
 
 from resiliency.errors import ConfigError
 from resiliency.events import EventType, JsonValue, RunEvent
-from resiliency.goodput_measure.incidents import Fault, Incident, LauncherFact, find_incidents
-from resiliency.goodput_measure.lanes import Bucket, Painter, Span, resolve
-from resiliency.goodput_measure.lives import Life, Mark, from_us, mark_of, split_lives, to_us
+from resiliency.goodput_measure.incidents import Failure, Incident, LauncherFact, find_incidents
+from resiliency.goodput_measure.lanes import Bucket, Painter, Span, Spans, resolve
+from resiliency.goodput_measure.lives import Life, from_us, lives_of, mark_of, to_us
+from resiliency.goodput_measure.marks import Marks
 
-__all__ = ["Bucket", "Ledger", "Span", "build_ledger"]
+__all__ = ["Bucket", "Ledger", "LedgerBuilder", "Span", "build_ledger"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +38,14 @@ class Ledger:
     job_name: str
     start: int
     end: int
-    lanes: Mapping[int, tuple[Span, ...]]  # rank -> its wall time, without gap or overlap
+    lanes: Mapping[int, Spans]  # rank -> its wall time, without gap or overlap
     hosts: Mapping[int, str] = field(default_factory=dict)  # rank -> host that it was last seen on
     incidents: tuple[Incident, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Failure, ...] = ()
     saves: tuple[tuple[int, int | None], ...] = ()  # (time, step) of committed checkpoints
     median_step_s: float | None = None
+    commit_s: float | None = None  # median time from the start of a save to its commit
+    first_step: int = 0  # that the job began with
 
     @property
     def wall_us(self) -> int:
@@ -49,11 +54,11 @@ class Ledger:
     @cached_property
     def totals(self) -> dict[Bucket, int]:
         """Microseconds per cause over all ranks; they add up to ``wall_us * len(lanes)``."""
-        totals = dict.fromkeys(Bucket, 0)
+        totals = [0] * len(Bucket)
         for lane in self.lanes.values():
-            for span in lane:
-                totals[span.bucket] += span.end - span.start
-        return totals
+            for start, end, cause in lane.rows():
+                totals[cause] += end - start
+        return dict(zip(Bucket, totals, strict=True))
 
     def share(self, bucket: Bucket) -> float | None:
         """Part of all rank time that `bucket` took; None when there is no rank time."""
@@ -74,14 +79,12 @@ class Ledger:
         """
         if not self.wall_us:
             return None
-        kept = sorted(
-            span[:2] for lane in self.lanes.values() for span in lane if span.bucket is Bucket.KEPT_STEPS
-        )
-        covered, until = 0, self.start
-        for start, end in kept:
-            covered += max(end - max(start, until), 0)
-            until = max(until, end)
-        return covered / self.wall_us
+        kept: list[tuple[int, int]] = []
+        for lane in self.lanes.values():
+            # Ranks step together: what is united stays as small as the steps of one rank.
+            of_rank = [(span.start, span.end) for span in lane if span.bucket is Bucket.KEPT_STEPS]
+            kept = _united(heapq.merge(kept, of_rank))
+        return sum(end - start for start, end in kept) / self.wall_us
 
     def to_json(self) -> dict[str, JsonValue]:
         """Totals and incidents; the lanes stay in the event log."""
@@ -107,77 +110,129 @@ def build_ledger(events: Iterable[RunEvent], job_name: str | None = None) -> Led
     Raises:
         ConfigError: there is no event of the job.
     """
-    facts = _Facts()
+    builder = LedgerBuilder()
     for event in events:
         if job_name in (None, event.job_name):
-            facts.add(event)
-    if facts.start is None or facts.end is None:
-        raise ConfigError("there is no event to build a ledger from.", hint="Is this the job's event log?")
-    lives = {rank: split_lives(rank, marks) for rank, marks in sorted(facts.marks.items())}
-    incidents = find_incidents(facts.launcher, list(lives.values()), facts.faults)
-    painter = Painter(
-        lives.values(),
-        incidents,
-        faults=(fault.time for fault in facts.faults),
-        starts=(fact.time for fact in facts.launcher if fact.type is EventType.WORKERS_STARTED),
-    )
-    return Ledger(
-        job_name=facts.job_name,
-        start=facts.start,
-        end=facts.end,
-        lanes={
-            rank: resolve(painter.paint(of_rank), facts.start, facts.end) for rank, of_rank in lives.items()
-        },
-        hosts=facts.hosts,
-        incidents=incidents,
-        faults=tuple(sorted(facts.faults, key=lambda fault: fault.time)),
-        saves=tuple(sorted(facts.saves, key=lambda save: save[0])),
-        median_step_s=_median_step_s(lives.values()),
-    )
+            builder.add_event(event)
+    return builder.build()
 
 
-class _Facts:
-    """One pass over the events, keeping only what the ledger needs."""
+class LedgerBuilder:
+    """Takes the events of one job, keeps what the ledger needs of them, and makes it at any time."""
 
     def __init__(self) -> None:
         self.job_name = ""
         self.start: int | None = None
         self.end: int | None = None
-        self.marks: dict[int, list[tuple[int | None, Mark]]] = defaultdict(list)
-        self.hosts: dict[int, str] = {}
-        self.launcher: list[LauncherFact] = []
-        self.faults: list[Fault] = []
-        self.saves: list[tuple[int, int | None]] = []
+        self._marks: dict[int, dict[int | None, Marks]] = defaultdict(lambda: defaultdict(Marks))
+        self._hosts: dict[int, str] = {}
+        self._launcher: list[LauncherFact] = []
+        self._faults: list[Failure] = []
+        self._saves: list[tuple[int, int | None]] = []
+        self._ended_at: int | None = None
 
-    def add(self, event: RunEvent) -> None:
+    def add_event(self, event: RunEvent) -> None:
+        """In any order."""
         time = to_us(event.time)
         self.job_name = self.job_name or event.job_name
-        self.start = time if self.start is None else min(self.start, time)
-        self.end = time if self.end is None else max(self.end, time)
+        # A supervisor learns of the end of its action on another machine, and may do so after the job's end.
+        if event.type not in (EventType.ACTION_DECIDED, EventType.ACTION_ENDED):
+            self.start = time if self.start is None else min(self.start, time)
+            self.end = time if self.end is None else max(self.end, time)
+        if event.type is EventType.JOB_TERMINATED:
+            self._ended_at = max(time, self._ended_at or time)
         if event.rank is not None and (mark := mark_of(event, time)) is not None:
-            self.marks[event.rank].append((event.attempt, mark))
-            self.hosts[event.rank] = event.host
+            self._marks[event.rank][event.attempt].append(mark)
+            self._hosts[event.rank] = event.host
         elif event.type is EventType.FAULT_INJECTED:
             kind = event.fields.get("fault", event.fields.get("kind", ""))
-            self.faults.append(Fault(time, event.rank, str(kind)))
+            self._faults.append(Failure(time, event.rank, str(kind)))
         elif event.type is EventType.CHECKPOINT_SAVED:
-            self.saves.append((time, event.step))
+            self._saves.append((time, event.step))
         else:
-            cause = str(event.fields.get("cause", ""))
-            self.launcher.append(LauncherFact(time, event.type, event.rank, cause))
+            cause, action = (str(event.fields.get(name, "")) for name in ("cause", "action"))
+            self._launcher.append(LauncherFact(time, event.type, event.rank, cause, action))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the newest event is that the job terminated."""
+        return self._ended_at is not None and self._ended_at == self.end
+
+    def build(self, *, until: int | None = None) -> Ledger:
+        """The ledger of all events so far.
+
+        Args:
+            until: for a job that runs: now, in microseconds since the epoch.  What happened since the last
+                event is then part of the wall time, as `other`.
+        Raises:
+            ConfigError: there is no event of the job.
+        """
+        if self.start is None or self.end is None:
+            raise ConfigError(
+                "there is no event to build a ledger from.", hint="Is this the job's event log?"
+            )
+        end = self.end if until is None else max(self.end, until)
+        lives = {rank: lives_of(rank, marks) for rank, marks in sorted(self._marks.items())}
+        incidents = find_incidents(self._launcher, list(lives.values()), self._faults)
+        painter = Painter(
+            lives.values(),
+            incidents,
+            faults=(fault.time for fault in self._faults),
+            starts=(fact.time for fact in self._launcher if fact.type is EventType.WORKERS_STARTED),
+        )
+        return Ledger(
+            job_name=self.job_name,
+            start=self.start,
+            end=end,
+            lanes={rank: resolve(painter.paint(of_rank), self.start, end) for rank, of_rank in lives.items()},
+            hosts=dict(self._hosts),
+            incidents=incidents,
+            faults=tuple(sorted(self._faults, key=lambda fault: fault.time)),
+            saves=tuple(sorted(self._saves, key=lambda save: save[0])),
+            median_step_s=_median_step_s(lives.values()),
+            commit_s=_median_commit_s(next(iter(lives.values()), []), self._saves),
+            first_step=min(
+                (step for of_rank in lives.values() if (step := of_rank[0].resumed_from) is not None),
+                default=0,
+            ),
+        )
+
+
+def _united(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Intervals without overlap, from intervals that are sorted by their start."""
+    united: list[tuple[int, int]] = []
+    for start, end in intervals:
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(united[-1][1], end))
+        else:
+            united.append((start, end))
+    return united
 
 
 def _median_step_s(lives: Iterable[Sequence[Life]]) -> float | None:
     """Median duration of a step: as measured, or between the ends of two steps in a row."""
-    durations: list[int] = []
+    durations = array("q")
     for life in (life for of_rank in lives for life in of_rank):
-        previous: Mark | None = None
-        for mark in life.marks:
-            if mark.type is not EventType.STEP_FINISHED:
+        previous: int | None = None
+        for time, kind, _, duration in life.marks.rows():
+            if kind is not EventType.STEP_FINISHED:
                 continue
-            if mark.duration is not None:
-                durations.append(mark.duration)
+            if duration is not None:
+                durations.append(duration)
             elif previous is not None:
-                durations.append(mark.time - previous.time)
-            previous = mark
+                durations.append(time - previous)
+            previous = time
+    return statistics.median(durations) / 1e6 if durations else None
+
+
+def _median_commit_s(lives: Sequence[Life], saves: Iterable[tuple[int, int | None]]) -> float | None:
+    """From the moment when the rank with these lives began a save to its commit."""
+    begun: dict[int | None, list[int]] = defaultdict(list)  # a step is saved again after a restart
+    for life in lives:
+        for mark in life.marks.of_type(EventType.SAVE_STARTED):
+            begun[mark.step].append(mark.time)
+    newest = (
+        (time, max((at for at in begun.get(step, ()) if at <= time), default=None)) for time, step in saves
+    )
+    durations = [time - at for time, at in newest if at is not None]
     return statistics.median(durations) / 1e6 if durations else None

@@ -14,33 +14,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import NamedTuple
 
 from resiliency.events import EventType, RunEvent
+from resiliency.goodput_measure.marks import RANK_TYPES, Mark, Marks
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)
 
-#: What the training thread of a rank says; the order settles equal times.
-RANK_TYPES = (
-    EventType.PROCESS_STARTED,
-    EventType.IMPORTED,
-    EventType.RESTORE_STARTED,
-    EventType.CHECKPOINT_LOADED,
-    EventType.INITIALIZED,
-    EventType.STEP_STARTED,
-    EventType.STEP_FINISHED,
-    EventType.SAVE_STARTED,
-    EventType.SAVE_RELEASED,
-    EventType.RANK_FINISHED,
-)
-_ORDER = {kind: order for order, kind in enumerate(RANK_TYPES)}
 #: A standby process reaches these before it is given work.
 _BEFORE_WORK = frozenset({EventType.PROCESS_STARTED, EventType.IMPORTED})
-STEPPING = frozenset({EventType.STEP_STARTED, EventType.STEP_FINISHED})
+STEPPING = (EventType.STEP_STARTED, EventType.STEP_FINISHED)
+_RANK_TYPES = frozenset(RANK_TYPES)
+#: A longer step is damage, and as a whole number it must fit into 64 bits.
+_LONGEST_US = 2**53
 
 
 def to_us(time: datetime) -> int:
@@ -53,23 +42,13 @@ def from_us(time_us: int) -> datetime:
     return _EPOCH + time_us * _MICROSECOND
 
 
-class Mark(NamedTuple):
-    """What the ledger needs of a rank's event; small, because a log holds one for every step."""
-
-    time: int
-    type: EventType
-    step: int | None = None
-    duration: int | None = None  # of a finished step
-    tier: str | None = None  # of a loaded checkpoint
-
-
 @dataclass(frozen=True)
 class Life:
     """One process of one rank; `marks` are sorted and never empty."""
 
     rank: int
     attempt: int | None
-    marks: tuple[Mark, ...]
+    marks: Marks
 
     @property
     def last(self) -> int:
@@ -79,7 +58,7 @@ class Life:
     @property
     def working(self) -> int:
         """First sign that the process works for the job and does not stand by."""
-        return next((mark.time for mark in self.marks if mark.type not in _BEFORE_WORK), self.last)
+        return next((time for time, kind, *_ in self.marks.rows() if kind not in _BEFORE_WORK), self.last)
 
     @property
     def finished(self) -> int | None:
@@ -88,35 +67,30 @@ class Life:
 
     @property
     def stepped(self) -> bool:
-        return any(mark.type in STEPPING for mark in self.marks)
+        return self.marks.index_of(*STEPPING) is not None
 
     def first(self, type: EventType) -> int | None:
         """Time of the first mark of `type`."""
-        return next((mark.time for mark in self.marks if mark.type is type), None)
+        return self.marks.first(type)
 
     @property
     def first_step_started(self) -> int | None:
         """When the first step began, as said or as its duration tells."""
-        for mark in self.marks:
-            if mark.type is EventType.STEP_STARTED:
-                return mark.time
-            if mark.type is EventType.STEP_FINISHED:
-                return mark.time - (mark.duration or 0)
-        return None
-
-    @property
-    def first_step_finished(self) -> int | None:
-        return self.first(EventType.STEP_FINISHED)
+        index = self.marks.index_of(*STEPPING)
+        if index is None:
+            return None
+        mark = self.marks[index]
+        return mark.time if mark.type is EventType.STEP_STARTED else mark.time - (mark.duration or 0)
 
     @property
     def resumed_from(self) -> int | None:
         """The step that this life continued; inferred from its first step when nothing was said."""
-        for mark in self.marks:
-            if mark.step is not None:
-                if mark.type is EventType.CHECKPOINT_LOADED:
-                    return mark.step
-                if mark.type is EventType.STEP_FINISHED:
-                    return mark.step - 1
+        for _, kind, step, _ in self.marks.rows():
+            if step is not None:
+                if kind is EventType.CHECKPOINT_LOADED:
+                    return step
+                if kind is EventType.STEP_FINISHED:
+                    return step - 1
         return None
 
 
@@ -126,7 +100,7 @@ def mark_of(event: RunEvent, time: int | None = None) -> Mark | None:
     Args:
         time: of the event, for callers that have it in microseconds.
     """
-    if event.rank is None or event.type not in _ORDER:
+    if event.rank is None or event.type not in _RANK_TYPES:
         return None
     duration = tier = None
     if event.type is EventType.STEP_FINISHED:
@@ -138,23 +112,28 @@ def mark_of(event: RunEvent, time: int | None = None) -> Mark | None:
 
 def split_lives(rank: int, marks: Iterable[tuple[int | None, Mark]]) -> list[Life]:
     """Order the (attempt, mark) pairs of one rank into its lives."""
-    by_attempt: dict[int | None, list[Mark]] = defaultdict(list)
+    by_attempt: dict[int | None, Marks] = defaultdict(Marks)
     for attempt, mark in marks:
         by_attempt[attempt].append(mark)
+    return lives_of(rank, by_attempt)
+
+
+def lives_of(rank: int, by_attempt: Mapping[int | None, Marks]) -> list[Life]:
+    """The lives of one rank in order; sorts the marks that it is given."""
     lives = []
-    for attempt, group in by_attempt.items():
-        group.sort(key=lambda mark: (mark.time, _ORDER[mark.type]))
-        current: list[Mark] = []
-        for mark in group:
-            if mark.type is EventType.PROCESS_STARTED and current:
-                lives.append(Life(rank, attempt, tuple(current)))
-                current = []
-            current.append(mark)
-        lives.append(Life(rank, attempt, tuple(current)))
+    for attempt, marks in by_attempt.items():
+        marks.sort()
+        begin = 0
+        while begin < len(marks):
+            end = marks.index_of(EventType.PROCESS_STARTED, start=begin + 1)
+            lives.append(Life(rank, attempt, marks if begin == 0 and end is None else marks[begin:end]))
+            begin = len(marks) if end is None else end
     return sorted(lives, key=lambda life: (life.working, life.last))
 
 
 def _duration_us(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return round(value * 1_000_000) if math.isfinite(value) and value >= 0 else None
+    if not (math.isfinite(value) and value >= 0):
+        return None
+    return duration if (duration := round(value * 1_000_000)) <= _LONGEST_US else None

@@ -98,12 +98,7 @@ def read_events(
             if not text:
                 continue
             stats.lines += 1
-            event: RunEvent | None
-            try:
-                event = RunEvent.from_json(text.decode())
-            except _DAMAGE as error:
-                stats.count_damage(f"{os.fspath(path)}:{number}", error)
-                event = _try_recover(text)
+            event = parse_line(text, f"{os.fspath(path)}:{number}", stats)
             if event is None:
                 stats.torn_at_end = not line.endswith(b"\n")
                 continue
@@ -138,6 +133,15 @@ def read_cloud(
             if event.job_name == job_name and (types is None or event.type in types):
                 stats.events += 1
                 yield event
+
+
+def parse_line(text: bytes, where: str, stats: ReadStats) -> RunEvent | None:
+    """The event of a line; None, and counted as damage, where it has none.  `where`: for the message."""
+    try:
+        return RunEvent.from_json(text.decode())
+    except _DAMAGE as error:
+        stats.count_damage(where, error)
+        return _try_recover(text)
 
 
 def _try_recover(text: bytes) -> RunEvent | None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from resiliency.goodput_measure.incidents import STAGES, Incident
+from resiliency.goodput_measure.incidents import Incident, stages_of
+from resiliency.goodput_measure.jobs import Fleet, JobLedger, JobResult
 from resiliency.goodput_measure.ledger import Bucket, Ledger
+from resiliency.goodput_measure.lives import from_us
 from resiliency.goodput_measure.published import GoodputReport
+from resiliency.goodput_measure.reliability import Reliability
+from resiliency.goodput_measure.what_if import IntervalCost
+from resiliency.goodput_measure.windows import Rolling
 
 #: Causes in the order in which a reader wants them, with what they mean.
 MEANINGS = {
@@ -19,6 +24,9 @@ MEANINGS = {
     Bucket.INITIALIZATION: "process groups, model, first batch",
     Bucket.DETECTION: "fault until it was noticed",
     Bucket.RESTART: "noticed until a new process ran",
+    Bucket.DECISION: "noticed until the supervisor decided",
+    Bucket.SWAP: "a host was exchanged for a spare",
+    Bucket.CAPACITY: "waiting until all hosts had met",
     Bucket.OTHER: "between steps, before start, after end",
 }
 
@@ -40,6 +48,62 @@ def goodput_text(report: GoodputReport) -> str:
     ]
     text = f"Goodput of job {report.job_name}\n\n" + table(("Metric", "Value"), rows)
     return text + "".join(f"\nnote: {note}" for note in report.notes)
+
+
+def job_text(result: JobResult) -> str:
+    """All that is known of one job."""
+    if result.measured is None:
+        return goodput_text(result.report)
+    job = result.measured
+    parts = [goodput_text(result.report), ledger_text(job.ledger, result.report)]
+    if job.rolling is not None:
+        parts.append(_rolling_text(job.rolling))
+    if job.reliability.outages:
+        parts += [_attempts_text(job), _reliability_text(job.reliability)]
+    if job.costs:
+        parts.append(_costs_text(job.costs))
+    return "\n\n".join(parts)
+
+
+def live_text(result: JobResult) -> str:
+    """One line of a job that runs."""
+    if result.measured is None:
+        return f"{result.report.job_name}: goodput {_percent(result.report.goodput_percentage)}"
+    job = result.measured
+    last_step = max((step for _, step in job.ledger.saves if step is not None), default=None)
+    return (
+        f"{from_us(job.ledger.end):%H:%M:%S} {result.report.job_name}: goodput {_share(job.ledger.goodput)}, "
+        f"newest {duration(job.window_us / 1e6)} {_share(job.newest.goodput)}, "
+        f"{len(job.ledger.incidents)} incidents, saved step {_or_none(last_step)}"
+    )
+
+
+def fleet_text(results: Sequence[JobResult]) -> str:
+    """One row for each job, and one for all."""
+    rows = []
+    for result in results:
+        if result.measured is None:
+            rows.append((result.report.job_name, "-", "-", "-", "-", "-", "-", "-"))
+            continue
+        ledger, found = result.measured.ledger, result.measured.reliability
+        rows.append(
+            (
+                result.report.job_name,
+                str(len(ledger.lanes)),
+                duration(ledger.wall_us / 1e6),
+                _share(ledger.goodput),
+                _share(ledger.ettr),
+                str(len(found.outages)),
+                duration(found.mttf_s),
+                duration(found.mttr_s),
+            )
+        )
+    fleet = Fleet.of(results)
+    time = duration(sum(fleet.totals.values()) / 1e6)
+    summary = ("all", "", f"{time} of ranks", _share(fleet.goodput), "", str(fleet.outages))
+    rows.append((*summary, duration(fleet.mttf_s), duration(fleet.mttr_s)))
+    header = ("Job", "Ranks", "Wall", "Goodput", "ETTR", "Outages", "MTTF", "MTTR")
+    return f"{len(results)} jobs\n" + table(header, rows)
 
 
 def ledger_text(ledger: Ledger, report: GoodputReport) -> str:
@@ -72,13 +136,15 @@ def ledger_text(ledger: Ledger, report: GoodputReport) -> str:
 
 def incidents_text(incidents: Iterable[Incident]) -> str:
     """One row per incident: seconds from stage to stage, and what it cost."""
-    names = [stage.replace("_", " ") for stage in STAGES]
+    incidents = tuple(incidents)
+    stages = stages_of(incidents)
+    names = [stage.replace("_", " ") for stage in stages]
     rows = [
         (
             str(incident.index),
             ",".join(map(str, incident.ranks)) or "?",
             incident.cause or "?",
-            *(_bare_seconds(incident.spans[stage]) for stage in STAGES),
+            *(_bare_seconds(incident.spans.get(stage)) for stage in stages),
             _bare_seconds(incident.total_s),
             _or_none(incident.lost_steps),
         )
@@ -86,6 +152,64 @@ def incidents_text(incidents: Iterable[Incident]) -> str:
     ]
     header = ("#", "Rank", "Cause", *names, "total", "lost steps")
     return "Incidents: seconds that each stage took after the one before it\n" + table(header, rows)
+
+
+def _rolling_text(curve: Rolling) -> str:
+    (low_at, low), (_, newest) = curve.lowest, curve.newest
+    return (
+        f"Rolling goodput over {duration(curve.length_us / 1e6)}: lowest {_share(low)} (until "
+        f"{from_us(low_at):%Y-%m-%d %H:%M} UTC), median {_share(curve.median)}, newest {_share(newest)}"
+    )
+
+
+def _attempts_text(job: JobLedger) -> str:
+    causes = {incident.detected: incident.cause or "?" for incident in job.ledger.incidents}
+    rows = [
+        (
+            str(index),
+            duration((window.start - job.ledger.start) / 1e6),
+            duration((window.end - window.start) / 1e6),
+            _share(window.goodput),
+            causes.get(window.end, "-"),
+        )
+        for index, window in enumerate(job.attempts)
+    ]
+    header = ("#", "From", "Lasted", "Goodput", "Ended by")
+    return "Attempts: from one detection to the next\n" + table(header, rows)
+
+
+def _reliability_text(found: Reliability) -> str:
+    rows = [
+        ("time to failure", found.uptimes),
+        ("time to repair", found.repairs),
+        *((f"  {cause}", repairs) for cause, repairs in found.by_cause.items() if len(found.by_cause) > 1),
+    ]
+    cells = [
+        (name, str(of.count), *map(duration, (of.mean, of.median, of.p90, of.p99, of.worst)))
+        for name, of in rows
+        if of is not None
+    ]
+    header = ("Distribution", "Count", "mean", "median", "90 %", "99 %", "worst")
+    return (
+        f"MTTF {duration(found.mttf_s)}, MTTR {duration(found.mttr_s)}: {len(found.outages)} outages in "
+        f"{duration(found.trained_s)} of training\n" + table(header, cells)
+    )
+
+
+def _costs_text(costs: Sequence[IntervalCost]) -> str:
+    rows = [
+        (
+            f"{cost.interval_steps}",
+            f"{cost.saves}",
+            duration(cost.held_s),
+            duration(cost.lost_s),
+            duration(cost.total_s),
+            cost.note,
+        )
+        for cost in costs
+    ]
+    header = ("Steps", "Saves", "Held", "Lost", "Total", "")
+    return "Interval between saves: what it would have cost, with the same failures\n" + table(header, rows)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,21 +12,25 @@ that is kept away from ours.
 from __future__ import annotations
 
 import argparse
+import base64
 import importlib.metadata
 import logging
 import os
+import pickle
 import re
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
+from operator import methodcaller
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from resiliency.errors import ConfigError, UntestedVersion
 from resiliency.progress import StepPage
@@ -96,6 +100,12 @@ with _root_logger_kept():
     from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
     from nvidia_resiliency_ext.shared_utils import health_check
 
+    from resiliency.launch.reconnecting_store import ReconnectingStore, is_served_by_process
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 UnhealthyNodeException = _launcher.UnhealthyNodeException
 run_script_path = _launcher.run_script_path
 
@@ -117,6 +127,7 @@ __all__ = [
     "make_logs_specs",
     "prepare",
     "run_script_path",
+    "succeeded",
 ]
 
 #: Everything private that this file relies on: owner -> names.  A test fails when one goes away.
@@ -138,8 +149,14 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
         "_BackendRendezvousStateHolder",
         "RendezvousSettings",
         "_delay",
+        "_RendezvousState",
     ),
-    _ft_rendezvous.FtRendezvousHandler: ("_node_desc_generator", "num_nodes_waiting", "next_rendezvous"),
+    _ft_rendezvous.FtRendezvousHandler: (
+        *("_node_desc_generator", "num_nodes_waiting", "next_rendezvous", "_get_store", "_keep_alive"),
+        *("try_set_worker_state", "get_worker_states", "round"),
+    ),
+    _c10d: ("create_backend", "parse_rendezvous_endpoint"),
+    _c10d.C10dRendezvousBackend: ("_NULL_SENTINEL",),
     _processes: ("_terminate_process_handler", "get_subprocess_handler"),
     _subprocess_handler.SubprocessHandler: ("_popen",),
     rank_monitor_server.RankMonitorServer: (
@@ -148,6 +165,11 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
     ),
 }
 
+#: Longest wait for a store that is away, when a launcher is about to end.
+LEAVE_S = 15.0
+#: Pause between two looks whether hosts of an ended job live, and how much longer than the time after which
+#: a host counts as silent a start of the job waits for them.
+LOOK, BEYOND_SILENCE = timedelta(seconds=1), timedelta(seconds=2)
 NVIDIA_DRIVER = "/dev/nvidiactl"
 #: Seconds, for --rdzv-conf keys that are not given; NVRx's own, larger than torch's.
 RENDEZVOUS_DEFAULTS = {"timeout": "900", "join_timeout": "900", "close_timeout": "600", "read_timeout": "600"}
@@ -331,8 +353,90 @@ def _no_spread() -> Iterator[None]:
         _ft_rendezvous._delay = delay
 
 
+class _RendezvousValue:
+    """NVRx's rendezvous state as the value that launchers put back into a store that lost it."""
+
+    initial = _c10d.C10dRendezvousBackend._NULL_SENTINEL
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    @staticmethod
+    def encode(state: Any) -> str:
+        return base64.b64encode(pickle.dumps(state)).decode()
+
+    @staticmethod
+    def decode(value: bytes) -> Any:
+        # As trustworthy as NVRx's own reading of it: whoever can write to the store can run code here.
+        return pickle.loads(base64.b64decode(value))  # noqa: S301
+
+    def revive(self, value: bytes) -> str:
+        """All hosts count as alive as of now: none of them could say so while the store was away."""
+        state = self.decode(value)
+        now = _utc_now()
+        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, now)
+        if state.deadline is not None:
+            state.deadline = max(state.deadline, now)
+        return self.encode(state)
+
+    def is_newer(self, mine: bytes, theirs: bytes) -> bool:
+        return bool(self._progress(self.decode(mine)) > self._progress(self.decode(theirs)))
+
+    @staticmethod
+    def _progress(state: Any) -> tuple[bool, int, bool, int]:
+        """Grows through a job: hosts join a round until it is complete, and then only leave it."""
+        hosts = len(state.participants)
+        return state.closed, state.round, state.complete, -hosts if state.complete else hosts
+
+    def begin_next_run(self, store: ReconnectingStore, silent_after: timedelta) -> None:
+        """Let a job start under the name of one that ended, once the hosts of that one are gone or silent.
+
+        Silent: by the clock of this host their last heartbeat is old; or, because clocks differ, it stays
+        the same for `silent_after`.  This waits up to 2 s longer than that.  Then hosts of the ended job
+        live: its state stays, and refuses who wants to join.
+        The number of the round goes on, so that keys of the ended job are not taken for the new one's.
+
+        Raises:
+            StoreUnreachable: the store was away for longer than this thread's patience.
+        """
+        # Counted in looks: while a store hangs no host can say that it lives.
+        enough, last = silent_after / LOOK, (silent_after + BEYOND_SILENCE) / LOOK
+        beats: dict[Any, datetime] = {}
+        same: dict[Any, int] = {}
+        look = 0
+        while True:
+            # Not with `get`: put back after a loss, the ended state would win over the next run's.
+            value: bytes = store.call(lambda store: store.get(self.key))
+            if value == self.initial.encode() or not (state := self.decode(value)).closed:
+                return
+            found = dict(state.last_heartbeats)
+            same = {node: same[node] + 1 if beats.get(node) == beat else 0 for node, beat in found.items()}
+            beats, old = found, _utc_now() - silent_after
+            if all(beat <= old or same[node] >= enough for node, beat in found.items()):
+                fresh = _ft_rendezvous._RendezvousState()
+                fresh.round = state.round + 1
+                begun = self.encode(fresh)
+                if store.call(methodcaller("compare_set", self.key, value.decode(), begun)) == begun.encode():
+                    return
+                # Something else came first: the next look says what; another host of this start, as a rule.
+            if look >= last:
+                return
+            if look == 0:
+                logger.info("a job of this name ended a moment ago; waiting for its hosts to be gone")
+            look += 1
+            threading.Event().wait(LOOK.total_seconds())
+
+
+def _utc_now() -> datetime:
+    """Without a zone, as NVRx keeps it."""
+    return datetime.now(timezone.utc).replace(tzinfo=None)
+
+
 class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
-    """NVRx's rendezvous, with fixed node ranks and with eyes for hosts that left."""
+    """NVRx's rendezvous, with fixed node ranks and with eyes for hosts that left.
+
+    Over a store that a process of its own serves, it also goes on while that process is away.
+    """
 
     _asked_rank: int | None = None
     _members: frozenset[Any] = frozenset()
@@ -343,8 +447,12 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     _restart_asked = False
     #: The most that a host has counted: a host whose workers were healthy counts on with the others.
     job_restarts = 0
-    #: Number of the current meeting, from 0: the attempt, the same on all hosts.
+    #: Number of the current meeting: the attempt, the same on all hosts.  It grows; the first is 0 unless
+    #: the store has seen an earlier start of the job.
     attempt = 0
+    #: Set where the store is a process of its own, which may go away and come back.
+    outside: ReconnectingStore | None = None
+    _first_round: int | None = None
 
     @classmethod
     def connect(
@@ -366,6 +474,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         conf = {**RENDEZVOUS_DEFAULTS, **conf}
         params = RendezvousParameters("c10d", endpoint, run_id, min_nodes, max_nodes, local_addr, **conf)
         backend, store = _c10d.create_backend(params)
+        serves = bool(_launcher._is_store_host(params))
         seconds = {
             key: timedelta(seconds=int(conf[f"{key}_timeout"]))
             for key in ("join", "last_call", "close", "heartbeat")
@@ -380,22 +489,99 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             keep_alive_max_attempt=int(conf.get("keep_alive_max_attempt", 3)),
             upscaling_enabled=upscaling,
         )
+        outside = None
+        if is_served_by_process(store, serves=serves):
+            serves = False
+            host, port = _c10d.parse_rendezvous_endpoint(endpoint, default_port=29400)
+            value = _RendezvousValue(f"torch.rendezvous.{run_id}")
+            outside = ReconnectingStore(host, port, first=store, shared=value, wait=settings.timeout.join)
+            value.begin_next_run(outside, settings.keep_alive_interval * settings.keep_alive_max_attempt)
+            backend = _c10d.C10dRendezvousBackend(outside, run_id)
         holder = _ft_rendezvous._BackendRendezvousStateHolder(backend, settings)
         handler = cls(cls._node_desc_generator.generate(local_addr), settings, backend.name, store, holder)
         handler._asked_rank = node_rank
-        return handler, bool(_launcher._is_store_host(params))
+        handler.outside = outside
+        return handler, serves
 
     def next_rendezvous(self) -> tuple[Any, int, int]:
         with _no_spread() if self._settings.max_nodes == 1 else nullcontext():
             store, rank, size = super().next_rendezvous()
+            while self._members and self._state_holder.state.round <= self.attempt:
+                # Another launcher put back a state in which this host had not left the round yet.
+                store, rank, size = super().next_rendezvous()
         self._members = frozenset(self._state_holder.state.participants)
         self._restart_asked = False  # a failure came first, and has had the same effect
         self.attempt = self._state_holder.state.round
+        if self._first_round is None:
+            self._first_round = 0 if self.outside is None else self.attempt
         used = self.restarts_used()
         asked = "" if self._asked_rank is None else str(self._asked_rank)
-        answers = [answer.split(",") for answer in _exchange(store, rank, size, f"{asked},{used}")]
-        self.job_restarts = max(int(used) for _, used in answers)
-        return store, _place([asked for asked, _ in answers], rank), size
+        mine = f"{asked},{used},{self._first_round}"
+        answers = [answer.split(",") for answer in _exchange(store, rank, size, mine)]
+        self.job_restarts = max(int(used) for _, used, _ in answers)
+        # A replacement learns from the others when the job began.
+        self._first_round = min(int(first) for _, _, first in answers)
+        return store, _place([asked for asked, _, _ in answers], rank), size
+
+    def close(self) -> None:
+        """Drop the connection to a store that is a process of its own."""
+        if self.outside is not None:
+            self.outside.close()
+
+    def wait_at_most(self, seconds: float) -> AbstractContextManager[None]:
+        """Within, wait at most `seconds` for a store that is away."""
+        return nullcontext() if self.outside is None else self.outside.wait_at_most(seconds)
+
+    def _look(self, look: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """`look` at the shared state; `otherwise` while a store that can come back is away."""
+        try:
+            with self.wait_at_most(0):
+                return look()
+        except RendezvousConnectionError:
+            if self.outside is None:
+                raise
+            return otherwise()
+
+    def _get_store(self) -> Any:
+        if self.outside is None:
+            return super()._get_store()
+        return self.outside.begin_prefix(
+            f"torch.rendezvous.{self._settings.run_id}.{self._state_holder.state.round}"
+        )
+
+    def _keep_alive(self) -> None:
+        if self.outside is None or not self.outside.away:
+            with self.wait_at_most(0):
+                super()._keep_alive()
+
+    def try_report_success(self, wait_s: float) -> bool:
+        """Tell the other hosts that this one leaves because it is done (see `lost_hosts`)."""
+        try:
+            with self.wait_at_most(wait_s):
+                super().try_set_worker_state(_launcher.WorkerState.SUCCEEDED)
+        except RendezvousError:
+            return False
+        return True
+
+    # The next three are what upstream looks at with the min-healthy policy.
+
+    def try_set_worker_state(self, target_state: Any) -> Any:
+        return self._look(
+            lambda: super(HostRendezvous, self).try_set_worker_state(target_state), lambda: target_state
+        )
+
+    def get_worker_states(self) -> Any:
+        return self._look(
+            lambda: super(HostRendezvous, self).get_worker_states(),
+            lambda: dict(self._state_holder.state.worker_states),
+        )
+
+    def round(self) -> int:
+        """Restarts of this start of the job, which upstream compares with --max-restarts."""
+        round_now = self._look(
+            lambda: int(super(HostRendezvous, self).round()), lambda: int(self._state_holder.state.round)
+        )
+        return round_now - (self._first_round or 0)
 
     def lost_hosts(self) -> list[str]:
         """Hosts that took part in this attempt, and left without having finished."""
@@ -420,6 +606,9 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         if self._restart_asked:
             self._restart_asked = False
             return 1
+        return self._look(self._waiting_or_lost, lambda: 0)
+
+    def _waiting_or_lost(self) -> int:
         waiting, lost = int(super().num_nodes_waiting()), []
         if self._settings.upscaling_enabled:
             lost = self.lost_hosts()
@@ -441,6 +630,16 @@ def _place(asked: Sequence[str], rank: int) -> int:
     if len(set(asked)) < len(asked) or not all(asked):
         return rank
     return sorted(asked, key=int).index(asked[rank])
+
+
+def succeeded(result: Any) -> bool:
+    """Whether the job succeeded, as far as the host knows whose agent's `run` returned `result`.
+
+    Upstream's own `is_failed` says no where one worker failed and the others, which were then told to
+    end, ended with exit code 0: it calls such a group unhealthy.  It has no result (None) for a host that
+    waited as a spare when the job ended well, whatever its workers did in an attempt before.
+    """
+    return result is None or bool(result.state == _launcher.WorkerState.SUCCEEDED)
 
 
 class HookedAgent(_launcher.LocalElasticAgent):
@@ -530,11 +729,18 @@ class HookedAgent(_launcher.LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        # Tells the other hosts that this one leaves because it is done (see `lost_hosts`).
-        with suppress(RendezvousError):
-            self._rdzv_handler.try_set_worker_state(_launcher.WorkerState.SUCCEEDED)
+        rendezvous = self._rdzv_handler
+        reported = rendezvous.try_report_success(LEAVE_S)
         with self.joining():
-            super()._exit_barrier()
+            if not reported:  # a store that is away: from here on a signal ends the wait for it
+                rendezvous.try_report_success(self._exit_barrier_timeout)
+            with rendezvous.wait_at_most(self._exit_barrier_timeout):
+                super()._exit_barrier()
+
+    def clean_rdzv_shutdown(self, close: bool) -> None:
+        with self._rdzv_handler.wait_at_most(LEAVE_S):
+            super().clean_rdzv_shutdown(close=close)
+        self._rdzv_handler.close()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         self.stop_processes(death_sig, timeout)

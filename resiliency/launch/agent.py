@@ -31,21 +31,21 @@ from resiliency.launch._compat import (
     hang_note,
     run_script_path,
 )
-from resiliency.launch.guardian import Process
-from resiliency.launch.incident import Fault, cause_of
-from resiliency.launch.options import LaunchOptions
-from resiliency.launch.protection import Protection
-from resiliency.launch.reaction import waits_natively
-from resiliency.launch.standby import Standby
-from resiliency.launch.supervisor import (
+from resiliency.launch.fleet.link import (
     HostCommand,
     HostCommandKind,
     LauncherState,
     WorkerReport,
     WorkerStateReporter,
 )
+from resiliency.launch.guardian import Process
+from resiliency.launch.incident import RankFault, cause_of
+from resiliency.launch.options import LaunchOptions
+from resiliency.launch.protection import Protection
+from resiliency.launch.reaction import waits_natively
+from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox, WorkerWatch
-from resiliency.runtime import StopNote
+from resiliency.runtime import StopNote, name_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ResilientAgent(HookedAgent):
         self._seen_pids: set[int] = set()
         self._stops: list[StopNote] = []
         #: What failed on this host in the current attempt.
-        self.faults: list[Fault] = []
+        self.faults: list[RankFault] = []
         rendezvous.on_change = self._others_changed
         rendezvous.restarts_used = lambda: self.restarts_used
 
@@ -130,7 +130,7 @@ class ResilientAgent(HookedAgent):
         self._events.emit(EventType.RENDEZVOUS_DONE, attempt=self.attempt)
 
     def started(self) -> None:
-        self._signals.reinstate()
+        self._signals.reinstate()  # once more: --run-path starts no process of its own
         self._watch = WorkerWatch(self.pids.values())
         self._protection.workers(self.pids.values())
         ranks = self.ranks
@@ -146,11 +146,11 @@ class ResilientAgent(HookedAgent):
             forked=self._standby.forked,
         )
         logger.info(
-            "attempt %d: started %d workers%s, ranks %s, as processes %s",
+            "attempt %d: started %d workers%s, %s, as processes %s",
             self.attempt,
             len(ranks),
             f" ({self._standby.forked} forked)" if self._standby.forked else "",
-            _brief(ranks.values()),
+            name_ranks(ranks.values()),
             _brief(self.pids.values()),
         )
         self._standby.workers_started()
@@ -208,8 +208,8 @@ class ResilientAgent(HookedAgent):
         if not self._stops:
             return ""
         last = min(self._stops, key=lambda stop: stop.committed)  # one that is not, if there is any
-        fate = "is committed" if last.committed else "is not committed"
-        return f"; step {last.step}, at which {last.cause} stopped them, {fate}"
+        outcome = "is committed" if last.committed else "is not committed"
+        return f"; step {last.step}, at which {last.cause} stopped them, {outcome}"
 
     def stop_processes(self, number: signal.Signals, grace_s: float) -> None:
         """Signal the workers, wait for `grace_s`, kill what is left and all that they started.
@@ -224,8 +224,8 @@ class ResilientAgent(HookedAgent):
             self._watch = None
         stubborn = self._end_workers(number, grace_s)
         leftovers = self._protection.leftovers()
-        hurry = self._signals.hurry
-        guardian.end(leftovers, 0.0 if hurry else guardian.LEFTOVER_GRACE_S, self._signals.hurry_fd)
+        at_once = self._signals.at_once
+        guardian.end(leftovers, 0.0 if at_once else guardian.LEFTOVER_GRACE_S, self._signals.at_once_fd)
         guardian.wait_until_gone(leftovers, KILL_WAIT_S)
         if running:
             self._events.emit(EventType.WORKERS_STOPPED, attempt=self.attempt, killed=stubborn)
@@ -254,9 +254,9 @@ class ResilientAgent(HookedAgent):
         deadline = time.monotonic() + grace_s
         stuck_before = False
         while not guardian.wait_until_gone(
-            workers, min(REACTION_S, max(deadline - time.monotonic(), 0.0)), self._signals.hurry_fd
+            workers, min(REACTION_S, max(deadline - time.monotonic(), 0.0)), self._signals.at_once_fd
         ):
-            if self._signals.hurry:
+            if self._signals.at_once:
                 return "a second signal came"
             if time.monotonic() >= deadline:
                 return f"they outlived {number.name} by {grace_s:g} s"
@@ -269,12 +269,12 @@ class ResilientAgent(HookedAgent):
             stuck_before = stuck
         return ""
 
-    def _fault(self, failure: Any) -> Fault:
+    def _fault(self, failure: Any) -> RankFault:
         note = hang_note(self._protection.private_dir, failure.pid)
         hang = note.read_text() if note.exists() else None
         note.unlink(missing_ok=True)  # the process number may come again
         local_rank = failure.local_rank
-        return Fault(
+        return RankFault(
             rank=self.ranks[local_rank],
             local_rank=local_rank,
             host=self._options.info.host,
@@ -291,7 +291,7 @@ class ResilientAgent(HookedAgent):
             log_file=self._logs.files.get(local_rank),
         )
 
-    def _record(self, fault: Fault) -> None:
+    def _record(self, fault: RankFault) -> None:
         self.faults.append(fault)
         self._events.emit(
             EventType.FAULT_DETECTED,

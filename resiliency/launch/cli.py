@@ -19,6 +19,8 @@ from typing import NoReturn
 
 from resiliency.errors import ConfigError
 
+#: The default of --rdzv-id, torchrun's own.
+UNNAMED = "none"
 USAGE = "launcher.py [LAUNCHER_FLAGS] SCRIPT [WORKLOAD_FLAGS]"
 DESCRIPTION = """\
 Start the workers of this host, and start them again in place when one dies or hangs.
@@ -103,12 +105,12 @@ RENDEZVOUS = (
         name="--rdzv-endpoint",
         default="",
         metavar="HOST[:PORT]",
-        help="Where the hosts meet; HOST serves it while the job runs (port 29400 by default).  Not needed "
-        "for one host.",
+        help="Where the hosts meet (port 29400 by default).  HOST serves it while the job runs, unless "
+        "python3 -m resiliency.launch.rendezvous_store does.  Not needed for one host.",
     ),
     Flag(
         name="--rdzv-id",
-        default="none",
+        default=UNNAMED,
         metavar="ID",
         help="Name of the meeting; the same on all hosts, different for each job.",
     ),

@@ -19,7 +19,7 @@ _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class RankFault:
     """The end of one worker.  `exit_code` is negative for a signal."""
 
     rank: int
@@ -89,7 +89,7 @@ def _last_exception(path: Path) -> str:
     return next((line for line in reversed(lines) if _EXCEPTION_LINE.fullmatch(line)), "")
 
 
-def summarise(script: str, faults: Sequence[Fault], *, restarts: int, max_restarts: int) -> str:
+def summarise(script: str, faults: Sequence[RankFault], *, restarts: int, max_restarts: int) -> str:
     """The last words of a failed job: every rank of this host that failed in the last attempt."""
     spent = f"{restarts} of {max_restarts} restarts used"
     if not faults:

@@ -15,19 +15,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from resiliency.events import EventStream, EventType, RunEvent, events_path
 from resiliency.goodput_measure.tracker import goodput_path, open_event_stream, published_record
-from resiliency.launch import _compat
+from resiliency.launch import _compat, cli
 from resiliency.launch.agent import ResilientAgent
-from resiliency.launch.agent_host import AgentHost
-from resiliency.launch.daemon_reporter import DaemonReporter
+from resiliency.launch.agents.host import AgentHost
+from resiliency.launch.fleet.link import NullReporter, WorkerStateReporter
+from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
 from resiliency.launch.standby import Standby
-from resiliency.launch.supervisor import NullReporter, WorkerStateReporter
 from resiliency.launch.watch import SignalBox
 from resiliency.progress import STEP_PAGE_ENV, StepPage
 from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV, RUN_DIR_ENV, STOP_NOTES_ENV, SystemClock
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Outcome:
+class JobOutcome:
     """How the job ended on this host.  Starts as the worst, for ends that nobody foresaw."""
 
     exit_code: int = 1
@@ -64,7 +64,13 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
         options.info, protection, stop_timeout=options.term_timeout, start=standby.start_helper
     ) as agents:
         page = StepPage(options.workers) if options.args.use_supervisor else None
-        _compat.prepare(protection.private_dir, signals.handle, standby.start_worker, page)
+
+        def start_worker(*what: Any) -> Any:
+            # Upstream has just handled all signals that it knows; ranks inherit what is ignored (nohup).
+            signals.reinstate()
+            return standby.start_worker(*what)
+
+        _compat.prepare(protection.private_dir, signals.handle, start_worker, page)
         specs = _compat.make_logs_specs(options.args, log_dir)
         logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options, agents, protection, page))
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
@@ -93,7 +99,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                         agent.clean_rdzv_shutdown(close=outcome.final)
                 finally:
                     # No worker is left that would want a last step saved.
-                    agents.end(signals.hurry_fd)
+                    agents.end(signals.at_once_fd)
                     signals.close()
                     agent.shutdown_rank_monitors()
                     reporter.close()
@@ -101,9 +107,9 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
 
 
 @contextmanager
-def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -> Iterator[Outcome]:
+def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -> Iterator[JobOutcome]:
     """The first and the last event, and what goes wrong before there are workers."""
-    outcome = Outcome()
+    outcome = JobOutcome()
     signals.install(options.signals)
     events.emit(EventType.JOB_STARTED)
     try:
@@ -138,7 +144,8 @@ def _leave_last_words(protection: Protection, options: LaunchOptions) -> None:
 def _meet(options: LaunchOptions, signals: SignalBox) -> tuple[_compat.HostRendezvous, bool]:
     place = options.rendezvous
     if place.max_nodes > 1:
-        logger.info("meeting other hosts at %s as %s", place.endpoint, place.run_id)
+        name = "" if place.run_id == cli.UNNAMED else f" as {place.run_id}"
+        logger.info("meeting other hosts at %s%s", place.endpoint, name)
     with signals.interruptible():
         return _in_thread(
             lambda: _compat.HostRendezvous.connect(
@@ -154,14 +161,14 @@ def _meet(options: LaunchOptions, signals: SignalBox) -> tuple[_compat.HostRende
         )
 
 
-def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: Outcome) -> None:
+def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcome) -> None:
     """Run the agent and map what it raises, all of it foreign, to an outcome."""
     endpoint = options.rendezvous.endpoint
     try:
-        result = agent.run()
-        failed = result is not None and result.is_failed()
-        outcome.exit_code, outcome.name = (1, "failed") if failed else (0, "succeeded")
-        if failed:
+        if _compat.succeeded(agent.run()):
+            outcome.exit_code, outcome.name = 0, "succeeded"
+        else:
+            outcome.exit_code, outcome.name = 1, "failed"
             logger.error("%s", _summary(options, agent))
     except _compat.SignalException as error:
         outcome.exit_code = 0 if agent.all_succeeded else 128 + error.sigval

@@ -22,7 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.errors import ConfigError
-from resiliency.launch.supervisor import SupervisorOptions
+from resiliency.launch.cli import UNNAMED
+from resiliency.launch.fleet.link import SupervisorOptions
 from resiliency.runtime import RunInfo
 
 #: Where torchrun's static rendezvous meets by default.
@@ -32,7 +33,7 @@ ENDPOINT = r"[^\s:]+(:\d+)?|\[[\da-fA-F:]+\](:\d+)?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendezvous:
+class RendezvousPlace:
     """Where and how the hosts of a job meet.  `node_rank` is None when hosts order themselves."""
 
     endpoint: str
@@ -49,7 +50,7 @@ class LaunchOptions:
     """A command line that can work."""
 
     info: RunInfo
-    rendezvous: Rendezvous
+    rendezvous: RendezvousPlace
     supervisor: SupervisorOptions
     workers: int
     max_restarts: int
@@ -144,7 +145,7 @@ def _nodes(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _rendezvous(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> Rendezvous:
+def _rendezvous(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> RendezvousPlace:
     if args.rdzv_backend.lower() not in ("", "c10d", "static"):
         raise ConfigError(
             f"--rdzv-backend must be c10d or static, found {args.rdzv_backend!r}: NVRx's agent has no other.",
@@ -183,7 +184,7 @@ def _rendezvous(args: argparse.Namespace, min_nodes: int, max_nodes: int) -> Ren
             hint="Give all of them --rdzv-endpoint HOST:PORT, or --master-addr and --node-rank.",
             flag="--rdzv-endpoint",
         )
-    return Rendezvous(
+    return RendezvousPlace(
         endpoint=endpoint,
         run_id=run_id,
         min_nodes=min_nodes,
@@ -224,12 +225,12 @@ def _check_keep_alive(interval_s: int, attempts: int) -> None:
         )
 
 
-def _identity(args: argparse.Namespace, env: Mapping[str, str], rendezvous: Rendezvous) -> RunInfo:
+def _identity(args: argparse.Namespace, env: Mapping[str, str], rendezvous: RendezvousPlace) -> RunInfo:
     # A launcher that a worker of another job started is no rank of its own job.
     own = {name: value for name, value in env.items() if name not in ("RANK", "LOCAL_RANK", "GROUP_RANK")}
     info = RunInfo.from_env(own)
     named = info.job_name if info.job_name != "local" else ""
-    given = args.rdzv_id if args.rdzv_id != "none" else ""
+    given = args.rdzv_id if args.rdzv_id != UNNAMED else ""
     job_name = args.job_name or named or given or "local"
     if os.sep in job_name:
         raise ConfigError(f"--job-name must not hold {os.sep!r}, found {job_name!r}.", flag="--job-name")

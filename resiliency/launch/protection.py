@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.events import JsonValue
+from resiliency.forks import call_in_child
 from resiliency.launch import guardian
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Protection:
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
         # A forked child that kept the pipe open would hide the launcher's end from the guardian.
-        os.register_at_fork(after_in_child=self._forget_pipes)
+        call_in_child(self._forget_pipes)
 
     def workers(self, pids: Iterable[int]) -> None:
         """Tell the guardian whom to end; replaces those named before."""

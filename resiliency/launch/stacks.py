@@ -16,13 +16,15 @@ from pathlib import Path
 
 from resiliency.progress import STACK_SIGNAL, stacks_file
 
-ANSWER_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 5.0
+#: A rank writes its stacks in many pieces, and a busy host may stop it between two of them.
+_SETTLED_S = 0.3
 _POLL_S = 0.02
 _MOST_CHARS = 16_384
 
 
 def dump_stacks(pids: Mapping[int, int], directory: str) -> dict[int, str]:
-    """Stacks by rank of the processes `pids`, within about two seconds for all together."""
+    """Stacks by rank of the processes `pids`, within about five seconds for all together."""
     sizes = {}
     for rank, pid in pids.items():
         file = stacks_file(directory, pid)
@@ -39,14 +41,13 @@ def dump_stacks(pids: Mapping[int, int], directory: str) -> dict[int, str]:
 
 def _new_text(file: Path, size: int, deadline: float) -> str:
     """What was added to `file`, once it has stopped growing."""
-    seen = size
-    while time.monotonic() < deadline:
+    seen, since = size, time.monotonic()
+    while time.monotonic() < deadline and (seen == size or time.monotonic() < since + _SETTLED_S):
         time.sleep(_POLL_S)
         with suppress(OSError):
             now = file.stat().st_size
-            if now == seen > size:
-                break
-            seen = now
+            if now != seen:
+                seen, since = now, time.monotonic()
     with suppress(OSError), file.open("rb") as opened:
         opened.seek(size)
         return opened.read(_MOST_CHARS).decode(errors="replace")

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from resiliency.wake_pipe import WakePipe
+
 logger = logging.getLogger(__name__)
 
 #: Signals for which upstream installs handlers each time it starts workers.
@@ -46,27 +48,28 @@ class SignalBox:
         self._interruptible = False
         self._installed: set[int] = set()
         self._left_alone = {number: signal.getsignal(number) for number in UPSTREAM_HANDLES}
-        self._read_fd, self._write_fd = os.pipe()
+        self._came = WakePipe()
         #: The first signal that came, if any.
         self.first: signal.Signals | None = None
         #: True, and its descriptor readable, from the second signal on: somebody is out of patience.
-        self.hurry = False
-        self.hurry_fd, self._hurry_write_fd = os.pipe()
+        self.at_once = False
+        self._came_again = WakePipe()
+        self.at_once_fd = self._came_again.fileno()
 
     @property
     def wake_fd(self) -> int:
         """Readable once a signal came."""
-        return self._read_fd
+        return self._came.fileno()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         del frame
         if self.first is None:
             self.first = signal.Signals(number)
-            os.write(self._write_fd, b"!")
-        elif not self.hurry:
-            self.hurry = True
-            os.write(self._hurry_write_fd, b"!")
+            self._came.wake()
+        elif not self.at_once:
+            self.at_once = True
+            self._came_again.wake()
         if self._interruptible:
             self._interruptible = False
             raise self._raise_for(self.first)

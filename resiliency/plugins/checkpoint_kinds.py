@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two kinds of checkpoint that may stand side by side in one directory, asked the same questions.
 
-NeMo's own (a folder ``weights/``, proven by `resiliency.plugins.manifest`) and those of the engine
-(flat, proven by `resiliency.checkpoint`).  Both are ``step=N``, and both are hidden by the marker
+NeMo's own (a folder ``weights/``, proven by `resiliency.checkpoint.format.file_manifest`) and those of the
+engine (flat, proven by `resiliency.checkpoint`).  Both are ``step=N``, and both are hidden by the marker
 ``step=N-unfinished``, so a job may change from one to the other and back.
 """
 
@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.catalog import quarantine
-from resiliency.checkpoint.lease import try_lease
-from resiliency.checkpoint.marker import step_directory
-from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.shard_file import FileRecord, check_size, verify_file
-from resiliency.checkpoint.storage import LocalStorage, Storage
+from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format.catalog import quarantine
+from resiliency.checkpoint.format.lease import try_lease
+from resiliency.checkpoint.format.manifest import index_name
+from resiliency.checkpoint.format.marker import step_directory
+from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.storage.chunked_file import FileRecord, check_size, verify_file
+from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -30,7 +33,6 @@ from resiliency.errors import (
     CheckpointMissing,
     ResiliencyError,
 )
-from resiliency.plugins import manifest
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +40,19 @@ logger = logging.getLogger(__name__)
 _BAD = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing)
 
 
-class Kind(str, Enum):
+class CheckpointKind(str, Enum):
     """Who wrote a checkpoint."""
 
     NEMO = "nemo"
     ENGINE = "engine"
 
 
-def kind_of(directory: Path) -> Kind:
+def kind_of(directory: Path) -> CheckpointKind:
     """Told by what is there; a directory that is neither counts as NeMo's, whose checks say what it lacks."""
     flat = not (directory / manifest.WEIGHTS).is_dir() and (directory / manifest.MANIFEST).is_file()
     step = manifest.step_of(directory)
     named = step is not None and directory.name == step_directory(step)
-    return Kind.ENGINE if flat and named else Kind.NEMO
+    return CheckpointKind.ENGINE if flat and named else CheckpointKind.NEMO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def find_problem(
         only: of all files, the one of that name.
     """
     try:
-        if kind_of(directory) is Kind.NEMO:
+        if kind_of(directory) is CheckpointKind.NEMO:
             manifest.check(directory, part=part, parts=parts, only=only)
         else:
             _check(directory, part, parts, skim=skim, only=only)
@@ -105,11 +107,16 @@ def _check(directory: Path, part: int, parts: int, *, skim: bool, only: str | No
     storage = LocalStorage(directory.parent)
     reader = _reader(directory)
     if only is not None:
+        for index in reader.indexes():
+            if index_name(directory.name, index.rank) == f"{directory.name}/{only}":
+                index.check()
         records = [record for record in reader.files() if record.name == f"{directory.name}/{only}"]
     elif skim:
         _check_sizes(storage, directory, reader, list(reader.manifest.ranks)[part::parts])
         records = _shared(reader, directory)[part::parts]
     else:
+        for index in reader.indexes()[part::parts]:
+            index.check()
         records = reader.files()[part::parts]
     for record in records:
         verify_file(storage, record)
@@ -127,7 +134,7 @@ def verify_together(directory: Path, *, skim: bool = False) -> list[str]:
     A checkpoint whose content is bad is hidden from all readers, here and now.  One that some rank could not
     read is not: its host may have lost the storage, and other hosts may have not.
     """
-    ranks = Agreement.of_process_group()
+    ranks = RankGroup.of_process_group()
     mine = find_problem(directory, part=ranks.rank, parts=ranks.world_size, skim=skim)
     found = [problem for problem in ranks.gather(mine) if problem is not None]
     if found and ranks.rank == 0:
@@ -154,9 +161,9 @@ def saved_ranks(directory: Path) -> int | None:
     Raises:
         CheckpointCorrupt: its manifest is not what was written.
     """
-    if kind_of(directory) is Kind.ENGINE:
+    if kind_of(directory) is CheckpointKind.ENGINE:
         return _reader(directory).manifest.world_size
-    committed = manifest.Manifest.load(directory)
+    committed = manifest.FileManifest.load(directory)
     return committed.world_size if committed is not None else None
 
 
@@ -166,7 +173,7 @@ def saved_ranks_together(directory: Path) -> int | None:
     Raises:
         CheckpointError: on all ranks alike.
     """
-    ranks = Agreement.of_process_group()
+    ranks = RankGroup.of_process_group()
     answer: int | ResiliencyError | None = None
     if ranks.rank == 0:
         try:
@@ -189,7 +196,7 @@ def in_use(directory: Path) -> Iterator[None]:
     only hosts hold is guarded by who reads it there.
     """
     step = manifest.step_of(directory)
-    is_first = Agreement.of_process_group().rank == 0
+    is_first = RankGroup.of_process_group().rank == 0
     if not is_first or step is None or not os.path.isdir(directory) or _is_marked(directory):
         yield
         return

@@ -6,7 +6,7 @@ stock NeMo and ``megatron.core.dist_checkpointing``.  It adds two things that a 
 resume needs:
 
 * checksums of every file, written by whoever wrote the file (in an async save: in the background
-  process), and a manifest that rank 0 writes last (`resiliency.plugins.manifest`);
+  process), and a manifest that rank 0 writes last (`resiliency.checkpoint.format.file_manifest`);
 * every rank's random number generators, as one more sharded object.  NeMo 2.7 saves none, so a
   model with dropout resumes on another stream of random numbers.
 """
@@ -29,8 +29,9 @@ from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
+from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.errors import CheckpointWriteFailed, LayoutMismatch
-from resiliency.plugins import checkpoint_kinds, manifest
+from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.random_states import rng_state
 
 logger = logging.getLogger(__name__)

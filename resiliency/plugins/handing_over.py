@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local checkpoints of a NeMo job handed over to GKE's multi-tier replicator, and taken back at a start.
 
-The protocol is told in `resiliency.checkpoint.high_scale`.  Here is when it is spoken: the replicators are
-met before the checkpoint process starts, for they clean the volume; and a step is handed over once it is
-complete on all hosts, at the end of a later step of training.  A thread does it: what it takes to rename a
-checkpoint in a volume, and to make that durable, training does not wait for.  Nothing that goes wrong then
-ends training, and what passes costs no step:
+The protocol is told in `resiliency.checkpoint.gke.replicator`.  Here is when it is spoken: the replicators
+are met before the checkpoint process starts, for they clean the volume; and a step is handed over once it
+is complete on all hosts, at the end of a later step of training.  A thread does it: what it takes to rename
+a checkpoint in a volume, and to make that durable, training does not wait for.  Nothing that goes wrong
+then ends training, and what passes costs no step:
 
-    an error, or a step in use    tried again until `patience` is over: the replicators of other hosts wait
+    an error, or a step in use    tried again until `timeouts` is over: the replicators of other hosts wait
     longer than that              given up, with an error in the log; a step in use goes despite its reader
     as long as nothing succeeds   each later step has one try: if it fails, the step is given up
     no checkpoint, no replicator  given up at once
-    a replicator takes nothing    with two steps untaken the others wait; after `patience` the log says so
+    a replicator takes nothing    with two steps untaken the others wait; after `timeouts` the log says so
 
 A step that waits is not deleted until too many do: the local tier gives up the oldest then.  One that was
 given up stays in the local tier until newer ones take its place.
@@ -25,8 +25,8 @@ import time
 from collections.abc import Iterable
 from datetime import timedelta
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.high_scale import (
+from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
+from resiliency.checkpoint.gke.replicator import (
     TIMEOUT,
     NotHandedOver,
     Replicator,
@@ -34,10 +34,10 @@ from resiliency.checkpoint.high_scale import (
     StepGivenUp,
     meet_replicators,
 )
-from resiliency.checkpoint.replicated_job import ReplicatedJob
-from resiliency.checkpoint.saves import FINAL, SaveHandle
-from resiliency.checkpoint.storage import Storage
-from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.names import TierName
+from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.trainer.handles import FINAL, SaveHandle
 from resiliency.errors import ConfigError, ResiliencyError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _STOP = timedelta(seconds=10)
 #: Saves that are followed: of older ones nobody is told that they became complete.
 _FOLLOWED = 16
 #: How long nothing may be handed over before steps are given up.
-PATIENCE = timedelta(minutes=10)
+WAIT = timedelta(minutes=10)
 #: Between two tries at a step that waits; twice as long each time, but not at the end.
 _AGAIN_S = 0.5
 _LONGEST_PAUSE_S = 10.0
@@ -77,7 +77,7 @@ class HandingOver:
         is_first: bool,
         timeout: timedelta = TIMEOUT,
         end_timeout: timedelta = _LAST_STEP,
-        patience: timedelta = PATIENCE,
+        timeouts: timedelta = WAIT,
         backlog: int = 4,
         storage: Storage | None = None,
     ) -> None:
@@ -89,9 +89,9 @@ class HandingOver:
         self.given_up: list[int] = []
         self._timeout = timeout
         self._end_timeout = end_timeout
-        self._patience = patience
+        self._timeouts = timeouts
         self._replicator = Replicator(job, storage=storage) if is_first else None
-        self._courier: _Courier | None = None
+        self._hand_off: _HandOffThread | None = None
 
     def __deepcopy__(self, memo: object) -> HandingOver:
         # NeMo's trainer copies its plugins, to record them; a copy speaks for the same host.
@@ -104,59 +104,59 @@ class HandingOver:
             ReplicatorError, PeerError: on all ranks; a replicator did not do its part.
         """
         self.stop()
-        step = meet_replicators(self._replicator, Agreement.of_process_group(), timeout=self._timeout)
+        step = meet_replicators(self._replicator, RankGroup.of_process_group(), timeout=self._timeout)
         if self._replicator is None:
             return
         if step is not None:
             logger.info("the replicators brought back step %d", step)
         self.given_up = []
-        self._courier = _Courier(self._replicator, self._patience, self.given_up)
+        self._hand_off = _HandOffThread(self._replicator, self._timeouts, self.given_up)
 
     @property
     def waiting(self) -> list[int]:
         """Steps that were saved, are not handed over, and still may be."""
-        return [] if self._courier is None else self._courier.waiting
+        return [] if self._hand_off is None else self._hand_off.waiting
 
     def saved(self, handle: SaveHandle) -> None:
         """A save has begun."""
-        if self._courier is not None and TierName.LOCAL.value in handle.record.tiers:
-            self._courier.follow(handle)
+        if self._hand_off is not None and TierName.LOCAL.value in handle.record.tiers:
+            self._hand_off.follow(handle)
 
     def step_done(self) -> None:
         """A step of training has ended: let that be handed over which is complete; waits for nothing."""
-        if self._courier is not None:
-            self._courier.look()
+        if self._hand_off is not None:
+            self._hand_off.look()
 
     def finish(self) -> None:
         """Hand over the last step of a training."""
-        courier, self._courier = self._courier, None
-        if courier is None:
+        hand_off, self._hand_off = self._hand_off, None
+        if hand_off is None:
             return
-        courier.wait_for_last(self._end_timeout)
-        ended = courier.close(self._end_timeout, last_look=True)
-        if courier.waiting:
-            why = courier.trouble or "not complete on all hosts"
+        hand_off.wait_for_last(self._end_timeout)
+        ended = hand_off.close(self._end_timeout, last_look=True)
+        if hand_off.waiting:
+            why = hand_off.trouble or "not complete on all hosts"
             if not ended:
                 why = f"{self.job.directory} does not answer"
-            logger.error("steps %s were not handed over: %s", courier.waiting, why)
+            logger.error("steps %s were not handed over: %s", hand_off.waiting, why)
 
     def stop(self) -> None:
         """Hand over nothing any more, and wait for nothing but what is being handed over just now."""
-        courier, self._courier = self._courier, None
-        if courier is not None and not courier.close(_STOP, last_look=False):
+        hand_off, self._hand_off = self._hand_off, None
+        if hand_off is not None and not hand_off.close(_STOP, last_look=False):
             logger.error("a step is still being handed over: %s does not answer", self.job.directory)
 
 
-class _Courier:
+class _HandOffThread:
     """Hands over in a thread what training tells it to follow.
 
     Args:
         given_up: takes the steps that are.
     """
 
-    def __init__(self, replicator: Replicator, patience: timedelta, given_up: list[int]) -> None:
+    def __init__(self, replicator: Replicator, timeouts: timedelta, given_up: list[int]) -> None:
         self._replicator = replicator
-        self._patience_s = patience.total_seconds()
+        self._wait_s = timeouts.total_seconds()
         self._given_up = given_up
         #: Why the oldest complete step waits; empty: it does not.
         self.trouble = ""
@@ -255,7 +255,7 @@ class _Courier:
     def _is_dealt_with(self, step: int) -> bool:
         """Try to hand a step over; False if it is to be tried again, before any newer one."""
         now = time.monotonic()
-        is_late = self._held_up_since is not None and now - self._held_up_since >= self._patience_s
+        is_late = self._held_up_since is not None and now - self._held_up_since >= self._wait_s
         try:
             if self._replicator.hand_over(step, despite_readers=is_late):
                 self._held_up_since, self.trouble, self._pause_s = None, "", 0.0
@@ -283,11 +283,11 @@ class _Courier:
             self._give_up(step, str(error))
             return True
         if is_late:
-            self._give_up(step, f"nothing could be handed over for {self._patience_s:g} s: {self.trouble}")
+            self._give_up(step, f"nothing could be handed over for {self._wait_s:g} s: {self.trouble}")
             return True
         if self._held_up_since is None:
             self._held_up_since = now
-            logger.warning("%s; it is tried again for %g s", self.trouble, self._patience_s)
+            logger.warning("%s; it is tried again for %g s", self.trouble, self._wait_s)
         return False
 
     def _note_untaken(self, error: ReplicatorBusy, now: float) -> None:
@@ -295,13 +295,13 @@ class _Courier:
         assert isinstance(untaken, list)
         if untaken[0] != self._untaken:
             self._untaken, self._untaken_since = untaken[0], now
-        elif not self._is_stall_told and now - self._untaken_since >= self._patience_s:
+        elif not self._is_stall_told and now - self._untaken_since >= self._wait_s:
             self._is_stall_told = True
             logger.error(
                 "the replicator has taken nothing for %g s: steps %s lie in the volume.  Newer ones stay in"
                 " the local tier, which gives up the oldest of them, until it goes on or the job is started"
                 " again.  It may wait for the replicator of another host, which did not get a step.",
-                *(self._patience_s, untaken),
+                *(self._wait_s, untaken),
             )
 
     def _give_up(self, step: int, why: str) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.recovery.inventory import Inventory, open_holding
-from resiliency.checkpoint.table import Shard
+from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.recovery.inventory import Inventory, open_location
+from resiliency.checkpoint.state.layout import Shard
 from resiliency.errors import CheckpointError
 from resiliency.plugins.dist_ckpt import RNG_KEY, sharded_per_rank
 from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronLoading, load_common
@@ -36,7 +36,7 @@ class Filling:
         assert self._loading is not None
         state = self._loading.state_dict
         saved = state.pop(RNG_KEY, None)
-        rank = Agreement.of_process_group().rank
+        rank = RankGroup.of_process_group().rank
         return state, None if saved is None else adopted(saved, owner=self._owner, rank=rank)
 
 
@@ -46,9 +46,9 @@ def content_metadata(inventory: Inventory, rank: int, step: int) -> dict[str, An
     Empty if there is none.  All ranks have saved the same.
     """
     host = inventory.needs[rank].host
-    for holding in inventory.holdings:
-        if holding.step == step and holding.host == host and holding.place.is_disk_of_host:
+    for location in inventory.locations:
+        if location.step == step and location.host == host and location.place.is_disk_of_host:
             with suppress(CheckpointError):  # the next one; and the restore itself says what is wrong
-                common = load_common(open_holding(holding).open_shard(holding.rank))
+                common = load_common(open_location(location).open_shard(location.rank))
                 return {CONTENT_METADATA: common.get(CONTENT_METADATA)}
     return {}

@@ -5,7 +5,8 @@ One engine, three ways to use it:
 
 * `InClusterLocalCheckpointIO` alone: only a local tier.
 * The same with `persistent_directory`: two tiers.  Training copies its state once for both.
-* `CombinedCheckpointIO`: the local tier as above, the persistent one as NeMo saves it.
+* `SplitCheckpointIO`: the local tier as above, the persistent one as NeMo saves it
+  (`resiliency.plugins.combined_functionality` makes it from the arguments of NeMo's own).
 
     local = LocalTier(directory="/dev/shm/ckpt", replicas=1)
     io = InClusterLocalCheckpointIO(MinCkptOverheadCheckpointIO(), local, persistent_directory="/shared/ckpt")
@@ -34,9 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, AsyncFinalizableCheckpointIO
 
-from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
+from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.recovery.sources import Tier
-from resiliency.checkpoint.tiers import Interval, TierName
+from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier
+from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO
@@ -98,11 +100,12 @@ class InClusterLocalCheckpointIO(PersistentCheckpointProcessIO):
         )
 
 
-class CombinedCheckpointIO(AsyncCompatibleCheckpointIO):
+class SplitCheckpointIO(AsyncCompatibleCheckpointIO):
     """Two that save side by side: NeMo the persistent checkpoints, a checkpoint process the local ones.
 
     For asynchronous saves wrap the whole as NeMo wraps its own:
-    ``AsyncFinalizableCheckpointIO(CombinedCheckpointIO(VerifiedCheckpointIO(..., async_save=True), local))``.
+    ``AsyncFinalizableCheckpointIO(SplitCheckpointIO(VerifiedCheckpointIO(..., async_save=True),
+    local))``.
 
     Args:
         persistent: as it would be used alone, not wrapped.
@@ -114,8 +117,8 @@ class CombinedCheckpointIO(AsyncCompatibleCheckpointIO):
     def __init__(self, persistent: VerifiedCheckpointIO, process: InClusterLocalCheckpointIO) -> None:
         if isinstance(persistent, AsyncFinalizableCheckpointIO):
             raise ConfigError(
-                "CombinedCheckpointIO was given a wrapped CheckpointIO.",
-                hint="Put the wrapper outside: AsyncFinalizableCheckpointIO(CombinedCheckpointIO(...)).",
+                "SplitCheckpointIO was given a wrapped CheckpointIO.",
+                hint="Put the wrapper outside: AsyncFinalizableCheckpointIO(SplitCheckpointIO(...)).",
             )
         if TierName.PERSISTENT in process.directories:
             raise ConfigError(

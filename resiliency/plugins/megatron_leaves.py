@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
-from resiliency.checkpoint.leaves import Placement, ShardedView, register_sharded_type
-from resiliency.checkpoint.megatron_format import COMMON_FILE, FILE, ORIGINAL_SHAPE
+from resiliency.checkpoint.format.megatron import COMMON_FILE, FILE, ORIGINAL_SHAPE
+from resiliency.checkpoint.state.tensors import Placement, ShardedView, register_sharded_type
 from resiliency.errors import CheckpointCorrupt, ConfigError
 
 

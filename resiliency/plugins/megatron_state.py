@@ -42,9 +42,10 @@ from megatron.core.dist_checkpointing.utils import (
     force_all_tensors_to_non_fp8,
 )
 
-from resiliency.checkpoint.megatron_format import COMMON_FILE
-from resiliency.checkpoint.state import plan_restore_tensors, sharded_objects
-from resiliency.checkpoint.table import Shard, TensorEntry, TensorView
+from resiliency.checkpoint.format.megatron import COMMON_FILE
+from resiliency.checkpoint.state.fill import plan_restore_tensors
+from resiliency.checkpoint.state.layout import Shard, TensorEntry, TensorView
+from resiliency.checkpoint.state.snapshot import sharded_objects
 from resiliency.errors import CheckpointIncomplete, InternalError, LayoutMismatch
 from resiliency.plugins.megatron_leaves import CommonPart, block, block_place, packed, register, unpacked
 
@@ -206,7 +207,7 @@ class MegatronLoading:
         force_all_tensors_to_non_fp8(self._template)
         sharded, nonpersistent, factories = load_preprocess(self._template)
         sharded, _ = extract_sharded_base(sharded)
-        parts = _Parts(shard)
+        parts = _StateParts(shard)
         loaded = load_common(shard)
         merge(loaded, nonpersistent)
         merge(loaded, dict_list_map_outplace(parts.take, sharded))
@@ -239,7 +240,7 @@ def load_common(shard: Shard) -> dict[str, Any]:
     )
 
 
-class OptimizerStep:
+class StepCount:
     """The step of the torch optimizer inside one of Megatron's.
 
     Megatron then writes parameters that the inner one does not know: the low-precision ones of the model,
@@ -250,7 +251,7 @@ class OptimizerStep:
         self.register_step_pre_hook = inner.register_step_pre_hook
 
 
-def optimizer_steps(optimizer: Any) -> list[OptimizerStep]:
+def optimizer_steps(optimizer: Any) -> list[StepCount]:
     """What writes the state, for `Checkpointer(optimizers=...)`: all of it that is large.
 
     A buffer of 64 KiB or more that a forward writes is not the optimizer's: name it with
@@ -260,10 +261,10 @@ def optimizer_steps(optimizer: Any) -> list[OptimizerStep]:
     if chained is not None:
         return [step for each in chained for step in optimizer_steps(each)]
     inner = getattr(optimizer, "optimizer", None)
-    return [] if inner is None else [OptimizerStep(inner)]
+    return [] if inner is None else [StepCount(inner)]
 
 
-class _Parts:
+class _StateParts:
     """What a shard holds, by sharded key, and what a template takes of it."""
 
     def __init__(self, shard: Shard) -> None:

@@ -37,13 +37,14 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.capture import EAGER_BELOW_BYTES
+from resiliency.checkpoint.capture.capturer import EAGER_BELOW_BYTES
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.intervals import Advice
-from resiliency.checkpoint.options import CheckpointerOptions, LocalTier, interval_of
-from resiliency.checkpoint.saves import SaveHandle
-from resiliency.checkpoint.tiers import PRIORITY, Interval, TierName
+from resiliency.checkpoint.names import PRIORITY, TierName
+from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.trainer.handles import SaveHandle
+from resiliency.checkpoint.trainer.intervals import Advice
+from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier, interval_of
+from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType, JsonValue, RunEvent
 from resiliency.plugins.handing_over import HandingOver
@@ -84,7 +85,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
     """
 
     #: How long a save is waited for in all its tiers; whoever ends the job shortens it.
-    patience: Callable[[], timedelta] = staticmethod(lambda: LAST_SAVE_TIMEOUT)
+    timeouts: Callable[[], timedelta] = staticmethod(lambda: LAST_SAVE_TIMEOUT)
     #: Whether the job was told to end: one tier is enough then.  On all ranks alike.
     is_stopping = False
 
@@ -225,7 +226,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
     def _begin(self, step: int, state: object) -> None:
         tiers, self._tiers = self._tiers, ()
         self.restores.forget_inventory()
-        wait = self.patience() if self._last else None
+        wait = self.timeouts() if self._last else None
         self._newest = handle = self.open().save(step, state, tiers=tiers, wait=wait)
         kept = {tier: saved for tier, saved in self._saved.items() if saved.step == step}
         self._saved = kept | {TierName(tier): handle for tier in handle.record.tiers}
@@ -261,9 +262,9 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         return None if self._newest is None else self._newest.step
 
     def wait(self) -> None:
-        """Wait until no save is under way; once `patience` is over, until one tier has the newest step."""
+        """Wait until no save is under way; once `timeouts` is over, until one tier has the newest step."""
         checkpointer, newest = self._checkpointer, self._newest
-        if checkpointer is None or checkpointer.wait(self.patience()):
+        if checkpointer is None or checkpointer.wait(self.timeouts()):
             return
         two_tiers = len(self.directories) > 1
         if two_tiers and newest is not None and newest.record.committed_in:
@@ -297,11 +298,11 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         """Counters of this rank's saves in Prometheus' text format; empty before the start."""
         return "" if self._checkpointer is None else self._checkpointer.metrics_text()
 
-    def hurry(self) -> None:
+    def lift_bandwidth_cap(self) -> None:
         """The host is about to go: no bandwidth cap any more.  Any thread may call it."""
         checkpointer = self._checkpointer
         if checkpointer is not None:
-            checkpointer.hurry()
+            checkpointer.lift_bandwidth_cap()
 
     def committed_in(self, step: int) -> frozenset[TierName]:
         """The tiers in which this run has committed `step`; collective."""
@@ -310,7 +311,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             for tier, saved in self._saved.items()
             if saved.step == step and tier.value in saved.record.committed_in
         }
-        everyone = Agreement.of_process_group().gather(mine)
+        everyone = RankGroup.of_process_group().gather(mine)
         # A persistent commit is one of all ranks; one that lost its agent just then was not told.
         somewhere, everywhere = set.union(*everyone), set.intersection(*everyone)
         return frozenset(somewhere & {TierName.PERSISTENT} | everywhere & {TierName.LOCAL})
@@ -346,7 +347,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         """Meet the agent, which is started if there is none; collective at the first call."""
         if self._checkpointer is None:
             info = self._info()
-            ranks = Agreement.of_process_group()
+            ranks = RankGroup.of_process_group()
             if self._handing_over is not None:
                 self._handing_over.meet()
             self._checkpointer = Checkpointer(
@@ -410,7 +411,7 @@ def process_of(trainer: Any) -> PersistentCheckpointProcessIO | None:
     io = trainer.strategy.checkpoint_io
     while isinstance(io, _WrappingCheckpointIO):
         io = io.checkpoint_io
-    io = getattr(io, "process", io)  # of CombinedCheckpointIO
+    io = getattr(io, "process", io)  # of SplitCheckpointIO
     return io if isinstance(io, PersistentCheckpointProcessIO) else None
 
 

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from resiliency.checkpoint.leaves import ShardedView, register_sharded_type, sharded_type
+from resiliency.checkpoint.state.tensors import ShardedView, register_sharded_type, sharded_type
 
 logger = logging.getLogger(__name__)
 

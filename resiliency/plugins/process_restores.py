@@ -17,16 +17,17 @@ from typing import Any
 
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 
-from resiliency.checkpoint.agreement import Agreement
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.names import TierName
+from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.recovery.unusable import Unusable, find_unusable
-from resiliency.checkpoint.table import Shard
-from resiliency.checkpoint.tiers import TierName
+from resiliency.checkpoint.state.layout import Shard
 from resiliency.errors import CheckpointCorrupt, CheckpointMissing, LayoutMismatch
-from resiliency.plugins import checkpoint_kinds, manifest
-from resiliency.plugins.checkpoint_kinds import Kind
+from resiliency.plugins import checkpoint_kinds
+from resiliency.plugins.checkpoint_kinds import CheckpointKind
 from resiliency.plugins.host_shards import Filling, content_metadata
 from resiliency.plugins.megatron_state import load_common
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
@@ -48,7 +49,7 @@ class ProcessRestores:
     #: Where the last load came from.
     restored_from: Tier = Tier.NONE
     #: Whether the last load gave the persistent copy to the inner CheckpointIO; alike on all ranks.
-    is_cut_anew = False
+    is_resharded = False
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class ProcessRestores:
     def unusable(self, *, above: int) -> Unusable:
         """What local tiers hold above the newest step that can be restored; collective as `inventory` is."""
         inventory = self.inventory()
-        return find_unusable(inventory.needs, inventory.holdings, above=above)
+        return find_unusable(inventory.needs, inventory.locations, above=above)
 
     def path_of(self, step: int) -> Path:
         """How a step that the hosts hold is named to a trainer."""
@@ -117,11 +118,11 @@ class ProcessRestores:
             CheckpointMissing, CheckpointCorrupt: on all ranks; no source of this step could be used.
             LayoutMismatch: on all ranks; the step is of another parallel layout, and the hosts alone have
                 it, for only the persistent tier is cut anew; or its form there does not allow that, and
-                `is_cut_anew` is set.
+                `is_resharded` is set.
         """
         directory = Path(ckpt_to_dir(path))
         step = self.step_of(path)
-        self.restored_rng, self.restored_from, self.is_cut_anew = None, Tier.NONE, False
+        self.restored_rng, self.restored_from, self.is_resharded = None, Tier.NONE, False
         if step is not None:
             filling = Filling(sharded_state_dict)
             try:
@@ -136,13 +137,13 @@ class ProcessRestores:
                     self.restored_from = restored.tier
                     checkpoint, self.restored_rng = filling.loaded()
                     return checkpoint
-                if self._kind_on_disk(directory) is not Kind.NEMO:
+                if self._kind_on_disk(directory) is not CheckpointKind.NEMO:
                     raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
-        self.is_cut_anew = True
+        self.is_resharded = True
         loaded: dict[str, Any] = self._checkpoint_io.load_checkpoint(
             path, sharded_state_dict, *args, **kwargs
         )
-        self.restored_from = Tier.DISK
+        self.restored_from = Tier.PERSISTENT
         self.restored_rng = self._checkpoint_io.restored_rng
         return loaded
 
@@ -151,7 +152,7 @@ class ProcessRestores:
         common: dict[str, Any] = {}
         if self.captured()[step] is Tier.PEERS:
             # Not through the engine, which would move whole shards between hosts for it.
-            ranks = Agreement.of_process_group()
+            ranks = RankGroup.of_process_group()
             everyone = ranks.gather(content_metadata(self.inventory(), ranks.rank, step))
             common = next((found for found in everyone if found), common)
         if not common:
@@ -166,7 +167,7 @@ class ProcessRestores:
                 raise CheckpointMissing(f"no usable source of step {step} is left.", step=step)
         return common
 
-    def _kind_on_disk(self, directory: Path) -> Kind | None:
+    def _kind_on_disk(self, directory: Path) -> CheckpointKind | None:
         """Who wrote a persistent checkpoint; None if there is none."""
         # As rank 0 sees it: storage may show the directory to other ranks later.
         is_persistent = directory.parent.absolute() == self._directories.get(TierName.PERSISTENT)
@@ -176,7 +177,7 @@ class ProcessRestores:
         except OSError as error:
             logger.warning("%s cannot be read: %s", directory, error)
             mine = None
-        return Agreement.of_process_group().gather(mine)[0]
+        return RankGroup.of_process_group().gather(mine)[0]
 
     def _verify_all(self, directory: Path) -> None:
         """Verify every byte before Megatron's own reader, which does not, moves them into the model."""

@@ -180,7 +180,7 @@ class Template:
                 ours.close()
                 os.setsid()
                 close_files(keep=(theirs.fileno(),))
-                forked = server.Server(theirs, work, room=None).serve()
+                forked = server.TemplateServer(theirs, work, room=None).serve()
             except BaseException:
                 os._exit(1)
             raise Become(forked)

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from resiliency.proc_stat import read_stat
 from resiliency.template.record import Recorder
 from resiliency.template.repairs import repair_all
 
@@ -308,8 +309,7 @@ class _MemoryMap(ctypes.Structure):
 def show_in_proc(argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     """Let ``/proc/PID/cmdline`` and ``environ``, which ps, pkill and monitors read, tell what runs here."""
     global _shown
-    with open("/proc/self/stat", "rb") as stat:
-        fields = [b"", b"", *stat.read().rpartition(b")")[2].split()]  # numbered from 1 in proc(5)
+    fields = ["", "", *read_stat()]  # numbered from 1 in proc(5)
     places = list(map(int, fields[47:51]))
     _places[:] = _places or places
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)

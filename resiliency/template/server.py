@@ -118,10 +118,10 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
 
 
 #: In a process that was forked from a template: what was known there of what it holds.
-_forked_from: Server | None = None
+_forked_from: TemplateServer | None = None
 
 
-class Server:
+class TemplateServer:
     """One template; `serve` returns in forked children, and ends the process in the template itself."""
 
     def __init__(
@@ -495,4 +495,4 @@ def main() -> Program:
             memory.seek(0)
             fields = json.loads(memory.read())
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return Server(channel, Work(**fields), room=room, environment=environment).serve()
+    return TemplateServer(channel, Work(**fields), room=room, environment=environment).serve()

@@ -146,7 +146,7 @@ class Fault:
             parts.append(f"code={self.exit_code}")
         return ",".join(parts)
 
-    def strikes(self, info: RunInfo) -> bool:
+    def hits(self, info: RunInfo) -> bool:
         """True in the process that this fault is meant for."""
         rank = info.world_size - 1 if self.rank is None else self.rank
         return info.rank == rank and self.attempt in (None, info.attempt or 0)
@@ -171,7 +171,7 @@ class FaultInjector:
     """
 
     def __init__(self, faults: Iterable[Fault], info: RunInfo, events: EventStream | None = None) -> None:
-        self._pending = [fault for fault in faults if fault.strikes(info)]
+        self._pending = [fault for fault in faults if fault.hits(info)]
         self._events = events
         self._due: set[Fault] = set()
         self._lock = threading.Lock()
@@ -201,7 +201,7 @@ class FaultInjector:
             else:
                 hit = fault in self._due and fault.phase in (None, phase)
             if hit:
-                self._strike(fault)
+                self._hit(fault)
 
     def attach(self, events: EventStream) -> None:
         """Let the program's own run events say where it is, instead of calls of `at`.
@@ -235,11 +235,11 @@ class FaultInjector:
 
     def _delay_is_over(self, fault: Fault) -> None:
         if fault.phase is None and fault.kind is not FaultKind.EXCEPTION:
-            self._strike(fault)
+            self._hit(fault)
         else:
             self._due.add(fault)
 
-    def _strike(self, fault: Fault) -> None:
+    def _hit(self, fault: Fault) -> None:
         with self._lock:
             if fault not in self._pending:
                 return

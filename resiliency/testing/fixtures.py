@@ -24,7 +24,7 @@ from multiprocessing import resource_tracker
 import pytest
 
 from resiliency.testing import warm
-from resiliency.testing.leaks import LeakKind, Owner, Snapshot, leaks_since
+from resiliency.testing.leaks import LeakKind, Owner, ProcessSnapshot, leaks_since
 from resiliency.testing.rank_pool import PRELOAD, RankPool
 
 _OWNERS = pytest.StashKey[list[Owner]]()
@@ -79,14 +79,14 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind."""
     allowed = {LeakKind(kind) for marker in request.node.iter_markers("leaks") for kind in marker.args}
     owners = request.config.stash[_OWNERS]
-    before = Snapshot.take()
+    before = ProcessSnapshot.take()
     yield
     if leaks := leaks_since(before, allowed=allowed, owners=owners):
         _put_back(before)
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
 
-def _put_back(before: Snapshot) -> None:
+def _put_back(before: ProcessSnapshot) -> None:
     """Repair the environment, so that one culprit does not fail the tests after it."""
     for name in set(os.environ) - set(before.variables):
         del os.environ[name]

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-#: How long something that is ending may take: a thread after its last statement, a reaped child.
-GRACE_S = 1.0
+from resiliency.proc_stat import stat_fields
+
+#: How long something that is ending may take on a busy machine: a thread after its last statement, a process
+#: that was killed.  Only a leak takes so long.
+GRACE_S = 10.0
 #: pytest rewrites this one between the phases of a test.
 _IGNORED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 #: tqdm starts one thread for all bars of the process, and never ends it.
@@ -38,7 +41,7 @@ class LeakKind(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class ProcessSnapshot:
     """What this process owns now.  `pids` are all of the machine's; only new ones are looked at."""
 
     threads: frozenset[threading.Thread]
@@ -48,7 +51,7 @@ class Snapshot:
     shared_memory: frozenset[str]
 
     @classmethod
-    def take(cls) -> Snapshot:
+    def take(cls) -> ProcessSnapshot:
         return cls(
             threads=frozenset(threading.enumerate()),
             pids=frozenset(name for name in os.listdir("/proc") if name.isdigit()),
@@ -67,7 +70,7 @@ class Owner:
 
 
 def leaks_since(
-    before: Snapshot,
+    before: ProcessSnapshot,
     *,
     allowed: Collection[LeakKind] = (),
     owners: Sequence[Owner] = (),
@@ -93,9 +96,9 @@ def leaks_since(
 
 
 def _look(
-    before: Snapshot, allowed: Collection[LeakKind], owners: Sequence[Owner]
+    before: ProcessSnapshot, allowed: Collection[LeakKind], owners: Sequence[Owner]
 ) -> dict[LeakKind, list[str]]:
-    now = Snapshot.take()
+    now = ProcessSnapshot.take()
     pids = {pid for owner in owners for pid in owner.pids()}
     descriptors = {fd for owner in owners for fd in owner.descriptors()}
     found = {
@@ -112,7 +115,7 @@ def _may_go_away(found: Mapping[LeakKind, list[str]]) -> bool:
     return bool(found.keys() - {LeakKind.VARIABLES})
 
 
-def _threads(before: Snapshot, now: Snapshot) -> list[str]:
+def _threads(before: ProcessSnapshot, now: ProcessSnapshot) -> list[str]:
     return [
         f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''} still runs"
         for thread in now.threads - before.threads
@@ -120,7 +123,7 @@ def _threads(before: Snapshot, now: Snapshot) -> list[str]:
     ]
 
 
-def _processes(before: Snapshot, now: Snapshot, own: Collection[int]) -> list[str]:
+def _processes(before: ProcessSnapshot, now: ProcessSnapshot, own: Collection[int]) -> list[str]:
     lines = []
     for pid in sorted(int(name) for name in now.pids - before.pids):
         stat = _Stat.read(pid)
@@ -156,10 +159,8 @@ class _Stat:
 
     @classmethod
     def read(cls, pid: int) -> _Stat | None:
-        try:
-            # The program's name may hold spaces and brackets: fields count from the last ')'.
-            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
+        fields = stat_fields(pid)
+        if not fields:
             return None
         return cls(state=fields[0], parent=int(fields[1]), group=int(fields[2]))
 
@@ -173,7 +174,7 @@ def open_descriptors() -> dict[int, str]:
     return found
 
 
-def _new_descriptors(before: Snapshot, now: Snapshot, own: Collection[int]) -> list[str]:
+def _new_descriptors(before: ProcessSnapshot, now: ProcessSnapshot, own: Collection[int]) -> list[str]:
     return [
         f"descriptor {fd} is open: {_describe(fd, target)}"
         for fd, target in now.descriptors.items()
@@ -192,7 +193,7 @@ def _describe(fd: int, target: str) -> str:
         return target
 
 
-def _changed_variables(before: Snapshot, now: Snapshot) -> list[str]:
+def _changed_variables(before: ProcessSnapshot, now: ProcessSnapshot) -> list[str]:
     names = (set(before.variables) | set(now.variables)) - _IGNORED_VARIABLES
     return [
         f"environment variable {name} changed from {old!r} to {new!r}"
@@ -201,7 +202,7 @@ def _changed_variables(before: Snapshot, now: Snapshot) -> list[str]:
     ]
 
 
-def _files(before: Snapshot, now: Snapshot) -> list[str]:
+def _files(before: ProcessSnapshot, now: ProcessSnapshot) -> list[str]:
     new = sorted(now.shared_memory - before.shared_memory)
     return [f"file {_SHM}/{name} still exists" for name in new if not _is_foreign(f"{_SHM}/{name}")]
 

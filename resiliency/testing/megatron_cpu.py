@@ -114,11 +114,11 @@ class _Stream:
 
     def wait_event(self, other: object) -> None: ...
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
+    def record_event(self, event: _CpuEvent | None = None) -> _CpuEvent:
+        return event or _CpuEvent()
 
 
-class _Event:
+class _CpuEvent:
     """An event that has always happened already."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
@@ -132,7 +132,7 @@ class _Event:
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, other: _Event) -> float:
+    def elapsed_time(self, other: _CpuEvent) -> float:
         return 0.0
 
 
@@ -230,7 +230,7 @@ _PATCHES: list[tuple[object, str, Callable[[Any], object]]] = [
     (torch.cuda, "is_current_stream_capturing", _returns(False)),
     # Megatron's gradient buckets and checkpoint staging order work with streams and events.
     (torch.cuda, "Stream", _becomes(_Stream)),
-    (torch.cuda, "Event", _becomes(_Event)),
+    (torch.cuda, "Event", _becomes(_CpuEvent)),
     (torch.cuda, "stream", _returns(contextlib.nullcontext())),
     (torch.cuda, "current_stream", _returns(_Stream())),
     (torch.cuda, "default_stream", _returns(_Stream())),

@@ -29,7 +29,7 @@ from types import TracebackType
 import psutil
 
 from resiliency.testing import warm
-from resiliency.testing._output import OutputReader
+from resiliency.testing.pool.output import OutputReader
 
 #: Ids of the commands that a process runs under, outermost first, joined by ":".
 MARKER_ENV = "RESILIENCY_TEST_ID"
@@ -95,12 +95,14 @@ class Command:
 
     @property
     def output(self) -> str:
-        """Everything written so far."""
+        """Everything written so far, also what this process has not read until now."""
+        self._output.drain()
         return self._output.text()
 
     @property
     def lines(self) -> list[str]:
         """The whole lines written so far, without their newlines."""
+        self._output.drain()
         return self._output.lines()
 
     def wait_for_line(

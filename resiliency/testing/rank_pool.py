@@ -33,19 +33,20 @@ from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar, cast
 
 from resiliency.errors import ConfigError
+from resiliency.proc_stat import stat_fields
 from resiliency.testing import warm
-from resiliency.testing._job import GO, READY, Job, Reply, fault_point
 from resiliency.testing.faults import Fault
+from resiliency.testing.pool.job import GO, READY, Job, Reply, fault_point
 
-__all__ = ["JobReport", "Outcome", "RankFailed", "RankPool", "RankReport", "fault_point"]
+__all__ = ["JobReport", "RankFailed", "RankOutcome", "RankPool", "RankReport", "fault_point"]
 
 T = TypeVar("T")
 
 #: What every rank needs; add what your tests import, so that it is imported once and not per rank.
-PRELOAD = ("torch.distributed", "resiliency.testing._rank")
+PRELOAD = ("torch.distributed", "resiliency.testing.pool.rank")
 
 
-class Outcome(str, Enum):
+class RankOutcome(str, Enum):
     """How a job ended in one rank."""
 
     OK = "ok"
@@ -59,17 +60,17 @@ class RankReport(Generic[T]):
     """The end of a job in one rank."""
 
     rank: int
-    outcome: Outcome
+    outcome: RankOutcome
     value: T | None = None
     error: str = ""  # traceback
     exit_code: int | None = None  # of a rank that died; minus the signal
 
     def __str__(self) -> str:
         detail = {
-            Outcome.OK: "",
-            Outcome.ERROR: f":\n{self.error}",
-            Outcome.DIED: f" with exit code {self.exit_code}",
-            Outcome.HUNG: ": no answer before the deadline",
+            RankOutcome.OK: "",
+            RankOutcome.ERROR: f":\n{self.error}",
+            RankOutcome.DIED: f" with exit code {self.exit_code}",
+            RankOutcome.HUNG: ": no answer before the deadline",
         }
         return f"rank {self.rank} {self.outcome.value}{detail[self.outcome]}"
 
@@ -88,7 +89,7 @@ class JobReport(Generic[T]):
         return self.ranks[rank]
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RankOutcome]:
         return [report.outcome for report in self.ranks]
 
     @property
@@ -98,7 +99,7 @@ class JobReport(Generic[T]):
         Raises:
             RankFailed: a rank returned nothing; the message holds every rank's end.
         """
-        if any(report.outcome is not Outcome.OK for report in self.ranks):
+        if any(report.outcome is not RankOutcome.OK for report in self.ranks):
             raise RankFailed("not every rank returned a value:\n" + "\n".join(map(str, self.ranks)))
         return [cast(T, report.value) for report in self.ranks]
 
@@ -128,8 +129,8 @@ class RankPool:
         fn: Callable[..., T],
         world_size: int,
         *args: object,
-        timeout: float = 30.0,
-        operation_timeout: float = 10.0,
+        timeout: float = 120.0,
+        operation_timeout: float = 60.0,
         group: bool = True,
         faults: Sequence[Fault] = (),
         env: Mapping[str, str] | None = None,
@@ -251,16 +252,16 @@ class RankPool:
             if not answer.reusable:
                 self._discard(rank)
             if answer.error:
-                return RankReport(rank=rank, outcome=Outcome.ERROR, error=answer.error)
+                return RankReport(rank=rank, outcome=RankOutcome.ERROR, error=answer.error)
             value = pickle.loads(answer.value)  # noqa: S301  # sent by our own rank
-            return RankReport(rank=rank, outcome=Outcome.OK, value=value)
+            return RankReport(rank=rank, outcome=RankOutcome.OK, value=value)
         self._discard(rank)
         if answer == READY:  # another rank failed before the job began
             error = "not run: another rank failed to start"
-            return RankReport(rank=rank, outcome=Outcome.ERROR, error=error)
+            return RankReport(rank=rank, outcome=RankOutcome.ERROR, error=error)
         if answer is None:
-            return RankReport(rank=rank, outcome=Outcome.HUNG)
-        return RankReport(rank=rank, outcome=Outcome.DIED, exit_code=cast(int, answer))
+            return RankReport(rank=rank, outcome=RankOutcome.HUNG)
+        return RankReport(rank=rank, outcome=RankOutcome.DIED, exit_code=cast(int, answer))
 
 
 #: READY or a `Reply`; the exit code of a dead rank; None for one that did not answer in time.
@@ -287,10 +288,7 @@ class _Rank:
         return self.process.poll() is None
 
     def is_stopped(self) -> bool:
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
-            return False
+        return stat_fields(self.pid)[:1] == ["T"]
 
     def send(self, message: Job | str) -> None:
         with suppress(BrokenPipeError):  # it died; the next read tells
@@ -353,6 +351,6 @@ def _nothing(rank: int) -> None:
 
 
 def _rank_main(connection: Connection) -> None:
-    from resiliency.testing._rank import serve  # imports torch: only here, in the rank
+    from resiliency.testing.pool.rank import serve  # imports torch: only here, in the rank
 
     serve(connection)

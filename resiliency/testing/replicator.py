@@ -3,7 +3,7 @@
 
     python3 -m resiliency.testing.replicator DIRECTORY [--store DIR] [--fault FAULT]
 
-It plays the file protocol that `resiliency.checkpoint.high_scale` describes, as the real one does: it
+It plays the file protocol that `resiliency.checkpoint.gke.replicator` describes, as the real one does: it
 waits for ``replicator.yaml``, cleans the directory, agrees with the other hosts' stand-ins on a step,
 brings it back, and takes over each directory that is named by a number.  What the real one sends to
 peers and to a bucket goes into `--store`, which all hosts of the test share; a single host needs none.

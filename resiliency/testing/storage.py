@@ -22,15 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from resiliency.checkpoint.storage import (
-    Buffer,
-    ReadableFile,
-    Storage,
-    WritableFile,
-    read_failed,
-    read_file,
-    write_failed,
-)
+from resiliency.checkpoint.storage.interface import Buffer, ReadableFile, Storage, WritableFile, read_file
+from resiliency.checkpoint.storage.posix import read_failed, write_failed
 from resiliency.errors import CheckpointMissing
 
 _SECTOR_BYTES = 512
@@ -214,7 +207,7 @@ def _surviving_bytes(file: _File, survival: Survival, rng: random.Random) -> byt
     return bytes(torn)
 
 
-class FaultKind(enum.Enum):
+class StorageFaultKind(enum.Enum):
     KILL = "kill"  # this operation does not happen and no later one does
     TORN_KILL = "torn kill"  # half of the write happens, then as KILL
     ERROR = "error"  # this operation fails with `errno`
@@ -230,7 +223,7 @@ class StorageFault:
     """One bad thing.  `operation` counts from 0 over all operations that `FaultyStorage` counts."""
 
     operation: int
-    kind: FaultKind
+    kind: StorageFaultKind
     errno: int = errno.EIO
     delay: timedelta = timedelta(milliseconds=50)
 
@@ -325,10 +318,10 @@ class FaultyStorage:
         if self._dead:
             self._on_kill()
 
-    def _change(self, operation: str) -> FaultKind | None:
+    def _change(self, operation: str) -> StorageFaultKind | None:
         return None if self._count_reads else self._count(operation)
 
-    def _count(self, operation: str) -> FaultKind | None:
+    def _count(self, operation: str) -> StorageFaultKind | None:
         """Note the operation; act on faults that need no data, return those that do."""
         with self._lock:
             self._alive()
@@ -337,21 +330,21 @@ class FaultyStorage:
         fault = self._fault
         if fault is None or number < fault.operation:
             return None
-        if fault.kind is FaultKind.SLOW:
+        if fault.kind is StorageFaultKind.SLOW:
             time.sleep(fault.delay.total_seconds())  # the slowness itself, ordering nothing
             return None
-        if fault.kind is FaultKind.HANG and number == fault.operation:
+        if fault.kind is StorageFaultKind.HANG and number == fault.operation:
             self.hangs.set()
             self.answers.wait()  # as in the kernel: without a deadline
             return None
-        if fault.kind is FaultKind.ERROR_FROM or (
-            fault.kind is FaultKind.ERROR and number == fault.operation
+        if fault.kind is StorageFaultKind.ERROR_FROM or (
+            fault.kind is StorageFaultKind.ERROR and number == fault.operation
         ):
             self._raise(operation, fault.errno)
         if number != fault.operation:
             return None
-        if fault.kind is FaultKind.KILL or (
-            fault.kind is FaultKind.TORN_KILL and not operation.startswith("write ")
+        if fault.kind is StorageFaultKind.KILL or (
+            fault.kind is StorageFaultKind.TORN_KILL and not operation.startswith("write ")
         ):
             self._kill()
         return fault.kind
@@ -408,7 +401,7 @@ class TroubledStorage(FaultyStorage):
         self._meet(f"exists {name}", read_failed)
         return super().exists(name)
 
-    def _change(self, operation: str) -> FaultKind | None:
+    def _change(self, operation: str) -> StorageFaultKind | None:
         what, _, _ = operation.partition(" ")
         self._meet(operation, lambda error, path: write_failed(error, what, path))
         return super()._change(operation)
@@ -450,7 +443,7 @@ class CachingStorage(FaultyStorage):
         since, _ = self._seen.get(name, (0.0, b""))
         return (name in self._seen and self._now() - since < self._ttl_s) or super().exists(name)
 
-    def _change(self, operation: str) -> FaultKind | None:
+    def _change(self, operation: str) -> StorageFaultKind | None:
         for name in operation.split()[1:]:
             self._seen = {seen: of for seen, of in self._seen.items() if f"{seen}/".find(f"{name}/") != 0}
         return super()._change(operation)
@@ -465,11 +458,11 @@ class _FaultyWriter:
     def write_at(self, offset: int, *data: Buffer) -> None:
         kind = self._storage._change(f"write {self._name}")
         view = memoryview(b"".join(data))
-        if kind in (FaultKind.SHORT_WRITE, FaultKind.TORN_KILL):
+        if kind in (StorageFaultKind.SHORT_WRITE, StorageFaultKind.TORN_KILL):
             self._inner.write_at(offset, view[: view.nbytes // 2])
-            if kind is FaultKind.TORN_KILL:
+            if kind is StorageFaultKind.TORN_KILL:
                 self._storage._kill()
-        elif kind is FaultKind.BIT_FLIP:
+        elif kind is StorageFaultKind.BIT_FLIP:
             self._inner.write_at(offset, _flipped(view))
         else:
             self._inner.write_at(offset, view)
@@ -496,7 +489,7 @@ class _FaultyReader:
         storage = self._storage
         kind = storage._count(f"read {self._name}") if storage._count_reads else None
         count = self._inner.read_into(offset, target)
-        if kind is FaultKind.BIT_FLIP and count:
+        if kind is StorageFaultKind.BIT_FLIP and count:
             target.cast("B")[:count] = _flipped(target.cast("B")[:count])
         return count
 

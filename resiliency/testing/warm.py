@@ -132,7 +132,7 @@ def start_function(
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         process = start(
-            [sys.executable, "-m", "resiliency.testing._function", str(theirs.fileno()), fn.__qualname__],
+            [sys.executable, "-m", "resiliency.testing.pool.function", str(theirs.fileno()), fn.__qualname__],
             env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
             pass_fds=(theirs.fileno(),), new_session=new_session, import_timeout=import_timeout,
         )  # fmt: skip

@@ -4,7 +4,8 @@
     launcher --> LocalServer --> HostWorkers --> stream to the sensor (reports)
     launcher <-- LocalServer <-- Fence <-------- stream to the actuator (commands; outcomes back)
 
-Each side may be away for any time.  Nothing is queued for the sensor: it gets the newest report.
+Each side may be away for any time.  Nothing is queued for the sensor: it gets the newest report, in which
+findings of the watchdogs stay until they have surely arrived.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from resiliency import __version__
 from resiliency.errors import ConfigError
+from resiliency.files import write_durably
 from resiliency.runtime import SystemClock
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
@@ -34,9 +35,12 @@ from supervisor.protocol.convert import from_message, to_message
 from supervisor.protocol.host_commands import Fence, HostCommand
 from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Refused, Unreachable
+from supervisor.transport.limits import Backoff
 from supervisor.transport.server import serve
 from supervisor.transport.services import ACTUATOR_CONNECT, SENSOR_CONNECT, Probe, daemon_service
-from supervisor.values import HostInfo, Outcome, OutcomeStatus, cut_text
+from supervisor.values import Finding, HostInfo, Outcome, OutcomeStatus, cut_text
+from supervisor.watchdogs.pending import PendingFindings
+from supervisor.watchdogs.runner import WatchdogRunner
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ logger = logging.getLogger(__name__)
 COALESCE_S = 0.1
 #: A server that has not welcomed the daemon by then is left, and tried again.
 WELCOME_TIMEOUT_S = 10.0
+#: Longest pause between tries to reach sensor and actuator: they see all hosts within 5 s of their start.
+RETRY_S = 3.0
 
 
 class HostDaemon:
@@ -62,6 +68,7 @@ class HostDaemon:
         self._local = LocalServer(self._workers, changed=self._changed, token=settings.launcher_token)
         self._fence_path = settings.state_dir / f"fence-{settings.host}-{settings.launcher_port}.json"
         self._fence = _load_fence(self._fence_path)
+        self._findings = PendingFindings(settings.state_dir / f"findings-{settings.host}.json")
         self._wakers: set[asyncio.Event] = set()
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue(1024)
         self._commands: set[asyncio.Task[None]] = set()
@@ -86,7 +93,13 @@ class HostDaemon:
                 port,
             )
             streams = [
-                keep_stream(Remote(address, settings.security), method, use, what=what)
+                keep_stream(
+                    Remote(address, settings.security),
+                    method,
+                    use,
+                    what=what,
+                    backoff=Backoff(most_s=RETRY_S),
+                )
                 for what, address, method, use in (
                     ("sensor", settings.environment.sensor_address, SENSOR_CONNECT, self._to_sensor),
                     ("actuator", settings.environment.actuator_address, ACTUATOR_CONNECT, self._to_actuator),
@@ -96,7 +109,23 @@ class HostDaemon:
             if not streams:
                 logger.warning("SENSOR_ADDRESS and ACTUATOR_ADDRESS are not set: nothing is reported")
                 streams = [_forever()]
+            if settings.watchdogs.names:
+                streams.append(self._watch())
             await _first_of(*streams)
+
+    async def _watch(self) -> None:
+        self._findings.load()
+        runner = WatchdogRunner(
+            self._settings.watchdogs,
+            host=self._settings.host,
+            state_dir=self._settings.state_dir,
+            found=self._take_findings,
+        )
+        await runner.run()
+
+    def _take_findings(self, findings: Sequence[Finding]) -> None:
+        if self._findings.add(findings):
+            self._changed()
 
     # --------------------------------------------------------------------------------------- to the sensor
 
@@ -117,13 +146,17 @@ class HostDaemon:
         self, stream: ClientStream, changed: asyncio.Event, resend: asyncio.Event, period_s: float
     ) -> None:
         sent: set[Any] = set()
+        self._findings.begin_stream()
         while True:
             changed.clear()
             if resend.is_set():
                 resend.clear()
                 sent = set()
             sent = await self._send_host(stream, sent)
-            await stream.send(fleet_pb2.HostMessage(report=to_message(self._workers.report())))
+            findings = self._findings.current()
+            report = replace(self._workers.report(), findings=findings)
+            await stream.send(fleet_pb2.HostMessage(report=to_message(report)))
+            self._findings.note_sent(findings)
             await asyncio.sleep(COALESCE_S)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), max(period_s - COALESCE_S, 0.0))
@@ -292,13 +325,8 @@ def _load_fence(path: Path) -> Fence:
 
 def _save_fence(path: Path, fence: Fence) -> None:
     """Replace the file; a disk that refuses costs the memory across a restart, not the command."""
-    temporary = path.with_suffix(".new")
     try:
-        with temporary.open("w") as file:
-            json.dump(fence.to_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_durably(path, json.dumps(fence.to_dict()).encode())
     except OSError as error:
         logger.error("fence not kept: %s; a restart of this daemon forgets its commands", error)
 

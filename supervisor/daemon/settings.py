@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from resiliency.daemon_link import DEFAULT_PORT, PORT_ENV
 from resiliency.errors import ConfigError
+from supervisor.flags import WATCHDOG_FLAGS, Parser, add_later, refuse_later, spelled
 from supervisor.settings import HOST_DAEMON_PORT, Settings, read_whole
 from supervisor.transport.security import Security, TokenFile
+from supervisor.watchdogs.runner import WatchdogSettings
+from supervisor.watchdogs.watchdog import NAMES as WATCHDOGS
 
 USAGE = "host_daemon.py [FLAGS]"
 DESCRIPTION = """\
@@ -23,22 +25,6 @@ Relay what the launcher of this host knows of its workers to the supervisor, and
 
 Addresses come from SENSOR_ADDRESS and ACTUATOR_ADDRESS, certificates and tokens from
 SUPERVISOR_TLS_CERT, _KEY, _CA and SUPERVISOR_TOKEN_FILE; see docs/supervisor.md."""
-
-#: Flags that are promised for a later release: refused by name when given, because a flag without effect
-#: misleads.
-_LATER = {
-    "watchdogs": "watchdogs are not built yet",
-    "watchdog_interval_s": "watchdogs are not built yet",
-    "watchdog_notification_cooldown_s": "watchdogs are not built yet",
-    "project": "the lookup of a host's place in a cloud project is not built yet",
-    "enable_topology_aware_scheduling": "topology is not built yet",
-    "enable_standalone_mode": "standalone mode is not built yet",
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}.", hint="See --help.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +48,7 @@ class DaemonSettings:
     state_dir: Path
     security: Security
     environment: Settings
+    watchdogs: WatchdogSettings
 
     @classmethod
     def parse(cls, argv: Sequence[str], env: Mapping[str, str]) -> DaemonSettings:
@@ -72,10 +59,8 @@ class DaemonSettings:
             SystemExit: after ``--help``.
         """
         environment = Settings.from_env(env)
-        args = _parser().parse_args([_with_underscores(word) for word in argv])
-        for name, why in _LATER.items():
-            if getattr(args, name) is not None:
-                raise ConfigError(f"--{name} is refused: {why}.", hint="Leave it out.", flag=f"--{name}")
+        args = _parser().parse_args([spelled(word, "_") for word in argv])
+        refuse_later(args, "_", taken=WATCHDOG_FLAGS)
         port = _port("--port", args.port, environment.host_daemon_port)
         default = read_whole(env, PORT_ENV, 1, 65535, DEFAULT_PORT)
         launcher_port = _port("--launcher_port", args.launcher_port, default)
@@ -108,11 +93,12 @@ class DaemonSettings:
             state_dir=state_dir,
             security=Security.from_env(env, plaintext=args.plaintext),
             environment=environment,
+            watchdogs=_watchdogs(args),
         )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="host_daemon.py",
         usage=USAGE,
         description=DESCRIPTION,
@@ -149,21 +135,70 @@ def _parser() -> argparse.ArgumentParser:
         "--state_dir", metavar="DIR", help="Keeps which commands were carried out, across restarts."
     )
     parser.add_argument("--plaintext", action="store_true", help="No TLS.  For one machine and for tests.")
-    later = parser.add_argument_group("refused until a later release")
-    for name in _LATER:
-        if name.startswith("enable_"):
-            later.add_argument(f"--{name}", action="store_const", const=True, help=argparse.SUPPRESS)
-        else:
-            later.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    _add_watchdogs(parser)
+    add_later(parser, "_", taken=WATCHDOG_FLAGS)
     return parser
 
 
-def _with_underscores(word: str) -> str:
-    """Dashes and underscores mean the same in a flag."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+def _add_watchdogs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "watchdogs", "What they look at and what becomes of it: docs/watchdogs.md."
+    )
+    group.add_argument(
+        "--watchdogs",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"Which ones: {', '.join(WATCHDOGS)} (none).  Commas work, too.",
+    )
+    group.add_argument(
+        "--watchdog_interval_s",
+        type=float,
+        default=WatchdogSettings.interval_s,
+        metavar="X",
+        help="Between two looks (%(default)g); /dev/kmsg is read at once.",
+    )
+    group.add_argument(
+        "--watchdog_notification_cooldown_s",
+        type=float,
+        default=WatchdogSettings.cooldown_s,
+        metavar="X",
+        help="In which the same fact about one device is reported once (%(default)g).",
+    )
+    group.add_argument(
+        "--kernel_log",
+        default=WatchdogSettings.kernel_log,
+        metavar="FILE",
+        help="For xid: the kernel's log, or a file that a logger writes (%(default)s).",
+    )
+    group.add_argument(
+        "--watchdog_gpus",
+        default="",
+        metavar="FILE",
+        help="For ecc, in drills: GPUs as a JSON file describes them, instead of NVML.",
+    )
+
+
+def _watchdogs(args: argparse.Namespace) -> WatchdogSettings:
+    names = [name for word in args.watchdogs for name in word.split(",") if name]
+    for name in names:
+        if name not in WATCHDOGS:
+            raise ConfigError(
+                f"--watchdogs must be of {', '.join(WATCHDOGS)}, found {name!r}.", flag="--watchdogs"
+            )
+    for flag in ("--watchdog_interval_s", "--watchdog_notification_cooldown_s"):
+        value = getattr(args, flag[2:])
+        if not 0 < value <= 86_400:  # also refuses nan
+            raise ConfigError(
+                f"{flag} must be seconds above 0 and at most a day, found {value:g}.", flag=flag
+            )
+    return WatchdogSettings(
+        names=tuple(dict.fromkeys(names)),
+        interval_s=args.watchdog_interval_s,
+        cooldown_s=args.watchdog_notification_cooldown_s,
+        kernel_log=args.kernel_log,
+        gpus=args.watchdog_gpus,
+    )
 
 
 def _port(flag: str, given: int | None, default: int) -> int:

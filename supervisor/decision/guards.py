@@ -61,6 +61,11 @@ class View:
         mark = self.state.progress.get(workload)
         return mark.best if mark else 0
 
+    def attempt(self, workload: str) -> int:
+        """The newest that has finished a step; -1 before the first."""
+        mark = self.state.progress.get(workload)
+        return mark.attempt if mark else -1
+
     def spares(self) -> list[HostInfo]:
         """Healthy free hosts that are neither cordoned, nor condemned, nor promised to a job already."""
         promised = {flight.command.spare for flight in self.state.commands.values()}
@@ -141,6 +146,15 @@ def launcher_first(view: View, intent: Intent) -> Refusal | None:
     if at_it and view.now < until:
         return Refusal(text="the launcher restarts these ranks itself", until=until)
     return None
+
+
+def launcher_is_there(view: View, intent: Intent) -> Refusal | None:
+    """A launcher that gave up has ended, and can restart no ranks in place: the job needs another one."""
+    incident = view.state.incidents.get(intent.workload.workload) if intent.workload else None
+    if incident is None or intent.kind is not CommandKind.IN_JOB_RESET:
+        return None
+    gone = [report.host for report in incident.reports if report.launcher is LauncherState.GAVE_UP]
+    return Refusal(text=f"the launcher of {gone[0]} gave up") if gone else None
 
 
 def within_budget(view: View, intent: Intent) -> Refusal | None:
@@ -230,6 +244,7 @@ GUARDS: tuple[Guard, ...] = (
     no_verdict,
     one_action,
     launcher_first,
+    launcher_is_there,
     within_size,
     within_budget,
     within_cordon_caps,

@@ -17,7 +17,7 @@ from supervisor.plain import InvalidValue, from_plain, to_plain
 from supervisor.policy.budget import Budget, TokenBucket
 from supervisor.policy.caps import CordonMark
 from supervisor.policy.verdict import Verdict
-from supervisor.values import Command, Event, HostInfo, WorkloadInfo
+from supervisor.values import Command, Event, EventType, HostInfo, WorkloadInfo
 
 _NOTHING_SPENT = Budget()
 _FULL_BUCKET = TokenBucket()
@@ -65,6 +65,7 @@ class Incident:
         command: id of the action that is under way; empty if none is.
         done_at: when the last action was done.
         handled: hosts that an action was for.
+        attempt: that the last action ended, if it was done; -1 without one.
         stuck: how often the time after an action ended without a step.
         note: why nothing was done at the last look.
     """
@@ -79,9 +80,19 @@ class Incident:
     command: str = ""
     done_at: float | None = None
     handled: tuple[str, ...] = ()
+    attempt: int = -1
     actions: int = 0
     stuck: int = 0
     note: str = ""
+
+    def is_echo(self, event: Event, now: float, within_s: float) -> bool:
+        """Ranks of an attempt that the last action has ended: they were restarted with the others.
+
+        For `within_s` only: programs that count no attempts would otherwise fail unheard.
+        """
+        if self.command or self.done_at is None or now - self.done_at >= within_s:
+            return False
+        return event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt <= self.attempt
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -100,12 +111,16 @@ class Flight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """What concerns all jobs: who froze it, and the counters that ids are made of."""
+    """What concerns all jobs: who froze it, and the counters that ids are made of.
+
+    `series` ends each id of this log, so that no other log has the same ids.
+    """
 
     silent: bool = False
     frozen_by: str = ""
     incidents: int = 0
     commands: int = 0
+    series: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +135,7 @@ class Suspicion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """When an event id came; the same id again is the same event."""
+    """When the id of an event or of a finding's evidence came; the same id again is the same."""
 
     at: float
 

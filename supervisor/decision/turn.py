@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from supervisor.decision.guards import View
@@ -33,13 +33,20 @@ class EventReport:
 
 
 class Turn:
-    """The state of one decision, its time and its epoch."""
+    """The state of one decision, its time and its epoch.
 
-    def __init__(self, state: State, epoch: int, now: float, limits: Thresholds) -> None:
+    Args:
+        shadow: commands are noted and not given.
+    """
+
+    def __init__(
+        self, state: State, epoch: int, now: float, limits: Thresholds, *, shadow: bool = False
+    ) -> None:
         self.state = state
         self.epoch = epoch
         self.now = now
         self.limits = limits
+        self.shadow = shadow
         self.changes: dict[tuple[str, str], Any] = {}
         self.commands: list[Command] = []
         self.notes: list[str] = []
@@ -60,9 +67,12 @@ class Turn:
     def next_id(self, counter: str, prefix: str) -> str:
         fleet = self.state.fleet.get("", Fleet())
         number = getattr(fleet, counter) + 1
-        values = {name: getattr(fleet, name) for name in ("silent", "frozen_by", "incidents", "commands")}
-        self.put("fleet", "", Fleet(**{**values, counter: number}))
-        return f"{prefix}{number}"
+        self.put(
+            "fleet",
+            "",
+            replace(fleet, incidents=number) if counter == "incidents" else replace(fleet, commands=number),
+        )
+        return f"{prefix}{number}{fleet.series}"
 
     def account(self, workload: str) -> Account:
         return self.state.accounts.get(workload, Account())

@@ -64,6 +64,8 @@ ADVICE = {
     "drain_p2p": Remedy.DRAIN_AND_RESET,
     "drain_and_reset": Remedy.DRAIN_AND_RESET,
     "node_reboot": Remedy.OUT_OF_SERVICE,
+    "bus_reset": Remedy.RESET_GPU,
+    "system_reboot": Remedy.OUT_OF_SERVICE,
 }
 
 

@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source 72912fce646fda862790cfa52b8903aa43c74822c8b4445c015174b801964371
-# body e38a9a65579b47ff9d70111eb744e0fc447b4d0f6a7e4b0e38bf4ff72e334e93
+# source 852e7ee4cbecadb77c772da569323e5872c7fd56eb46229dd4c30fb4f2cd6ad2
+# body 14917ffe8f27d35c2c47c0b18072d7c6de0010657fece356b0eb0a0a6046b77f
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -323,10 +323,102 @@ class OutcomeBatch(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("count",)
+    __slots__ = ("count", "epoch")
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     count: int
-    def __init__(self, count: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, count: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class KnownRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    def __init__(self, after: _Optional[str] = ...) -> None: ...
+
+class Known(_message.Message):
+    __slots__ = ("epoch", "workloads", "hosts", "more")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORKLOADS_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    workloads: _containers.RepeatedCompositeFieldContainer[WorkloadInfo]
+    hosts: _containers.RepeatedCompositeFieldContainer[HostInfo]
+    more: bool
+    def __init__(self, epoch: _Optional[int] = ..., workloads: _Optional[_Iterable[_Union[WorkloadInfo, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostInfo, _Mapping]]] = ..., more: bool = ...) -> None: ...
+
+class LookRequest(_message.Message):
+    __slots__ = ("host",)
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    def __init__(self, host: _Optional[str] = ...) -> None: ...
+
+class LookReply(_message.Message):
+    __slots__ = ("there",)
+    THERE_FIELD_NUMBER: _ClassVar[int]
+    there: bool
+    def __init__(self, there: bool = ...) -> None: ...
+
+class HostChange(_message.Message):
+    __slots__ = ("host", "change", "evidence")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    change: str
+    evidence: Evidence
+    def __init__(self, host: _Optional[str] = ..., change: _Optional[str] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ...) -> None: ...
+
+class SightsRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    def __init__(self, after: _Optional[str] = ...) -> None: ...
+
+class HostSight(_message.Message):
+    __slots__ = ("host", "connected", "age_s", "silent", "attempt", "launcher", "steps")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHER_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    connected: bool
+    age_s: float
+    silent: bool
+    attempt: int
+    launcher: str
+    steps: _containers.RepeatedCompositeFieldContainer[RankStep]
+    def __init__(self, host: _Optional[str] = ..., connected: bool = ..., age_s: _Optional[float] = ..., silent: bool = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[RankStep, _Mapping]]] = ...) -> None: ...
+
+class RankStep(_message.Message):
+    __slots__ = ("rank", "step")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step: int
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Sights(_message.Message):
+    __slots__ = ("hosts", "more")
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    hosts: _containers.RepeatedCompositeFieldContainer[HostSight]
+    more: bool
+    def __init__(self, hosts: _Optional[_Iterable[_Union[HostSight, _Mapping]]] = ..., more: bool = ...) -> None: ...
+
+class ThawRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Document(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ()
@@ -345,7 +437,9 @@ class ProbeReply(_message.Message):
     def __init__(self, host: _Optional[str] = ..., incarnation: _Optional[str] = ..., age_s: _Optional[float] = ..., report: _Optional[_Union[DaemonReport, _Mapping]] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("holds",)
+    __slots__ = ("holds", "attempt")
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     holds: bool
-    def __init__(self, holds: bool = ...) -> None: ...
+    attempt: int
+    def __init__(self, holds: bool = ..., attempt: _Optional[int] = ...) -> None: ...

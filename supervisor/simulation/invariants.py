@@ -158,6 +158,11 @@ class Invariants:
             report.type is EventType.WORKER_HB and report.launcher.value == "restarting" for report in reports
         ):
             raise Violation(f"{command.kind.value} {command.id} while the launcher restarts the ranks itself")
+        told = [report for report in reports if report.launcher.value == "gave_up"]
+        if command.kind is CommandKind.IN_JOB_RESET and told:
+            raise Violation(
+                f"{command.id} asks the launcher of {told[0].host}, which has ended, for a restart"
+            )
 
     def _count_restart(self, command: Command, now: float) -> None:
         name = command.workload

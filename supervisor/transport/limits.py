@@ -10,12 +10,12 @@ from typing import Any
 from resiliency.runtime import Clock, SystemClock
 from supervisor.transport.errors import Reason, Refused
 
-#: Largest message of a call between the parts of the supervisor; senders split batches (`BATCH_ITEMS`).
+#: Largest message of a call between the parts of the supervisor; senders split batches (`BATCH_BYTES`).
 MAX_MESSAGE_BYTES = 4 << 20
 #: Largest message on a host's stream; a report of 64 workers has 4 KiB.
 MAX_HOST_MESSAGE_BYTES = 256 << 10
-#: Values in one batch.
-BATCH_ITEMS = 1000
+#: Values in one batch, and their bytes where more than one is in it: what is around them has room left.
+BATCH_ITEMS, BATCH_BYTES = 1000, MAX_MESSAGE_BYTES // 2
 
 #: For both ends.  A stream whose other end is gone without a trace ends within KEEPALIVE_S +
 #: KEEPALIVE_TIMEOUT_S.
@@ -40,6 +40,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # Each try has a connection of its own: the pause between tries is `Backoff`'s, not a shared subchannel's.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    # Longest wait for one connection, as the core reads it: a server that ends may accept it and say nothing.
+    ("grpc.min_reconnect_backoff_ms", 5000),
 )
 
 

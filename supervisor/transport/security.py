@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -185,6 +185,12 @@ class Security:
             private_key=self.key.read_bytes() if self.key else None,
             certificate_chain=self.certificate.read_bytes() if self.certificate else None,
         )
+
+    @property
+    def for_daemons(self) -> Security:
+        """What a call to a host's daemon is made with: the host chose the address, so it gets no token of
+        the supervisor's own parts."""
+        return replace(self, control_tokens=None)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call of this process carries."""

@@ -1,23 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The services of the protocol with values at both ends: what to serve, and how to call it.
 
-Who may call what is decided here: training hosts may open their streams, and nothing else.
+Who may call what is decided here: training hosts may open their streams and probe a
+daemon, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from supervisor.detection import HostSight
 from supervisor.protocol import fleet_pb2
 from supervisor.protocol.convert import from_message, to_message
 from supervisor.transport.client import Remote
-from supervisor.transport.errors import Reason, Refused
+from supervisor.transport.errors import Reason, Refused, Unreachable
 from supervisor.transport.host_streams import HostStreams
-from supervisor.transport.limits import BATCH_ITEMS
+from supervisor.transport.limits import BATCH_BYTES, BATCH_ITEMS
 from supervisor.transport.server import Service
-from supervisor.values import Command, DaemonReport, Event, HostInfo, Outcome, Progress, Silence, WorkloadInfo
+from supervisor.values import (
+    Change,
+    Command,
+    DaemonReport,
+    Event,
+    Evidence,
+    HostInfo,
+    LauncherState,
+    Outcome,
+    Progress,
+    Silence,
+    WorkloadInfo,
+)
 
 T = TypeVar("T")
 
@@ -43,36 +57,162 @@ class Observations:
     complete: bool = False
 
 
-def sensor_service(streams: HostStreams, holds: Callable[[Command], bool | None]) -> Service:
-    """What a sensor serves; `holds` says whether a command's evidence still does, None if it cannot tell."""
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """A sensor's answer about a command.
 
+    Attributes:
+        holds: whether its evidence still does; None if the sensor cannot tell.
+        attempt: that the job's hosts are at; None where none has said.
+    """
+
+    holds: bool | None
+    attempt: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """One page of what a controller of this epoch knows; workloads are on the first one."""
+
+    epoch: int
+    workloads: tuple[WorkloadInfo, ...] = ()
+    hosts: tuple[HostInfo, ...] = ()
+    more: bool = False
+
+
+class SensorHandlers(Protocol):
+    """What a sensor answers, beside its streams of hosts."""
+
+    async def check_evidence(self, command: Command) -> Holding: ...
+
+    def take_change(self, host: str, change: Change, evidence: Evidence) -> None: ...
+
+    def sights(self, after: str) -> tuple[list[HostSight], bool]:
+        """Hosts behind `after` in the order of their ids, and whether there are more."""
+        ...
+
+    def thaw(self) -> None: ...
+
+
+def sensor_service(streams: HostStreams, handlers: SensorHandlers) -> Service:
     async def check_evidence(message: Any) -> Any:
-        seen = holds(from_message(Command, message))
-        return fleet_pb2.Holding() if seen is None else fleet_pb2.Holding(holds=seen)
+        seen = await handlers.check_evidence(from_message(Command, message))
+        return fleet_pb2.Holding(**_given(holds=seen.holds, attempt=seen.attempt))
+
+    async def report_change(message: Any) -> Any:
+        if message.change not in {change.value for change in Change}:
+            allowed = ", ".join(change.value for change in Change)
+            raise Refused(
+                f"a change is one of {allowed}, found {message.change!r:.40}.", reason=Reason.INVALID
+            )
+        evidence = from_message(Evidence, message.evidence)
+        handlers.take_change(message.host, Change(message.change), evidence)
+        return fleet_pb2.Accepted(count=1)
+
+    async def list_sights(message: Any) -> Any:
+        sights, more = handlers.sights(message.after)
+        return fleet_pb2.Sights(hosts=[_sight_message(sight) for sight in sights], more=more)
+
+    async def thaw(_: Any) -> Any:
+        handlers.thaw()
+        return fleet_pb2.Accepted(count=1)
 
     return Service(
         descriptor=SENSOR,
-        handlers={"Connect": streams.connect, "CheckEvidence": check_evidence},
+        handlers={
+            "Connect": streams.connect,
+            "CheckEvidence": check_evidence,
+            "ReportChange": report_change,
+            "ListSights": list_sights,
+            "Thaw": thaw,
+        },
         for_hosts=frozenset({"Connect"}),
     )
 
 
-async def ask_evidence(remote: Remote, command: Command, *, timeout_s: float) -> bool | None:
-    """Ask a sensor whether the evidence of `command` still holds; None if it cannot tell.
+def _given(**fields: Any) -> Any:
+    """The fields of a message without those that are None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _sight_message(sight: HostSight) -> Any:
+    return fleet_pb2.HostSight(
+        host=sight.host,
+        connected=sight.connected,
+        age_s=sight.age_s,
+        silent=sight.silent,
+        attempt=sight.attempt,
+        launcher=sight.launcher.value,
+        steps=[fleet_pb2.RankStep(rank=rank, step=step) for rank, step in sight.steps],
+    )
+
+
+async def ask_evidence(remote: Remote, command: Command, *, timeout_s: float) -> Holding:
+    """Ask a sensor whether the evidence of `command` still holds.
 
     Raises:
-        Refused, Unreachable: see `Remote.call`; to the caller the same as None.
+        Refused, Unreachable: see `Remote.call`; to the caller the same as "cannot tell".
     """
     method = SENSOR.methods_by_name["CheckEvidence"]
     reply = await remote.call(method, to_message(command), timeout_s=timeout_s)
-    return bool(reply.holds) if reply.HasField("holds") else None
+    return Holding(
+        holds=reply.holds if reply.HasField("holds") else None,
+        attempt=reply.attempt if reply.HasField("attempt") else None,
+    )
+
+
+async def send_change(
+    remote: Remote, host: str, change: Change, evidence: Evidence, *, deadline_s: float
+) -> None:
+    """Tell a sensor what the orchestrator did to a host; repeated, it is the same by the evidence's id."""
+    message = fleet_pb2.HostChange(host=host, change=change.value, evidence=to_message(evidence))
+    method = SENSOR.methods_by_name["ReportChange"]
+    await remote.call_until(method, message, timeout_s=CALL_TIMEOUT_S, deadline_s=deadline_s)
+
+
+async def ask_sights(remote: Remote, *, timeout_s: float) -> list[HostSight]:
+    """How a sensor sees all hosts.
+
+    Raises:
+        Refused, Unreachable: see `Remote.call`.
+    """
+    method = SENSOR.methods_by_name["ListSights"]
+    seen: list[HostSight] = []
+    while True:
+        after = seen[-1].host if seen else ""
+        reply = await remote.call(method, fleet_pb2.SightsRequest(after=after), timeout_s=timeout_s)
+        seen += [
+            HostSight(
+                host=one.host,
+                connected=one.connected,
+                age_s=one.age_s,
+                silent=one.silent,
+                attempt=one.attempt,
+                launcher=LauncherState(one.launcher),
+                steps=tuple((step.rank, step.step) for step in one.steps),
+            )
+            for one in reply.hosts
+        ]
+        if not reply.more or not reply.hosts:
+            return seen
+
+
+async def send_thaw(remote: Remote, *, timeout_s: float) -> None:
+    """Tell a sensor that the hosts that are silent are lost indeed."""
+    await remote.call(SENSOR.methods_by_name["Thaw"], fleet_pb2.ThawRequest(), timeout_s=timeout_s)
 
 
 def controller_service(
-    on_observations: Callable[[Observations], Awaitable[None]],
+    on_observations: Callable[[Observations], Awaitable[int]],
     on_outcomes: Callable[[tuple[Outcome, ...]], Awaitable[None]],
+    known: Callable[[str], Known],
 ) -> Service:
-    """What a controller serves; each handler returns when it has made durable what it was given."""
+    """What a controller serves; the first two return when they have made durable what they were given.
+
+    Args:
+        on_observations: returns the controller's epoch.
+        known: a page of hosts behind the given id, in the order of their ids.
+    """
 
     async def report_events(batch: Any) -> Any:
         seen = Observations(
@@ -83,84 +223,152 @@ def controller_service(
             silence=from_message(Silence, batch.silence) if batch.HasField("silence") else None,
             complete=batch.complete,
         )
-        await on_observations(seen)
-        return fleet_pb2.Accepted(count=len(seen.events))
+        epoch = await on_observations(seen)
+        return fleet_pb2.Accepted(count=len(seen.events), epoch=epoch)
 
     async def report_outcomes(batch: Any) -> Any:
         outcomes = _values(Outcome, batch.outcomes)
         await on_outcomes(outcomes)
         return fleet_pb2.Accepted(count=len(outcomes))
 
+    async def list_known(message: Any) -> Any:
+        page = known(message.after)
+        hosts = next(_batches((to_message(host) for host in page.hosts), _size_of), [])
+        return fleet_pb2.Known(
+            epoch=page.epoch,
+            workloads=[to_message(workload) for workload in page.workloads],
+            hosts=hosts,
+            more=page.more or len(hosts) < len(page.hosts),
+        )
+
     return Service(
-        descriptor=CONTROLLER, handlers={"ReportEvents": report_events, "ReportOutcomes": report_outcomes}
+        descriptor=CONTROLLER,
+        handlers={
+            "ReportEvents": report_events,
+            "ReportOutcomes": report_outcomes,
+            "ListKnown": list_known,
+        },
     )
 
 
-def actuator_service(
-    streams: HostStreams, on_commands: Callable[[tuple[Command, ...]], Awaitable[None]]
-) -> Service:
+async def ask_known(remote: Remote, *, timeout_s: float) -> Known:
+    """All that a controller knows: jobs and hosts.
+
+    Raises:
+        Refused, Unreachable: see `Remote.call`; also where the controller changed between two pages.
+    """
+    method = CONTROLLER.methods_by_name["ListKnown"]
+    pages: list[Any] = []
+    while True:
+        after = pages[-1].hosts[-1].id if pages else ""
+        page = await remote.call(method, fleet_pb2.KnownRequest(after=after), timeout_s=timeout_s)
+        pages.append(page)
+        if page.epoch != pages[0].epoch:
+            raise Unreachable("the controller started again while it was asked.", address=remote.address)
+        if not page.more or not page.hosts:
+            return Known(
+                epoch=page.epoch,
+                workloads=_all(WorkloadInfo, (one for page in pages for one in page.workloads)),
+                hosts=_all(HostInfo, (one for page in pages for one in page.hosts)),
+            )
+
+
+class ActuatorHandlers(Protocol):
+    """What an actuator answers, beside its streams of hosts."""
+
+    async def take_commands(self, commands: tuple[Command, ...]) -> None: ...
+
+    async def look_at_host(self, host: str) -> bool | None:
+        """The orchestrator's word on whether the host is there; None is "cannot tell"."""
+        ...
+
+
+def actuator_service(streams: HostStreams, handlers: ActuatorHandlers) -> Service:
     async def execute(batch: Any) -> Any:
         commands = _values(Command, batch.commands)
-        await on_commands(commands)
+        await handlers.take_commands(commands)
         return fleet_pb2.Accepted(count=len(commands))
+
+    async def look_at_host(message: Any) -> Any:
+        return fleet_pb2.LookReply(**_given(there=await handlers.look_at_host(message.host)))
 
     return Service(
         descriptor=ACTUATOR,
-        handlers={"Connect": streams.connect, "Execute": execute},
+        handlers={"Connect": streams.connect, "Execute": execute, "LookAtHost": look_at_host},
         for_hosts=frozenset({"Connect"}),
     )
 
 
-async def send_observations(remote: Remote, seen: Observations, *, deadline_s: float) -> None:
-    """Tell a controller; again until it has accepted, or `deadline_s` is over.
+async def ask_orchestrator(remote: Remote, host: str, *, timeout_s: float) -> bool | None:
+    """Ask an actuator whether its orchestrator sees `host`; None if it cannot tell.
+
+    Raises:
+        Refused, Unreachable: see `Remote.call`; to the caller the same as None.
+    """
+    method = ACTUATOR.methods_by_name["LookAtHost"]
+    reply = await remote.call(method, fleet_pb2.LookRequest(host=host), timeout_s=timeout_s)
+    return bool(reply.there) if reply.HasField("there") else None
+
+
+async def send_observations(remote: Remote, seen: Observations, *, deadline_s: float) -> int:
+    """Tell a controller; again until it has accepted, or `deadline_s` is over.  Returns its epoch.
 
     A large one goes in several batches, of which only one that holds all carries `complete`.
 
     Raises:
         Refused, Unreachable: see `Remote.call_until`; batches before may have arrived, and may be repeated.
     """
-    parts = list(_batches(seen))
-    for events, hosts, workloads, progress in parts:
+    told = [
+        *(("workloads", to_message(value)) for value in seen.workloads),
+        *(("hosts", to_message(value)) for value in seen.hosts),
+        *(("progress", to_message(value)) for value in seen.progress),
+        *(("events", to_message(value)) for value in seen.events),
+    ]
+    parts = list(_batches(told, lambda one: _size_of(one[1]))) or [[]]
+    epoch = 0
+    for part in parts:
         batch = fleet_pb2.EventBatch(
-            events=[to_message(value) for value in events],
-            hosts=[to_message(value) for value in hosts],
-            workloads=[to_message(value) for value in workloads],
-            progress=[to_message(value) for value in progress],
+            **{name: [one for field, one in part if field == name] for name, _ in part},
             silence=to_message(seen.silence) if seen.silence is not None else None,
             complete=seen.complete and len(parts) == 1,
         )
         method = CONTROLLER.methods_by_name["ReportEvents"]
-        await remote.call_until(method, batch, timeout_s=CALL_TIMEOUT_S, deadline_s=deadline_s)
+        reply = await remote.call_until(method, batch, timeout_s=CALL_TIMEOUT_S, deadline_s=deadline_s)
+        epoch = reply.epoch
+    return epoch
 
 
-def _batches(
-    seen: Observations,
-) -> Iterator[tuple[Sequence[Event], Sequence[HostInfo], Sequence[WorkloadInfo], Sequence[Progress]]]:
-    longest = max(len(seen.events), len(seen.hosts), len(seen.workloads), len(seen.progress), 1)
-    for start in range(0, longest, BATCH_ITEMS):
-        end = start + BATCH_ITEMS
-        yield (
-            seen.events[start:end],
-            seen.hosts[start:end],
-            seen.workloads[start:end],
-            seen.progress[start:end],
-        )
+def _batches(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Cut `items` so that each batch fits a message."""
+    batch: list[T] = []
+    used = 0
+    for one in items:
+        size = size_of(one)
+        if batch and (len(batch) >= BATCH_ITEMS or used + size > BATCH_BYTES):
+            yield batch
+            batch, used = [], 0
+        batch.append(one)
+        used += size
+    if batch:
+        yield batch
+
+
+def _size_of(message: Any) -> int:
+    return int(message.ByteSize())
 
 
 async def send_commands(remote: Remote, commands: Sequence[Command], *, deadline_s: float) -> None:
     """Hand `commands` to an actuator, which drops ids that it has."""
-    for start in range(0, len(commands), BATCH_ITEMS):
-        part = commands[start : start + BATCH_ITEMS]
-        batch = fleet_pb2.CommandBatch(commands=[to_message(command) for command in part])
+    for part in _batches((to_message(command) for command in commands), _size_of):
+        batch = fleet_pb2.CommandBatch(commands=part)
         method = ACTUATOR.methods_by_name["Execute"]
         await remote.call_until(method, batch, timeout_s=CALL_TIMEOUT_S, deadline_s=deadline_s)
 
 
 async def send_outcomes(remote: Remote, outcomes: Sequence[Outcome], *, deadline_s: float) -> None:
     """Tell a controller how commands ended."""
-    for start in range(0, len(outcomes), BATCH_ITEMS):
-        part = outcomes[start : start + BATCH_ITEMS]
-        batch = fleet_pb2.OutcomeBatch(outcomes=[to_message(outcome) for outcome in part])
+    for part in _batches((to_message(outcome) for outcome in outcomes), _size_of):
+        batch = fleet_pb2.OutcomeBatch(outcomes=part)
         method = CONTROLLER.methods_by_name["ReportOutcomes"]
         await remote.call_until(method, batch, timeout_s=CALL_TIMEOUT_S, deadline_s=deadline_s)
 
@@ -176,6 +384,8 @@ class Probe:
 
 
 def daemon_service(probe: Callable[[], Probe]) -> Service:
+    """What a daemon serves: hosts may ask too, and the sensor proves no more than a host."""
+
     async def answer(_: Any) -> Any:
         seen = probe()
         return fleet_pb2.ProbeReply(
@@ -185,7 +395,7 @@ def daemon_service(probe: Callable[[], Probe]) -> Service:
             report=to_message(seen.report),
         )
 
-    return Service(descriptor=HOST_DAEMON, handlers={"Probe": answer})
+    return Service(descriptor=HOST_DAEMON, handlers={"Probe": answer}, for_hosts=frozenset({"Probe"}))
 
 
 async def probe_daemon(remote: Remote, *, timeout_s: float) -> Probe:
@@ -209,4 +419,8 @@ def _values(kind: type[T], messages: Any) -> tuple[T, ...]:
         raise Refused(
             f"a batch holds at most {BATCH_ITEMS} values, found {len(messages)}.", reason=Reason.INVALID
         )
+    return _all(kind, messages)
+
+
+def _all(kind: type[T], messages: Iterable[Any]) -> tuple[T, ...]:
     return tuple(from_message(kind, message) for message in messages)  # type: ignore[type-var]

@@ -153,6 +153,24 @@ def test_several_faults_may_be_asked_for() -> None:
     assert (faults[1].kind, faults[1].rank) == (FaultKind.HUNG, 0)
 
 
+def test_random_faults_are_the_simulators_draws_one_for_each_attempt(
+    started: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(1, 4)
+    faults = flags.parse(["--sim-fault-desc=random,20"]).faults
+    assert faults == flags.parse(["--sim-fault-desc=random,20,seed=42"]).faults
+    assert faults != flags.parse(["--sim-fault-desc=random,20,seed=43"]).faults
+    assert [fault.attempt for fault in faults] == list(range(100))
+    assert {fault.rank for fault in faults} == {0, 1, 2, 3}
+    delays = [fault.delay.total_seconds() for fault in faults if fault.delay is not None]
+    assert 14 < sum(delays) / 100 < 26
+    # A hang that nothing finds would last for ever.
+    assert {fault.kind for fault in faults} == {FaultKind.KILLED}
+    monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "somewhere")
+    found = flags.parse(["--sim-fault-desc=random,20", "--enable-fault-tolerance"]).faults
+    assert {fault.kind for fault in found} == {FaultKind.KILLED, FaultKind.HUNG}
+
+
 def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "somewhere")
     assert flags.parse(["--enable-fault-tolerance"]).fault_tolerance
@@ -221,6 +239,10 @@ def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatc
         (["--tokenizer-path=/no/such.model"], ["--tokenizer-path /no/such.model", "SentencePiece"]),
         (["--tokenizer-path=/"], ["--tokenizer-path /", "no such file"]),
         (["--sim-fault-desc=rank_tired,5"], ["rank_tired"]),
+        (["--sim-fault-desc=random"], ["random", "must be seconds"]),
+        (["--sim-fault-desc=random,0"], ["--sim-fault-desc random,0", "above 0"]),
+        (["--sim-fault-desc=random,often"], ["must be seconds, found 'often'"]),
+        (["--sim-fault-desc=random,5,rank=1"], ["random,SECONDS[,seed=N]"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )

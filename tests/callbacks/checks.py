@@ -214,8 +214,8 @@ def of_two_tiers_that_are_due_the_one_with_the_higher_priority_saves(directory: 
 
 @check
 def a_save_that_fails_deletes_nothing_and_is_recorded(directory: Path) -> None:
+    from resiliency.checkpoint.format import file_manifest as manifest
     from resiliency.errors import CheckpointWriteFailed
-    from resiliency.plugins import manifest
 
     run = Run(directory)
     run.fail_at = 4
@@ -251,7 +251,7 @@ def with_steps(directory: Path, *steps: int) -> Path:
 def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_ones_whole(
     directory: Path,
 ) -> None:
-    from resiliency.plugins import manifest
+    from resiliency.checkpoint.format import file_manifest as manifest
 
     root = with_steps(directory, 1, 2, 3)
     tier = Run(directory).tier(1, keep=2)
@@ -295,8 +295,8 @@ def a_complete_checkpoint_of_an_earlier_training_is_not_replaced(directory: Path
 
 @check
 def an_old_checkpoint_stays_while_somebody_reads_it(directory: Path) -> None:
-    from resiliency.checkpoint.lease import Lease
-    from resiliency.checkpoint.storage import LocalStorage
+    from resiliency.checkpoint.format.lease import Lease
+    from resiliency.checkpoint.storage.posix import LocalStorage
 
     root = with_steps(directory, 1, 2, 3)
     tier = Run(directory).tier(1, keep=2)
@@ -337,6 +337,42 @@ def step_times_reach_the_log_and_every_logger(directory: Path) -> None:
     assert rows
     assert trainer.global_step == 6
     assert 2**20 < peak_memory_bytes() < 2**40
+
+
+@check
+def scalars_reach_tensorboard_and_steps_done_again_replace_those_before(directory: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from resiliency.callbacks.logging import StepLoggingCallback, TPSLoggingCallback
+
+    assert "found 0 and 8" in refusal(lambda: TPSLoggingCallback(0, 8))
+    assert "unknown enabled" in refusal(lambda: StepLoggingCallback(timer_kwargs={"enabled": True}))
+    steps = StepLoggingCallback(directory / "tb", {"sync_cuda": True})
+    rate = TPSLoggingCallback(gbs=2, seq_length=8, tb_dir=directory / "tb-tps")
+    with logged_by("resiliency.callbacks.logging") as lines:
+        Run(directory).train(3, steps, rate)
+    assert not any("tokens/s" in line for line in lines if line.startswith("step 1/"))
+    assert sum(" tokens/s" in line for line in lines) == 3
+    again = TPSLoggingCallback(gbs=4, seq_length=8, tb_dir=directory / "tb-tps")
+    Run(directory).train(2, again)
+    for name, tag, count in (("tb", "train/step_time_s", 3), ("tb-tps", "train/tokens_per_s", 2)):
+        files = EventAccumulator(str(directory / name))
+        files.Reload()
+        values = files.Scalars(tag)
+        assert [value.step for value in values] == list(range(1, count + 1))
+        assert all(value.value > 0 for value in values)
+
+
+@check
+def memory_is_logged_before_training_and_after_the_first_step(directory: Path) -> None:
+    from resiliency.callbacks.logging import MemoryLoggingCallback
+
+    with logged_by("resiliency.callbacks.logging") as lines:
+        Run(directory).train(3, MemoryLoggingCallback())
+    before, after = lines
+    assert before.startswith("memory before training: host ")
+    assert after.startswith("memory after step 1: host ")
+    assert "parameters 0.00 GiB on cpu" in before
 
 
 @check
@@ -385,7 +421,7 @@ def connector(plugins: list[Any] | None = None, **options: Any) -> Any:
 
 
 def sealed(root: Path, step: int) -> Path:
-    from resiliency.plugins import manifest
+    from resiliency.checkpoint.format import file_manifest as manifest
 
     directory = root / f"step={step}"
     (directory / manifest.WEIGHTS).mkdir(parents=True)
@@ -415,7 +451,7 @@ def the_newest_of_both_tiers_is_taken_and_at_equal_steps_the_local_one(directory
 
 @check
 def a_damaged_checkpoint_is_marked_and_the_one_before_it_is_taken(directory: Path) -> None:
-    from resiliency.plugins import manifest
+    from resiliency.checkpoint.format import file_manifest as manifest
 
     old, new = sealed(directory, 1), sealed(directory, 2)
     (new / manifest.WEIGHTS / "common.pt").write_bytes(b"statf")
@@ -426,8 +462,8 @@ def a_damaged_checkpoint_is_marked_and_the_one_before_it_is_taken(directory: Pat
 
 @check
 def when_the_attempts_are_used_up_it_raises_and_never_starts_over(directory: Path) -> None:
+    from resiliency.checkpoint.format import file_manifest as manifest
     from resiliency.errors import CheckpointCorrupt
-    from resiliency.plugins import manifest
 
     for step in (1, 2, 3):
         (sealed(directory, step) / manifest.WEIGHTS / "common.pt").unlink()

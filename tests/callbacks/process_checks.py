@@ -78,9 +78,9 @@ def by_the_engine(root: Path, step: int) -> Path:
 
 @check
 def checkpoints_of_both_kinds_stand_side_by_side_and_the_newest_good_one_is_taken(directory: Path) -> None:
-    from resiliency.checkpoint.catalog import Condition, list_checkpoints
-    from resiliency.checkpoint.marker import MarkerState, try_read_marker
-    from resiliency.checkpoint.storage import LocalStorage
+    from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
+    from resiliency.checkpoint.format.marker import MarkerState, try_read_marker
+    from resiliency.checkpoint.storage.posix import LocalStorage
     from resiliency.plugins import checkpoint_kinds
 
     nemos, engines = sealed(directory, 5), by_the_engine(directory, 10)

@@ -38,7 +38,7 @@ def signal_after(step: int, auto: Any, number: signal.Signals = signal.SIGTERM) 
 
 @check
 def sigterm_saves_the_step_at_which_it_stops_and_exits_with_0(directory: Path) -> None:
-    from resiliency.checkpoint.termination import Terminated
+    from resiliency.checkpoint.stop.termination import Terminated
     from resiliency.events import EventType
 
     run = Run(directory)
@@ -89,7 +89,7 @@ def after_the_fit_signals_do_what_they_did_before_it(directory: Path) -> None:
 def one_more_signal_ends_nothing_until_the_last_hooks_have_run(directory: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
-    from resiliency.checkpoint.termination import Terminated
+    from resiliency.checkpoint.stop.termination import Terminated
 
     class Late(Callback):
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -154,7 +154,7 @@ def a_trainer_that_was_stopped_is_afterwards_as_it_was_before(directory: Path) -
 def a_signal_just_before_the_first_step_stops_it_after_its_first_step(directory: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
-    from resiliency.checkpoint.termination import Terminated
+    from resiliency.checkpoint.stop.termination import Terminated
 
     class Early(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nemo
 def verdicts(nemo_is_warm: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """check -> traceback, empty where it passed."""
     argv = [sys.executable, "-W", "ignore", "-m", "tests.callbacks", str(tmp_path_factory.mktemp("checks"))]
-    done = warm.run(argv, cwd=TESTS.removesuffix("tests/__init__.py"), timeout=240)
+    done = warm.run(argv, cwd=TESTS.removesuffix("tests/__init__.py"), timeout=900)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -37,7 +37,7 @@ class TwoTiers(Run):
         every: Any = None,
         every_local: Any = None,
     ) -> Any:
-        from resiliency.checkpoint.options import CheckpointerOptions, LocalTier
+        from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier
         from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
         from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
 
@@ -135,7 +135,7 @@ def one_copy_serves_all_tiers_that_are_due_and_the_last_step_goes_into_each(dire
 def what_saves_cost_is_told_in_a_callback_and_logged_at_the_end(directory: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
-    from resiliency.checkpoint.tiers import TierName
+    from resiliency.checkpoint.names import TierName
     from resiliency.plugins.persistent_ckpt_proc import process_of
 
     class Asking(Callback):
@@ -146,7 +146,7 @@ def what_saves_cost_is_told_in_a_callback_and_logged_at_the_end(directory: Path)
     advised: list[str] = []
     run = TwoTiers(directory)
     io = run.process(both=False)
-    with logged_by("resiliency.checkpoint.saver") as lines:
+    with logged_by("resiliency.checkpoint.trainer.saver") as lines:
         run.train_with(io, 17, Asking(), run.tier(8, "local"))
     assert [text.partition(" every ")[0] for text in advised] == ["local: save"]
     assert [line.partition(" s (")[2].partition(",")[0] for line in lines] == ["median of 2)"]
@@ -181,21 +181,51 @@ def the_memory_for_saves_is_there_before_the_first_of_them(directory: Path) -> N
 def nemo_may_save_one_tier_and_the_process_the_other(directory: Path) -> None:
     from lightning.pytorch.plugins import TorchCheckpointIO
 
-    from resiliency.plugins.in_cluster_local_ckpt import CombinedCheckpointIO
+    from resiliency.plugins.in_cluster_local_ckpt import SplitCheckpointIO
 
     class DirectoryIO(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
             Path(str(path).removesuffix(".ckpt")).mkdir()
 
     run = TwoTiers(directory)
-    io = CombinedCheckpointIO(DirectoryIO(), run.process(both=False))
+    io = SplitCheckpointIO(DirectoryIO(), run.process(both=False))
     run.train_with(io, 11, run.tier(2, "local"), run.tier(4, priority=1))
     assert sorted(set(run.saved("local"))) == [2, 6, 10]
     assert sorted(set(run.saved("persistent"))) == [4, 8, 11]
     assert run.names() == ["step=11", "step=4", "step=8"]
     assert {"step=10", "step=6"} <= set(run.names("local"))
-    text = refusal(lambda: CombinedCheckpointIO(DirectoryIO(), run.process()))
+    text = refusal(lambda: SplitCheckpointIO(DirectoryIO(), run.process()))
     assert "the process alone serves both tiers" in text
+
+
+@check
+def recipes_make_both_tiers_by_the_arguments_that_they_know(directory: Path) -> None:
+    from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
+
+    from resiliency.checkpoint.names import TierName
+    from resiliency.plugins.combined_functionality import CombinedCheckpointIO
+
+    io = CombinedCheckpointIO(
+        save_ckpt_format="torch_dist",
+        load_directly_on_device=True,
+        async_save=True,
+        torch_dist_multiproc=2,
+        assume_constant_structure=True,
+        persistent_parallel_save=True,
+        persistent_parallel_save_within_dp=False,
+        persistent_parallel_load=True,
+        local_parallel_save=False,
+        local_parallel_save_within_dp=False,
+        local_parallel_load=False,
+        use_ckpt_load_replication=True,
+        local_ckpt_dir=directory / "local",
+    )
+    persistent, captured = io.persistent, io.process.checkpoint_io
+    assert (persistent.async_save, persistent.torch_dist_multiproc) == (True, 2)
+    assert (persistent.parallel_save, captured.parallel_save) == (True, False)
+    assert (persistent.parallel_load, captured.parallel_load) == (True, False)
+    assert io.process.directories == {TierName.LOCAL: directory / "local"}
+    AsyncFinalizableCheckpointIO(io)  # refuses what it cannot finish
 
 
 @check
@@ -231,7 +261,7 @@ def a_local_tier_of_several_hosts_that_nobody_writes_is_refused(directory: Path)
 
 @check
 def complete_steps_are_handed_over_and_the_newest_comes_back_at_the_next_start(directory: Path) -> None:
-    from resiliency.checkpoint.replicated_job import ReplicatedJob
+    from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
     from resiliency.plugins.handing_over import HandingOver
     from resiliency.testing.replicator import start_replicator
 

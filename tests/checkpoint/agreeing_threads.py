@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from resiliency.checkpoint.agreement import Agreement
+from resiliency.checkpoint.ranks import RankGroup
 
 SOON_S = 120.0
 T = TypeVar("T")
 
 
-class Together(Agreement):
+class Together(RankGroup):
     """The ranks of a job as threads of one process."""
 
     def __init__(self, rank: int, everyone: threading.Barrier, values: list[Any]) -> None:
@@ -29,7 +29,7 @@ class Together(Agreement):
         return values
 
 
-def ends_of(world_size: int, run: Callable[[Agreement], T]) -> list[T | BaseException]:
+def ends_of(world_size: int, run: Callable[[RankGroup], T]) -> list[T | BaseException]:
     """What each rank returns or raises."""
     everyone, values = threading.Barrier(world_size), [None] * world_size
     results: list[Any] = [None] * world_size

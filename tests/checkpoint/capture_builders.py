@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from resiliency.checkpoint import Capturer, RankArena, Shard, StateWalker, open_captured
-from resiliency.checkpoint.copying import flat_bytes
+from resiliency.checkpoint.state.copying import flat_bytes
 
 SOON = timedelta(seconds=30)
 
@@ -43,3 +44,18 @@ def saved(
     """`state` in a slot, as another process would borrow it until `stack` ends."""
     save(state, directory, allow=allow)
     return stack.enter_context(open_captured(directory, 0)).shard
+
+
+class Gate:
+    """Lets copy threads stop before their piece and go on when the test says so."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self, _: int) -> None:
+        self.arrived.set()
+        assert self._open.wait(30)
+
+    def open(self) -> None:
+        self._open.set()

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-SOON_S = 60.0
+SOON_S = 180.0
 NEW_MOUNTS = 0x00020000
 NEW_NETWORK = 0x40000000
 T = TypeVar("T")

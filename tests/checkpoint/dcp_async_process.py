@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from resiliency.checkpoint.dcp_storage import DcpStorageWriter
-from tests.checkpoint.test_dcp_storage import small_state
+from resiliency.checkpoint.torch_dcp import DcpStorageWriter
+from tests.checkpoint.dcp_saves import small_state
 
 
 def main(root: Path) -> None:

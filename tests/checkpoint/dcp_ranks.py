@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from resiliency.checkpoint import dcp_commit
-from resiliency.checkpoint.dcp_storage import DcpStorageReader, DcpStorageWriter
-from resiliency.checkpoint.storage import LocalStorage, Storage
-from resiliency.testing.storage import FaultKind, FaultyStorage, StorageFault
+from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.torch_dcp import DcpStorageReader, DcpStorageWriter
+from resiliency.checkpoint.torch_dcp import commit as dcp_commit
+from resiliency.testing.storage import FaultyStorage, StorageFault, StorageFaultKind
 
 
 def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -94,7 +95,7 @@ def failures_of(action: Callable[[], object]) -> dict[int, str]:
 def save_with_a_full_disk_at(
     rank: int, root: str, broken: int, operation: int
 ) -> tuple[dict[int, str], dict[int, str]]:
-    fault = StorageFault(operation=operation, kind=FaultKind.ERROR, errno=errno.ENOSPC)
+    fault = StorageFault(operation=operation, kind=StorageFaultKind.ERROR, errno=errno.ENOSPC)
 
     def open_storage(path: Path) -> Storage:
         return FaultyStorage(LocalStorage(path), fault) if rank == broken else LocalStorage(path)
@@ -110,7 +111,7 @@ def save_with_a_full_disk_at(
 
 
 def load_with_a_flipped_bit_at(rank: int, path: str, broken: int) -> dict[int, str]:
-    fault = StorageFault(operation=3, kind=FaultKind.BIT_FLIP)
+    fault = StorageFault(operation=3, kind=StorageFaultKind.BIT_FLIP)
 
     def open_storage(root: Path) -> Storage:
         storage = LocalStorage(root)
@@ -138,8 +139,8 @@ def save_rows(rank: int, path: str) -> dict[int, str]:
 
 
 def save_to_directories_of_their_own(rank: int, root: str) -> dict[int, str]:
-    patience, dcp_commit.SEEN_WITHIN = dcp_commit.SEEN_WITHIN, timedelta(milliseconds=200)
+    timeouts, dcp_commit.SEEN_WITHIN = dcp_commit.SEEN_WITHIN, timedelta(milliseconds=200)
     try:
         return save_rows(rank, f"{root}/host{rank}/step=2")
     finally:
-        dcp_commit.SEEN_WITHIN = patience
+        dcp_commit.SEEN_WITHIN = timeouts

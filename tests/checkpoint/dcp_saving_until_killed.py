@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.testing.storage import FaultKind, FaultyStorage, StorageFault, kill_this_process
-from tests.checkpoint.test_dcp_storage import store
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.testing.storage import FaultyStorage, StorageFault, StorageFaultKind, kill_this_process
+from tests.checkpoint.dcp_saves import store
 
 
 def main(root: Path) -> None:
@@ -29,7 +29,7 @@ def main(root: Path) -> None:
         shutil.copytree(root / "first", root / str(number))
         child = os.fork()
         if child == 0:
-            fault = StorageFault(operation=number, kind=FaultKind.TORN_KILL)
+            fault = StorageFault(operation=number, kind=StorageFaultKind.TORN_KILL)
             storage = LocalStorage(root / str(number))
             store(FaultyStorage(storage, fault, on_kill=kill_this_process), 2)
             os._exit(0)

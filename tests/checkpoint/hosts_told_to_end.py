@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, SaveState, TerminationOptions
-from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.runtime import RunInfo
 from resiliency.testing.processes import wait_for_exit
 from tests.waiting import agent_of, wait_until
@@ -101,7 +101,7 @@ def when_it_waits(agent: int, victim: int) -> None:
 def main_thread_waits_for_a_save() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith("saves.py"):
+        if frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith("handles.py"):
             return True
         frame = frame.f_back
     return False

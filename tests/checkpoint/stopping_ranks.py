@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.termination import Terminated, Termination, TerminationOptions
+from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.stop.termination import Terminated, Termination, TerminationOptions
 from resiliency.testing import Phase
 from resiliency.testing.rank_pool import fault_point
 
@@ -34,7 +34,7 @@ def stop_together(
     world_size = dist.get_world_size()
     causes: list[str] = []
     options = TerminationOptions(deadline=timedelta(seconds=deadline_s), signals=numbers)
-    with Termination(Agreement(rank, world_size), options, on_request=causes.append) as termination:
+    with Termination(RankGroup(rank, world_size), options, on_request=causes.append) as termination:
         for step in range(1, STEPS):
             fault_point(step=step, phase=Phase.STEP_STARTED)
             if hold and step == 3 and rank == world_size - 1:
@@ -52,7 +52,7 @@ def stop_together(
 
 def ask_in_a_handler(rank: int) -> bool:
     """The program's own handler asks for a stop while its thread is in the middle of a boundary."""
-    with Termination(Agreement(rank, 1), TerminationOptions(signals=())) as termination:
+    with Termination(RankGroup(rank, 1), TerminationOptions(signals=())) as termination:
         before = signal.signal(signal.SIGALRM, lambda *_: termination.request())
         with termination._lock:
             signal.raise_signal(signal.SIGALRM)
@@ -64,7 +64,7 @@ def interrupt_twice(rank: int) -> None:
     """Two times Ctrl-C, to a rank that does not come to its next boundary."""
     asked = threading.Event()
     options = TerminationOptions(deadline=timedelta(seconds=60), signals=(signal.SIGINT,))
-    with Termination(Agreement(rank, 1), options, on_request=lambda _: asked.set()):
+    with Termination(RankGroup(rank, 1), options, on_request=lambda _: asked.set()):
         os.kill(os.getpid(), signal.SIGINT)
         asked.wait()
         os.kill(os.getpid(), signal.SIGINT)

@@ -3,22 +3,33 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import random
 import resource
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
-from resiliency.checkpoint.commit import CheckpointFormat, Committed, SaveTicket, commit
-from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.storage import Storage
-from resiliency.checkpoint.table import Shard, StateLayout, TensorEntry, TensorView, align, contiguous_stride
-from resiliency.checkpoint.torch_record import memory_of
+from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, SaveTicket, commit
+from resiliency.checkpoint.format.manifest import TensorRecord
+from resiliency.checkpoint.format.marker import step_directory
+from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.format.torch_record import memory_of
+from resiliency.checkpoint.state.layout import (
+    Shard,
+    StateLayout,
+    TensorEntry,
+    TensorView,
+    align,
+    contiguous_stride,
+)
+from resiliency.checkpoint.storage.interface import Storage
 
 
 @dataclass
@@ -103,6 +114,26 @@ def _view(key: str, tie: Tie) -> TensorView:
     )
 
 
+def read_shard(reader: CheckpointReader, rank: int) -> Shard:
+    """What a rank saved, read and verified as a restore does, but into the shard's own buffer."""
+    shard = reader.open_shard(rank)
+    assert shard.load is not None
+    shard.load([(entry.offset_bytes, shard.read(entry)) for entry in shard.layout.entries])
+    return replace(shard, load=None)
+
+
+def content_of(root: Path, step: int, record: TensorRecord) -> torch.Tensor:
+    """What is on disk where an index says that a part of a tensor is; nothing is verified."""
+    dtype = getattr(torch, record.dtype)
+    path = root / step_directory(step) / record.file
+    raw = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    size_bytes = math.prod(record.shape) * dtype.itemsize
+    content = raw[record.position : record.position + size_bytes]
+    if record.position % dtype.itemsize:
+        content = content.clone()
+    return content.view(dtype).view(record.shape)
+
+
 def small_shard(step: int, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> Shard:
     """A few tensors whose content depends on step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + seed)
@@ -153,7 +184,7 @@ def save(
 
 def assert_holds(storage: Storage, shard: Shard) -> None:
     """`storage` gives back `shard` bit for bit."""
-    found = CheckpointReader(storage, shard.step).read_shard(shard.rank)
+    found = read_shard(CheckpointReader(storage, shard.step), shard.rank)
     size = shard.layout.size_bytes
     assert found.layout.fingerprint == shard.layout.fingerprint
     assert found.values == shard.values

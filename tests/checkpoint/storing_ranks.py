@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
 
-from resiliency.checkpoint.dcp_format import DcpFormat
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.format.dcp import DcpFormat
+from resiliency.checkpoint.storage.posix import LocalStorage
 from tests.checkpoint.storage_builders import save
-from tests.checkpoint.test_dcp_format import same_bits, sharded
+from tests.checkpoint.tensor_builders import same_bits, sharded
 
 
 def main(rank: int, world_size: int, jobs: list[str]) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from resiliency.checkpoint.dcp_format import DcpFormat
-from resiliency.checkpoint.local_format import LocalFormat
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.testing.storage import FaultKind, FaultyStorage, StorageFault, kill_this_process
+from resiliency.checkpoint.format.dcp import DcpFormat
+from resiliency.checkpoint.format.local import LocalFormat
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.testing.storage import FaultyStorage, StorageFault, StorageFaultKind, kill_this_process
 from tests.checkpoint.storage_builders import save, small_shard
 
 
@@ -31,7 +31,7 @@ def main(root: Path, format_name: str) -> None:
         storage = LocalStorage(root / str(number))
         child = os.fork()
         if child == 0:
-            fault = StorageFault(operation=number, kind=FaultKind.TORN_KILL)
+            fault = StorageFault(operation=number, kind=StorageFaultKind.TORN_KILL)
             faulty = FaultyStorage(storage, fault, on_kill=kill_this_process)
             save(faulty, layout, [small_shard(2, world_size=2)], ranks=[0])
             os._exit(0)

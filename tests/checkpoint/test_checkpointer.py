@@ -9,8 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,67 +19,31 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.arena import RankArena
-from resiliency.checkpoint.capture import CaptureOptions
-from resiliency.checkpoint.catalog import Condition, inspect, list_checkpoints
-from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
-from resiliency.checkpoint.dcp_storage import DcpStorageWriter
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT, hold_job, job_directory
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.capture.arena import RankArena
+from resiliency.checkpoint.capture.capturer import CaptureOptions
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, hold_job, job_directory
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.format.catalog import Condition, inspect, list_checkpoints
+from resiliency.checkpoint.recovery.restore import Restored
 from resiliency.checkpoint.recovery.sources import Tier
-from resiliency.checkpoint.restoring import Restored
-from resiliency.checkpoint.saves import SaveState
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.checkpoint.table import Shard
+from resiliency.checkpoint.state.layout import Shard
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.torch_dcp import DcpStorageWriter
+from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from tests import agent_host
-from tests.checkpoint.test_capture import Gate
+from tests.checkpoint.capture_builders import Gate
+from tests.checkpoint.checkpointer_builders import SOON, Place, make_state
 from tests.waiting import agent_of, settled, wait_until
 
-SOON = timedelta(seconds=60)
 pytestmark = [
     pytest.mark.usefixtures("agents_at_once"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-
-
-def make_state(value: float, size: int = 1000) -> dict[str, object]:
-    return {"weights": torch.full((size,), float(value)), "lr": value}
-
-
-@dataclass
-class Place:
-    """Where one job of a test lives."""
-
-    root: Path
-    job: str
-
-    @property
-    def directory(self) -> Path:
-        return self.root / "ckpt"
-
-    def open(
-        self,
-        *,
-        events: EventStream | None = None,
-        keep: int = 3,
-        every_steps: int = 1,
-        optimizers: Iterable[torch.optim.Optimizer] = (),
-        **options: object,
-    ) -> Checkpointer:
-        options.setdefault("link", LinkOptions(silence=timedelta(seconds=5), grace=timedelta(seconds=5)))
-        return Checkpointer(
-            self.directory,
-            every_steps=every_steps,
-            keep=keep,
-            optimizers=optimizers,
-            info=RunInfo(job_name=self.job, host="here"),
-            events=events,
-            options=CheckpointerOptions(**options),  # type: ignore[arg-type]
-        )
 
 
 @pytest.fixture
@@ -101,7 +64,7 @@ def test_what_is_saved_comes_back_in_place_and_a_new_directory_has_nothing(place
     weights = state["weights"]
     with place.open() as checkpoints:
         restored = checkpoints.restore(state)
-    assert (restored.step, restored.tier) == (7, Tier.DISK)
+    assert (restored.step, restored.tier) == (7, Tier.PERSISTENT)
     assert state["weights"] is weights
     assert torch.equal(weights, torch.full((1000,), 7.0))
     assert state["lr"] == 7
@@ -235,8 +198,8 @@ def test_saves_that_slow_storage_cannot_take_are_skipped_and_counted_while_train
 ) -> None:
     sink = MemorySink()
     events = EventStream(RunInfo(job_name="j", rank=0), [sink])
-    with place.open(bytes_per_s=32 << 20, events=events) as checkpoints:
-        state = make_state(1, size=16 << 20)  # 64 MiB: two seconds each
+    with place.open(bytes_per_s=8 << 20, events=events) as checkpoints:
+        state = make_state(1, size=4 << 20)  # 16 MiB: two seconds each
         checkpoints.prewarm(state)
         handles = [checkpoints.save(step, state) for step in range(1, 6)]
         states = [handle.state for handle in handles]
@@ -270,8 +233,8 @@ def test_the_steps_after_a_save_are_compared_with_undisturbed_ones(place: Place)
 
 
 def test_a_step_is_saved_once_in_order_and_again_only_if_it_was_skipped_or_failed(place: Place) -> None:
-    with place.open(bytes_per_s=32 << 20) as checkpoints:
-        state = make_state(1, size=8 << 20)
+    with place.open(bytes_per_s=4 << 20) as checkpoints:
+        state = make_state(1, size=2 << 20)  # two seconds each, and a moment to capture
         handles = [checkpoints.save(step, state) for step in range(1, 5)]
         assert handles[-1].state is SaveState.SKIPPED
         assert checkpoints.wait(SOON)
@@ -498,7 +461,10 @@ def test_what_a_forward_writes_is_of_the_saved_step_while_the_optimizers_memory_
 def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
     place: Place, phase: str, kind: signal.Signals
 ) -> None:
-    with place.open(bytes_per_s=16 << 20) as checkpoints:
+    silence = timedelta(seconds=5 if kind is signal.SIGSTOP else 30)
+    link = LinkOptions(silence=silence, grace=timedelta(seconds=5))
+    # What is to die while it writes does so for some seconds.
+    with place.open(bytes_per_s=(64 if phase == "idle" else 4) << 20, link=link) as checkpoints:
         state = make_state(1, size=6 << 20)
         assert checkpoints.save(1, make_state(1)).wait(SOON)
         pid = agent_of(checkpoints)
@@ -569,8 +535,8 @@ def test_a_part_of_a_step_comes_back_from_memory_and_from_storage(place: Place) 
     with place.open() as checkpoints:
         handle = checkpoints.save(1, {**make_state(1), "moments": torch.ones(2000)})
         assert handle.wait(SOON)
-        for tier in (Tier.MEMORY, Tier.DISK):
-            if tier is Tier.DISK:
+        for tier in (Tier.MEMORY, Tier.PERSISTENT):
+            if tier is Tier.PERSISTENT:
                 checkpoints.close()
                 checkpoints = place.open()
             state = {**make_state(0), "scheduler": torch.zeros(3)}

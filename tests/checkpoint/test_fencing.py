@@ -17,9 +17,9 @@ from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 
 from resiliency.checkpoint import CaptureOptions, Checkpointer, CheckpointerOptions
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.owned_memory import why_unfenced
-from resiliency.checkpoint.saves import SaveState
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.capture.owned_memory import why_unfenced
+from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.runtime import RunInfo
 from tests import agent_host
 
@@ -45,7 +45,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             info=RunInfo(job_name=f"fencing-{os.getpid()}-{tmp_path.name}", host="here"),
             options=CheckpointerOptions(
                 capture=CaptureOptions(before_piece=before_piece),
-                link=LinkOptions(silence=timedelta(seconds=5), grace=timedelta(seconds=5)),
+                link=LinkOptions(silence=timedelta(seconds=30), grace=timedelta(seconds=5)),
             ),
         )
 
@@ -56,11 +56,12 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 class Copying:
     """Copies begin when they are told to, or when the time for a write that must not come is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_most_s: float = CHANCE_S) -> None:
         self.go_on = threading.Event()
+        self._at_most_s = at_most_s
 
     def __call__(self, piece: int) -> None:
-        self.go_on.wait(CHANCE_S)
+        self.go_on.wait(self._at_most_s)
 
 
 def trained(value: float) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
@@ -103,7 +104,7 @@ def test_a_state_that_is_written_without_a_fence_is_never_saved(
         if sharded:
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        copying = Copying()
+        copying = Copying(SOON.total_seconds())  # this write must come first
         with opened(copying) as checkpoints:
             bad = checkpoints.save(1, {"model": model, "optimizer": optimizer})
             with torch.no_grad():

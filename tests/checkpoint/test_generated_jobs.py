@@ -33,9 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.leaves import leaf_of
-from resiliency.checkpoint.saves import SaveState
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.state.tensors import leaf_of
+from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import LayoutMismatch
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool

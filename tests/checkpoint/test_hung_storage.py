@@ -6,6 +6,7 @@ A pipe in the place of a file is that for real: who opens it waits for the other
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import signal
@@ -20,28 +21,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.checkpoint.arena import RankArena, open_captured
-from resiliency.checkpoint.capture import Capturer
-from resiliency.checkpoint.catalog import Condition, list_checkpoints
-from resiliency.checkpoint.file_lock import FileLock
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
-from resiliency.checkpoint.jobs import CleanJob, Loan, SaveJob
-from resiliency.checkpoint.marker import Marker, MarkerState, put_marker
-from resiliency.checkpoint.persist import Worker
-from resiliency.checkpoint.restoring import Tier
-from resiliency.checkpoint.saves import SaveState
-from resiliency.checkpoint.storage import LocalStorage, Storage
-from resiliency.checkpoint.tiers import TierName
-from resiliency.checkpoint.watched_storage import Patience
-from resiliency.checkpoint.wire import Done, Settings
-from resiliency.testing.storage import FaultKind, FaultyStorage, MemoryStorage, StorageFault
+from resiliency.checkpoint.agent.jobs import CleanJob, Loan, SaveJob
+from resiliency.checkpoint.agent.protocol import Done, Settings
+from resiliency.checkpoint.agent.tier_writers import Worker
+from resiliency.checkpoint.capture.arena import RankArena, open_captured
+from resiliency.checkpoint.capture.capturer import Capturer
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker
+from resiliency.checkpoint.locks import FileLock
+from resiliency.checkpoint.names import TierName
+from resiliency.checkpoint.recovery.restore import Tier
+from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.watched import CallTimeouts
+from resiliency.checkpoint.trainer.handles import SaveState
+from resiliency.testing.storage import FaultyStorage, MemoryStorage, StorageFault, StorageFaultKind
 from tests import agent_host
-from tests.checkpoint.test_checkpointer import Place, make_state
+from tests.checkpoint.checkpointer_builders import Place, make_state
+from tests.checkpoint.hanging_storage import Hang
 from tests.waiting import agent_of, wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
 #: Of a call, in these tests.
-PATIENCE = timedelta(seconds=0.2)
+WAIT = timedelta(seconds=0.2)
 pytestmark = [
     pytest.mark.usefixtures("agents_at_once"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -74,7 +77,7 @@ class Bench:
     storage: FaultyStorage
     worker: Worker
     done: queue.SimpleQueue[Done]
-    save_timeout: timedelta = PATIENCE
+    save_timeout: timedelta = WAIT
 
     @property
     def settings(self) -> Settings:
@@ -114,7 +117,7 @@ class Bench:
 
 @contextmanager
 def bench(root: Path, operation: int) -> Iterator[Bench]:
-    storage = FaultyStorage(MemoryStorage(), StorageFault(operation=operation, kind=FaultKind.HANG))
+    storage = FaultyStorage(MemoryStorage(), StorageFault(operation=operation, kind=StorageFaultKind.HANG))
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     with ExitStack() as opened:
         arena = RankArena(root, rank=0, world_size=1, slots=3, run_id="s")
@@ -197,7 +200,7 @@ def test_a_worker_whose_storage_hangs_is_left_behind_and_says_so(
         made.save(1)
         assert made.storage.hangs.wait(60)
         began = time.monotonic()
-        made.worker.close(PATIENCE)
+        made.worker.close(WAIT)
         assert time.monotonic() - began < 30
         assert "the agent leaves without the persistent tier: the storage does not answer" in caplog.text
         assert made.lent() == 1
@@ -221,7 +224,7 @@ def test_a_worker_with_a_full_queue_whose_storage_hangs_is_left_at_once(tmp_path
         while made.worker.try_put(CleanJob(settings=made.settings)):
             pass
         timeout = timedelta(seconds=2)
-        wait_until(lambda: made.worker.why_hung(Patience(longest=timeout)), "no hang is seen")
+        wait_until(lambda: made.worker.why_hung(CallTimeouts(longest=timeout)), "no hang is seen")
         began = time.monotonic()
         made.worker.close(timeout)
         assert time.monotonic() - began < timeout.total_seconds()
@@ -232,12 +235,12 @@ def test_who_loses_patience_gives_calls_that_are_old_by_then_as_long_as_others(t
         made.save_timeout = SOON
         made.save(1)
         assert made.storage.hangs.wait(60)
-        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE)), "no hang is seen")
+        wait_until(lambda: made.worker.why_hung(CallTimeouts(longest=WAIT)), "no hang is seen")
         told = time.monotonic() + SOON.total_seconds()
-        assert not made.worker.why_hung(Patience(longest=PATIENCE, since=told))
+        assert not made.worker.why_hung(CallTimeouts(longest=WAIT, since=told))
         told = time.monotonic()
-        wait_until(lambda: made.worker.why_hung(Patience(longest=PATIENCE, since=told)), "no hang is seen")
-        assert time.monotonic() - told >= PATIENCE.total_seconds()
+        wait_until(lambda: made.worker.why_hung(CallTimeouts(longest=WAIT, since=told)), "no hang is seen")
+        assert time.monotonic() - told >= WAIT.total_seconds()
 
 
 # --- a trainer and its agent ----------------------------------------------------------------------
@@ -248,25 +251,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path, f"hung-{os.getpid()}-{tmp_path.name}")
     yield place
     agent_host.wait_for_end(tmp_path.name)
-
-
-class Hang:
-    """From now on, who asks whether `step` is marked does not get an answer."""
-
-    def __init__(self, directory: Path, step: int) -> None:
-        self._pipe = directory / f"step={step}-unfinished"
-        os.mkfifo(self._pipe)
-
-    def end(self) -> None:
-        """Who waits gets an answer."""
-        aside = self._pipe.with_name("aside")
-        self._pipe.rename(aside)
-        os.close(os.open(aside, os.O_RDWR | os.O_NONBLOCK))
-        aside.unlink()
-
-    def take_away(self) -> None:
-        """Only who asks from now on gets one."""
-        self._pipe.unlink()
 
 
 def test_training_goes_on_beside_hung_storage_says_what_was_not_saved_and_saves_when_it_answers(
@@ -295,13 +279,21 @@ def test_training_goes_on_beside_hung_storage_says_what_was_not_saved_and_saves_
         assert lent(slots) == states.count(SaveState.FAILED)  # the call that hangs reads there
         hang.end()
         wait_until_equal(lambda: lent(slots), 0)
-        assert checkpoints.save(7, make_state(7)).wait(SOON)
+        steps = itertools.count(7)
+
+        def committed() -> int | None:
+            """A save may come before the agent has seen that the call returned."""
+            handle = checkpoints.save(step := next(steps), make_state(step))
+            assert handle.wait(SOON)
+            return step if handle.state is SaveState.COMMITTED else None
+
+        last = wait_until(committed, "saves are skipped still")
         # The agent says so with its next word, which may come after that on the save.
         wait_until(
             lambda: 'checkpoint_hung_tiers{rank="0"} 0' in checkpoints.metrics_text(), "the tier hangs still"
         )
         assert checkpoints.agent_pid == agent
-    assert complete_in(place) == [1, 7]
+    assert complete_in(place) == [1, last]
 
 
 def complete_in(place: Place) -> list[int]:

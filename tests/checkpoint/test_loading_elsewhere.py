@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
-from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
 

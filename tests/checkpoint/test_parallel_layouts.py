@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Tier
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.rank_sets import ranks_of, text_of_ranks
-from resiliency.checkpoint.saves import SaveState
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.state.rank_sets import ranks_of, text_of_ranks
+from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import LayoutMismatch
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
@@ -149,7 +149,7 @@ def staged(rank: int, directory: Path, job: str, rows: int) -> None:
     with opened(directory, job, rank) as checkpoints:
         state = build(9.0)
         restored = checkpoints.restore(state)
-        assert restored.tier.value == "disk"
+        assert restored.tier.value == "persistent"
     assert torch.equal(moments(state), moments(saved))
     assert moments(state).unique().numel() == 1
     assert state["rng"].item() == rank
@@ -215,7 +215,7 @@ def replicated_alike(rank: int, directory: Path, job: str) -> list[str]:
             parameter.zero_()
     with opened(directory, job, rank, replicated=True) as checkpoints:
         restored = checkpoints.restore({"model": model})
-        assert (restored.step, restored.tier.value) == (2, "disk")
+        assert (restored.step, restored.tier.value) == (2, "persistent")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.to_local(), expected[name]), name
     return [whole.state.value, lost.state.value, lost.record.why]
@@ -243,7 +243,7 @@ def bytes_from_the_device(rank: int, directory: Path, job: str) -> int:
         dist.barrier()
         restored = checkpoints.restore(state)
         found = read_bytes() - before
-    assert (restored.step, restored.tier) == (1, Tier.DISK)
+    assert (restored.step, restored.tier) == (1, Tier.PERSISTENT)
     assert torch.equal(state["w"], torch.arange(8 << 20, dtype=torch.float32))
     return found
 

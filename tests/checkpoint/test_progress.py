@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from resiliency.checkpoint.progress import LARGE_BYTES, TELL_EVERY_S, Progress
+from resiliency.checkpoint.progress import LARGE_BYTES, TELL_EVERY_S, ReadProgress
 from resiliency.testing import ManualClock
 
 
@@ -17,7 +17,7 @@ def test_without_a_terminal_a_long_read_tells_now_and_then_how_far_it_is(
 ) -> None:
     caplog.set_level(logging.INFO)
     clock = ManualClock()
-    with Progress("restoring step 7", clock=clock) as progress:
+    with ReadProgress("restoring step 7", clock=clock) as progress:
         progress.expect(4 << 30)
         for _ in range(4):
             progress(1 << 29)
@@ -33,7 +33,7 @@ def test_other_ranks_and_short_reads_say_nothing(
 ) -> None:
     caplog.set_level(logging.INFO)
     clock = ManualClock()
-    with Progress("restoring step 7", shown=shown, clock=clock) as progress:
+    with ReadProgress("restoring step 7", shown=shown, clock=clock) as progress:
         progress.expect(size)
         clock.advance(timedelta(seconds=2 * TELL_EVERY_S))
         progress(1 << 20)

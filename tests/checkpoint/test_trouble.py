@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.capture import CaptureOptions, WhenFull
-from resiliency.checkpoint.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.capture.capturer import CaptureOptions, WhenFull
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
-from resiliency.checkpoint.saves import SaveHandle, SaveState
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.trainer.handles import SaveHandle, SaveState
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
@@ -35,7 +35,7 @@ from resiliency.testing import MemorySink
 from resiliency.testing.rank_pool import RankPool
 from tests import agent_host
 from tests.checkpoint import two_hosts
-from tests.checkpoint.test_checkpointer import Place, make_state
+from tests.checkpoint.checkpointer_builders import Place, make_state
 from tests.waiting import agent_of, settled
 
 SOON = timedelta(seconds=60)

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, SaveState
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from tests.waiting import agent_of
 
 SOON = timedelta(seconds=60)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, SaveState, Terminated, TerminationOptions
-from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.agent.client import LinkOptions
 from tests.waiting import agent_of
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

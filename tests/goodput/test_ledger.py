@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from resiliency.errors import ConfigError
@@ -178,6 +178,36 @@ def test_a_slowdown_injected_long_before_a_crash_is_not_taken_for_its_cause() ->
     assert seconds(ledger)["detection"] == 1.0
 
 
+def supervised(action: str) -> dict[str, float]:
+    """A host is lost; the supervisor decides after 2 s, acts for 5 s, and hosts meet 4 s after that."""
+    story = Story(2).start().steps(3)
+    story.tell(E.FAULT_DETECTED, cause="host lost")
+    story.now += 2
+    story.tell(E.ACTION_DECIDED, action=action, incident="i1")
+    story.now += 1
+    story.tell(E.WORKERS_STOPPED)
+    story.now += 4
+    story.tell(E.ACTION_ENDED, action=action, incident="i1")
+    story.attempt += 1
+    story.now += 3
+    ledger = build_ledger(story.start(restore=3).steps(1).finish().events)
+    check_exact(ledger)
+    assert ledger.incidents[0].action == action
+    return seconds(ledger)
+
+
+def test_a_restart_by_the_supervisor_is_split_into_decision_swap_and_waiting_for_hosts() -> None:
+    totals = supervised("hot_swap")
+    assert (totals["decision"], totals["swap"], totals["capacity"]) == (4, 10, 8)
+    assert "restart" not in totals
+
+
+def test_an_action_that_changes_no_hosts_is_no_swap_and_waits_for_none() -> None:
+    totals = supervised("in_job_reset")
+    assert (totals["decision"], totals["restart"]) == (4, 18)
+    assert not {"swap", "capacity"} & set(totals)
+
+
 def test_other_jobs_in_the_file_are_left_out_and_an_empty_log_is_refused() -> None:
     mixed = [*faulty().events, event(-100, E.JOB_STARTED, job="other")]
     assert build_ledger(mixed, "demo").totals == build_ledger(faulty().events).totals
@@ -193,7 +223,7 @@ def test_a_log_of_the_launcher_alone_has_no_ranks_and_no_shares() -> None:
 
 def test_the_stronger_of_overlapping_causes_wins() -> None:
     spans = [Span(0, 10, Bucket.KEPT_STEPS), Span(4, 6, Bucket.SAVE_HELD), Span(9, 30, Bucket.RESTART)]
-    assert resolve(spans, 2, 20) == (
+    assert tuple(resolve(spans, 2, 20)) == (
         Span(2, 4, Bucket.KEPT_STEPS),
         Span(4, 6, Bucket.SAVE_HELD),
         Span(6, 10, Bucket.KEPT_STEPS),
@@ -213,7 +243,10 @@ def chaos(draw: st.DrawFn) -> list[RunEvent]:
         attempt=st.none() | st.integers(0, 2),
         duration_s=st.none() | st.floats(0, 30) | st.sampled_from([-1.0, float("inf"), float("nan")]),
     )
-    return draw(st.lists(one, min_size=1, max_size=60))
+    events = draw(st.lists(one, min_size=1, max_size=60))
+    # What the supervisor says is not of the job itself: alone, it is no event log of a job.
+    assume(any(event.type not in (E.ACTION_DECIDED, E.ACTION_ENDED) for event in events))
+    return events
 
 
 @st.composite

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from resiliency.events import EventType, RunEvent
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 WORKER = SCRIPTS / "worker.py"
 #: Longest wait for something that takes a second or three on an idle machine.
-PATIENCE = 40.0
+WAIT = 120.0
 
 Launch = Callable[..., Command]
 
@@ -52,7 +52,7 @@ def leaves_nothing(temporary: Path) -> Callable[[Command], None]:
     """Fail unless a launcher that ended left neither processes nor files."""
 
     def check(command: Command) -> None:
-        command.assert_no_orphans(timeout=20)
+        command.assert_no_orphans(timeout=WAIT)
         assert os.listdir(temporary) == []
 
     return check
@@ -60,7 +60,7 @@ def leaves_nothing(temporary: Path) -> Callable[[Command], None]:
 
 def ready(command: Command, rank: int, attempt: int = 0) -> int:
     """Wait until a worker says that it is ready; returns its process id."""
-    return int(command.wait_for_line(rf"rank {rank} attempt {attempt} pid (\d+) ready", timeout=PATIENCE)[1])
+    return int(command.wait_for_line(rf"rank {rank} attempt {attempt} pid (\d+) ready", timeout=WAIT)[1])
 
 
 def events(run_dir: Path, kind: EventType | None = None) -> list[RunEvent]:
@@ -68,7 +68,12 @@ def events(run_dir: Path, kind: EventType | None = None) -> list[RunEvent]:
     return [event for event in map(RunEvent.from_json, lines) if kind in (None, event.type)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def children(command: Command, words: str, *, recursive: bool = False) -> list[psutil.Process]:
+    """Living processes that the launcher started, with these words in their command lines."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(command.pid).children(recursive=recursive):
+            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                if words in " ".join(process.cmdline()):
+                    found.append(process)
+    return found

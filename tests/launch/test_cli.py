@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from resiliency.errors import ConfigError
-from resiliency.launch import cli
+from resiliency.launch import _compat, cli  # first, as NVRx opens a file when it is imported, for good
 from resiliency.launch.main import main
 from resiliency.launch.options import LaunchOptions, resolve
 
@@ -64,8 +64,6 @@ def test_the_jobs_of_the_page_on_starting_are_accepted(tmp_path: Path) -> None:
 
 def upstream_parsers() -> list[argparse.ArgumentParser]:
     import torch.distributed.run
-
-    from resiliency.launch import _compat
 
     return [torch.distributed.run.get_args_parser(), _compat._launcher.get_args_parser()]
 

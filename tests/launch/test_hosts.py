@@ -12,13 +12,13 @@ import pytest
 
 from resiliency.events import EventType, RunEvent
 from resiliency.testing.processes import Command
+from tests.launch.settings import FAST
+from tests.ports import free_port
 from tests.waiting import wait_until
 
-from .conftest import PATIENCE, WORKER, Launch, events, free_port, ready
+from .conftest import WAIT, WORKER, Launch, events, ready
 
 pytestmark = pytest.mark.slow
-#: A dead host is noticed after 4 s and not after 15.
-FAST = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=4"
 
 
 def start(launch: Launch, tmp_path: Path, *words: object, fixed: bool = False) -> list[Command]:
@@ -33,13 +33,31 @@ def start(launch: Launch, tmp_path: Path, *words: object, fixed: bool = False) -
             "--rdzv-id=pair",
             "--local-addr=127.0.0.1",
         ]
-        hosts.append(launch(FAST, *flags, *place, *words, run_dir=tmp_path / f"run{index}"))
+        conf = f"{FAST},join_timeout=60"
+        hosts.append(launch(conf, *flags, *place, *words, run_dir=tmp_path / f"run{index}"))
     return hosts
 
 
 def rank_of(host: Command, attempt: int) -> int:
-    match = host.wait_for_line(rf"rank (\d) attempt {attempt} pid \d+ ready", timeout=PATIENCE)
+    match = host.wait_for_line(rf"rank (\d) attempt {attempt} pid \d+ ready", timeout=WAIT)
     return int(match[1])
+
+
+def together(*hosts: Command) -> tuple[int, list[int]]:
+    """The attempt that runs on all of these hosts, and their ranks in it.
+
+    Where fewer hosts are enough, the others begin without one that comes late, and another attempt follows.
+    """
+
+    def look() -> tuple[int, list[int]] | None:
+        said = [re.findall(r"rank (\d) attempt (\d+) pid \d+ ready", host.output) for host in hosts]
+        newest = [found[-1] if found else None for found in said]
+        if None in newest or len({attempt for _, attempt in newest}) > 1:
+            return None
+        ranks = [int(rank) for rank, _ in newest]
+        return (int(newest[0][1]), ranks) if sorted(ranks) == list(range(len(hosts))) else None
+
+    return wait_until(look, "the hosts do not run together", timeout=WAIT)
 
 
 def starts(run_dir: Path, count: int) -> list[RunEvent]:
@@ -75,7 +93,7 @@ def test_a_host_whose_job_failed_for_good_ends_the_others(launch: Launch, tmp_pa
     hosts = start(launch, tmp_path, WORKER, "wait")
     rank = rank_of(hosts[1], 0)
     os.kill(ready(hosts[1], rank), signal.SIGKILL)
-    assert [host.wait(timeout=PATIENCE) for host in hosts] == [1, 1]
+    assert [host.wait(timeout=WAIT) for host in hosts] == [1, 1]
     assert re.search(rf"rank {rank} \(host .*SIGKILL", hosts[1].output)
     assert "another host ended the job" in hosts[0].output
 
@@ -91,7 +109,7 @@ def start_ordered(launch: Launch, tmp_path: Path, *, join_timeout: int) -> tuple
 def join(
     launch: Launch, tmp_path: Path, port: int, index: int, join_timeout: int, nnodes: str = "2"
 ) -> Command:
-    conf = FAST.replace("join_timeout=4", f"join_timeout={join_timeout},last_call_timeout=2")
+    conf = f"{FAST},join_timeout={join_timeout},last_call_timeout=2"
     place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--node-rank={index}", "--rdzv-id=pair"]
     flags = [conf, f"--nnodes={nnodes}", *place, "--local-addr=127.0.0.1"]
     return launch(*flags, WORKER, "wait", run_dir=tmp_path / f"run{index}")
@@ -104,7 +122,7 @@ def test_a_launcher_that_vanishes_is_noticed_and_its_replacement_takes_its_place
     port = re.search(r"--master-port=(\d+)", " ".join(first.argv))
     assert port is not None
     second.signal(signal.SIGKILL)
-    first.wait_for_line("hosts left", timeout=PATIENCE)
+    first.wait_for_line("hosts left", timeout=WAIT)
     replacement = join(launch, tmp_path, int(port[1]), 1, 60)
     assert (rank_of(first, 1), rank_of(replacement, 1)) == (0, 1)
     second.assert_no_orphans(timeout=30)  # its agent host may still import torch
@@ -120,10 +138,11 @@ def test_a_launcher_that_vanishes_is_noticed_and_its_replacement_takes_its_place
 def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
     launch: Launch, tmp_path: Path, victim: int, outcome: str
 ) -> None:
-    hosts = start_ordered(launch, tmp_path, join_timeout=4)
+    # Long enough for the second to come after the first, and short enough to wait for nobody.
+    hosts = start_ordered(launch, tmp_path, join_timeout=10)
     survivor = hosts[1 - victim]
     hosts[victim].signal(signal.SIGKILL)
-    assert survivor.wait(timeout=PATIENCE) == 1
+    assert survivor.wait(timeout=WAIT) == 1
     ended = events(tmp_path / f"run{1 - victim}", EventType.JOB_TERMINATED)
     assert [event.fields["outcome"] for event in ended] == [outcome]
     for host in hosts:
@@ -135,11 +154,12 @@ def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
 ) -> None:
     port = free_port()
     first, second = (join(launch, tmp_path, port, index, 60, "1:2") for index in range(2))
-    assert (rank_of(first, 0), rank_of(second, 0)) == (0, 1)
+    attempt, ranks = together(first, second)
+    assert ranks == [0, 1]
     second.signal(signal.SIGKILL)
-    assert rank_of(first, 1) == 0
+    assert rank_of(first, attempt + 1) == 0
     newcomer = join(launch, tmp_path, port, 1, 60, "1:2")
-    assert (rank_of(first, 2), rank_of(newcomer, 2)) == (0, 1)
-    started = starts(tmp_path / "run0", 3)
-    assert [event.fields["hosts"] for event in started] == [2, 1, 2]
+    assert together(first, newcomer) == (attempt + 2, [0, 1])
+    started = starts(tmp_path / "run0", attempt + 3)
+    assert [event.fields["hosts"] for event in started[attempt:]] == [2, 1, 2]
     assert {event.fields["restarts"] for event in started} == {0}  # such changes are no failures

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 
 import psutil
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.runtime import RunInfo, process_start_time
+from resiliency.runtime import RunInfo, name_ranks, process_start_time
 
 WORKER = {
     "RANK": "9",
@@ -93,7 +94,7 @@ def test_a_number_that_is_none_is_refused_with_its_name_and_text(variable: str, 
 
 def test_the_start_of_this_process_is_the_kernels() -> None:
     expected = datetime.fromtimestamp(psutil.Process().create_time(), timezone.utc)
-    assert abs(process_start_time() - expected) < timedelta(seconds=1)
+    assert abs(process_start_time() - expected) < timedelta(seconds=5)
     assert process_start_time().utcoffset() == timedelta(0)
 
 
@@ -103,8 +104,28 @@ def test_the_start_of_a_young_process_lies_between_its_launch_and_its_first_stat
         "from resiliency.runtime import process_start_time;"
         "print(process_start_time().isoformat(), first.isoformat())"
     )
-    launched = datetime.now(timezone.utc)
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    start, first = map(datetime.fromisoformat, out.split())
-    # The kernel counts in ticks of 10 ms, and tells the uptime in the same.
-    assert launched - timedelta(seconds=0.05) <= start <= first + timedelta(seconds=0.05)
+
+    def is_between() -> bool:
+        launched = datetime.now(timezone.utc)
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        start, first = map(datetime.fromisoformat, out.split())
+        # The kernel counts in ticks of 10 ms, and tells the uptime in the same.
+        return launched - timedelta(seconds=0.05) <= start <= first + timedelta(seconds=0.05)
+
+    # A busy machine may stop a process between its looks at two clocks; not all of them.
+    assert any(is_between() for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "ranks none"),
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0-1"),
+        ([9, 5, 0, 1, 2, 3, 4, 5], "ranks 0-5, 9"),
+        (range(0, 2000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 992 more"),
+        (range(16384), "ranks 0-16383"),
+    ],
+)
+def test_ranks_are_named_shortly(ranks: Iterable[int], text: str) -> None:
+    assert name_ranks(ranks) == text

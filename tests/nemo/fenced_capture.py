@@ -118,7 +118,7 @@ def parts_of(state: Any) -> dict[Any, Any]:
     """Name and place of each part -> its memory, or what is pickled in it as text."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-    from resiliency.checkpoint.leaves import sharded_type
+    from resiliency.checkpoint.state.tensors import sharded_type
     from resiliency.plugins.megatron_leaves import unpacked
 
     found = {}
@@ -149,17 +149,19 @@ def differences(step: int, fresh: dict[Any, Any], found: dict[Any, Any]) -> list
 
 
 def compare(directory: Path, saved: dict[int, Any]) -> dict[str, Any]:
-    from resiliency.checkpoint.reader import CheckpointReader, Target
-    from resiliency.checkpoint.storage import LocalStorage
+    from resiliency.checkpoint.format.reader import CheckpointReader
+    from resiliency.checkpoint.storage.posix import LocalStorage
+    from tests.checkpoint.storage_builders import content_of
 
     different, compared = [], 0
     for step, tensors in saved.items():
-        targets = [Target(key, torch.empty_like(data), offset) for (key, offset), data in tensors.items()]
-        CheckpointReader(LocalStorage(directory), step).read_tensors(targets)
-        for target, data in zip(targets, tensors.values(), strict=True):
+        reader = CheckpointReader(LocalStorage(directory), step)
+        reader.verify()
+        written = {(record.key, record.offsets): record for record in reader.index(0).tensors}
+        for (key, offset), data in tensors.items():
             compared += 1
-            if not torch.equal(target.tensor, data):
-                different.append(f"step {step}: {target.key}")
+            if not torch.equal(content_of(directory, step, written[key, offset]), data):
+                different.append(f"step {step}: {key}")
     first, last = saved[EVERY], saved[STEPS]
     moved = sum(not torch.equal(first[place], last[place]) for place in first)
     return {"steps": sorted(saved), "different": different, "compared": compared, "moved": moved}

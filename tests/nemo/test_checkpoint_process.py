@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.catalog import Condition, list_checkpoints
-from resiliency.checkpoint.storage import LocalStorage
 from resiliency.events import EventType
 from resiliency.testing import warm
 from tests.nemo.conftest import (
@@ -32,21 +30,10 @@ from tests.nemo.conftest import (
     Layout,
     Losses,
 )
-from tests.nemo.test_failures import flip_a_bit
+from tests.nemo.damage import flip_a_bit
+from tests.nemo.logs import complete, restored_from
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
-
-
-def restored_from(job: Job) -> list[tuple[int | None, object]]:
-    """(step, tier) of each start of rank 0; (0, None) is from scratch."""
-    loaded = [e for e in job.events(EventType.CHECKPOINT_LOADED) if e.rank == 0]
-    return [(event.step, event.fields.get("tier")) for event in loaded]
-
-
-def complete(directory: Path) -> list[int]:
-    """Steps whose checkpoint is committed, every file in full length."""
-    found = list_checkpoints(LocalStorage(directory))
-    return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
 
 
 def copy_of(job: Job, directory: Path, layout: Layout, stack: ExitStack) -> Job:
@@ -129,7 +116,7 @@ def test_when_the_process_is_killed_training_goes_on_and_a_later_save_is_committ
     command.wait_for_line(r"step 20 committed", timeout=ATTEMPT_S)
     os.kill(int(found[1]), signal.SIGKILL)
     assert command.wait(timeout=ATTEMPT_S) == 0, command.output
-    command.assert_no_orphans(timeout=20)
+    command.assert_no_orphans(timeout=120)
     assert "was lost" in command.output
     assert sorted(job.losses(attempt=0)) == list(range(1, steps + 1))
     assert {20, steps} <= set(complete(job.checkpoints))

@@ -14,14 +14,9 @@ import pytest
 
 from resiliency.events import EventType
 from tests.nemo.conftest import ATTEMPT_S, ONE_RANK, TWO_REPLICAS, Job, Layout, Losses
+from tests.nemo.damage import flip_a_bit
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_stopped_rank_is_found_by_its_missing_heartbeat_and_the_job_resumes(
@@ -60,7 +55,7 @@ def test_a_rank_that_always_fails_ends_the_job_with_a_summary_and_keeps_the_chec
         save_every=20,
     )
     assert command.wait(timeout=2 * ATTEMPT_S) == 1
-    command.assert_no_orphans(timeout=20)
+    command.assert_no_orphans(timeout=120)
     summary = command.output[command.output.rindex("failed") :]
     assert "InjectedFault" in command.output
     for expected in ("rank 1", str(job.directory / "ranks")):
@@ -80,7 +75,7 @@ def test_sigterm_to_the_launcher_saves_one_last_step_and_ends_the_job_well(
     job.wait_for_step(5)
     command.signal(signal.SIGTERM)
     assert command.wait(timeout=2 * ATTEMPT_S) == 0, command.output
-    command.assert_no_orphans(timeout=20)
+    command.assert_no_orphans(timeout=120)
     assert len(job.events(EventType.JOB_TERMINATED)) == 1
     assert {event.rank for event in job.events(EventType.STOP_REQUESTED)} == {0, 1}
     (last,) = {event.step for event in job.events(EventType.RANK_FINISHED)}
@@ -154,8 +149,8 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def test_a_disk_that_fills_up_ends_the_job_and_leaves_older_checkpoints_whole(
     new_job: Callable[[Layout], Job], small_disk: Callable[[int], Path]
 ) -> None:
+    from resiliency.checkpoint.format import file_manifest as manifest
     from resiliency.model import MODELS
-    from resiliency.plugins import manifest
 
     job = new_job(ONE_RANK)
     disk = small_disk(MODELS["tiny"].checkpoint_bytes() * 2)
@@ -170,7 +165,7 @@ def test_a_disk_that_fills_up_ends_the_job_and_leaves_older_checkpoints_whole(
     assert command.wait(timeout=ATTEMPT_S) == 1
     assert "could not be written" in command.output
     assert "bytes are free" in command.output
-    command.assert_no_orphans(timeout=20)
+    command.assert_no_orphans(timeout=120)
     complete = manifest.complete_checkpoints(disk / "job" / "checkpoint")
     assert complete, command.output
     assert [manifest.verify(path) for path in complete] == [None] * len(complete)

@@ -13,8 +13,8 @@ import pytest
 from resiliency.testing.processes import Command
 from resiliency.testing.replicator import start_replicator
 from tests.nemo.conftest import STEPS, TWO_REPLICAS, Layout, Losses
-from tests.nemo.test_checkpoint_process import restored_from
-from tests.nemo.test_hosts import Hosts
+from tests.nemo.hosts import Hosts
+from tests.nemo.logs import restored_from
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
@@ -51,9 +51,9 @@ def test_after_a_kill_the_replicators_bring_back_the_newest_step_that_all_hosts_
 
         after = replicators("c", "b")
         hosts.finish(["c", "b"], *FLAGS)
-        back = [int(replicator.wait_for_line(r"^restored (\d+)$", timeout=20)[1]) for replicator in after]
+        back = [int(replicator.wait_for_line(r"^restored (\d+)$", timeout=120)[1]) for replicator in after]
         assert back[0] == back[1] >= common  # one may have been killed before it said what it had kept
         for replicator in after:
-            replicator.wait_for_line(f"^complete {STEPS}$", timeout=20)
+            replicator.wait_for_line(f"^complete {STEPS}$", timeout=120)
     assert restored_from(hosts.job) == [(0, None), (back[0], "local")]
     assert hosts.job.losses() == uninterrupted(TWO_REPLICAS)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.events import EventType
-from resiliency.plugins import manifest
 from tests.nemo.conftest import ATTEMPT_S, JOB_NAME, ROOT, STEPS, TWO_REPLICAS, Finished, run_python
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]

@@ -26,11 +26,11 @@ print(rank_zero_only.rank, of_metrics.rank, logging.rank)
 @pytest.mark.parametrize(("rank", "shown"), [(0, "0 0 0\n"), (1, "1 1 UNK\n")])
 def test_nemo_in_a_forked_rank_has_the_ranks_own_numbers(rank: int, shown: str) -> None:
     env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    done = warm.run([sys.executable, "-c", RANKS], timeout=120, env=env, check=True)
+    done = warm.run([sys.executable, "-c", RANKS], timeout=600, env=env, check=True)
     assert (done.stdout, done.stderr) == (shown, "")
 
 
 @pytest.mark.nemo
 def test_a_forked_program_without_nemo_sees_and_prints_nothing_of_it() -> None:
-    done = warm.run([sys.executable, "-c", "print('mine')"], timeout=120)
+    done = warm.run([sys.executable, "-c", "print('mine')"], timeout=600)
     assert (done.stdout, done.stderr) == ("mine\n", "")

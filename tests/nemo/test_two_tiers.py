@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from resiliency.plugins import manifest
+from resiliency.checkpoint.format import file_manifest as manifest
 from tests.nemo.conftest import ONE_RESTART, TENSOR_PARALLEL, Job, Layout, Losses
-from tests.nemo.test_checkpoint_process import complete, restored_from
+from tests.nemo.logs import complete, restored_from
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 

@@ -51,7 +51,7 @@ def refused_where_it_is_seen(rank: int, layout: Layout, root: Path) -> str:
     return ""
 
 
-def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: bool) -> str:
+def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_resharded: bool) -> str:
     """What this rank restores, or the error, where the hosts hold the newest step for another layout.
 
     Args:
@@ -75,7 +75,7 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_cut_anew: b
 
         def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             is_newest = path == self.path_of(NEWEST)
-            self.is_cut_anew = is_cut_anew or not is_newest
+            self.is_resharded = is_resharded or not is_newest
             if is_newest:
                 raise ERRORS["unfit"]
             return loads.load_checkpoint(path)
@@ -97,10 +97,10 @@ def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held
     Args:
         is_held: hosts hold the step too, for another layout, and it is the persistent one that is cut anew.
     """
-    from resiliency.checkpoint.agreement import Agreement
-    from resiliency.checkpoint.catalog import remove_checkpoint
+    from resiliency.checkpoint.format.catalog import remove_checkpoint
+    from resiliency.checkpoint.ranks import RankGroup
     from resiliency.checkpoint.recovery.unusable import Unusable
-    from resiliency.checkpoint.storage import LocalStorage
+    from resiliency.checkpoint.storage.posix import LocalStorage
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
     from resiliency.plugins.process_restores import ProcessRestores
@@ -117,7 +117,7 @@ def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held
 
     class Process(PersistentCheckpointProcessIO):
         def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            Agreement.of_process_group().gather(None)  # rank 0 reads
+            RankGroup.of_process_group().gather(None)  # rank 0 reads
             if rank == 1:
                 went.append(remove_checkpoint(LocalStorage(root), NEWEST))
             return loads.load_checkpoint(path)
@@ -175,7 +175,7 @@ def _connector(rank: int, root: Path, error: ResiliencyError) -> Any:
 def content_metadata(rank: int, layout: Layout, root: Path) -> str:
     """What NeMo's strategy is told of a capture of which rank 1's part is not Megatron's."""
     from resiliency.checkpoint import CheckpointerOptions
-    from resiliency.checkpoint.agent_link import LinkOptions
+    from resiliency.checkpoint.agent.client import LinkOptions
     from resiliency.events import EventStream
     from resiliency.plugins.megatron_leaves import CommonPart, packed, register
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from resiliency.checkpoint import CheckpointerOptions, LocalTier
-from resiliency.checkpoint.agent_link import LinkOptions
+from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.events import EventStream
 from resiliency.runtime import RunInfo
 from tests.plugins.megatron_ranks import SOON, Job, Layout, Part, job, parts_of

@@ -19,12 +19,13 @@ import pytest
 import torch
 
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointCorrupt, LayoutMismatch
 from resiliency.runtime import RunInfo
 from resiliency.testing import megatron_cpu
+from tests.checkpoint.storage_builders import read_shard
 
 if TYPE_CHECKING:
     from resiliency.plugins.megatron_state import MegatronSaving
@@ -286,7 +287,7 @@ def restored_from_disk(rank: int, layout: Layout, directory: Path, expected: lis
     with job(rank, layout) as fresh:
         fresh.train(1)
         loading = MegatronLoading(fresh.sharded_state(loading=True))
-        loading.fill(CheckpointReader(LocalStorage(directory), STEP).read_shard(rank))()
+        loading.fill(read_shard(CheckpointReader(LocalStorage(directory), STEP), rank))()
         compare(fresh, loading.state_dict, expected[rank])
 
 
@@ -297,7 +298,7 @@ def restored_together(
     with job(rank, layout) as fresh:
         fresh.train(1)
         with opened(fresh, directory, name) as (checkpoints, _):
-            compare(fresh, restore(fresh, checkpoints, "disk"), expected[rank])
+            compare(fresh, restore(fresh, checkpoints, "persistent"), expected[rank])
 
 
 def restore(job: Job, checkpoints: Checkpointer, tier: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def room_by_one_alone(rank: int, layout: Layout) -> tuple[int, int]:
     """Bytes that rank 0 makes room for before any save, alone, and bytes that it then captures."""
     from megatron.core import parallel_state
 
-    from resiliency.checkpoint.state import StateWalker
+    from resiliency.checkpoint.state.snapshot import StateWalker
     from resiliency.plugins.megatron_state import MegatronSaving
 
     def size(state: dict[str, Any]) -> int:

@@ -86,7 +86,7 @@ def state(rank: int, layout: Layout, step: int | None) -> dict[str, Any]:
 def process(rank: int, layout: Layout, root: Path, memory: str, stack: ExitStack) -> Any:
     """A checkpoint process with both tiers; leaving `stack` ends it, and waits for its agent to be gone."""
     from resiliency.checkpoint import CheckpointerOptions, LocalTier
-    from resiliency.checkpoint.agent_link import LinkOptions
+    from resiliency.checkpoint.agent.client import LinkOptions
     from resiliency.events import EventStream
     from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
     from resiliency.plugins.megatron_leaves import register

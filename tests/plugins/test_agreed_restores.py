@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.catalog import remove_checkpoint
-from resiliency.checkpoint.storage import LocalStorage
-from resiliency.plugins import manifest
+from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format.catalog import remove_checkpoint
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.testing.rank_pool import RankPool
+from tests.checkpoint.file_checkpoints import write_checkpoint
 from tests.plugins import agreed_ranks
 from tests.plugins.agreed_ranks import ERRORS, NEWEST
 from tests.plugins.conftest import run
 from tests.plugins.megatron_ranks import Layout
-from tests.plugins.test_manifest import write_checkpoint
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from resiliency.checkpoint.dcp_format import DcpFormat
-from resiliency.checkpoint.marker import MarkerState, try_read_marker
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format.dcp import DcpFormat
+from resiliency.checkpoint.format.marker import MarkerState, try_read_marker
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import ResiliencyError
-from resiliency.plugins import checkpoint_kinds, manifest
+from resiliency.plugins import checkpoint_kinds
 from resiliency.testing.rank_pool import RankPool
+from tests.checkpoint.file_checkpoints import write_checkpoint
 from tests.checkpoint.storage_builders import save, small_shard
-from tests.plugins.test_manifest import write_checkpoint
 
 STEP = 10
 #: Where each rank sees the storage.

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from resiliency.checkpoint.catalog import Condition, inspect
-from resiliency.checkpoint.generations import give_up
-from resiliency.checkpoint.lease import Lease
-from resiliency.checkpoint.local_format import LocalFormat
-from resiliency.checkpoint.replicated_job import ReplicatedJob
-from resiliency.checkpoint.saves import SaveHandle, SaveState
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.commit.retention import give_up
+from resiliency.checkpoint.format.catalog import Condition, inspect
+from resiliency.checkpoint.format.lease import Lease
+from resiliency.checkpoint.format.local import LocalFormat
+from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.trainer.handles import SaveHandle, SaveState
 from resiliency.errors import ConfigError
 from resiliency.plugins.handing_over import HandingOver
 from resiliency.testing.processes import Command
@@ -322,7 +322,7 @@ def test_what_does_not_pass_is_given_up_by_name_and_later_steps_have_one_try_unt
 ) -> None:
     troubles = [StorageTrouble(step=step, operation="replace", times=1000) for step in (1, 2)]
     storage = TroubledStorage(LocalStorage(tmp_path), *troubles)
-    with training(tmp_path, storage=storage, patience=timedelta(seconds=0.2)) as job:
+    with training(tmp_path, storage=storage, timeouts=timedelta(seconds=0.2)) as job:
         for step in (1, 2, 3):
             job.saved(step)
         job.step_done()
@@ -336,7 +336,7 @@ def test_what_does_not_pass_is_given_up_by_name_and_later_steps_have_one_try_unt
 
 
 def test_a_step_that_stays_in_use_is_handed_over_when_patience_is_over(tmp_path: Path) -> None:
-    with training(tmp_path, patience=timedelta(seconds=0.2)) as job, Lease(LocalStorage(tmp_path), 1):
+    with training(tmp_path, timeouts=timedelta(seconds=0.2)) as job, Lease(LocalStorage(tmp_path), 1):
         job.saved(1)
         job.step_done()
         job.wait_for_kept(1)
@@ -391,14 +391,15 @@ def test_a_replicator_that_takes_nothing_gets_no_more_until_it_does_and_then_the
 ) -> None:
     """As one does that waits for another host's: without a word."""
     with (
-        training(tmp_path, patience=timedelta(seconds=0.2)) as job,
+        # Longer than a replicator on a busy machine takes for a step.
+        training(tmp_path, timeouts=timedelta(seconds=1)) as job,
         caplog.at_level(logging.INFO, logger="resiliency"),
     ):
         job.replicator.signal(signal.SIGSTOP)
         for step in range(1, 7):
             job.saved(step)
         job.step_done()
-        told = "the replicator has taken nothing for 0.2 s: steps [1, 2]"
+        told = "the replicator has taken nothing for 1 s: steps [1, 2]"
         wait_until(lambda: told in caplog.text, "it is not missed")
         give_up(LocalStorage(tmp_path), 3)  # as the local tier does when too many wait
         job.wait_for_waiting(4, 5, 6)

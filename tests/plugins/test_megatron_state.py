@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.checkpoint.catalog import Condition, inspect
-from resiliency.checkpoint.job_memory import DEFAULT_ROOT
-from resiliency.checkpoint.storage import LocalStorage
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.format.catalog import Condition, inspect
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins import megatron_ranks
 from tests.plugins.conftest import JOB_S, run

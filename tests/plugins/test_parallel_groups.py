@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from resiliency.checkpoint import CheckpointerOptions, LocalTier
-from resiliency.checkpoint.agent_link import LinkOptions
-from resiliency.checkpoint.peers.table import PeerTable
+from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.replication.hosts import HostTable
 from resiliency.events import EventStream
 from resiliency.runtime import RunInfo
 from resiliency.testing import megatron_cpu
@@ -84,7 +84,7 @@ def table_of(rank: int, layout: Layout, root: Path) -> tuple[str, dict[str, tupl
     )
     with groups_of(2, 1, 1), outlived(io):
         (path,) = (home / "memory").rglob("peers.json")
-        return replica_group(), {peer.host: peer.groups for peer in PeerTable.read(path).peers}
+        return replica_group(), {peer.host: peer.groups for peer in HostTable.read(path).peers}
 
 
 def test_the_agents_are_told_the_parallel_groups_of_each_host_beside_its_replica_groups(

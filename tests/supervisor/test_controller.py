@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,98 +13,21 @@ from hypothesis import strategies as st
 from supervisor.decision.controller import BaseController, Input
 from supervisor.decision.state import State, changes_from_plain, changes_to_plain
 from supervisor.decision.turn import EventReport
-from supervisor.policy.thresholds import Thresholds
 from supervisor.values import (
     Change,
-    Command,
     CommandKind,
     DeviceState,
-    Event,
     EventType,
-    Evidence,
-    HostInfo,
     LauncherState,
-    Outcome,
     OutcomeStatus,
-    Progress,
     Request,
     Silence,
-    WorkloadInfo,
 )
+from tests.supervisor.controllers import LIMITS, Controller, _host
 
-LIMITS = Thresholds(max_fruitless=2, spare_floor=1)
 IN_JOB, RESET = CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET
 SWAP, CORDON, STACKS = CommandKind.HOT_SWAP, CommandKind.CORDON_HOST, CommandKind.DUMP_STACKS
 DOWN, UP = CommandKind.SCALE_DOWN, CommandKind.SCALE_UP
-
-
-class Controller:
-    """A controller, its state and its clock; commands are done at once unless a test says otherwise."""
-
-    def __init__(
-        self,
-        *,
-        policy: Callable[..., BaseController] = BaseController,
-        spares: int = 1,
-        shadow: bool = False,
-        name: str = "train",
-        **workload: object,
-    ) -> None:
-        self.logic = policy(LIMITS, shadow=shadow)
-        self.state = State.empty()
-        self.now = 100.0
-        self.sent: list[Command] = []
-        self.notes: list[str] = []
-        self.events = 0
-        self.name = name
-        self.give(WorkloadInfo(workload=name, replicas=2, **workload))
-        for host in ("h0", "h1"):
-            self.give(_host(host, name, DeviceState.RUNNING))
-        for number in range(spares):
-            self.give(_host(f"s{number}"))
-        self.advance(500)
-        self.now += 60.0
-
-    def give(self, given: Input) -> list[Command]:
-        decision = self.logic.decide(self.state, given, self.now, epoch=7)
-        self.state = decision.state
-        self.sent += decision.commands
-        self.notes += decision.notes
-        return list(decision.commands)
-
-    def advance(self, step: int, attempt: int = 0) -> None:
-        self.give(Progress(workload=self.name, step=step, attempt=attempt))
-
-    def event(self, type: EventType, host: str = "h1", **fields: object) -> Event:
-        self.events += 1
-        number = f"s:{self.events}"
-        code = fields.pop("code", None)
-        evidence = Evidence(id=f"{number}/0", witness="test", text="as asked", code=code, device="gpu0")
-        return Event(id=number, type=type, evidence=(evidence,), workload=self.name, host=host, **fields)
-
-    def happens(self, type: EventType, host: str = "h1", **fields: object) -> list[CommandKind]:
-        """The event, and the time in which its echoes would arrive."""
-        self.give(self.event(type, host, **fields))
-        return self.wait(LIMITS.coalesce_s)
-
-    def wait(self, seconds: float) -> list[CommandKind]:
-        self.now += seconds
-        return [command.kind for command in self.give(None)]
-
-    def end(self, status: OutcomeStatus = OutcomeStatus.DONE) -> list[CommandKind]:
-        kinds = []
-        for flight in list(self.state.commands.values()):
-            outcome = Outcome(command=flight.command.id, epoch=7, status=status)
-            kinds += [command.kind for command in self.give(outcome)]
-        return kinds
-
-    def stuck(self) -> list[CommandKind]:
-        """All commands are done, and no step comes."""
-        return self.end() + self.wait(LIMITS.workload_downtime_threshold_s)
-
-
-def _host(name: str, workload: str = "", state: DeviceState = DeviceState.SPARE) -> HostInfo:
-    return HostInfo(id=name, name=name, workload=workload, state=state, workers_per_host=1)
 
 
 # ---------------------------------------------------------------- the ladder
@@ -225,6 +148,20 @@ def test_application_xids_of_one_gpu_under_several_jobs_make_the_host_suspect() 
     assert fleet.happens(EventType.WORKER_HB) == [SWAP]
 
 
+def test_findings_that_a_new_sensor_tells_again_in_another_grouping_count_once() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    first, second, third = (fleet.event(EventType.XID, code=31) for _ in range(3))
+    fleet.give(first)
+    fleet.give(replace(second, workload="other"))
+    both = replace(first, id="s2:1", evidence=first.evidence + second.evidence)
+    fleet.give(both)
+    assert [one.count for one in fleet.state.suspicions.values()] == [2]
+    assert "s2:1" not in fleet.state.seen
+    # What is new beside them counts.
+    fleet.give(replace(third, id="s2:2", evidence=both.evidence + third.evidence))
+    assert fleet.state.verdicts["host:h1"].cause == "repeated xid"
+
+
 def test_a_fault_of_a_spare_is_cordoned_and_no_job_is_touched() -> None:
     fleet = Controller()
     fleet.give(replace(fleet.event(EventType.ECC, "s0"), workload=""))
@@ -300,6 +237,20 @@ def test_the_launcher_comes_first_for_a_while() -> None:
     assert fleet.wait(LIMITS.launcher_grace_s) == [IN_JOB]
 
 
+def test_a_silence_has_had_its_echoes_when_it_is_noticed() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    event = fleet.event(EventType.WORKER_HB)
+    old = replace(event, evidence=(replace(event.evidence[0], age_s=LIMITS.heartbeat_timeout_s),))
+    fleet.give(old)
+    assert fleet.wait(LIMITS.tick_s) == [IN_JOB]
+
+
+def test_a_launcher_that_gave_up_is_not_asked_to_restart_its_ranks() -> None:
+    fleet = Controller(max_in_job_restarts=5, max_workload_restarts=1)
+    assert fleet.happens(EventType.WORKER_HB, launcher=LauncherState.GAVE_UP) == [RESET]
+    assert "in_job_reset refused by launcher_is_there: the launcher of h1 gave up" in fleet.notes[-2]
+
+
 def test_fruitless_actions_wait_longer_each_time() -> None:
     fleet = Controller(max_in_job_restarts=5)
     fleet.happens(EventType.WORKER_HB)
@@ -367,6 +318,98 @@ def test_a_report_of_ranks_that_were_replaced_since_is_dropped() -> None:
     fleet.now += 60.0
     assert fleet.happens(EventType.WORKER_HB, attempt=2) == []
     assert fleet.state.incidents == {}
+
+
+def test_a_withdrawn_command_does_not_forget_the_host_that_is_lost() -> None:
+    # A step that was read late spoke for a job that advances; then the ranks of the other hosts fail.
+    fleet = Controller(max_in_job_restarts=5)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end(OutcomeStatus.WITHDRAWN)
+    fleet.happens(EventType.WORKER_HB, "h0", ranks=(0,))
+    fleet.wait(LIMITS.backoff_s)
+    assert [command.kind for command in fleet.sent] == [SWAP, SWAP]
+
+
+def test_a_job_that_advances_without_a_lost_host_is_left_alone() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end(OutcomeStatus.WITHDRAWN)
+    for step in range(1000, 1015):
+        fleet.advance(step)
+        assert fleet.wait(1.0) == []
+    assert fleet.state.incidents == {}
+
+
+def test_ranks_that_an_action_has_ended_are_an_echo_and_spend_nothing() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end()
+    assert fleet.happens(EventType.WORKER_HB, "h0", ranks=(0,)) == []
+    assert fleet.notes[-1] == "incident i1: worker_hb of h0 is an echo"
+    assert fleet.state.accounts["train"].in_job.spent == 0
+    # Ranks that the action started are another matter.
+    fleet.now += LIMITS.backoff_s
+    assert fleet.happens(EventType.WORKER_HB, "h0", ranks=(0,), attempt=1) == [IN_JOB]
+
+
+def test_an_echo_is_one_for_a_while_only_and_none_of_an_action_that_was_withdrawn() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    fleet.happens(EventType.HOST_HB)
+    fleet.end()
+    fleet.now += LIMITS.launcher_grace_s
+    assert fleet.happens(EventType.WORKER_HB, "h0") == [IN_JOB]
+    fleet = Controller(max_in_job_restarts=5)
+    fleet.happens(EventType.WORKER_HB)
+    fleet.end(OutcomeStatus.WITHDRAWN)
+    fleet.now += LIMITS.backoff_s
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+
+
+def test_a_host_that_was_replaced_is_no_reason_to_shrink() -> None:
+    fleet = Controller(spares=2, scaling=True, max_replicas=2)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    assert fleet.stuck() == [RESET]
+
+
+def test_a_drained_host_is_replaced_although_its_launcher_left_in_order() -> None:
+    fleet = Controller()
+    (drain,) = fleet.give(fleet.event(EventType.OPERATOR, "h1", request=Request.DRAIN))
+    assert (drain.kind, drain.workload) == (CommandKind.DRAIN_HOST, "train")
+    fleet.give(_host("h1"))  # its launcher has said that it ends
+    fleet.end()
+    assert fleet.wait(LIMITS.coalesce_s) == [SWAP]
+    assert (fleet.sent[-1].host, fleet.sent[-1].spare) == ("h1", "s0")
+    spare = Controller()
+    (drain,) = spare.give(spare.event(EventType.OPERATOR, "s0", request=Request.DRAIN))
+    assert drain.workload == ""
+    spare.end()
+    assert spare.state.incidents == {}
+
+
+# ---------------------------------------------------------------- hosts that are gone for good
+
+
+def test_a_lost_host_is_forgotten_once_its_name_has_another_id_and_nothing_holds_it() -> None:
+    fleet = Controller()
+    fleet.happens(EventType.HOST_HB)
+    again = replace(_host("h1"), id="h1.2")
+    fleet.give(again)
+    fleet.end()
+    assert set(fleet.state.hosts) == {"h0", "h1", "h1.2", "s0"}  # its incident is open
+    fleet.now += 10.0
+    fleet.advance(501, attempt=1)
+    assert set(fleet.state.hosts) == {"h0", "h1.2", "s0"}
+    assert fleet.notes[-1] == "host h1 forgotten: h1 has another id"
+    # A sensor that still tells of it changes nothing.
+    fleet.give(_host("h1", state=DeviceState.FAILED))
+    assert set(fleet.state.hosts) == {"h0", "h1.2", "s0"}
+
+
+def test_a_lost_host_without_a_successor_is_kept() -> None:
+    fleet = Controller()
+    fleet.give(_host("s0", state=DeviceState.FAILED))
+    fleet.give(_host("s1"))
+    assert "s0" in fleet.state.hosts
 
 
 # ---------------------------------------------------------------- shadow, own policies, resuming

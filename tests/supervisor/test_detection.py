@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -160,6 +161,21 @@ def test_a_person_can_say_that_the_silent_hosts_are_lost() -> None:
     assert [each.frozen for each in said if isinstance(each, Silence)] == [False]
 
 
+def test_ranks_that_are_lost_one_after_the_other_are_all_in_a_snapshot_and_all_withdrawn() -> None:
+    sensor = Sensor()
+    failed = [
+        WorkerReport(local_rank=number, global_rank=number, state=DeviceState.FAILED) for number in (0, 1)
+    ]
+    (first,) = events(sensor.beat("h0", workers=tuple(failed[:1])))
+    (second,) = events(sensor.beat("h0", workers=tuple(failed)))
+    assert (first.ranks, second.ranks) == ((0,), (1,))
+    assert events(sensor.detector.snapshot(sensor.now)) == [first, second]
+    sensor.beat("h0", attempt=1)
+    for event in (first, second):
+        assert sensor.detector.holds(_command(event, CommandKind.CORDON_HOST), sensor.now) is False
+    assert events(sensor.detector.snapshot(sensor.now)) == []
+
+
 def test_a_host_that_comes_back_withdraws_the_evidence() -> None:
     sensor = Sensor()
     (lost,) = events(sensor.run(30, silent=["h1"]))
@@ -269,13 +285,61 @@ def test_capacity_is_offered_once_for_what_is_there_and_again_after_a_while() ->
     assert offer.evidence[0].text == "capacity: 1 spares, a replica needs 1"
 
 
+def test_an_offer_that_nobody_takes_is_repeated_more_and_more_seldom_until_something_changes() -> None:
+    sensor = Sensor(scaling=True)
+    hold_s = LIMITS.scale_up_hold_s
+    # Without the limit there would be one each `hold_s`.
+    assert len(events(sensor.run(40 * hold_s), EventType.SCALE_UP)) == 5  # after 1, 3, 7, 15 and 31 holds
+    assert len(events(sensor.run(32 * hold_s), EventType.SCALE_UP)) == 2
+    changed = Evidence(id="k1", witness="orchestrator", text="cordoned")
+    sensor.take(sensor.detector.orchestrator_changed("h2", Change.CORDONED, changed, sensor.now))
+    assert len(events(sensor.run(2), EventType.SCALE_UP)) == 1
+    assert len(events(sensor.run(1.1 * hold_s), EventType.SCALE_UP)) == 1
+
+
 def test_a_host_that_the_orchestrator_took_is_not_looked_for() -> None:
     sensor = Sensor()
     gone = Evidence(id="k1", witness="orchestrator", text="deleted")
     sensor.take(sensor.detector.orchestrator_changed("h1", Change.GONE, gone, sensor.now))
     assert events(sensor.run(100, silent=["h1"])) == []
-    sensor.detector.forget_host("h1", sensor.now)
-    assert events(sensor.run(100, silent=["h1"])) == []
+
+
+def test_a_worker_that_falls_silent_is_asked_for_when_its_time_is_over_and_not_a_period_later() -> None:
+    sensor = Sensor()
+
+    def told(age_s: float) -> list[Output]:
+        return sensor.beat("h1", workers=_worker(1, heartbeat_age_s=age_s))
+
+    told(0.0)
+    asked_at: list[float] = []
+    for age_s in range(1, round(LIMITS.heartbeat_timeout_s) + 1):
+        sensor.now += 1.0
+        if Poll(host="h1") in sensor.take(sensor.detector.tick(sensor.now)):
+            asked_at.append(age_s)
+        elif age_s % 8 == 0:  # reports of a period of 8 s: the next one would come at 24 s
+            assert events(told(age_s)) == []
+    assert asked_at == [LIMITS.heartbeat_timeout_s]
+    (lost,) = events(told(asked_at[0]))
+    assert (lost.type, lost.ranks, lost.evidence[0].age_s) == (EventType.WORKER_HB, (1,), asked_at[0])
+    told(0.0)
+    for _ in range(60):  # of a worker that gives signs, never
+        sensor.now += 1.0
+        told(0.5)
+        assert Poll(host="h1") not in sensor.take(sensor.detector.tick(sensor.now))
+
+
+def test_a_replaced_host_is_forgotten_when_the_controller_has_and_not_before() -> None:
+    sensor = Sensor()
+    (lost,) = events(sensor.run(30, silent=["h1"]))
+    again = replace(_host("h1"), id="h1.2")
+    sensor.detector.register_host(again, sensor.now)
+    others = [_host(name) for name in sensor.names if name != "h1"]
+    # A controller that knows both, or none of them because its log is new, may still need what is said of it.
+    assert sensor.detector.forget_replaced([*others, _host("h1", "train"), again], sensor.now) == []
+    assert sensor.detector.forget_replaced(others, sensor.now) == []
+    assert events(sensor.detector.snapshot(sensor.now)) == [lost]
+    assert sensor.detector.forget_replaced([*others, again], sensor.now) == ["h1"]
+    assert events(sensor.detector.snapshot(sensor.now)) == []
 
 
 def test_a_snapshot_repeats_what_is_open_with_the_same_ids() -> None:

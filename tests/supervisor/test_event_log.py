@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.control import ControllerCore
+from supervisor.control import PROGRESS_S, RETRY_RECORDS, ControllerCore
 from supervisor.decision.controller import BaseController
 from supervisor.decision.state import State
 from supervisor.event_log import (
@@ -157,7 +157,7 @@ def test_old_records_are_replaced_by_a_snapshot_that_gives_the_same_state(tmp_pa
     with EventLog.open(tmp_path / "log", compact_after=10, keep=5) as log:
         controller = core(log)
         for step in range(1, 60):
-            controller.take(Progress(workload="train", step=step), float(step))
+            controller.take(WorkloadInfo(workload="train", max_workload_restarts=step), float(step))
         state = controller.state
         (count,) = log._connection.execute("SELECT count(*) FROM records").fetchone()
         assert count <= 10 + 5
@@ -167,18 +167,68 @@ def test_old_records_are_replaced_by_a_snapshot_that_gives_the_same_state(tmp_pa
         assert log.replayed.now == 59.0
 
 
+def test_a_snapshot_that_fails_takes_no_decision_back_and_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    database = sqlite3.connect(":memory:")
+    try:
+        log = EventLog(database, compact_after=10)
+        controller = core(log)
+        database.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON snapshots BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
+        )
+        for step in range(1, 30):
+            controller.take(WorkloadInfo(workload="train", max_workload_restarts=step), float(step))
+            assert controller.state.workloads["train"].max_workload_restarts == step
+        assert caplog.text.count("no snapshot was made") == 1
+        database.execute("DROP TRIGGER full")
+        for step in range(30, 30 + RETRY_RECORDS):
+            controller.take(WorkloadInfo(workload="train", max_workload_restarts=step), float(step))
+        assert log.since_snapshot < RETRY_RECORDS
+        assert EventLog(database).replayed.state == controller.state
+        # A controller that was replaced must end, wherever it notices.
+        with pytest.raises(LogDeposed):
+            controller.take(WorkloadInfo(workload="train", max_workload_restarts=1000), 1000.0)
+    finally:
+        database.close()
+
+
+def test_steps_alone_are_written_now_and_then_and_with_each_decision(tmp_path: Path) -> None:
+    def written(log: EventLog) -> list[str]:
+        return [one.record.kind for one in log.newest(limit=100)]
+
+    with EventLog.open(tmp_path / "log") as log:
+        first = core(log)
+        first.take(WorkloadInfo(workload="train"), 1.0)
+        for step in range(1, 20):
+            first.take(Progress(workload="train", step=step), 1.0 + step / 4)
+            first.take(Progress(workload="other", step=step), 1.0 + step / 4)
+        assert first.state.progress["train"].step == 19
+        assert written(log) == ["WorkloadInfo"]
+        first.take(HOST, 6.0)
+        assert written(log) == ["WorkloadInfo", "Progress", "Progress", "HostInfo"]
+        first.take(Progress(workload="train", step=20), 7.0)
+        first.take(None, 6.0 + PROGRESS_S)
+        assert written(log)[4:] == ["Progress"]
+        first.take(Progress(workload="train", step=21), 17.0)
+        first.flush()
+        state = first.state
+    with EventLog.open(tmp_path / "log") as log:
+        assert core(log).state == state
+
+
 WRITER = """
 import sys
 from pathlib import Path
 from supervisor.control import ControllerCore
 from supervisor.decision.controller import BaseController
 from supervisor.event_log import EventLog
-from supervisor.values import Progress
+from supervisor.values import WorkloadInfo
 
 log = EventLog.open(Path(sys.argv[1]), compact_after=7)
 core = ControllerCore(BaseController(), log, 0.0)
 for step in range(1, 1_000_000):
-    core.take(Progress(workload="train", step=step), float(step))
+    core.take(WorkloadInfo(workload="train", max_workload_restarts=step), float(step))
     print(step, flush=True)
 """
 
@@ -195,7 +245,7 @@ def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path) -> None:
     writer.wait(timeout=30)
     writer.stdout.close()
     with EventLog.open(path) as log:
-        assert log.replayed.state.progress["train"].step in (last, last + 1)
+        assert log.replayed.state.workloads["train"].max_workload_restarts in (last, last + 1)
         assert log.epoch == 2
 
 

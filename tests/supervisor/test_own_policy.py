@@ -9,7 +9,7 @@ from typing import Any
 
 from supervisor.policy.thresholds import flags
 from supervisor.values import CommandKind, EventType
-from tests.supervisor.test_controller import Controller
+from tests.supervisor.controllers import Controller
 
 PAGE = (Path(__file__).parents[2] / "docs" / "supervisor-policy.md").read_text()
 POLICY, PLAY = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -80,7 +80,7 @@ def no_dedup(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_silence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("supervisor.detection.is_correlated", lambda *args, **kwargs: False)
+    patch.setattr("supervisor.detection.silence.is_correlated", lambda *args, **kwargs: False)
 
 
 def no_lateness(patch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def effects_before_the_log(patch: pytest.MonkeyPatch) -> None:
 
 def no_memory_of_verdicts(patch: pytest.MonkeyPatch) -> None:
     """A job is never given up."""
-    patch.setattr(BaseController, "_gives_up", lambda self, job, incident: False)
+    patch.setattr("supervisor.decision.controller.gives_up", lambda turn, job, incident: False)
 
 
 def no_replay(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,17 @@ import grpc
 import pytest
 
 from tests.supervisor_wire.certificates import Authority
+from tests.supervisor_wire.fleet import daemon_alone  # noqa: F401 - a fixture
+
+
+async def _init() -> None:
+    grpc.aio.init_grpc_aio()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def grpc_is_warm() -> Iterator[None]:
-    grpc.aio.init_grpc_aio()
+    # In a loop of its own: gRPC asks for one, and a test before this one may have closed the thread's.
+    asyncio.run(_init())
     yield
     grpc.aio.shutdown_grpc_aio()
 

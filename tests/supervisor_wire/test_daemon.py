@@ -7,12 +7,10 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
@@ -20,19 +18,15 @@ import pytest
 from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ConfigError
 from resiliency.testing import ManualClock
-from resiliency.testing.processes import Command as Program
 from supervisor.daemon.daemon import _load_fence
 from supervisor.daemon.workers import HostWorkers
 from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.transport.client import Remote
-from supervisor.transport.errors import Refused
-from supervisor.transport.host_streams import HostStreams
+from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.security import Security, TokenFile
-from supervisor.transport.server import serve
-from supervisor.transport.services import actuator_service, probe_daemon, sensor_service
+from supervisor.transport.services import probe_daemon
 from supervisor.values import (
-    DaemonReport,
     DeviceState,
     HostInfo,
     LauncherState,
@@ -41,92 +35,12 @@ from supervisor.values import (
     WorkloadInfo,
 )
 from tests.supervisor_wire.certificates import Authority
-from tests.supervisor_wire.test_transport import Listener
+from tests.supervisor_wire.fleet import PATIENCE_S, PLAIN, Fleet, run
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
-T = TypeVar("T")
-PLAIN = Security(plaintext=True)
-PATIENCE_S = 60.0
 WORKLOAD = {"workload": "job"}
-ROOT = Path(__file__).parents[2]
-
-
-def run(work: Awaitable[T]) -> T:
-    async def bounded() -> T:
-        return await asyncio.wait_for(work, 3 * PATIENCE_S)  # for all steps of a test together
-
-    return asyncio.run(bounded())
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-class Fleet:
-    """A sensor and an actuator of this process, and the daemon process between them and `launcher_port`."""
-
-    def __init__(self, tmp_path: Path, security: Security = PLAIN) -> None:
-        self.security = security
-        self.port, self.launcher_port = free_ports(2)
-        self.tmp_path = tmp_path
-        self.sensor, self.actuator = Listener(), Listener()
-        self.sensor_streams = HostStreams(part="sensor", report_period_s=0.5, listener=self.sensor)
-        self.actuator_streams = HostStreams(part="actuator", report_period_s=0.5, listener=self.actuator)
-        self.addresses: dict[str, str] = {}
-        self._started = 0
-
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[None]:
-        async def no_commands(_: object) -> None:
-            raise AssertionError
-
-        services = [
-            sensor_service(self.sensor_streams, lambda _: None),
-            actuator_service(self.actuator_streams, no_commands),
-        ]
-        async with serve(services, address="127.0.0.1", port=0, security=self.security) as port:
-            self.addresses = dict.fromkeys(("SENSOR_ADDRESS", "ACTUATOR_ADDRESS"), f"127.0.0.1:{port}")
-            yield
-
-    @contextmanager
-    def daemon(self, *flags: str, **env: str) -> Iterator[Program]:
-        self._started += 1
-        argv = [sys.executable, str(ROOT / "supervisor" / "host_daemon.py")]
-        argv += ["--plaintext"] if self.security.plaintext else []
-        argv += [f"--port={self.port}", f"--launcher_port={self.launcher_port}", "--workers_per_host=2"]
-        argv += [f"--state_dir={self.tmp_path / 'state'}", *flags]
-        variables = {**os.environ, "NODE_NAME": "host-1", **self.addresses, **env}
-        log = self.tmp_path / f"daemon-{self._started}.txt"
-        # Its own interpreter: it imports little, and its memory is measured.
-        with Program(argv, log=log, env=variables, cold=True) as program:
-            yield program
-
-    async def command(self, command: HostCommand) -> Outcome:
-        """Send `command` and wait for its outcome."""
-        before = len([1 for kind, _, _ in self.actuator.told if kind == "message"])
-        assert self.actuator_streams.try_send_command("host-1", command)
-        while True:
-            told = [what for kind, _, what in self.actuator.told if kind == "message"][before:]
-            found = [one for one in told if isinstance(one, Outcome) and one.command == command.id]
-            if found:
-                return found[-1]
-            await asyncio.sleep(0.01)
-
-    async def reported(self, look: Callable[[DaemonReport], bool]) -> DaemonReport:
-        """The first report that `look` accepts, among those that are still to come, too."""
-        seen = 0
-        while True:
-            for _, _, value in self.sensor.told[seen:]:
-                seen += 1
-                if isinstance(value, DaemonReport) and look(value):
-                    return value
-            await asyncio.sleep(0.01)
 
 
 class Job:
@@ -268,10 +182,11 @@ def test_a_daemon_speaks_tls_in_both_directions(tmp_path: Path, authority: Autho
             with fleet.daemon(**{f"SUPERVISOR_TLS_{name}": str(path) for name, path in files.items()}):
                 await fleet.sensor.wait_for("connected", "host-1")
                 await fleet.actuator.wait_for("connected", "host-1")
-                async with Remote(f"127.0.0.1:{fleet.port}", control) as remote:
-                    assert (await probe_daemon(remote, timeout_s=PATIENCE_S)).host == "host-1"
-                async with Remote(f"127.0.0.1:{fleet.port}", authority.security("host-2")) as remote:
-                    with pytest.raises(Refused, match="this call is for the parts of the supervisor"):
+                for caller in (control, authority.security("host-2")):
+                    async with Remote(f"127.0.0.1:{fleet.port}", caller) as remote:
+                        assert (await probe_daemon(remote, timeout_s=PATIENCE_S)).host == "host-1"
+                async with Remote(f"127.0.0.1:{fleet.port}", Security(plaintext=True)) as remote:
+                    with pytest.raises(Unreachable):
                         await probe_daemon(remote, timeout_s=PATIENCE_S)
 
     run(work())
@@ -329,16 +244,6 @@ def _say(port: int, *lines: str) -> str:
         while data := connection.recv(65536):
             answer += data
         return answer.decode()
-
-
-@pytest.fixture(scope="module")
-def daemon_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A daemon without a supervisor, with a token for its launchers."""
-    tmp_path = tmp_path_factory.mktemp("daemon")
-    fleet = Fleet(tmp_path)
-    with fleet.daemon() as daemon:
-        daemon.wait_for_line("host daemon of host-1 ready", timeout=PATIENCE_S)
-        yield fleet
 
 
 def test_a_second_launcher_of_the_host_is_refused_and_the_first_one_stays(daemon_alone: Fleet) -> None:

@@ -16,6 +16,7 @@ import supervisor
 from resiliency import daemon_link
 from resiliency.errors import ConfigError
 from resiliency.launch import cli
+from supervisor import settings
 from supervisor.daemon.settings import DaemonSettings
 from supervisor.entry import other_distribution
 from supervisor.settings import Settings
@@ -90,6 +91,16 @@ def test_a_variable_that_cannot_work_is_refused(variable: str, value: str, sente
     assert refused.value.fields["variable"] == variable
 
 
+def test_each_variable_is_among_those_that_are_refused_when_they_cannot_work() -> None:
+    (cases,) = [
+        mark.args[1]
+        for mark in test_a_variable_that_cannot_work_is_refused.pytestmark  # type: ignore[attr-defined]
+        if mark.name == "parametrize"
+    ]
+    read = re.findall(r'env, "([A-Z_]+)"', Path(settings.__file__).read_text())
+    assert {variable for variable, _, _ in cases} == set(read)
+
+
 def test_a_port_for_launchers_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="GCP_HOST_DAEMON_PORT must be a whole number from 1 to 65535, found 'x'"
@@ -129,11 +140,14 @@ def parse(*argv: str, **env: str) -> DaemonSettings:
             "argument --workers_per_host: invalid int value: 'many'.  See --help.",
         ),
         (["--address", "two words"], "--address must be 1 to 200 printable characters, found 'two words'."),
-        (["--watchdogs", "xid"], "--watchdogs is refused: watchdogs are not built yet.  Leave it out."),
-        (["--watchdog_interval_s=5"], "--watchdog_interval_s is refused: watchdogs are not built yet."),
+        (["--watchdogs", "xid", "gpu"], "--watchdogs must be of ecc, nic, xid, found 'gpu'."),
         (
-            ["--watchdog-notification-cooldown-s", "5"],
-            "--watchdog_notification_cooldown_s is refused: watchdogs are not built yet.",
+            ["--watchdog_interval_s=0"],
+            "--watchdog_interval_s must be seconds above 0 and at most a day, found 0.",
+        ),
+        (
+            ["--watchdog-notification-cooldown-s", "nan"],
+            "--watchdog_notification_cooldown_s must be seconds above 0 and at most a day, found nan.",
         ),
         (
             ["--project=p"],
@@ -162,6 +176,16 @@ def test_the_defaults_of_daemon_launcher_and_client_meet(tmp_path: Path) -> None
     assert (settings.port, settings.launcher_port) == (60060, 61000)
     assert cli.parse(["train.py"], {}).host_daemon_port == settings.launcher_port == daemon_link.DEFAULT_PORT
     assert settings.workers_per_host == 8
+
+
+def test_watchdogs_are_named_with_spaces_or_commas_and_there_are_none_by_default(tmp_path: Path) -> None:
+    assert parse(f"--state_dir={tmp_path}").watchdogs.names == ()
+    for words in (["--watchdogs", "xid", "ecc"], ["--watchdogs=xid,ecc,xid"]):
+        assert parse(f"--state_dir={tmp_path}", *words).watchdogs.names == ("xid", "ecc")
+    timed = parse(
+        f"--state_dir={tmp_path}", "--watchdog-interval-s=5", "--watchdog_notification_cooldown_s=7"
+    )
+    assert (timed.watchdogs.interval_s, timed.watchdogs.cooldown_s) == (5.0, 7.0)
 
 
 def test_a_flag_wins_over_its_variable(tmp_path: Path) -> None:

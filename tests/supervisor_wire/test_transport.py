@@ -20,6 +20,7 @@ import pytest
 
 from resiliency.errors import ConfigError
 from resiliency.testing import ManualClock
+from supervisor.detection import HostSight
 from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
 from supervisor.protocol.convert import from_message, to_message
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
@@ -32,38 +33,52 @@ from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Role, Se
 from supervisor.transport.server import serve
 from supervisor.transport.services import (
     SENSOR_CONNECT,
+    Holding,
+    Known,
     Observations,
     Probe,
     actuator_service,
     ask_evidence,
+    ask_known,
+    ask_orchestrator,
+    ask_sights,
     controller_service,
     daemon_service,
     probe_daemon,
+    send_change,
     send_commands,
     send_observations,
     send_outcomes,
+    send_thaw,
     sensor_service,
 )
 from supervisor.values import (
+    MAX_NAME_CHARS,
+    Change,
     Command,
     CommandKind,
     DaemonReport,
+    Evidence,
     HostInfo,
+    LauncherState,
     Outcome,
     OutcomeStatus,
     Progress,
     Silence,
-    Value,
+    WorkerInfo,
     WorkerReport,
+    WorkloadInfo,
 )
 from tests.supervisor_wire.certificates import Authority
+from tests.supervisor_wire.handlers import TestActuator, TestSensor, nothing_known
+from tests.supervisor_wire.listener import Listener
 
 # gRPC keeps an epoll instance and an eventfd for some time after its last channel.
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
 T = TypeVar("T")
 PLAIN = Security(plaintext=True)
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 
 
 def run(work: Awaitable[T]) -> T:
@@ -71,31 +86,6 @@ def run(work: Awaitable[T]) -> T:
         return await asyncio.wait_for(work, PATIENCE_S)
 
     return asyncio.run(bounded())
-
-
-class Listener:
-    """Keeps what a `HostStreams` tells, and wakes who waits for it."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str, Any]] = []
-        self._changed = asyncio.Condition()
-
-    def _add(self, kind: str, host: str, what: Any) -> None:
-        self.told.append((kind, host, what))
-
-    def host_connected(self, host: HostInfo, incarnation: str) -> None:
-        self._add("connected", host.name, incarnation)
-
-    def host_message(self, host: str, value: Value) -> None:
-        self._add("message", host, value)
-
-    def host_lost(self, host: str, incarnation: str) -> None:
-        self._add("lost", host, incarnation)
-
-    async def wait_for(self, kind: str, host: str, *, count: int = 1) -> Any:
-        while len(found := [what for k, h, what in self.told if (k, h) == (kind, host)]) < count:
-            await asyncio.sleep(0.005)
-        return found[count - 1]
 
 
 def host(name: str = "host-1") -> HostInfo:
@@ -128,9 +118,7 @@ async def with_streams(
     listener = Listener()
     streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
     async with (
-        serve(
-            [sensor_service(streams, lambda _: None)], address="127.0.0.1", port=0, security=server
-        ) as port,
+        serve([sensor_service(streams, TestSensor())], address="127.0.0.1", port=0, security=server) as port,
         Remote(f"127.0.0.1:{port}", client) as remote,
     ):
         return await use(streams, listener, remote)
@@ -302,7 +290,7 @@ def test_a_stream_is_made_again_when_the_server_is_back() -> None:
     async def work() -> None:
         listener = Listener()
         streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
-        service = sensor_service(streams, lambda _: None)
+        service = sensor_service(streams, TestSensor())
 
         async def use(stream: ClientStream) -> None:
             await stream.send(hello())
@@ -332,21 +320,42 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
     async def work() -> None:
         seen: list[Observations] = []
         ended: list[Outcome] = []
-        ordered: list[Command] = []
 
-        async def on_observations(one: Observations) -> None:
+        async def on_observations(one: Observations) -> int:
             seen.append(one)
+            return 7
 
         async def on_outcomes(outcomes: tuple[Outcome, ...]) -> None:
             ended.extend(outcomes)
 
-        async def on_commands(commands: tuple[Command, ...]) -> None:
-            ordered.extend(commands)
+        known = [host(f"h{number}") for number in range(3)]
+
+        def page(after: str) -> Known:
+            rest = [one for one in known if one.id > after]
+            jobs = () if after else (WorkloadInfo(workload="job"),)
+            return Known(epoch=7, workloads=jobs, hosts=tuple(rest[:2]), more=len(rest) > 2)
 
         streams = HostStreams(part="actuator", report_period_s=5.0, listener=Listener())
-        services = [controller_service(on_observations, on_outcomes), actuator_service(streams, on_commands)]
-        holding = {"c1": True, "c2": False}
-        services.append(sensor_service(streams, lambda command: holding.get(command.id)))
+        sights = [
+            HostSight(
+                host=one.id,
+                connected=True,
+                age_s=0.5,
+                silent=False,
+                attempt=2,
+                launcher=LauncherState.RUNNING,
+                steps=((0, 12),),
+            )
+            for one in known
+        ]
+        holding = {"c1": Holding(holds=True, attempt=4), "c2": Holding(holds=False)}
+        sensor = TestSensor(holding=holding, seen=sights)
+        actuator = TestActuator(there={"h0": True, "h1": False})
+        services = [
+            controller_service(on_observations, on_outcomes, page),
+            actuator_service(streams, actuator),
+            sensor_service(streams, sensor),
+        ]
         probe = Probe(host="host-1", incarnation="a1", age_s=3.5, report=report(3))
         services.append(daemon_service(lambda: probe))
         many = Observations(hosts=tuple(host(f"h{number}") for number in range(BATCH_ITEMS + 1)))
@@ -358,18 +367,67 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
             serve(services, address="127.0.0.1", port=0, security=PLAIN) as port,
             Remote(f"127.0.0.1:{port}", PLAIN) as remote,
         ):
-            await send_observations(remote, many, deadline_s=PATIENCE_S)
+            assert await send_observations(remote, many, deadline_s=PATIENCE_S) == 7
             await send_observations(remote, few, deadline_s=PATIENCE_S)
             await send_commands(remote, [command], deadline_s=PATIENCE_S)
             await send_outcomes(remote, [outcome], deadline_s=PATIENCE_S)
             assert await probe_daemon(remote, timeout_s=PATIENCE_S) == probe
-            for name, holds in (("c1", True), ("c2", False), ("c3", None)):
+            for name, answer in (*holding.items(), ("c3", Holding(holds=None))):
                 asked = replace(command, id=name)
-                assert await ask_evidence(remote, asked, timeout_s=PATIENCE_S) is holds
+                assert await ask_evidence(remote, asked, timeout_s=PATIENCE_S) == answer
+            for name, there in (("h0", True), ("h1", False), ("h2", None)):
+                assert await ask_orchestrator(remote, name, timeout_s=PATIENCE_S) is there
+            told = await ask_known(remote, timeout_s=PATIENCE_S)
+            assert told == Known(epoch=7, workloads=(WorkloadInfo(workload="job"),), hosts=tuple(known))
+            assert await ask_sights(remote, timeout_s=PATIENCE_S) == sights
+            evidence = Evidence(id="o1", witness="orchestrator")
+            await send_change(remote, "h1", Change.GONE, evidence, deadline_s=PATIENCE_S)
+            await send_thaw(remote, timeout_s=PATIENCE_S)
         assert [len(one.hosts) for one in seen] == [BATCH_ITEMS, 1, 0]
         assert seen[0].hosts + seen[1].hosts == many.hosts
         assert seen[2] == few
-        assert (ordered, ended) == ([command], [outcome])
+        assert (actuator.commands, ended) == ([command], [outcome])
+        assert (sensor.changes, sensor.thawed) == ([("h1", Change.GONE, evidence)], 1)
+
+    run(work())
+
+
+def test_hosts_of_many_workers_with_long_names_go_in_as_many_batches_as_fit_messages() -> None:
+    async def work() -> None:
+        long = "n" * (MAX_NAME_CHARS - 4)
+        workers = tuple(
+            WorkerInfo(id=f"{long}{rank}", local_rank=rank, global_rank=rank) for rank in range(64)
+        )
+        hosts = tuple(
+            replace(host(f"h{number:03}"), workers=workers, workers_per_host=64) for number in range(300)
+        )
+        seen: list[HostInfo] = []
+        batches = 0
+
+        async def on_observations(told: Observations) -> int:
+            nonlocal batches
+            batches += 1
+            seen.extend(told.hosts)
+            return 7
+
+        async def on_outcomes(outcomes: object) -> None:
+            raise AssertionError(outcomes)
+
+        def known(after: str) -> Known:
+            return Known(epoch=7, hosts=tuple(one for one in hosts if one.id > after))
+
+        async with (
+            serve(
+                [controller_service(on_observations, on_outcomes, known)],
+                address="127.0.0.1",
+                port=0,
+                security=PLAIN,
+            ) as port,
+            Remote(f"127.0.0.1:{port}", PLAIN) as remote,
+        ):
+            await send_observations(remote, Observations(hosts=hosts), deadline_s=PATIENCE_S)
+            assert (tuple(seen), batches) == (hosts, 3)
+            assert (await ask_known(remote, timeout_s=PATIENCE_S)).hosts == hosts
 
     run(work())
 
@@ -380,7 +438,12 @@ def test_a_caller_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch
             raise AssertionError
 
         async with (
-            serve([controller_service(accept, accept)], address="127.0.0.1", port=0, security=PLAIN) as port,
+            serve(
+                [controller_service(accept, accept, nothing_known)],
+                address="127.0.0.1",
+                port=0,
+                security=PLAIN,
+            ) as port,
             Remote(f"127.0.0.1:{port}", PLAIN) as remote,
         ):
             monkeypatch.setattr(client, "PROTOCOL_VERSION", 9)
@@ -399,7 +462,12 @@ def test_what_a_handler_raises_is_an_answer_and_not_a_traceback() -> None:
             raise ZeroDivisionError
 
         async with (
-            serve([controller_service(broken, broken)], address="127.0.0.1", port=0, security=PLAIN) as port,
+            serve(
+                [controller_service(broken, broken, nothing_known)],
+                address="127.0.0.1",
+                port=0,
+                security=PLAIN,
+            ) as port,
             Remote(f"127.0.0.1:{port}", PLAIN) as remote,
         ):
             with pytest.raises(Refused, match="an error of its own; its log has it") as refused:
@@ -428,7 +496,9 @@ def test_a_server_that_does_not_answer_costs_the_timeout() -> None:
             await asyncio.Event().wait()
 
         async with (
-            serve([controller_service(hang, hang)], address="127.0.0.1", port=0, security=PLAIN) as port,
+            serve(
+                [controller_service(hang, hang, nothing_known)], address="127.0.0.1", port=0, security=PLAIN
+            ) as port,
             Remote(f"127.0.0.1:{port}", PLAIN) as remote,
         ):
             with pytest.raises(Unreachable, match="DEADLINE_EXCEEDED"):
@@ -470,7 +540,9 @@ async def greet(server: Security, client: Security) -> Role:
         with_role.append(Role.CONTROL)
 
     async with (
-        serve([controller_service(accept, accept)], address="127.0.0.1", port=0, security=server) as port,
+        serve(
+            [controller_service(accept, accept, nothing_known)], address="127.0.0.1", port=0, security=server
+        ) as port,
         Remote(f"127.0.0.1:{port}", client) as remote,
     ):
         try:

@@ -44,7 +44,7 @@ ENDS = {
     "atexit.register(print, 'second')\nsys.exit(5)",
     "has a thread": "import threading\nevent = threading.Event()\n"
     "thread = threading.Thread(target=lambda: (event.wait(), print('thread')))\nthread.start()\n"
-    "threading.Timer(0.05, event.set).start()\nprint('main')",
+    "print('main')\nthreading.Timer(0.05, event.set).start()",
     "leaves what it wrote to the interpreter": "import sys\nsys.stdout.write('no newline')\n"
     "file = open('FILE', 'w')\nfile.write('text')",
     "warns": "import warnings; warnings.warn('careful', stacklevel=1)",

@@ -19,9 +19,9 @@ from resiliency.runtime import RunInfo
 from resiliency.testing import Fault, FaultKind, Phase
 from resiliency.testing.leaks import open_descriptors
 from resiliency.testing.processes import Command
-from resiliency.testing.rank_pool import Outcome, RankFailed, RankPool, fault_point
+from resiliency.testing.rank_pool import RankFailed, RankOutcome, RankPool, fault_point
 
-OK, ERROR, DIED, HUNG = Outcome.OK, Outcome.ERROR, Outcome.DIED, Outcome.HUNG
+OK, ERROR, DIED, HUNG = RankOutcome.OK, RankOutcome.ERROR, RankOutcome.DIED, RankOutcome.HUNG
 
 
 def all_reduce(rank: int, add: int = 0) -> float:
@@ -132,25 +132,26 @@ def test_a_dead_rank_is_reported_its_peer_fails_fast_and_both_serve_again(
     code = exit_code if exit_code > 0 else 1
     fault = Fault(kind=kind, step=3, rank=1, exit_code=code)
     start = time.monotonic()
-    report = rank_pool.run(train, 2, 5, faults=[fault])
+    report = rank_pool.run(train, 2, 5, faults=[fault], timeout=120, operation_timeout=100)
     assert report.outcomes == [ERROR, DIED]
     assert report[1].exit_code == exit_code
     assert "rank 1 died with exit code" in str(report[1])
-    assert time.monotonic() - start < 5, "the peer must not wait for its operation timeout of 10 s"
+    assert time.monotonic() - start < 50, "the peer must not wait for its operation timeout of 100 s"
     assert rank_pool.run(train, 2, 5).values == [5, 5]
 
 
 def test_a_stopped_rank_is_hung_as_soon_as_its_peers_gave_up_on_it(rank_pool: RankPool) -> None:
     fault = Fault(kind=FaultKind.HUNG, step=2, phase=Phase.STEP_STARTED)
     start = time.monotonic()
-    report = rank_pool.run(train, 2, 3, faults=[fault], operation_timeout=0.5, timeout=60)
+    # Long enough for the step before, in which a busy machine stops one of them.
+    report = rank_pool.run(train, 2, 3, faults=[fault], operation_timeout=3, timeout=120)
     assert report.outcomes == [ERROR, HUNG]
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert rank_pool.run(train, 2, 1).values == [1, 1]
 
 
 def test_a_rank_that_does_not_answer_is_hung_at_the_deadline(rank_pool: RankPool) -> None:
-    report = rank_pool.run(wait_for_ever, 2, group=False, timeout=0.2)
+    report = rank_pool.run(wait_for_ever, 2, group=False, timeout=2)
     assert report.outcomes == [OK, HUNG]
     with pytest.raises(RankFailed, match="rank 1 hung: no answer before the deadline"):
         report.values  # noqa: B018
@@ -214,7 +215,7 @@ def test_a_pool_in_a_script_runs_functions_of_the_script(tmp_path: Path) -> None
     with Command([sys.executable, script]) as command:
         assert command.wait(timeout=120) == 0, command.output
         assert command.output == "done\n"
-        command.assert_no_orphans(timeout=5)
+        command.assert_no_orphans(timeout=60)
 
 
 def test_an_interrupted_job_does_not_answer_the_next_one(rank_pool: RankPool) -> None:

@@ -9,7 +9,7 @@ in little more than the time that one would take.
     sender --> a --> b --> c        message 3 to a, while a passes 2 on to b, and b passes 1 on to c
 
 No round waits for ranks that have no part in it.  What a shard looks like on its way, and how its
-bytes are verified, is in `resiliency.checkpoint.recovery.shipping`.
+bytes are verified, is in `resiliency.checkpoint.recovery.transfer`.
 
 A file that is bad or gone changes nothing for anyone but the ranks that wanted it, and these learn of
 it when the exchange is over; what a rank finds bad it passes on as it came, for the next one to judge.
@@ -27,10 +27,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from resiliency.checkpoint.recovery.holdings import Holding
-from resiliency.checkpoint.recovery.planner import Plan
-from resiliency.checkpoint.recovery.shipping import Incoming, Messages, Outgoing
-from resiliency.checkpoint.table import Shard
+from resiliency.checkpoint.locations import ShardLocation
+from resiliency.checkpoint.recovery.planner import RestorePlan
+from resiliency.checkpoint.recovery.transfer import Incoming, Messages, Outgoing
+from resiliency.checkpoint.state.layout import Shard
 from resiliency.errors import PeerError
 
 
@@ -57,7 +57,7 @@ class ExchangeOptions:
 class Chain:
     """One shard, and the ranks that it goes through: from the one that reads it to the last that wants it."""
 
-    holding: Holding
+    location: ShardLocation
     ranks: tuple[int, ...]
 
     def before(self, rank: int) -> int | None:
@@ -70,24 +70,24 @@ class Chain:
         return next((to for by, to in zip(self.ranks, self.ranks[1:], strict=False) if by == rank), None)
 
 
-def rounds(plan: Plan) -> list[list[Chain]]:
+def rounds(plan: RestorePlan) -> list[list[Chain]]:
     """The sends of `plan`, so that in each round a rank reads and sends at most one shard.
 
     Each rank wants one shard only, so it is the readers alone that need more than one round.
     """
-    wanted: dict[tuple[int, Holding], list[int]] = defaultdict(list)
+    wanted: dict[tuple[int, ShardLocation], list[int]] = defaultdict(list)
     for pick in plan.picks:  # by rank: those of one host follow each other, with links inside it
         if pick.sender is not None:
-            wanted[pick.sender, pick.holding].append(pick.rank)
+            wanted[pick.sender, pick.location].append(pick.rank)
     by_sender: dict[int, list[Chain]] = defaultdict(list)
-    for (sender, holding), ranks in wanted.items():
-        by_sender[sender].append(Chain(holding, (sender, *ranks)))
+    for (sender, location), ranks in wanted.items():
+        by_sender[sender].append(Chain(location, (sender, *ranks)))
     most = max(map(len, by_sender.values()), default=0)
     return [[chains[i] for chains in by_sender.values() if i < len(chains)] for i in range(most)]
 
 
 def exchange(
-    plan: Plan,
+    plan: RestorePlan,
     rank: int,
     options: ExchangeOptions | None = None,
     *,
@@ -114,26 +114,26 @@ def exchange(
     options = options or ExchangeOptions()
     carrier = _Carrier(rank, device or _device_of_group())
     received: Incoming | None = None
-    patience = options.stall
+    timeouts = options.stall
     for chains in turns:
         # Each link that a message passes may take its time for it.
         longest = max(len(chain.ranks) - 2 for chain in chains)
-        patience += options.granted(longest * options.message_bytes)
+        timeouts += options.granted(longest * options.message_bytes)
         out = next((chain for chain in chains if chain.ranks[0] == rank), None)
         into = next((chain for chain in chains if chain.before(rank) is not None), None)
         with contextlib.ExitStack() as ends:
             outgoing = incoming = onward = None
             if out is not None:
-                outgoing = Outgoing(out.holding, out.ranks[1], options.message_bytes)
+                outgoing = Outgoing(out.location, out.ranks[1], options.message_bytes)
                 ends.callback(outgoing.close)
             if into is not None:
                 source, onward = into.before(rank), into.after(rank)
                 assert source is not None
-                received = incoming = Incoming(into.holding, source, options.message_bytes)
+                received = incoming = Incoming(into.location, source, options.message_bytes)
                 ends.callback(incoming.close)
-            carrier.run(outgoing, incoming, onward, patience)
+            carrier.run(outgoing, incoming, onward, timeouts)
         # In later rounds a peer, or the peer of a peer, may first have to finish this one with others.
-        patience += options.granted(max(chain.holding.size_bytes for chain in chains))
+        timeouts += options.granted(max(chain.location.size_bytes for chain in chains))
     return None if received is None else received.shard()
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of a job that starts want, and which shards are left: looked at once, agreed by all.
 
-Listing reads headers, manifests and indexes, and no data: a shard that is listed may turn out bad or
-gone when it is read, and whoever reads it verifies it.  One that shows its damage without being read
-(no index, a file that is missing or cut, a marker) is not listed.
+Listing reads headers, manifests and the indexes of this host, and no data: a shard that is listed may turn
+out bad or gone when it is read, and whoever reads it verifies it.  One that shows its damage without being
+read (a marker, no manifest; on the disk of a host also no index, a file missing or cut) is not listed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.arena import peek, ranks_in
-from resiliency.checkpoint.catalog import SET_ASIDE, Condition, inspect, list_steps, steps_in
-from resiliency.checkpoint.dcp_format import DcpFormat
-from resiliency.checkpoint.local_format import LocalFormat
-from resiliency.checkpoint.marker import step_directory
-from resiliency.checkpoint.megatron_format import MegatronFormat
-from resiliency.checkpoint.reader import CheckpointReader
-from resiliency.checkpoint.recovery.holdings import Holding, Need, Place, decode, encode
+from resiliency.checkpoint.capture.arena import peek, ranks_in
+from resiliency.checkpoint.format.catalog import QUARANTINED, Condition, glance, inspect, list_steps, steps_in
+from resiliency.checkpoint.format.dcp import DcpFormat
+from resiliency.checkpoint.format.local import LocalFormat
+from resiliency.checkpoint.format.marker import step_directory
+from resiliency.checkpoint.format.megatron import MegatronFormat
+from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.locations import Place, ShardLocation, ShardRequest, decode, encode
+from resiliency.checkpoint.names import save_id_of
+from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.listing import likely_steps, pack, split, unpack
 from resiliency.checkpoint.recovery.sources import Source, Tier, nearest_on_hosts, sources_of
-from resiliency.checkpoint.save_id import save_id_of
-from resiliency.checkpoint.shard_file import check_size, verify_file
-from resiliency.checkpoint.storage import LocalStorage, Storage, write_file
+from resiliency.checkpoint.storage.chunked_file import check_size, verify_file
+from resiliency.checkpoint.storage.interface import Storage, write_file
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError, CheckpointIncomplete, ConfigError, ResiliencyError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _RESTORABLE = frozenset({DcpFormat.name, LocalFormat.name, MegatronFormat.name})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
+class FoundSave:
     """A checkpoint on storage that all hosts see: the shards of all the ranks that saved it."""
 
     step: int
@@ -49,9 +50,9 @@ class Save:
     world_size: int
     size_bytes: int
 
-    def holdings(self) -> list[Holding]:
+    def locations(self) -> list[ShardLocation]:
         return [
-            Holding(
+            ShardLocation(
                 step=self.step, save_id=self.save_id, run_id=self.run_id, rank=rank,
                 world_size=self.world_size, host="", place=Place.PERSISTENT,
                 size_bytes=self.size_bytes // self.world_size,
@@ -79,21 +80,26 @@ class Inventory:
     """
 
     def __init__(
-        self, agreement: Agreement, storage: Storage | None, needs: tuple[Need, ...], *, interchangeable: bool
+        self,
+        rank_group: RankGroup,
+        storage: Storage | None,
+        needs: tuple[ShardRequest, ...],
+        *,
+        interchangeable: bool,
     ) -> None:
-        self._agreement = agreement
+        self._rank_group = rank_group
         self._storage = storage
         self._interchangeable = interchangeable
         self.needs = needs
-        self.holdings: tuple[Holding, ...] = ()
-        self.saves: tuple[Save, ...] = ()
-        self.bad: set[Holding] = set()
+        self.locations: tuple[ShardLocation, ...] = ()
+        self.saves: tuple[FoundSave, ...] = ()
+        self.bad: set[ShardLocation] = set()
         self.stored: tuple[int, ...] = ()
         self.name = ""
         self._listed: frozenset[int] = frozenset()
         self._unseen: list[int] = []
         #: What this host holds and did not list, and the steps of all that hosts did not.
-        self._rest: list[Holding] = []
+        self._rest: list[ShardLocation] = []
         self._rest_steps: frozenset[int] = frozenset()
 
     def sources(self) -> list[Source]:
@@ -104,10 +110,10 @@ class Inventory:
         self.list_rest()
         if self._unseen:
             self._look_into(self._unseen, all_of_them=True)
-        good = [holding for holding in self.holdings if holding not in self.bad]
-        stored = {holding.save_id for holding in good if holding.place is Place.PERSISTENT}
+        good = [location for location in self.locations if location not in self.bad]
+        stored = {location.save_id for location in good if location.place is Place.PERSISTENT}
         saves = [
-            Source(step=save.step, tier=Tier.DISK, save_id=save.save_id, run_id=save.run_id)
+            Source(step=save.step, tier=Tier.PERSISTENT, save_id=save.save_id, run_id=save.run_id)
             for save in self.saves
             if save.save_id in stored
         ]
@@ -116,7 +122,7 @@ class Inventory:
     @cached_property
     def on_hosts(self) -> dict[int, Tier]:
         """Steps that the hosts held between them, newest first, and the nearest place of each."""
-        return nearest_on_hosts(self.needs, self.holdings, self.bad)
+        return nearest_on_hosts(self.needs, self.locations, self.bad)
 
     def first_on(self, host: str) -> int:
         """The rank that acts for `host`."""
@@ -148,9 +154,9 @@ class Inventory:
         wanted = self._rest_steps if steps is None else self._rest_steps.intersection(steps)
         if not wanted:
             return False
-        mine = encode(holding for holding in self._rest if holding.step in wanted)
+        mine = encode(location for location in self._rest if location.step in wanted)
         self._rest_steps -= wanted
-        self._hold(holding for encoded in self._agreement.gather(mine) for holding in decode(encoded))
+        self._hold(location for encoded in self._rank_group.gather(mine) for location in decode(encoded))
         self.__dict__.pop("on_hosts", None)  # looked at before
         return True
 
@@ -158,31 +164,37 @@ class Inventory:
         """Have rank 0 look, and tell all what it found."""
         error: ResiliencyError | None = None
         looked = _Looked()
-        if self._agreement.rank == 0 and self._storage is not None:
+        if self._rank_group.rank == 0 and self._storage is not None:
             try:
-                looked = _look_for_saves(self._storage, steps, all_of_them=all_of_them)
+                looked = _look_for_saves(
+                    self._storage, steps, all_of_them=all_of_them, world_size=self._wanted_size
+                )
             except CheckpointError as failure:
                 error = failure
-        self._agreement.check(error, "looking into checkpoints")
-        self._add(self._agreement.gather(looked)[0])
+        self._rank_group.check(error, "looking into checkpoints")
+        self._add(self._rank_group.gather(looked)[0])
+
+    @property
+    def _wanted_size(self) -> int | None:
+        return None if self._interchangeable else len(self.needs)
 
     def _add(self, looked: _Looked) -> None:
         self.saves += tuple(looked.saves)
         self._unseen = [step for step in self._unseen if step not in looked.steps]
-        self._hold(holding for save in looked.saves for holding in save.holdings())
+        self._hold(location for save in looked.saves for location in save.locations())
 
-    def _hold(self, found: Iterable[Holding]) -> None:
+    def _hold(self, found: Iterable[ShardLocation]) -> None:
         if self._interchangeable:
             # As if as many ranks had saved as want it now: a rank then prefers the shard of its own number,
             # which holds what is not the same on all ranks.
-            found = (replace(holding, group=_EVERYONE, world_size=len(self.needs)) for holding in found)
-        self.holdings = tuple(dict.fromkeys((*self.holdings, *found)))
+            found = (replace(location, group=_EVERYONE, world_size=len(self.needs)) for location in found)
+        self.locations = tuple(dict.fromkeys((*self.locations, *found)))
 
     def _begin(
         self,
         stored: _Stored,
-        held: Iterable[Holding],
-        rest: list[Holding],
+        held: Iterable[ShardLocation],
+        rest: list[ShardLocation],
         unlisted: Collection[Mapping[str, Sequence[int]]],
     ) -> None:
         self.name, self.stored = stored.name, stored.unmarked
@@ -194,7 +206,7 @@ class Inventory:
             step for by_source in unlisted for steps in by_source.values() for step in steps
         )
         if self._rest_steps:
-            self.list_rest(likely_steps(self.holdings, unlisted))
+            self.list_rest(likely_steps(self.locations, unlisted))
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,7 @@ class _Looked:
     """Steps that were looked into, and the checkpoints that were found there."""
 
     steps: tuple[int, ...] = ()
-    saves: tuple[Save, ...] = ()
+    saves: tuple[FoundSave, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -216,12 +228,12 @@ class _Stored:
 
 
 def take_inventory(
-    agreement: Agreement,
+    rank_group: RankGroup,
     *,
     host: str,
     group: str,
     interchangeable: bool,
-    list_here: Callable[[bool], list[Holding]],
+    list_here: Callable[[bool], list[ShardLocation]],
     storage: Storage | None,
 ) -> Inventory:
     """Learn what all ranks want and all hosts hold; collective.
@@ -235,27 +247,29 @@ def take_inventory(
     Raises:
         CheckpointError, PeerError: rank 0 could not list `storage`.
     """
-    world_size = agreement.world_size
-    everyone = agreement.gather((host, group))
+    world_size = rank_group.world_size
+    everyone = rank_group.gather((host, group))
     needs = tuple(
-        Need(rank=rank, host=host, world_size=world_size, group=_EVERYONE if interchangeable else group)
+        ShardRequest(
+            rank=rank, host=host, world_size=world_size, group=_EVERYONE if interchangeable else group
+        )
         for rank, (host, group) in enumerate(everyone)
     )
-    inventory = Inventory(agreement, storage, needs, interchangeable=interchangeable)
+    inventory = Inventory(rank_group, storage, needs, interchangeable=interchangeable)
     error: ResiliencyError | None = None
     stored = None
-    if agreement.rank == 0:
+    if rank_group.rank == 0:
         try:
-            stored = _list_stored(storage)
+            stored = _list_stored(storage, None if interchangeable else world_size)
         except CheckpointError as failure:
             error = failure
-    agreement.check(error, "listing checkpoints")
-    is_first = agreement.rank == inventory.first_on(host)
+    rank_group.check(error, "listing checkpoints")
+    is_first = rank_group.rank == inventory.first_on(host)
     newest, rest = split(list_here(is_first))
-    gathered = agreement.gather((encode(newest), pack(rest), stored))
+    gathered = rank_group.gather((encode(newest), pack(rest), stored))
     of_storage = gathered[0][2]
     assert of_storage is not None  # rank 0's
-    held = [holding for encoded, _, _ in gathered for holding in decode(encoded)]
+    held = [location for encoded, _, _ in gathered for location in decode(encoded)]
     inventory._begin(of_storage, held, rest, [unpack(packed) for _, packed, _ in gathered if packed])
     return inventory
 
@@ -264,21 +278,24 @@ def take_inventory(
 _EVERYONE = "replicated"
 
 
-def _list_stored(storage: Storage | None) -> _Stored:
+def _list_stored(storage: Storage | None, world_size: int | None) -> _Stored:
     name = secrets.token_hex(8)
     if storage is None:
         return _Stored(name)
     marked_too, unmarked = (steps[::-1] for steps in list_steps(storage))
     # The newest is always needed: its run is the one that goes on.
-    return _Stored(name, tuple(marked_too), tuple(unmarked), _look_for_saves(storage, marked_too))
+    looked = _look_for_saves(storage, marked_too, world_size=world_size)
+    return _Stored(name, tuple(marked_too), tuple(unmarked), looked)
 
 
-def _look_for_saves(storage: Storage, steps: Sequence[int], *, all_of_them: bool = False) -> _Looked:
-    """Look into `steps` in this order, until one can be restored."""
+def _look_for_saves(
+    storage: Storage, steps: Sequence[int], *, world_size: int | None, all_of_them: bool = False
+) -> _Looked:
+    """Look into `steps` in this order, until there is one; see `find_save`."""
     looked, saves = [], []
     for step in steps:
         looked.append(step)
-        save = find_save(storage, step)
+        save = find_save(storage, step, world_size=world_size)
         if save is not None:
             saves.append(save)
             if not all_of_them:
@@ -286,10 +303,10 @@ def _look_for_saves(storage: Storage, steps: Sequence[int], *, all_of_them: bool
     return _Looked(tuple(looked), tuple(saves))
 
 
-def list_memory(directory: Path, host: str, ranks: Iterable[int] | None = None) -> list[Holding]:
+def list_memory(directory: Path, host: str, ranks: Iterable[int] | None = None) -> list[ShardLocation]:
     """Captures in the arena `directory`: of `ranks`, by default of all that have slots there."""
     return [
-        Holding(
+        ShardLocation(
             step=header.step, save_id=save_id_of(header.run_id, header.step), run_id="", rank=rank,
             world_size=header.world_size, host=host, place=Place.MEMORY,
             size_bytes=header.tensor_bytes, group=header.group,
@@ -299,7 +316,7 @@ def list_memory(directory: Path, host: str, ranks: Iterable[int] | None = None) 
     ]  # fmt: skip
 
 
-def list_local(local: Path, host: str) -> list[Holding]:
+def list_local(local: Path, host: str) -> list[ShardLocation]:
     """Shards on this host's disk: its own checkpoints, and its copies of other hosts' ones."""
     found = _list_root(local, host, Place.LOCAL)
     for owner in _names(LocalStorage(local), REPLICAS):
@@ -307,31 +324,44 @@ def list_local(local: Path, host: str) -> list[Holding]:
     return found
 
 
-def find_save(storage: Storage, step: int) -> Save | None:
-    """A complete checkpoint that holds what was captured; of any other it logs why it is none.
+def find_save(storage: Storage, step: int, *, world_size: int | None = None) -> FoundSave | None:
+    """A committed checkpoint that holds what was captured; of any other it logs why it is none.
 
+    Few operations, however many ranks there are, for one rank does this while all others wait.  A file of it
+    that is missing or damaged is found by the ranks that want it.  One that another number of ranks saved is
+    wanted by none, and the job is refused for it, so that is inspected: a damaged one refuses nobody.
+
+    Args:
+        world_size: ranks of the job; None: it takes the checkpoints of any number.
     Raises:
         CheckpointCorrupt: the storage cannot be read.
     """
-    found = inspect(storage, step)
+    found = glance(storage, step)
     manifest = found.manifest
+    if (
+        manifest is not None
+        and manifest.format in _RESTORABLE
+        and world_size not in (None, manifest.world_size)
+    ):
+        found = inspect(storage, step)
+        manifest = found.manifest
     if found.condition is Condition.BAD:
-        logger.warning("passing over %s: %s", found.path, found.why)
+        logger.warning("skipping %s: %s", found.path, found.why)
     elif found.condition is Condition.STOCK:  # good, but for other readers
         logger.warning(
-            "passing over %s: another program wrote it (%s); load it with that, such as"
+            "skipping %s: another program wrote it (%s); load it with that, such as"
             " torch.distributed.checkpoint.load",
             found.path,
             found.why,
         )
     elif manifest is not None and manifest.format not in _RESTORABLE:
         logger.warning(
-            "passing over %s: it has format %r; load it with torch.distributed.checkpoint.load",
+            "skipping %s: it has format %r; load it with torch.distributed.checkpoint.load",
             found.path,
             manifest.format,
         )
     elif manifest is not None:
-        return Save(
+        return FoundSave(
             step=found.step,
             save_id=manifest.save_id,
             run_id=manifest.run_id,
@@ -341,86 +371,93 @@ def find_save(storage: Storage, step: int) -> Save | None:
     return None
 
 
-def open_holding(holding: Holding) -> CheckpointReader:
-    """The checkpoint on this host's disk that `holding` is a part of.
+def open_location(location: ShardLocation) -> CheckpointReader:
+    """The checkpoint on this host's disk that `location` is a part of.
 
     Raises:
         CheckpointIncomplete: it is gone, or another one took its place.
         CheckpointCorrupt: its manifest is not what was written.
     """
-    reader = CheckpointReader(LocalStorage(holding.root), holding.step)
-    if reader.manifest.ranks.get(holding.rank) != holding.digest:
+    reader = CheckpointReader(LocalStorage(location.root), location.step)
+    if reader.manifest.ranks.get(location.rank) != location.digest:
         raise CheckpointIncomplete(
-            f"{reader.path} is not the save {holding.save_id} any more.",
+            f"{reader.path} is not the save {location.save_id} any more.",
             hint="It was replaced since the ranks agreed on what to restore.",
-            rank=holding.rank,
+            rank=location.rank,
             path=reader.path,
         )
     return reader
 
 
-def try_set_aside(holding: Holding, why: str) -> None:
+def quarantine_location(location: ShardLocation, why: str) -> None:
     """Have a shard on this host's disk listed no more, if it is as bad as somebody found.
 
     It is read again, for the fault may be theirs: a new host with bad memory must not cost the job the
     good copies that all others hold.  Only the shard goes, not its checkpoint, whose others may be all
     that is left.
     """
-    storage = LocalStorage(holding.root)
-    directory = step_directory(holding.step)
+    storage = LocalStorage(location.root)
+    directory = step_directory(location.step)
     try:
-        for record in open_holding(holding).index(holding.rank).files:
+        index = open_location(location).index(location.rank)
+        index.check()
+        for record in index.files:
             verify_file(storage, record.inside(directory))
     except CheckpointError as error:
-        logger.error("the shard of rank %d in %s is bad: %s", holding.rank, holding.root, error)
+        logger.error("the shard of rank %d in %s is bad: %s", location.rank, location.root, error)
+    except Exception as error:  # all ranks wait for this one
+        logger.warning(
+            "the shard of rank %d in %s was not read again: %r", location.rank, location.root, error
+        )
+        return
     else:
         logger.warning("another host found a shard bad that is good here: is its memory?  It says: %s", why)
         return
     try:
-        write_file(storage, _set_aside(directory, holding.rank), why.encode())
+        write_file(storage, _quarantine_name(directory, location.rank), why.encode())
         storage.sync_dir(directory)
     except CheckpointError as error:  # then it is found bad again
         logger.warning("%s", error)
 
 
-def _set_aside(directory: str, rank: int) -> str:
-    return f"{directory}/rank={rank}{SET_ASIDE}"
+def _quarantine_name(directory: str, rank: int) -> str:
+    return f"{directory}/rank={rank}{QUARANTINED}"
 
 
-def _list_root(root: Path, host: str, place: Place) -> list[Holding]:
+def _list_root(root: Path, host: str, place: Place) -> list[ShardLocation]:
     storage = LocalStorage(root)
     try:
         steps = steps_in(storage)
     except CheckpointError as error:  # a disk that fails takes its shards with it, not the job
-        logger.warning("passing over %s: %s", root, error)
+        logger.warning("skipping %s: %s", root, error)
         return []
-    return [holding for step in steps for holding in _list_step(storage, step, host, place)]
+    return [location for step in steps for location in _list_step(storage, step, host, place)]
 
 
-def _list_step(storage: LocalStorage, step: int, host: str, place: Place) -> Sequence[Holding]:
+def _list_step(storage: LocalStorage, step: int, host: str, place: Place) -> Sequence[ShardLocation]:
     try:
         reader = CheckpointReader(storage, step)
     except (CheckpointError, ConfigError) as error:
-        logger.info("passing over %s: %s", storage.describe(step_directory(step)), error)
+        logger.info("skipping %s: %s", storage.describe(step_directory(step)), error)
         return ()
     manifest = reader.manifest
     if manifest.format != LocalFormat.name:
-        logger.warning("passing over %s: it has format %r", reader.path, manifest.format)
+        logger.warning("skipping %s: it has format %r", reader.path, manifest.format)
         return ()
     found = []
     for rank, digest in manifest.ranks.items():
         try:
-            if storage.exists(_set_aside(step_directory(step), rank)):
-                logger.info("passing over the shard of rank %d in %s: it was found bad", rank, reader.path)
+            if storage.exists(_quarantine_name(step_directory(step), rank)):
+                logger.info("skipping the shard of rank %d in %s: it was found bad", rank, reader.path)
                 continue
             index = reader.index(rank)
             for record in index.files:
                 check_size(storage, record.inside(step_directory(step)))
         except (CheckpointError, ConfigError) as error:
-            logger.warning("passing over the shard of rank %d in %s: %s", rank, reader.path, error)
+            logger.warning("skipping the shard of rank %d in %s: %s", rank, reader.path, error)
             continue
         found.append(
-            Holding(
+            ShardLocation(
                 step=step, save_id=manifest.save_id, run_id=manifest.run_id, rank=rank,
                 world_size=manifest.world_size, host=host, place=place, root=str(storage.root),
                 digest=digest, size_bytes=index.size_bytes, group=index.group,
@@ -433,5 +470,5 @@ def _names(storage: Storage, name: str) -> list[str]:
     try:
         return storage.list(name)
     except CheckpointError as error:
-        logger.warning("passing over %s: %s", storage.describe(name), error)
+        logger.warning("skipping %s: %s", storage.describe(name), error)
         return []

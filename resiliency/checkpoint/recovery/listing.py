@@ -13,26 +13,26 @@ import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from resiliency.checkpoint.recovery.holdings import Holding
+from resiliency.checkpoint.locations import ShardLocation
 
 #: Steps of one host that are listed at once; more than its tiers keep, as a rule.
 NEWEST = 16
 
 
-def split(holdings: Sequence[Holding]) -> tuple[list[Holding], list[Holding]]:
+def split(locations: Sequence[ShardLocation]) -> tuple[list[ShardLocation], list[ShardLocation]]:
     """Those of the newest steps, and the rest."""
-    newest = set(sorted({holding.step for holding in holdings})[-NEWEST:])
+    newest = set(sorted({location.step for location in locations})[-NEWEST:])
     return (
-        [holding for holding in holdings if holding.step in newest],
-        [holding for holding in holdings if holding.step not in newest],
+        [location for location in locations if location.step in newest],
+        [location for location in locations if location.step not in newest],
     )
 
 
-def pack(holdings: Iterable[Holding]) -> bytes:
+def pack(locations: Iterable[ShardLocation]) -> bytes:
     """Which steps there are of each host that saved; some bytes for hundreds."""
     steps: dict[str, set[int]] = defaultdict(set)
-    for holding in holdings:
-        steps[_source_of(holding)].add(holding.step)
+    for location in locations:
+        steps[_source_of(location)].add(location.step)
     if not steps:
         return b""
     return zlib.compress(json.dumps({source: sorted(found) for source, found in steps.items()}).encode())
@@ -43,7 +43,9 @@ def unpack(packed: bytes) -> dict[str, list[int]]:
     return json.loads(zlib.decompress(packed)) if packed else {}
 
 
-def likely_steps(listed: Iterable[Holding], others: Collection[Mapping[str, Sequence[int]]]) -> set[int]:
+def likely_steps(
+    listed: Iterable[ShardLocation], others: Collection[Mapping[str, Sequence[int]]]
+) -> set[int]:
     """Of all steps those to be listed in full first; the same for the same arguments.
 
     Args:
@@ -51,8 +53,8 @@ def likely_steps(listed: Iterable[Holding], others: Collection[Mapping[str, Sequ
         others: what all hosts have besides, as `unpack` gives it.
     """
     sources: dict[int, set[str]] = defaultdict(set)
-    for holding in listed:
-        sources[holding.step].add(_source_of(holding))
+    for location in listed:
+        sources[location.step].add(_source_of(location))
     for by_source in others:
         for source, steps in by_source.items():
             for step in steps:
@@ -62,5 +64,5 @@ def likely_steps(listed: Iterable[Holding], others: Collection[Mapping[str, Sequ
     return {*sorted(sources)[-NEWEST:], *widest[-NEWEST:]}
 
 
-def _source_of(holding: Holding) -> str:
-    return holding.owner or holding.host
+def _source_of(location: ShardLocation) -> str:
+    return location.owner or location.host

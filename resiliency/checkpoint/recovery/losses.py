@@ -10,20 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from resiliency.checkpoint.agreement import Agreement
-from resiliency.checkpoint.catalog import list_damaged
+from resiliency.checkpoint.format.catalog import list_damaged
+from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.inventory import REPLICAS
-from resiliency.checkpoint.storage import LocalStorage, Storage
+from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointCorrupt, CheckpointError
 
 #: For errors after which a person has to decide.
-BEGIN_ANEW = "Mend what the log names, or name other directories to begin anew on purpose."
+BEGIN_ANEW = "Mend what the log names, or name other directories to start from scratch on purpose."
 #: Of many lost checkpoints the message names as many.
 _NAMED = 3
 
 
 def refuse_what_was_lost(
-    agreement: Agreement, seen_by_all: Sequence[Storage], local: Path | None = None
+    rank_group: RankGroup, seen_by_all: Sequence[Storage], local: Path | None = None
 ) -> None:
     """Return only where nothing was lost: no checkpoint is damaged, nor was found so by an earlier start.
 
@@ -35,12 +36,12 @@ def refuse_what_was_lost(
     Raises:
         CheckpointCorrupt: on all ranks; names what was lost.
     """
-    lines = _damaged_in(seen_by_all) if agreement.rank == 0 else []
+    lines = _damaged_in(seen_by_all) if rank_group.rank == 0 else []
     if local is not None:
         own = LocalStorage(local)
         lines += _damaged_in([own, *_replicas(own)])
     # The ranks of a host find the same.
-    lost = sorted({line for found in agreement.gather(lines) for line in found})
+    lost = sorted({line for found in rank_group.gather(lines) for line in found})
     if lost:
         more = f"; and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
         raise CheckpointCorrupt(

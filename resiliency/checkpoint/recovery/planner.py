@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from resiliency.checkpoint.recovery.holdings import Holding, Need, Place
+from resiliency.checkpoint.locations import Place, ShardLocation, ShardRequest
 
 _QUICKNESS = {place: number for number, place in enumerate(Place)}
 #: How many saves `explain_loss` tells about.
@@ -25,22 +25,22 @@ _EXPLAINED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class Assignment:
     """What one rank takes.
 
     Args:
         rank: of the job that starts.
-        sender: rank of that job on `holding.host` that reads the shard and sends it; None: the rank reads
+        sender: rank of that job on `location.host` that reads the shard and sends it; None: the rank reads
             it by itself, as its own host or all hosts can.
     """
 
     rank: int
-    holding: Holding
+    location: ShardLocation
     sender: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RestorePlan:
     """One save and where each rank takes its shard from.
 
     Args:
@@ -52,7 +52,7 @@ class Plan:
     step: int
     save_id: str
     run_id: str
-    picks: tuple[Pick, ...]
+    picks: tuple[Assignment, ...]
     moved_bytes: int
 
 
@@ -72,12 +72,12 @@ class Loss:
 
 
 def plans(
-    needs: Sequence[Need],
-    holdings: Iterable[Holding],
+    needs: Sequence[ShardRequest],
+    locations: Iterable[ShardLocation],
     *,
-    bad: Collection[Holding] = (),
+    bad: Collection[ShardLocation] = (),
     step: int | None = None,
-) -> list[Plan]:
+) -> list[RestorePlan]:
     """All saves that every rank can go on from, newest step first.
 
     Of several saves of one step the first is that which reads least from shared storage, then that which
@@ -88,20 +88,20 @@ def plans(
         bad: holdings that turned out to be damaged or gone.
         step: only this one.
     """
-    return list(each_plan(needs, holdings, bad=bad, step=step))
+    return list(each_plan(needs, locations, bad=bad, step=step))
 
 
 def each_plan(
-    needs: Sequence[Need],
-    holdings: Iterable[Holding],
+    needs: Sequence[ShardRequest],
+    locations: Iterable[ShardLocation],
     *,
-    bad: Collection[Holding] = (),
+    bad: Collection[ShardLocation] = (),
     step: int | None = None,
-) -> Iterator[Plan]:
+) -> Iterator[RestorePlan]:
     """`plans`, each made when it is asked for: mostly the first is all that is needed."""
     ordered = _ordered(needs)
     ranks_on = _ranks_on(ordered)
-    saves = _by_save(holdings, bad, step)
+    saves = _by_save(locations, bad, step)
     for _, same_step in sorted(saves.items(), reverse=True):
         found = []
         for save_id, shards in sorted(same_step.items(), reverse=True):
@@ -112,15 +112,15 @@ def each_plan(
 
 
 def losses(
-    needs: Sequence[Need], holdings: Iterable[Holding], *, bad: Collection[Holding] = ()
+    needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], *, bad: Collection[ShardLocation] = ()
 ) -> list[Loss]:
     """What is missing of each save that is not whole, newest first."""
     ordered = _ordered(needs)
     ranks_on = _ranks_on(ordered)
     found = []
-    for step, same_step in sorted(_by_save(holdings, bad, None).items(), reverse=True):
-        for save_id, holding in sorted(same_step.items(), reverse=True):
-            shards = _Shards(holding, ranks_on)
+    for step, same_step in sorted(_by_save(locations, bad, None).items(), reverse=True):
+        for save_id, location in sorted(same_step.items(), reverse=True):
+            shards = _Shards(location, ranks_on)
             lost = [(need.rank, shards.why_not(need)) for need in ordered if not shards.has(need)]
             if lost:
                 ranks, why = zip(*lost, strict=True)
@@ -128,9 +128,11 @@ def losses(
     return found
 
 
-def explain_loss(needs: Sequence[Need], holdings: Iterable[Holding], *, bad: Collection[Holding] = ()) -> str:
+def explain_loss(
+    needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], *, bad: Collection[ShardLocation] = ()
+) -> str:
     """For people: the newest saves that are not whole, and exactly which shards are lost, with the reason."""
-    found = losses(needs, holdings, bad=bad)
+    found = losses(needs, locations, bad=bad)
     if not found:
         return "no save that was found lacks a shard."
     lines = []
@@ -145,13 +147,13 @@ def explain_loss(needs: Sequence[Need], holdings: Iterable[Holding], *, bad: Col
     return "\n".join(lines)
 
 
-def _ordered(needs: Sequence[Need]) -> list[Need]:
+def _ordered(needs: Sequence[ShardRequest]) -> list[ShardRequest]:
     ordered = sorted(needs, key=lambda need: need.rank)
     assert len({need.rank for need in ordered}) == len(ordered), "two needs of one rank"
     return ordered
 
 
-def _ranks_on(needs: Iterable[Need]) -> dict[str, list[int]]:
+def _ranks_on(needs: Iterable[ShardRequest]) -> dict[str, list[int]]:
     ranks_on: dict[str, list[int]] = defaultdict(list)
     for need in needs:
         ranks_on[need.host].append(need.rank)
@@ -159,85 +161,92 @@ def _ranks_on(needs: Iterable[Need]) -> dict[str, list[int]]:
 
 
 def _by_save(
-    holdings: Iterable[Holding], bad: Collection[Holding], step: int | None
-) -> dict[int, dict[str, list[Holding]]]:
+    locations: Iterable[ShardLocation], bad: Collection[ShardLocation], step: int | None
+) -> dict[int, dict[str, list[ShardLocation]]]:
     """Step -> save -> holdings."""
     excluded = frozenset(bad)
-    saves: dict[int, dict[str, list[Holding]]] = defaultdict(lambda: defaultdict(list))
-    for holding in holdings:
-        if step in (None, holding.step) and not (excluded and holding in excluded):
-            saves[holding.step][holding.save_id].append(holding)
+    saves: dict[int, dict[str, list[ShardLocation]]] = defaultdict(lambda: defaultdict(list))
+    for location in locations:
+        if step in (None, location.step) and not (excluded and location in excluded):
+            saves[location.step][location.save_id].append(location)
     return saves
 
 
-class _Lot:
+class _Candidates:
     """Shards of one save, each as good as the others; by the host that can read them."""
 
     __slots__ = ("far", "near", "queue", "senders", "stored")
 
-    def __init__(self, holdings: list[Holding], ranks_on: Collection[str]) -> None:
-        self.near: dict[str, Holding] = {}
-        self.far: dict[str, Holding] = {}
-        self.stored: dict[str, Holding] = {}
-        for holding in sorted(holdings, key=_preference) if len(holdings) > 1 else holdings:
-            host = holding.host
-            if holding.place is Place.PERSISTENT:
-                self.stored.setdefault(host, holding)
+    def __init__(self, locations: list[ShardLocation], ranks_on: Collection[str]) -> None:
+        self.near: dict[str, ShardLocation] = {}
+        self.far: dict[str, ShardLocation] = {}
+        self.stored: dict[str, ShardLocation] = {}
+        for location in sorted(locations, key=_preference) if len(locations) > 1 else locations:
+            host = location.host
+            if location.place is Place.PERSISTENT:
+                self.stored.setdefault(host, location)
                 continue
-            self.near.setdefault(host, holding)
-            if holding.place is not Place.MEMORY and host in ranks_on:
-                self.far.setdefault(host, holding)
+            self.near.setdefault(host, location)
+            if location.place is not Place.MEMORY and host in ranks_on:
+                self.far.setdefault(host, location)
         self.queue: list[tuple[int, str]] = []
         #: By host that wants it, the one that sends there.
         self.senders: dict[str, str] = {}
 
-    def read_on(self, host: str) -> Holding | None:
+    def read_on(self, host: str) -> ShardLocation | None:
         return self.near.get(host) or self.near.get("")
 
-    def stored_for(self, host: str) -> Holding | None:
+    def stored_for(self, host: str) -> ShardLocation | None:
         return self.stored.get("") or self.stored.get(host)
 
 
 class _Shards:
     """All holdings of one save."""
 
-    def __init__(self, holdings: Iterable[Holding], ranks_on: Collection[str]) -> None:
+    def __init__(self, locations: Iterable[ShardLocation], ranks_on: Collection[str]) -> None:
         self._ranks_on = ranks_on
-        own: dict[tuple[int, int], list[Holding]] = defaultdict(list)
-        mates: dict[str, list[Holding]] = defaultdict(list)
+        own: dict[tuple[int, int], list[ShardLocation]] = defaultdict(list)
+        mates: dict[str, list[ShardLocation]] = defaultdict(list)
         self._worlds: set[int] = set()
         run_ids = set()
-        for holding in holdings:
-            own[holding.rank, holding.world_size].append(holding)
-            self._worlds.add(holding.world_size)
-            run_ids.add((holding.place is Place.MEMORY, holding.run_id))
-            if holding.group:
-                mates[holding.group].append(holding)
-            self.step = holding.step
+        for location in locations:
+            own[location.rank, location.world_size].append(location)
+            self._worlds.add(location.world_size)
+            run_ids.add((location.place is Place.MEMORY, location.run_id))
+            if location.group:
+                mates[location.group].append(location)
+            self.step = location.step
         self._own = own
         self._mates = mates
-        self._lots: dict[str, _Lot] = {}  # of groups, which many ranks look at
+        self._candidate_sets: dict[str, _Candidates] = {}  # of groups, which many ranks look at
         # Memory knows a session at most; the run is what is written on disk.
         self.run_id = min(((memory, run_id) for memory, run_id in run_ids if run_id), default=(False, ""))[1]
 
-    def lots(self, need: Need) -> Iterator[_Lot]:
+    def candidate_sets(self, need: ShardRequest) -> Iterator[_Candidates]:
         """The shards that a rank can use: its own, then those of its group."""
         own = self._own.get((need.rank, need.world_size))
         if own:
-            yield _Lot(own, self._ranks_on)
+            yield _Candidates(own, self._ranks_on)
         mates = self._mates.get(need.group) if need.group else None
         if mates:
-            if need.group not in self._lots:
-                self._lots[need.group] = _Lot(mates, self._ranks_on)
-            yield self._lots[need.group]
+            if need.group not in self._candidate_sets:
+                self._candidate_sets[need.group] = _Candidates(mates, self._ranks_on)
+            yield self._candidate_sets[need.group]
 
-    def has(self, need: Need) -> bool:
-        lots = self.lots(need)
-        return any(lot.read_on(need.host) or lot.far or lot.stored_for(need.host) for lot in lots)
+    def has(self, need: ShardRequest) -> bool:
+        candidate_sets = self.candidate_sets(need)
+        return any(
+            candidates.read_on(need.host) or candidates.far or candidates.stored_for(need.host)
+            for candidates in candidate_sets
+        )
 
-    def why_not(self, need: Need) -> str:
+    def why_not(self, need: ShardRequest) -> str:
         """Why `has` says no."""
-        near = {host: holding for lot in self.lots(need) for host, holding in lot.near.items()}
+        near = {
+            host: location
+            for candidates in self.candidate_sets(need)
+            for host, location in candidates.near.items()
+        }
         reasons = [
             f"in the memory of {host}"
             if host in self._ranks_on
@@ -252,7 +261,7 @@ class _Shards:
         return "held nowhere"
 
 
-class _Loads:
+class _SendBalance:
     """Who sends how much so far: the next send goes to the host with the least, and to the rank there.
 
     What one rank of a host sends is sent by no other, for who wants it passes it on; and the ranks of one
@@ -262,81 +271,83 @@ class _Loads:
     def __init__(self, ranks_on: dict[str, list[int]]) -> None:
         self._hosts = dict.fromkeys(ranks_on, 0)
         self._ranks = {host: [(0, rank) for rank in ranks] for host, ranks in ranks_on.items()}
-        self._senders: dict[Holding, int] = {}
+        self._senders: dict[ShardLocation, int] = {}
 
-    def send(self, lot: _Lot, need: Need) -> Pick:
-        """Have one of the hosts of `lot` send."""
-        if need.host in lot.senders:
-            holding = lot.far[lot.senders[need.host]]
-            return Pick(need.rank, holding, self._senders[holding])
-        if not lot.queue:
-            lot.queue = sorted((self._hosts[host], host) for host in lot.far)
+    def send(self, candidates: _Candidates, need: ShardRequest) -> Assignment:
+        """Have one of the hosts of `candidates` send."""
+        if need.host in candidates.senders:
+            location = candidates.far[candidates.senders[need.host]]
+            return Assignment(need.rank, location, self._senders[location])
+        if not candidates.queue:
+            candidates.queue = sorted((self._hosts[host], host) for host in candidates.far)
         # Loads only grow, so an entry with an old load may stand too early, never too late.
-        while lot.queue[0][0] != self._hosts[lot.queue[0][1]]:
-            host = lot.queue[0][1]
-            heapq.heapreplace(lot.queue, (self._hosts[host], host))
-        host = lot.senders[need.host] = lot.queue[0][1]
-        holding = lot.far[host]
-        weight = max(1, holding.size_bytes)
-        if holding not in self._senders:
+        while candidates.queue[0][0] != self._hosts[candidates.queue[0][1]]:
+            host = candidates.queue[0][1]
+            heapq.heapreplace(candidates.queue, (self._hosts[host], host))
+        host = candidates.senders[need.host] = candidates.queue[0][1]
+        location = candidates.far[host]
+        weight = max(1, location.size_bytes)
+        if location not in self._senders:
             sent, sender = self._ranks[host][0]
             heapq.heapreplace(self._ranks[host], (sent + weight, sender))
-            self._senders[holding] = sender
+            self._senders[location] = sender
         self._hosts[host] += weight  # also for the next host, so that all who have it begin a chain
-        return Pick(need.rank, holding, self._senders[holding])
+        return Assignment(need.rank, location, self._senders[location])
 
 
 def _plan(
-    save_id: str, needs: Sequence[Need], shards: _Shards, ranks_on: dict[str, list[int]]
-) -> Plan | None:
+    save_id: str, needs: Sequence[ShardRequest], shards: _Shards, ranks_on: dict[str, list[int]]
+) -> RestorePlan | None:
     """None if a rank gets no shard."""
-    picks: dict[int, Pick] = {}
-    sends: list[tuple[Need, _Lot]] = []
+    picks: dict[int, Assignment] = {}
+    sends: list[tuple[ShardRequest, _Candidates]] = []
     for need in needs:
-        lots = list(shards.lots(need))
-        for lot in lots:
-            if holding := lot.read_on(need.host):
-                picks[need.rank] = Pick(need.rank, holding)
+        candidate_sets = list(shards.candidate_sets(need))
+        for candidates in candidate_sets:
+            if location := candidates.read_on(need.host):
+                picks[need.rank] = Assignment(need.rank, location)
                 break
-            if lot.far:
-                sends.append((need, lot))
+            if candidates.far:
+                sends.append((need, candidates))
                 break
         else:
-            stored = next((found for lot in lots if (found := lot.stored_for(need.host))), None)
+            stored = next(
+                (found for candidates in candidate_sets if (found := candidates.stored_for(need.host))), None
+            )
             if stored is None:
                 return None
-            picks[need.rank] = Pick(need.rank, stored)
-    loads = _Loads(ranks_on)
+            picks[need.rank] = Assignment(need.rank, stored)
+    loads = _SendBalance(ranks_on)
     # Who has no choice first, so that those who have one can go around.
-    for need, lot in sorted(sends, key=lambda send: (len(send[1].far), send[0].rank)):
-        picks[need.rank] = loads.send(lot, need)
-    return Plan(
+    for need, candidates in sorted(sends, key=lambda send: (len(send[1].far), send[0].rank)):
+        picks[need.rank] = loads.send(candidates, need)
+    return RestorePlan(
         step=shards.step,
         save_id=save_id,
         run_id=shards.run_id,
         picks=tuple(picks[need.rank] for need in needs),
-        moved_bytes=sum(picks[need.rank].holding.size_bytes for need, _ in sends),
+        moved_bytes=sum(picks[need.rank].location.size_bytes for need, _ in sends),
     )
 
 
-def _cost(plan: Plan) -> tuple[int, int, int]:
+def _cost(plan: RestorePlan) -> tuple[int, int, int]:
     from_storage = from_disk = 0
     for pick in plan.picks:
-        if pick.holding.place is Place.PERSISTENT:
-            from_storage += pick.holding.size_bytes
-        elif pick.holding.place is not Place.MEMORY:
-            from_disk += pick.holding.size_bytes
+        if pick.location.place is Place.PERSISTENT:
+            from_storage += pick.location.size_bytes
+        elif pick.location.place is not Place.MEMORY:
+            from_disk += pick.location.size_bytes
     return from_storage, plan.moved_bytes, from_disk
 
 
-def _preference(holding: Holding) -> tuple[object, ...]:
+def _preference(location: ShardLocation) -> tuple[object, ...]:
     return (
-        _QUICKNESS[holding.place],
-        holding.host,
-        holding.root,
-        holding.rank,
-        holding.digest,
-        holding.size_bytes,
+        _QUICKNESS[location.place],
+        location.host,
+        location.root,
+        location.rank,
+        location.digest,
+        location.size_bytes,
     )
 
 

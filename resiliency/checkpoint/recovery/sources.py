@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names by which people are told where a state comes from, and what there is to choose from."""
+"""The tiers that a restore may read from, and the steps that there are to choose from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from resiliency.checkpoint.recovery.holdings import Holding, Need, Place
-from resiliency.checkpoint.recovery.planner import Pick, Plan, each_plan, plans
+from resiliency.checkpoint.locations import Place, ShardLocation, ShardRequest
+from resiliency.checkpoint.recovery.planner import Assignment, RestorePlan, each_plan, plans
 
 
 class Tier(str, Enum):
@@ -18,7 +18,7 @@ class Tier(str, Enum):
     MEMORY = "memory"
     LOCAL = "local"  # this host's own disk
     PEERS = "peers"  # the disks of other hosts
-    DISK = "disk"  # storage that all hosts see
+    PERSISTENT = "persistent"  # storage that all hosts see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,44 +37,46 @@ _TIERS = {
     Place.MEMORY: Tier.MEMORY,
     Place.LOCAL: Tier.LOCAL,
     Place.REPLICA: Tier.LOCAL,
-    Place.PERSISTENT: Tier.DISK,
+    Place.PERSISTENT: Tier.PERSISTENT,
 }
 
 
-def tier_of_pick(pick: Pick) -> Tier:
-    return _TIERS[pick.holding.place] if pick.sender is None else Tier.PEERS
+def tier_of_pick(pick: Assignment) -> Tier:
+    return _TIERS[pick.location.place] if pick.sender is None else Tier.PEERS
 
 
-def tier_of(plan: Plan) -> Tier:
+def tier_of(plan: RestorePlan) -> Tier:
     """The costliest place that any rank takes its shard from."""
     return max(map(tier_of_pick, plan.picks), key=_COST.index)
 
 
-def sources_of(needs: Sequence[Need], holdings: Iterable[Holding], saves: Iterable[Source]) -> list[Source]:
+def sources_of(
+    needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], saves: Iterable[Source]
+) -> list[Source]:
     """Best first: newest, and of one step the quickest.
 
     Args:
         saves: on storage that all hosts see, also those that another number of ranks saved.
     """
     found = dict.fromkeys(saves)
-    left = list(holdings)
+    left = list(locations)
     while made := plans(needs, left):
         used: set[tuple[str, Place]] = set()
         for plan in made:
             found[Source(step=plan.step, tier=tier_of(plan), save_id=plan.save_id, run_id=plan.run_id)] = None
-            used.update((plan.save_id, pick.holding.place) for pick in plan.picks)
-        left = [holding for holding in left if (holding.save_id, holding.place) not in used]
+            used.update((plan.save_id, pick.location.place) for pick in plan.picks)
+        left = [location for location in left if (location.save_id, location.place) not in used]
     return sorted(found, key=lambda source: (-source.step, _COST.index(source.tier), source.save_id))
 
 
 def nearest_on_hosts(
-    needs: Sequence[Need], holdings: Iterable[Holding], bad: Collection[Holding] = ()
+    needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], bad: Collection[ShardLocation] = ()
 ) -> dict[int, Tier]:
     """Steps that hosts hold between them, newest first, and the nearest place of each.
 
     Storage that all see is left out.
     """
-    own = [holding for holding in holdings if holding.place is not Place.PERSISTENT]
+    own = [location for location in locations if location.place is not Place.PERSISTENT]
     found: dict[int, Tier] = {}
     for plan in each_plan(needs, own, bad=bad):
         found.setdefault(plan.step, tier_of(plan))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from resiliency.checkpoint.recovery.holdings import Holding, Need
+from resiliency.checkpoint.locations import ShardLocation, ShardRequest
 from resiliency.checkpoint.recovery.planner import explain_loss
 from resiliency.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch
 
@@ -35,36 +35,38 @@ class Unusable:
     world_size: int = 0
 
     def refusal(self) -> CheckpointError | None:
-        """What a job ends with that has nothing else to go on from; None: it may begin anew."""
+        """What a job ends with that has nothing else to go on from; None: it may start from scratch."""
         if self.ranks:
             return LayoutMismatch(
                 f"the hosts hold a whole checkpoint of {self.ranks} ranks, and this job has"
                 f" {self.world_size}: {self.why}",
                 hint=f"Start {self.ranks} ranks to go on from step {self.step}.  Only checkpoints of a"
-                " persistent tier can be cut anew; to begin anew on purpose, name other directories.",
+                " persistent tier can be resharded; to start from scratch, name other directories.",
                 step=self.step,
                 world_size=self.ranks,
             )
         if self.saves > 1:
             return CheckpointIncomplete(
                 f"of several saves that the hosts hold none is whole: {self.why}",
-                hint="Bring back the hosts with the rest; to begin anew on purpose, name other directories.",
+                hint="Bring back the hosts with the rest; to start from scratch, name other directories.",
             )
         return None
 
 
-def find_unusable(needs: Sequence[Need], holdings: Iterable[Holding], *, above: int = -1) -> Unusable:
+def find_unusable(
+    needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], *, above: int = -1
+) -> Unusable:
     """Of a job that can go on from no step above `above`: what its hosts hold of such steps.
 
     Args:
         needs: one for each rank of the job that starts.
     """
-    newer = [holding for holding in holdings if holding.step > above and holding.place.is_disk_of_host]
+    newer = [location for location in locations if location.step > above and location.place.is_disk_of_host]
     if not newer:
         return Unusable()
     saved_by: dict[tuple[int, str, int], set[int]] = defaultdict(set)
-    for holding in newer:
-        saved_by[holding.step, holding.save_id, holding.world_size].add(holding.rank)
+    for location in newer:
+        saved_by[location.step, location.save_id, location.world_size].add(location.rank)
     whole = [(step, size) for (step, _, size), ranks in saved_by.items() if len(ranks) == size != len(needs)]
     step, size = max(whole, default=(0, 0))
     return Unusable(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker for tests of `--standby`: imports a module, says what it has, and then fails or waits.
 
-    standby_worker.py [--module NAME] [--fail-until ATTEMPT] [--wait]
+    standby_worker.py [--module NAME] [--fail-until ATTEMPT] [--wait [ATTEMPT]]
 
 In attempts before --fail-until the last rank exits with 3 and the others wait; in later ones all exit
-with 0.  With --wait all ranks of the first attempt wait for a signal.
+with 0.  With --wait all ranks of that attempt, of the first one if none is named, wait for a signal;
+SIGUSR1 ends that wait.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("--module")
 parser.add_argument("--fail-until", type=int, default=0)
-parser.add_argument("--wait", action="store_true")
+parser.add_argument("--wait", type=int, nargs="?", const=0)
 args = parser.parse_args()
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 module = importlib.import_module(args.module) if args.module else None
@@ -30,8 +31,9 @@ said = {
     "name": words[2].decode(),
     "parent": os.getppid(),
 }
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
 os.write(1, f"rank {rank} attempt {attempt} says {json.dumps(said)}\n".encode())
-if args.wait and not attempt:
+if attempt == args.wait:
     signal.pause()
 if attempt < args.fail_until:
     if rank == int(os.environ["WORLD_SIZE"]) - 1:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a data server does in a second, and how long a client waits for it.
+
+    python3 benchmark/data_dispatch.py --clients 64 --seconds 20
+
+The server is a process of its own; the clients are threads of a few others, each with a connection, which ask
+for a range and say at once that it is done.  Each of these requests is durable in the journal before it is
+answered, so the disk under --book is measured too: requests that arrive during one durable write share the
+next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from measuring import machine
+
+from resiliency.data import DataClient, DataServer, SampleRanges
+
+TOKEN = "of this benchmark alone"  # noqa: S105
+#: Longest time for processes to start and to end, beside the measurement.
+START_S = 120.0
+
+
+def serve(book: str, pipe: Connection) -> None:
+    with DataServer(
+        SampleRanges(size=10**12, range_size=1000, order="sequential"), book, token=TOKEN
+    ) as server:
+        pipe.send(server.address)
+        pipe.recv()
+
+
+def drive(number: int, clients: int, address: tuple[str, int], seconds: float, pipe: Connection) -> None:
+    """Latencies of grants and of dones, in seconds, of this process's clients."""
+    grants: list[float] = []
+    dones: list[float] = []
+
+    def work(client: DataClient, until: float) -> None:
+        while (asked := time.monotonic()) < until:
+            part = client.next_range()
+            granted = time.monotonic()
+            assert part is not None
+            client.done(part)
+            grants.append(granted - asked)
+            dones.append(time.monotonic() - granted)
+
+    joined = [DataClient(address, f"{number}-{index}", token=TOKEN) for index in range(clients)]
+    pipe.send("ready")
+    pipe.recv()
+    until = time.monotonic() + seconds
+    threads = [threading.Thread(target=work, args=(client, until)) for client in joined]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds + START_S)
+    pipe.send((grants, dones))
+    for client in joined:
+        client.close()
+
+
+def received(pipe: Connection, wait_s: float) -> object:
+    if not pipe.poll(wait_s):
+        raise SystemExit(f"a process of the benchmark said nothing within {wait_s:g} s")
+    return pipe.recv()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clients", type=int, default=64, help="over all processes")
+    parser.add_argument("--processes", type=int, default=4, help="that the clients run in")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long they ask")
+    parser.add_argument("--book", help="directory of the journal; default: a temporary one")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as temporary:
+        book = options.book or str(Path(temporary) / "book")
+        server_pipe, far = context.Pipe()
+        server = context.Process(target=serve, args=(book, far), daemon=True)
+        server.start()
+        address = received(server_pipe, START_S)
+        drivers = []
+        for number in range(options.processes):
+            clients = options.clients // options.processes + (number < options.clients % options.processes)
+            pipe, far = context.Pipe()
+            words = (number, clients, address, options.seconds, far)
+            drivers.append((pipe, context.Process(target=drive, args=words, daemon=True)))
+            drivers[-1][1].start()
+        for pipe, _ in drivers:
+            received(pipe, START_S)
+        for pipe, _ in drivers:
+            pipe.send("go")
+        grants: list[float] = []
+        dones: list[float] = []
+        for pipe, process in drivers:
+            found = received(pipe, options.seconds + START_S)
+            assert isinstance(found, tuple)
+            grants += found[0]
+            dones += found[1]
+            process.join(START_S)
+        server_pipe.send("end")
+        server.join(START_S)
+    print(f"machine {machine()}; load {os.getloadavg()[0]:.1f}")
+    print(f"{options.clients} clients in {options.processes} processes, {options.seconds:g} s")
+    print(f"ranges/s     {len(dones) / options.seconds:10.0f}   (a grant and a done each)")
+    for name, latencies in (("grant", grants), ("done", dones)):
+        cuts = statistics.quantiles(latencies, n=100)
+        print(f"{name:<12} {1000 * cuts[49]:10.2f} ms median   {1000 * cuts[98]:.2f} ms of 99 in 100")
+
+
+if __name__ == "__main__":
+    main()

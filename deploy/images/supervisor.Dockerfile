@@ -1,0 +1,25 @@
+# syntax=docker/dockerfile:1
+# SPDX-License-Identifier: Apache-2.0
+# Sensor, controller, actuator and host daemon: no torch, no compiler, no root.
+#
+#   docker build -f deploy/images/supervisor.Dockerfile -t REGISTRY/resiliency-supervisor:0.1.0 .
+#
+# For a build that gives the same image each time, name the base by its digest: --build-arg BASE=python@sha256:...
+ARG BASE=python:3.11.13-slim-bookworm
+
+FROM ${BASE} AS build
+WORKDIR /src
+COPY . .
+RUN deploy/images/install /opt/venv supervisor watchdogs kubernetes
+
+FROM ${BASE}
+COPY --from=build /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# The chart runs the daemon as root, because its directory on the node is root's.
+USER 65532:65532
+WORKDIR /tmp
+# Each program ends by SIGTERM, with 0; streams are closed, and nothing in a job notices.
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=20s --timeout=10s --start-period=30s CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:60064/healthz', timeout=5)"]
+# The chart names the part: python3 -m supervisor.sensor, .controller, .actuator, .host_daemon.
+CMD ["python3", "-m", "supervisor", "--all-in-one"]

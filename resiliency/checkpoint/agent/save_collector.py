@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the ranks of a host say of their steps to jobs for the workers, one per tier.
+
+A step is handed over to a tier once every rank of the host has said what it has for that tier: it may
+have given the step up in one and not in another.  One capture serves all its tiers.  A step may be tried
+several times: ranks number their tries alike, and what they say of one counts for that one alone.  Each
+tier reports each try once; what it said is remembered for a while, for ranks that ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+from resiliency.checkpoint.agent.commit_lookups import CommitLookup, CommitLookups
+from resiliency.checkpoint.agent.jobs import (
+    CleanJob,
+    FreeJob,
+    GiveUpJob,
+    JobKey,
+    Loan,
+    RefuseJob,
+    RetireJob,
+    SaveJob,
+)
+from resiliency.checkpoint.agent.protocol import Attach, Done, SaveRequest, Skip
+from resiliency.checkpoint.agent.tier_writers import Worker
+from resiliency.checkpoint.capture.arena import (
+    CapturedSlot,
+    open_captured,
+    peek,
+    rank_directory,
+    ranks_in,
+    try_open_slot,
+)
+from resiliency.checkpoint.names import TierName, TierTry, start_of
+from resiliency.checkpoint.storage.watched import CallTimeouts
+from resiliency.errors import CheckpointError
+from resiliency.runtime import name_ranks
+
+logger = logging.getLogger(__name__)
+
+#: More saves than can be queued or in slots, times tiers.
+_REMEMBERED = 128
+
+
+class _PendingSave:
+    """The ranks of this host that have said what they have of one step for one try in one tier."""
+
+    def __init__(self, member: Attach) -> None:
+        self.member = member
+        self.session = member.session
+        self.until = time.monotonic() + member.settings.save_timeout_s
+        self.patient = False
+        self.slots: dict[int, CapturedSlot] = {}
+        self.missing: dict[int, str] = {}
+
+    @property
+    def ranks(self) -> set[int]:
+        return self.slots.keys() | self.missing.keys()
+
+    @property
+    def absent(self) -> list[int]:
+        """The others of this host."""
+        return sorted(set(self.member.local_ranks) - self.ranks)
+
+    def close(self) -> None:
+        for slot in self.slots.values():
+            slot.close()
+
+
+class SaveCollector:
+    """Gathers steps and hands them over; used by the agent's main thread.
+
+    Args:
+        arena: of the job.
+        on_done: called with each report, in this thread or a worker's; the agent then calls `finish`.
+        hurry: see `Worker`.
+    """
+
+    def __init__(
+        self, arena: Path, on_done: Callable[[SaveJob, Done], None], lift_bandwidth_cap: Event
+    ) -> None:
+        self._arena = arena
+        self._on_done = on_done
+        self._workers = {tier: Worker(tier, on_done, lift_bandwidth_cap) for tier in TierName}
+        self._commit_lookups = CommitLookups()
+        self._pending: dict[TierTry, _PendingSave] = {}
+        #: Reports that are still to come.
+        self.in_work = 0
+        #: The last saves that were handed to a worker, and how they ended if they have.
+        self._handled: dict[JobKey, Done | None] = {}
+        #: Session and step of the last rescue that was said to have come to nothing.
+        self._in_vain: tuple[str, int] | None = None
+
+    def begin_session(self, attach: Attach) -> None:
+        """Another start of the job: what was gathered for the one before is over."""
+        incomplete = dict(self._pending)
+        for pending in incomplete.values():
+            pending.close()
+        self._pending.clear()
+        self._commit_lookups.drop_all()
+        # What earlier sessions had in work is reported to nobody.
+        self._handled = {
+            key: done
+            for key, done in self._handled.items()
+            if done is None or start_of(key[0]) == start_of(attach.session)
+        }
+        if attach.settings.local_directory:
+            self._workers[TierName.LOCAL].try_put(CleanJob(settings=attach.settings))
+        if attach.settings.directory and 0 in attach.local_ranks:
+            self._workers[TierName.PERSISTENT].try_put(CleanJob(settings=attach.settings))
+        for tried, pending in incomplete.items():
+            self._refuse(tried, pending)
+
+    def stop_waiting(self) -> None:
+        """The agent is to leave: saves end to wait for other hosts, see `Worker`."""
+        for worker in self._workers.values():
+            worker.stop_waiting()
+
+    def _refuse(self, tried: TierTry, pending: _PendingSave) -> None:
+        """Tell other hosts, which may wait, that this one's part of a save will not come."""
+        why = f"{name_ranks(pending.absent)} ended before having it."
+        job = _save_job(pending.member, tried, Loan({}), missing=why)
+        if job.concerns_others:
+            self._workers[job.tier].try_put(RefuseJob(save=job, why=why))
+
+    def save(self, member: Attach, save: SaveRequest) -> list[Done]:
+        """A rank has a step; returns what it may have missed, as a rescue was faster."""
+        missed = []
+        for tried in save.tries:
+            key = (member.session, tried)
+            if save.again and tried.tier == TierName.LOCAL.value and key not in self._handled:
+                # An agent before this one may have committed it, and died before all heard of it.
+                self._commit_lookups.ask(member, tried)
+            if key not in self._handled:
+                pending = self._pending_of(member, tried)
+                pending.patient |= save.patient
+                self._add(pending, member, save)
+                self._submit(member, tried)
+            elif (done := self._handled[key]) is not None:
+                missed.append(done)
+        return missed
+
+    def look_again(self) -> None:
+        """See what is known by now of the saves of agents before this one, and which ranks are overdue.
+
+        What is committed is reported once more, as if it had been now: to all ranks, and for its copies.
+        """
+        for lookup, is_there in self._commit_lookups.take_answered():
+            if is_there:
+                if lookup.tried in self._pending:
+                    self._pending.pop(lookup.tried).close()
+                self._report_committed(_committed_job(lookup))
+            elif lookup.tried in self._pending:
+                self._submit(lookup.member, lookup.tried)
+        for tried in sorted(tried for tried, one in self._pending.items() if time.monotonic() > one.until):
+            if (pending := self._pending.get(tried)) is not None:  # else it went with a newer one
+                self._end_pending(tried, pending)
+
+    def _end_pending(self, tried: TierTry, pending: _PendingSave) -> None:
+        """Fail a try of which some ranks have said nothing for the time of a save: their slots are lent."""
+        member = pending.member
+        for rank in pending.absent:
+            pending.missing[rank] = (
+                f"rank {rank} said nothing of it for {member.settings.save_timeout_s:g} s: it hangs, or is on"
+                f" another machine that is called {member.host!r} as well"
+            )
+        self._submit(member, tried)
+
+    def _report_committed(self, job: SaveJob) -> None:
+        """Nothing is left to do for a step that is here already."""
+        self.in_work += 1
+        self._handled[job.key] = None
+        self._on_done(job, job.ended())
+
+    def skip(self, member: Attach, skip: Skip) -> None:
+        """A rank has no capture of a step."""
+        for tried in skip.tries:
+            self._pending_of(member, tried).missing[member.rank] = skip.reason
+            self._submit(member, tried)
+
+    def commit_emergency(self, last: Attach, without: Collection[tuple[int, TierName]] = ()) -> None:
+        """Commit the newest step that every rank of this host has whole in memory, where it is quickest.
+
+        Args:
+            without: steps, each with a tier that is not to get it.
+        """
+        steps = [
+            {h.step for _, h in peek(self._arena, rank) if h.run_id == last.session}
+            for rank in last.local_ranks
+        ]
+        for step in sorted(set.intersection(*steps), reverse=True)[:1]:
+            if self._is_committed(last.session, step):
+                return
+            tier = self._tier_for(last, step, without)
+            if tier is None:
+                return
+            for wanted in TierName:
+                # Where some ranks have already sent it, it goes as well.
+                number = _newest_try(self._pending, step, wanted) or int(wanted is tier)
+                if number:
+                    self._commit_emergency_into(last, TierTry(step, number, wanted.value))
+
+    def _tier_for(
+        self, last: Attach, step: int, without: Collection[tuple[int, TierName]]
+    ) -> TierName | None:
+        """The first that has not failed at a step and does not hang; None as well while one is still at it.
+
+        Where other hosts have parts too they take the first, and in another nobody would wait for this one's.
+        """
+        tiers = [TierName(name) for name in last.settings.tiers]
+        if not last.is_alone:
+            del tiers[1:]
+        for tier in tiers:
+            handled = [tried for session, tried in self._handled if session == last.session]
+            newest = _newest_try(handled, step, tier)
+            if newest >= (_newest_try(self._pending, step, tier) or 1):
+                if self._handled[last.session, TierTry(step, newest, tier.value)] is None:
+                    return None  # how it ends is reported
+            elif (step, tier) not in without and not self._workers[tier].why_hung():
+                if tier is not tiers[0]:
+                    logger.warning(
+                        "step %d, which its ranks left in memory, goes to the %s tier: the %s tier failed, or"
+                        " does not answer",
+                        *(step, tier.value, tiers[0].value),
+                    )
+                return tier
+        if self._in_vain != (last.session, step):
+            self._in_vain = last.session, step
+            logger.error(
+                "step %d, which its ranks left in memory, is not committed: storage of the %s tier failed, or"
+                " does not answer",
+                *(step, " and the ".join(tier.value for tier in tiers)),
+            )
+        return None
+
+    def _commit_emergency_into(self, last: Attach, tried: TierTry) -> None:
+        step = tried.step
+        pending = self._pending.get(tried) or _PendingSave(last)
+        with ExitStack() as opened:
+            try:
+                found = {
+                    rank: opened.enter_context(open_captured(self._arena, rank, step=step))
+                    for rank in last.local_ranks
+                    if rank not in pending.slots
+                }
+            except CheckpointError as error:  # its trainer lives and captures again
+                # The text, not the error: a kept record would keep this frame, and with it the slots, mapped.
+                logger.info("step %d is not whole any more: %s", step, str(error))
+                return
+            opened.pop_all()
+        logger.warning("committing step %d, which its ranks left in memory, in the %s tier", step, tried.tier)
+        pending.slots.update(found)
+        pending.patient = True
+        self._pending[tried] = pending
+        self._submit(last, tried)
+
+    def finish(self, job: SaveJob, done: Done) -> None:
+        """Take note of a report."""
+        self.in_work -= 1
+        if done.left_out:  # not even begun: it may still be rescued
+            self._handled.pop(job.key, None)
+        elif not job.missing:
+            self._handled[job.key] = done
+        while len(self._handled) > _REMEMBERED:
+            del self._handled[next(iter(self._handled))]
+
+    def retire(self, job: RetireJob) -> None:
+        """Delete what is needless in the local tier, after what is being written there."""
+        if not self._workers[TierName.LOCAL].try_put(job):
+            logger.info("old checkpoints stay until the next step is complete")
+
+    def give_up(self, job: GiveUpJob) -> None:
+        """Delete in the local tier what never becomes complete, after what is being written there."""
+        if not self._workers[TierName.LOCAL].try_put(job):
+            logger.info("steps that were given up stay until the next one is")
+
+    def free_others(self, attach: Attach, tier: TierName, step: int) -> None:
+        """`step` of this session is safe in `tier`: ranks that run elsewhere now need no captures here."""
+        if set(ranks_in(self._arena)) - set(attach.local_ranks):
+            job = FreeJob(
+                settings=attach.settings, arena=self._arena, local_ranks=attach.local_ranks, step=step
+            )
+            self._workers[tier].try_put(job)  # if it is busy, after the next step
+
+    def captures_are_spent(self) -> bool:
+        """Whether every newest capture here is committed in some tier."""
+        newest = [peek(self._arena, rank)[:1] for rank in ranks_in(self._arena)]
+        return all(self._is_committed(header.run_id, header.step) for found in newest for _, header in found)
+
+    def look_for_hang(self, timeouts: CallTimeouts | None = None) -> None:
+        """Have reported what waits for storage that does not answer; see `Worker.look_for_hang`."""
+        for worker in self._workers.values():
+            worker.look_for_hang(timeouts)
+
+    def close(self, timeout: timedelta) -> None:
+        """End the workers; those whose storage does not answer are left behind."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        for worker in self._workers.values():
+            worker.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
+        self._commit_lookups.close()
+        for pending in self._pending.values():
+            pending.close()
+        self._pending.clear()  # and with them the mappings of slots
+
+    def _is_committed(self, session: str, step: int, tier: str | None = None) -> bool:
+        """By any try, and in any tier if none is named."""
+        return any(
+            (of_session, tried.step) == (session, step)
+            and tier in (None, tried.tier)
+            and done is not None
+            and not done.error
+            for (of_session, tried), done in self._handled.items()
+        )
+
+    def _pending_of(self, member: Attach, tried: TierTry) -> _PendingSave:
+        return self._pending.setdefault(tried, _PendingSave(member))
+
+    def _add(self, pending: _PendingSave, member: Attach, save: SaveRequest) -> None:
+        try:
+            slot = self._borrow(member, save)
+            why = f"{save.slot} does not hold that step"
+        except (CheckpointError, OSError) as error:  # no descriptor is left, for instance
+            slot, why = None, str(error)  # a kept record of the error itself would keep slots mapped
+            logger.warning("rank %d, step %d: %s", member.rank, save.step, why)
+        if slot is None:
+            pending.missing[member.rank] = f"rank {member.rank}: {why}"
+        elif member.rank in pending.slots:
+            slot.close()
+        else:
+            pending.slots[member.rank] = slot
+
+    def _borrow(self, member: Attach, save: SaveRequest) -> CapturedSlot | None:
+        if not save.slot or "/" in save.slot:
+            return None
+        slot = try_open_slot(rank_directory(self._arena, member.rank) / save.slot)
+        if slot is None or (slot.header.step, slot.header.run_id) == (save.step, member.session):
+            return slot
+        slot.close()
+        return None
+
+    def _submit(self, attach: Attach, tried: TierTry) -> None:
+        """Hand a try over to its tier once all ranks of this host have spoken."""
+        pending = self._pending[tried]
+        if pending.ranks != set(attach.local_ranks):
+            return
+        key = (pending.session, tried)
+        if pending.missing and self._commit_lookups.is_open(key):
+            return  # it may be committed all the same: ranks that were told so say no more of it
+        self._commit_lookups.drop(key)  # a commit finds what is there, too
+        del self._pending[tried]
+        # Ranks pass the tries of a tier in order, so an older one that is still incomplete never will be
+        # whole.  Of another tier it may be: after the loss of an agent they speak of one tier at a time.
+        older = [other for other in self._pending if other.tier == tried.tier and other < tried]
+        for other in sorted(older):
+            incomplete = self._pending[other]
+            for rank in incomplete.absent:
+                incomplete.missing[rank] = f"rank {rank} went on without it"
+            self._submit(attach, other)  # those that wait for it are told
+        is_committed = self._is_committed(pending.session, tried.step, tried.tier)
+        missing = "" if is_committed else "; ".join(pending.missing.values())
+        loan = Loan({} if missing or is_committed else pending.slots)
+        job = _save_job(attach, tried, loan, missing=missing)
+        if missing or is_committed or job.key in self._handled:
+            pending.close()
+        if job.key in self._handled:
+            return  # its report reaches them
+        if is_committed:  # by an earlier try, of which some ranks were not told
+            self._report_committed(job)
+        else:
+            self._hand_over(job, patient=pending.patient)
+
+    def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
+        self.in_work += 1
+        worker = self._workers[job.tier]
+        worker.overtake(job.session)
+        hang = worker.why_hung()
+        if hang and not job.missing:
+            worker.leave_out(job, hang)
+            return
+        why, left_out = job.missing, False
+        if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving(job.session):
+            # Its slot would be lent for as long, and there is one for each tier.
+            why, left_out = (
+                "an earlier save is still being written: storage is slower than the interval",
+                True,
+            )
+        if not why:
+            self._handled[job.key] = None
+            if worker.try_put(job):
+                return
+            del self._handled[job.key]
+            why = "too many saves wait for storage"
+        # Nothing is remembered of it: what was not even begun may still be rescued.
+        job.loan.give_back()
+        refused = replace(job, loan=Loan({}), missing=why)
+        if job.concerns_others:
+            worker.try_put(RefuseJob(save=refused, why=why))
+        self._on_done(refused, refused.failed(why, left_out=left_out, hangs=bool(hang)))
+
+
+def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
+    """The number of the newest of `step` in `tier`; 0: none."""
+    return max((tried.number for tried in tries if (tried.step, tried.tier) == (step, tier)), default=0)
+
+
+def _committed_job(lookup: CommitLookup) -> SaveJob:
+    """What an earlier agent did, as a job with nothing to do."""
+    return _save_job(lookup.member, lookup.tried, Loan({}))
+
+
+def _save_job(member: Attach, tried: TierTry, loan: Loan, *, missing: str = "") -> SaveJob:
+    return SaveJob(
+        tier=TierName(tried.tier),
+        step=tried.step,
+        session=member.session,
+        run_id=member.run_id,
+        world_size=member.world_size,
+        ranks=tuple(sorted(member.local_ranks)),
+        loan=loan,
+        settings=member.settings,
+        try_number=tried.number,
+        restored_step=member.restored_step,
+        missing=missing,
+    )

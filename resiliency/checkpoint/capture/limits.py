@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is there room for the slots?  Asked before allocating, because afterwards the answer is a kill.
+
+Shared memory has three limits: the size of the tmpfs (64 MB in a Docker container by default),
+the memory limit of the container's cgroup, which tmpfs pages count against and whose excess is
+answered by the OOM killer, and the process's limit on file sizes.  The first is also enforced by
+`posix_fallocate` with a proper error; for the second there is no error at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from resiliency.errors import CheckpointWriteFailed, ConfigError
+from resiliency.proc_stat import stat_fields
+
+#: cgroup v1 says "no limit" with a number of about this size.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one limit leaves, and how to raise it.
+
+    Attributes:
+        is_shared: with the other ranks of the host.
+    """
+
+    limit: str
+    free_bytes: int
+    hint: str
+    is_shared: bool = True
+
+
+def check_room(directory: Path, wanted_bytes: int, *, others_bytes: int = 0) -> None:
+    """Refuse if `wanted_bytes` more in `directory` would exceed a limit.
+
+    Args:
+        others_bytes: what other ranks of this host are about to allocate.
+    Raises:
+        ConfigError: the text names the limit, both numbers, and what to set.
+    """
+    for room in rooms(directory):
+        others = others_bytes if room.is_shared else 0
+        if wanted_bytes + others > room.free_bytes:
+            beside = f" and {_size(others)} for other ranks of this host" if others else ""
+            raise ConfigError(
+                f"shared memory for checkpoints: {_size(wanted_bytes)} more are needed in {directory}"
+                f"{beside}, {room.limit} leaves {_size(room.free_bytes)}.",
+                hint=room.hint,
+                path=str(directory),
+                wanted_bytes=wanted_bytes,
+                free_bytes=room.free_bytes,
+            )
+
+
+def check_tier_in_memory(
+    directory: Path,
+    wanted_bytes: int,
+    *,
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    proc: Path = Path("/proc"),
+) -> None:
+    """Refuse to write so much more to a `directory` in memory as the container's memory limit does not leave.
+
+    A disk that is full answers with an error; memory is answered by the OOM killer.  On a disk: nothing.
+
+    Raises:
+        CheckpointWriteFailed: as for a full disk.
+    """
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    if not is_in_memory(directory):
+        return
+    for room in _cgroup_rooms(cgroups, proc):
+        if wanted_bytes > room.free_bytes:
+            raise CheckpointWriteFailed(
+                f"{directory} is memory: {_size(wanted_bytes)} more are needed there, {room.limit} leaves"
+                f" {_size(room.free_bytes)}.",
+                hint=f"{room.hint}  Or put the local tier on a disk.",
+                path=str(directory),
+                errno=errno.ENOSPC,
+            )
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether what is written there takes memory, and not a disk."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    found = (line.split(" - ", 1) for line in mounts if line.split()[2] == number)
+    return any(rest.split()[0] in ("tmpfs", "ramfs") for _, rest in found)
+
+
+def rooms(
+    directory: Path, *, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
+) -> Iterator[Room]:
+    """Every limit that applies to new pages in `directory`."""
+    status = os.statvfs(directory)
+    yield Room(
+        "the file system",
+        status.f_bavail * status.f_frsize,
+        "Docker grants /dev/shm 64 MB unless told: docker run --shm-size=<bytes>; on Kubernetes mount an"
+        " emptyDir with medium Memory at /dev/shm.",
+    )
+    yield from _cgroup_rooms(cgroups, proc)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY:
+        hint = "Raise it: ulimit -f unlimited."
+        yield Room("the limit on file sizes (ulimit -f)", limit, hint, is_shared=False)
+
+
+def _cgroup_rooms(cgroups: Path, proc: Path) -> Iterator[Room]:
+    hint = "Raise the container's memory limit (docker run --memory, resources.limits.memory): shared memory"
+    hint += " counts against it."
+    for group in _groups(cgroups, proc):
+        for limit_name, used_name, cache_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _number(group / limit_name), _number(group / used_name)
+            if limit is None or used is None or limit >= _NO_LIMIT:
+                continue
+            # Page cache of ordinary files is given back under pressure; shared memory is not.
+            reclaimable = _statistic(group / "memory.stat", cache_name)
+            yield Room(f"the memory limit of the container ({group})", limit - used + reclaimable, hint)
+
+
+def _groups(cgroups: Path, proc: Path) -> Iterator[Path]:
+    """This process's memory cgroup and its ancestors, as far as they can be seen."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            root = cgroups if controllers == "" else cgroups / "memory"
+            group = root / path.lstrip("/")
+            while True:
+                yield group
+                if group == root or root not in group.parents:
+                    break
+                group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+#: Flags of a task that is exiting, dumping core, or was ended by a signal (include/linux/sched.h).
+_LEAVING = 0x4 | 0x200 | 0x400
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """When the kernel started process `pid` (clock ticks since boot): tells a reused pid apart."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def is_leaving(pid: int) -> bool:
+    """Whether process `pid` will run no more code, though it may still hold its locks.
+
+    The kernel takes tenths of a second to free the memory of a large process, and closes its files after.
+    """
+    fields = stat_fields(pid)
+    if not fields or fields[0] in ("Z", "X") or int(fields[6]) & _LEAVING:
+        return True
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return True
+    pending = (int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))
+    return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints a directory holds, which of them are good, and which may go.
+
+Nothing here trusts a name: a checkpoint is complete when no marker stands beside it, its manifest
+and the indexes of all its ranks are what was committed, and its files are there in full length.
+`inspect` finds that out, by two operations per rank; `verify` reads the bytes as well.  `glance` believes
+the manifest, by two operations for any number of ranks: for a restart, whose ranks verify all they read.
+Whoever deletes hides first: a checkpoint that is half deleted was never seen as whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from resiliency.checkpoint.format.dcp import METADATA
+from resiliency.checkpoint.format.lease import leased_steps
+from resiliency.checkpoint.format.manifest import MANIFEST, Manifest, index_name, read_manifest
+from resiliency.checkpoint.format.marker import (
+    MARKER_SUFFIX,
+    Marker,
+    MarkerState,
+    lift_marker,
+    parse_step,
+    put_marker,
+    step_directory,
+    try_read_marker,
+)
+from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.storage.chunked_file import Pace, check_size
+from resiliency.checkpoint.storage.interface import Storage
+from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError, ResiliencyError
+from resiliency.runtime import Clock, SystemClock
+
+logger = logging.getLogger(__name__)
+
+
+#: Folder in which NeMo keeps what Megatron writes; `resiliency.checkpoint.format.file_manifest` verifies it.
+_NEMOS = "weights"
+#: End of the name of what stands beside a shard that was found bad; see
+# `recovery.inventory.quarantine_location`.
+QUARANTINED = ".corrupt"
+
+
+class Condition(str, Enum):
+    COMPLETE = "complete"
+    STOCK = "stock"  # written by torch or NeMo alone: complete as far as can be told here
+    UNFINISHED = "unfinished"  # a marker stands beside it
+    BAD = "bad"  # committed, and damaged since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One checkpoint directory, or a marker without one.
+
+    Args:
+        why: for people; empty when the condition says all.
+        size_bytes: of its data; 0 when it cannot be told.
+        errno: of the operating system, where that is what kept it from being read: it may be whole.
+    """
+
+    step: int
+    path: str
+    condition: Condition
+    why: str = ""
+    size_bytes: int = 0
+    manifest: Manifest | None = None
+    errno: int | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.condition in (Condition.COMPLETE, Condition.STOCK)
+
+
+def steps_in(storage: Storage) -> list[int]:
+    """Steps that have a directory or a marker, lowest first."""
+    return list_steps(storage)[0]
+
+
+def list_steps(storage: Storage) -> tuple[list[int], list[int]]:
+    """`steps_in`, and those of them without a marker, by one listing; lowest first."""
+    names = storage.list("")
+    marked = _steps_of(name.removesuffix(MARKER_SUFFIX) for name in names if name.endswith(MARKER_SUFFIX))
+    there = _steps_of(names)
+    return sorted(there | marked), sorted(there - marked)
+
+
+def marked_steps(storage: Storage) -> list[int]:
+    """Steps with a marker, lowest first: one listing, where reading all markers would ask for each step."""
+    everything, unmarked = list_steps(storage)
+    return sorted(set(everything) - set(unmarked))
+
+
+def _steps_of(names: Iterable[str]) -> set[int]:
+    return {step for name in names if (step := parse_step(name)) is not None}
+
+
+def glance(storage: Storage, step: int) -> Found:
+    """Condition of one step by its marker and its manifest alone: a file that is missing does not show.
+
+    What has no manifest of ours, or a damaged one, is inspected.  `size_bytes` is 0 where an older release
+    wrote the manifest.
+    """
+    directory = step_directory(step)
+    path = storage.describe(directory)
+    marker = try_read_marker(storage, step)
+    if marker is not None:
+        return _unfinished(step, path, marker)
+    try:
+        manifest = read_manifest(storage, directory)
+    except (CheckpointError, ConfigError):
+        return inspect(storage, step)
+    if manifest.step != step:
+        return inspect(storage, step)
+    return Found(
+        step=step,
+        path=path,
+        condition=Condition.COMPLETE,
+        size_bytes=manifest.size_bytes or 0,
+        manifest=manifest,
+    )
+
+
+def _unfinished(step: int, path: str, marker: Marker) -> Found:
+    why = f"{marker.state.value}: {marker.reason}" if marker.reason else marker.state.value
+    return Found(step=step, path=path, condition=Condition.UNFINISHED, why=why)
+
+
+def inspect(storage: Storage, step: int) -> Found:
+    """Condition of one step, without reading its data."""
+    directory = step_directory(step)
+    path = storage.describe(directory)
+    marker = try_read_marker(storage, step)
+    if marker is not None:
+        return _unfinished(step, path, marker)
+    try:
+        names = storage.list(directory)
+        if METADATA in names and MANIFEST not in names and not any(n.startswith("rank=") for n in names):
+            return Found(step=step, path=path, condition=Condition.STOCK, why="no checksums")
+        if _NEMOS in names:
+            return Found(step=step, path=path, condition=Condition.STOCK, why="in NeMo's own form")
+        reader = CheckpointReader(storage, step)
+        files = reader.files()
+        for record in files:
+            check_size(storage, record)
+    except (CheckpointError, ConfigError) as error:
+        number = error.fields.get("errno")
+        return Found(
+            step=step,
+            path=path,
+            condition=Condition.BAD,
+            why=str(error),
+            errno=number if isinstance(number, int) else None,
+        )
+    size = sum(record.size_bytes for record in files)
+    return Found(
+        step=step, path=path, condition=Condition.COMPLETE, size_bytes=size, manifest=reader.manifest
+    )
+
+
+def list_checkpoints(storage: Storage) -> list[Found]:
+    """All steps with their condition, lowest first."""
+    return [inspect(storage, step) for step in steps_in(storage)]
+
+
+def find_newest(storage: Storage, *, accept: Callable[[Found], bool] = lambda found: True) -> Found:
+    """The usable checkpoint with the highest step, among those that `accept` takes.
+
+    Raises:
+        CheckpointMissing: there is none; the message says what was there instead.
+    """
+    passed_over = []
+    for step in reversed(steps_in(storage)):
+        found = inspect(storage, step)
+        if found.is_usable and accept(found):
+            return found
+        passed_over.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
+        logger.info("skipping %s: %s %s", found.path, found.condition.value, found.why)
+    there = "; ".join(passed_over) or "it is empty or does not exist"
+    raise CheckpointMissing(
+        f"{storage.describe()} holds no usable checkpoint: {there}.", path=storage.describe()
+    )
+
+
+def verify(storage: Storage, step: int, *, pace: Pace | None = None) -> int:
+    """Read all bytes of a committed checkpoint and compare them; returns how many.
+
+    Raises:
+        CheckpointIncomplete: a file is missing, or it was never committed.
+        CheckpointCorrupt: bytes differ; names file, offset and both digests.
+    """
+    return CheckpointReader(storage, step, pace=pace).verify()
+
+
+def is_damaged(storage: Storage, step: int) -> bool:
+    """Whether a restore found a shard of it bad and set that aside."""
+    return any(name.endswith(QUARANTINED) for name in storage.list(step_directory(step)))
+
+
+def list_damaged(storage: Storage) -> list[str]:
+    """What once was a checkpoint and cannot be used any more, a line each: damaged now, or found so before.
+
+    Saves that never ended are not among them.
+
+    Raises:
+        CheckpointCorrupt: the storage cannot be listed.
+    """
+    lines = []
+    for step in steps_in(storage):
+        found, marker = inspect(storage, step), try_read_marker(storage, step)
+        is_hidden = marker is not None and marker.state is MarkerState.CORRUPT
+        if is_hidden or found.condition is Condition.BAD:
+            lines.append(f"{found.path}: {found.why}")
+        elif marker is None and is_damaged(storage, step):
+            lines.append(f"{found.path}: a shard of it was found bad")
+    return lines
+
+
+def quarantine(storage: Storage, step: int, reason: str) -> None:
+    """Hide a checkpoint that was found bad, for all readers and for good."""
+    put_marker(storage, step, Marker(state=MarkerState.CORRUPT, reason=reason))
+    logger.warning("%s is hidden from now on: %s", storage.describe(step_directory(step)), reason)
+
+
+def prune(
+    storage: Storage, *, keep_last: int, keep: Collection[int] = (), clock: Clock | None = None
+) -> list[int]:
+    """Delete complete checkpoints but the newest `keep_last`; returns the steps that went.
+
+    Spared are those in `keep`, those somebody holds a lease on, and checkpoints that were written by others,
+    were found damaged, or lack their manifest or an index: those are for people to look at.  Removals that
+    failed before are tried again.
+
+    Raises:
+        ConfigError: `keep_last` is below 1: the last good checkpoint is never deleted.
+        CheckpointError: a removal failed; the others were tried all the same.
+    """
+    if keep_last < 1:
+        raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
+    committed = [step for step in list_steps(storage)[1] if try_read_committed(storage, step) is not None]
+    needless = {*committed[:-keep_last], *half_removed(storage)}.difference(keep)
+    return remove_checkpoints(storage, needless, clock=clock)
+
+
+def try_read_committed(storage: Storage, step: int) -> Manifest | None:
+    """The manifest of an unmarked checkpoint in the engine's form, if nothing of it is missed at a glance.
+
+    Two operations, however many ranks there are: `inspect` reads the indexes of all.
+    """
+    directory = step_directory(step)
+    try:
+        manifest = read_manifest(storage, directory)
+        names = storage.list(directory)
+    except (CheckpointError, ConfigError):
+        return None
+    expected = {index_name(directory, rank) for rank in manifest.ranks}
+    is_whole = manifest.step == step and expected <= {f"{directory}/{name}" for name in names}
+    if not is_whole or _NEMOS in names or any(name.endswith(QUARANTINED) for name in names):
+        return None
+    return manifest
+
+
+def half_removed(storage: Storage) -> list[int]:
+    """Steps whose removal has begun and failed, lowest first."""
+    removing = Marker(state=MarkerState.REMOVING)
+    return [step for step in marked_steps(storage) if try_read_marker(storage, step) == removing]
+
+
+def remove_checkpoints(storage: Storage, steps: Iterable[int], *, clock: Clock | None = None) -> list[int]:
+    """`remove_checkpoint` for each, lowest first; returns the steps that went.
+
+    Raises:
+        CheckpointError: one could not be removed; the others were tried all the same.
+    """
+    gone, failures = [], []
+    for step in sorted(steps):
+        try:
+            if remove_checkpoint(storage, step, clock=clock):
+                gone.append(step)
+        except CheckpointError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return gone
+
+
+def try_prune(storage: Storage, keep_last: int, *, spare: int) -> None:
+    """`prune` after a save: a failure is logged, for the save stands and the next one tries again.
+
+    Args:
+        spare: the step just saved, which need not be among the newest: a job may go on from an older step.
+    """
+    try:
+        gone = prune(storage, keep_last=keep_last, keep=(spare,))
+    except ResiliencyError as error:
+        logger.warning("old checkpoints were not deleted: %s", error)
+    else:
+        if gone:
+            logger.info("deleted old checkpoints: %s", gone)
+
+
+def remove_checkpoint(storage: Storage, step: int, *, clock: Clock | None = None) -> bool:
+    """Delete one checkpoint, unless somebody holds a lease on it; True if it went.
+
+    A reader takes its lease first and looks at the marker second; this puts the marker first and
+    looks for leases second.  So at least one of the two sees the other.
+    """
+    clock = clock or SystemClock()
+    if step in leased_steps(storage, clock):
+        return False
+    before = try_read_marker(storage, step)
+    put_marker(storage, step, Marker(state=MarkerState.REMOVING))
+    if step in leased_steps(storage, clock):
+        if before is None:
+            lift_marker(storage, step)
+        else:
+            put_marker(storage, step, before)
+        return False
+    storage.remove_tree(step_directory(step))
+    storage.sync_dir("")
+    lift_marker(storage, step)
+    return True
+
+
+def free_failed(storage: Storage) -> None:
+    """Delete the files of saves that were given up: on a full disk they would be in the way of all others.
+
+    Their markers stay, from which agents of other hosts may still have to learn it.
+    """
+    for step in _failed_steps(storage):
+        storage.remove_tree(step_directory(step))
+
+
+def forget_failed(storage: Storage, *, below: int) -> None:
+    """Forget saves before step `below` that were given up; for when every agent knows, as one that came
+    after them was committed by all."""
+    for step in _failed_steps(storage):
+        if step < below:
+            remove_checkpoint(storage, step)
+
+
+def _failed_steps(storage: Storage) -> list[int]:
+    found = ((step, try_read_marker(storage, step)) for step in marked_steps(storage))
+    return [step for step, marker in found if marker is not None and marker.state is MarkerState.FAILED]
+
+
+def clean_unfinished(
+    storage: Storage, *, keep: Collection[int] = (), clock: Clock | None = None
+) -> list[int]:
+    """Delete what unfinished saves and removals left; returns the steps that went.
+
+    For the start of a job, by one process, when nothing is being saved.  What was quarantined
+    stays for people to look at.
+
+    Args:
+        keep: steps to leave, such as those of saves in flight.
+    """
+    gone = []
+    for step in marked_steps(storage):
+        marker = try_read_marker(storage, step)
+        if marker is None or marker.state is MarkerState.CORRUPT or step in keep:
+            continue
+        if remove_checkpoint(storage, step, clock=clock):
+            gone.append(step)
+    return gone

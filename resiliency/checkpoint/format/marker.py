@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names on disk: ``step=N`` and the marker ``step=N-unfinished`` that hides it from readers.
+
+The presence of the marker alone decides: a marker that is empty, torn or of another program hides
+its checkpoint as well.  Its content only tells why it is there, and to the ranks of one save that
+they mean the same try.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+from resiliency.checkpoint.format.manifest import read_manifest
+from resiliency.checkpoint.storage.interface import Storage, read_file, write_file
+from resiliency.checkpoint.storage.posix import SHORTAGES
+from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
+
+MARKER_SUFFIX = "-unfinished"
+_STEP = re.compile(r"step=(\d+)")
+#: The number of a try where nobody counts.
+UNNUMBERED = 0
+
+
+class MarkerState(str, Enum):
+    CLEARING = "clearing"  # leftovers of an earlier attempt are being removed
+    WRITING = "writing"  # ranks may write
+    FAILED = "failed"  # the save gave up
+    CORRUPT = "corrupt"  # found bad after it was committed
+    REMOVING = "removing"  # being deleted by retention
+    UNKNOWN = "unknown"  # written by something else, or torn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """Why a step is hidden.
+
+    `try_number` tells the tries of one save apart, which share its id; `UNNUMBERED` where there is but
+    one, and in markers of older versions.
+    """
+
+    state: MarkerState
+    save_id: str = ""
+    reason: str = ""
+    try_number: int = UNNUMBERED
+
+
+def step_directory(step: int) -> str:
+    return f"step={step}"
+
+
+def marker_name(step: int) -> str:
+    return step_directory(step) + MARKER_SUFFIX
+
+
+def parse_step(name: str) -> int | None:
+    """Step of a checkpoint directory's name; None for anything else, markers included."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def split_path(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """Directory of all checkpoints and step, from the path of one of them.
+
+    Raises:
+        ConfigError: the path does not end in ``step=N``, and so cannot have a marker beside it.
+    """
+    place = Path(path)
+    step = parse_step(place.name)
+    if step is None or "://" in os.fspath(path):
+        raise ConfigError(
+            f"a checkpoint is a directory called step=N, found {os.fspath(path)!r}.",
+            hint="N counts finished steps, such as /ckpt/step=100.",
+            path=os.fspath(path),
+        )
+    return place.parent, step
+
+
+def put_marker(storage: Storage, step: int, marker: Marker) -> None:
+    """Hide `step`; durable when this returns, name included."""
+    content = json.dumps({**asdict(marker), "state": marker.state.value}).encode() + b"\n"
+    write_file(storage, marker_name(step), content)
+    storage.sync_dir("")
+
+
+def lift_marker(storage: Storage, step: int) -> None:
+    """Show `step`; durable when this returns."""
+    storage.remove(marker_name(step))
+    storage.sync_dir("")
+
+
+def try_read_marker(storage: Storage, step: int) -> Marker | None:
+    """The marker of `step`, None when there is none.
+
+    A marker that cannot be read hides its step: a checkpoint must not come out of hiding because its device
+    is in trouble.
+    """
+    try:
+        return read_marker(storage, step)
+    except CheckpointCorrupt:
+        return Marker(state=MarkerState.UNKNOWN)
+
+
+def read_marker(storage: Storage, step: int) -> Marker | None:
+    """As `try_read_marker`, for callers that delete what a marker hides.
+
+    Raises:
+        CheckpointCorrupt: the storage does not say whether there is one: the step may be committed.
+    """
+    try:
+        content = read_file(storage, marker_name(step))
+    except CheckpointMissing:
+        return None
+    except CheckpointCorrupt as error:
+        # Out of descriptors, reading fails also where there is none, and looking does not.
+        if error.fields.get("errno") in SHORTAGES and not storage.exists(marker_name(step)):
+            return None
+        raise
+    marker = _parsed(content)
+    return None if _is_lifted(storage, step, marker) else marker
+
+
+def _parsed(content: bytes) -> Marker:
+    try:
+        record = json.loads(content)
+        return Marker(
+            state=MarkerState(record["state"]),
+            save_id=str(record["save_id"]),
+            reason=str(record["reason"]),
+            try_number=int(record.get("try_number", UNNUMBERED)),
+        )
+    except (ValueError, KeyError, TypeError):
+        return Marker(state=MarkerState.UNKNOWN)
+
+
+def _is_lifted(storage: Storage, step: int, marker: Marker) -> bool:
+    """Whether a mount shows a marker that another host has lifted.
+
+    A mount with a metadata cache (GCS FUSE) opens a file for a minute or longer after its removal; its
+    listings are fresh.  A listing alone may be older than the marker (NFS), so the manifest of the very
+    save that the marker names is asked for as well: a save writes it last.
+    """
+    if marker.state is not MarkerState.WRITING or not marker.save_id:
+        return False
+    try:
+        if marker_name(step) in storage.list(""):
+            return False
+        return read_manifest(storage, step_directory(step)).save_id == marker.save_id
+    except (CheckpointError, ConfigError):
+        return False

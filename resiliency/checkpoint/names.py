@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that all parts share: of a save, of a tier, of a host as a directory, of one try to save.
+
+The name of a save is the same on all ranks, in memory, on disks, in copies and on shared storage.  It says
+which start of the job came to which step; two starts may come to one step by different ways.  So may one
+start that restores a step before those that it has saved: from there on it goes by another name.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+from urllib.parse import quote
+
+
+def save_id_of(session: str, step: int) -> str:
+    """The name of what `session` saved at `step`."""
+    return f"{session}-{step}"
+
+
+def session_of(save_id: str, step: int) -> str:
+    """The inverse, for a name of `step`."""
+    return save_id.removesuffix(f"-{step}")
+
+
+def branch_of(session: str, number: int) -> str:
+    """The session of a start of the job after it went back for the `number`-th time."""
+    return f"{start_of(session)}.{number}"
+
+
+def start_of(session: str) -> str:
+    """The session as it was when the job started."""
+    return session.partition(".")[0]
+
+
+class TierName(str, Enum):
+    """Where committed checkpoints live."""
+
+    LOCAL = "local"  # each host's own disk or memory, and copies on other hosts
+    PERSISTENT = "persistent"  # storage that outlives the hosts
+
+
+#: Of tiers that are due at one step, the one whose loss costs more is first.  One capture serves all.
+PRIORITY = (TierName.PERSISTENT, TierName.LOCAL)
+
+
+def directory_name(host: str) -> str:
+    """The name of `host`, safe as the name of a directory; two hosts never get the same."""
+    safe = quote(host, safe="")
+    # quote() leaves dots alone, and "." and ".." are directories of their own.
+    return safe.replace(".", "%2E") if not safe.strip(".") else safe
+
+
+class TierTry(NamedTuple):
+    """Of one tier, they sort as ranks make them.
+
+    `number`: of the try, from 1; the same on all ranks.
+    """
+
+    step: int
+    number: int
+    tier: str

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage on a POSIX file system: unbuffered where alignment allows, and the system's errors by name."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from resiliency.checkpoint.storage.interface import Buffer, ReadableFile, WritableFile
+from resiliency.checkpoint.storage.memory import is_page_aligned
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWriteFailed, ResiliencyError
+from resiliency.files import sync_dir
+
+#: Most buffers that one call takes (IOV_MAX on Linux).
+_VECTOR_LIMIT = 1024
+#: Smaller files are not worth a reservation.
+_PREALLOCATE_FROM_BYTES = 1 << 20
+
+_HINTS = {
+    errno.ENOSPC: "The file system is full: free space, or keep fewer checkpoints.",
+    errno.EDQUOT: "The quota is used up: free space, keep fewer checkpoints, or raise the quota.",
+    errno.EROFS: "The file system is read-only, often after a device error: check the mount and dmesg.",
+    errno.EIO: "The device failed: check dmesg and the health of the disk or of the file server.",
+    errno.EFBIG: "The file would exceed a size limit: raise `ulimit -f`, or use a file system without it.",
+    errno.EACCES: "This user may not write there: check owner and mode of the directory.",
+    errno.EPERM: "This user may not write there: check owner and mode of the directory.",
+    errno.ENOENT: "The directory is gone: was it removed, or is the mount missing?",
+    errno.ESTALE: "The file server lost the file: check the mount.",
+    errno.ENOTDIR: "A part of the path is a file: choose another directory.",
+    errno.EMFILE: "Too many open files: raise `ulimit -n`.",
+}
+
+#: What this process lacks, whatever it asks for: of the files it says nothing.
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
+def write_failed(error: OSError, what: str, path: str) -> CheckpointWriteFailed:
+    """The one place where the errors of an operating system become ours."""
+    number = error.errno or 0
+    reason = errno.errorcode.get(number, "unknown error")
+    hint = _HINTS.get(number, "Older checkpoints were left as they are.")
+    return CheckpointWriteFailed(
+        f"cannot {what} {path}: {reason} ({os.strerror(number)}).", hint=hint, path=path, errno=number
+    )
+
+
+def read_failed(error: OSError, path: str) -> CheckpointCorrupt:
+    """Bytes that cannot be read are as good as changed: the caller looks for another source."""
+    number = error.errno or 0
+    reason = errno.errorcode.get(number, "unknown error")
+    hint = _HINTS.get(number, "Restore another checkpoint.")
+    return CheckpointCorrupt(
+        f"cannot read {path}: {reason} ({os.strerror(number)}).", hint=hint, path=path, errno=number
+    )
+
+
+@contextlib.contextmanager
+def _writing(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise write_failed(error, what, str(path)) from error
+
+
+def _preallocate(fd: int, size_bytes: int) -> None:
+    """Reserve space: a full disk shows before the first byte, and parallel writes do not queue
+    for the end of the file.  Not `os.posix_fallocate`, which writes zeros where the file system
+    cannot reserve."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        return
+    if libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size_bytes)):
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """A second descriptor that bypasses the page cache, or -1 where the file system has none."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return -1
+    try:
+        return os.open(path, flags | flag | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+class _LocalWriter:
+    """Aligned pieces bypass the page cache and the rest goes through it.
+
+    Both kinds may touch one file because they never touch one page: a piece is direct only when
+    it covers whole pages.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, *, direct: bool) -> None:
+        self._path = path
+        self._direct = -1
+        with _writing("create", path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            if size_bytes >= _PREALLOCATE_FROM_BYTES:
+                try:
+                    _preallocate(self._fd, size_bytes)
+                except OSError:
+                    self.close()
+                    raise
+        if direct:
+            self._direct = _open_direct(path, os.O_WRONLY)
+
+    def write_at(self, offset: int, *data: Buffer) -> None:
+        views = [view for part in data if (view := memoryview(part).cast("B")).nbytes]
+        # Their lengths are whole pages then, so the first one's offset decides for all.
+        direct = self._direct >= 0 and all(is_page_aligned(view, offset) for view in views)
+        with _writing("write", self._path):
+            try:
+                _write_all(self._direct if direct else self._fd, offset, views)
+            except OSError as error:
+                # A file system may open with O_DIRECT and then refuse it (some FUSE, old NFS).
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                _write_all(self._fd, offset, views)
+
+    def sync(self) -> None:
+        with _writing("sync", self._path):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+
+def _write_all(fd: int, offset: int, views: Sequence[memoryview]) -> None:
+    left = list(views)
+    while left:
+        # One call for all of them: each costs a device its latency.
+        written = os.pwritev(fd, left[:_VECTOR_LIMIT], offset)
+        offset += written
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if written:
+            left[0] = left[0][written:]
+
+
+class _LocalReader:
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        self._path = path
+        #: Opened when the first piece can use it, which that of a small file seldom can.
+        self._direct: int | None = None if direct else -1
+        self._lock = threading.Lock()
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointMissing(f"there is no file {path}.", path=str(path)) from None
+        except OSError as error:
+            raise read_failed(error, str(path)) from error
+        self._size = os.fstat(self._fd).st_size
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        view = target.cast("B")
+        if is_page_aligned(view, offset) and (direct := self._open_direct()) >= 0:
+            # The end of a file seldom lies on a page: a short direct read is completed, or found
+            # to be the end, by the buffered one.
+            with contextlib.suppress(OSError):
+                done = os.preadv(direct, [view], offset)
+                return done + self._read_buffered(offset + done, view[done:])
+        return self._read_buffered(offset, view)
+
+    def _open_direct(self) -> int:
+        with self._lock:
+            if self._direct is None:
+                self._direct = _open_direct(self._path, os.O_RDONLY)
+            return self._direct
+
+    def _read_buffered(self, offset: int, view: memoryview) -> int:
+        done = 0
+        while done < view.nbytes and offset + done < self._size:
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise read_failed(error, str(self._path)) from error
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        with self._lock:
+            for fd in (self._fd, self._direct):
+                if fd is not None and fd >= 0:
+                    os.close(fd)
+            self._fd = self._direct = -1
+
+
+def _make_durable_dir(path: Path) -> None:
+    """Create the root and its parents so that their names survive: nobody else syncs those."""
+    missing = [path, *(parent for parent in path.parents if not parent.exists())]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        sync_dir(directory.parent)
+
+
+class LocalStorage:
+    """A directory of this machine, or one that is mounted on it.
+
+    Args:
+        root: directory that all names are relative to; created on the first `make_dir`.
+        direct: bypass the page cache where alignment allows.  Measured on a virtual NVMe disk:
+            3.5 GB/s against 2.4 GB/s through the cache with `fsync`, and training keeps its cache.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
+        self.root = Path(root)
+        self._use_direct = direct
+
+    def describe(self, name: str = "") -> str:
+        return str(self._path(name))
+
+    def create(self, name: str, size_bytes: int = 0) -> WritableFile:
+        return _LocalWriter(self._path(name), size_bytes, direct=self._use_direct)
+
+    def open(self, name: str) -> ReadableFile:
+        return _LocalReader(self._path(name), direct=self._use_direct)
+
+    def make_dir(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("create directory", path):
+            if not self.root.is_dir():
+                _make_durable_dir(self.root)
+            path.mkdir(parents=True, exist_ok=True)
+
+    def list(self, name: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._path(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise read_failed(error, str(self._path(name))) from error
+
+    def exists(self, name: str) -> bool:
+        path = self._path(name)
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise read_failed(error, str(path)) from error
+        return True
+
+    def replace(self, source: str, target: str) -> None:
+        with _writing("rename to", self._path(target)):
+            os.replace(self._path(source), self._path(target))
+
+    def link(self, source: str, target: str) -> None:
+        with _writing("link", self._path(target)):
+            try:
+                os.link(self._path(source), self._path(target))
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV):
+                    raise
+                shutil.copyfile(self._path(source), self._path(target))
+
+    def remove(self, name: str) -> None:
+        with _writing("remove", self._path(name)), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+
+    def remove_tree(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("remove", path), contextlib.suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+    def sync_dir(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("sync directory", path):
+            sync_dir(path)
+
+    def _path(self, name: str) -> Path:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ResiliencyError(f"storage names are relative to {self.root}, found {name!r}.", path=name)
+        return self.root / name if name else self.root

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that do what they are given, and that nobody has to wait for.
+
+Disks may hang for ever, and with them the thread that asked.  An executor of the standard library
+would then keep the whole process: when the interpreter ends, it waits for the threads of all of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+_T = TypeVar("_T")
+_Item = TypeVar("_Item")
+#: A thread for fewer costs more than it saves.
+_ITEMS_PER_THREAD = 8
+
+
+class TaskThread:
+    """One such thread, which does its work in order and lives until it is closed.
+
+    Args:
+        name: of the thread.
+    Raises:
+        RuntimeError: this process may have no more threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Have `work` done after all that was given before.  Its errors are in the future alone."""
+        future: Future[_T] = Future()
+        self._queue.put(lambda: _carry_out(work, future))
+        return future
+
+    def close(self) -> None:
+        """The thread ends after what it has been given; what comes later is never done.  Does not wait."""
+        self._queue.put(None)
+
+    def wait_for_end(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the thread is gone, after `close`; False if it still is not.  None: however long."""
+        self._thread.join(None if timeout is None else timeout.total_seconds())
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task()
+            del task  # while this waits for the next one, it holds nothing of the last
+
+
+def run_parallel(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
+    """Do all `tasks` at once, each in a thread of its own; returns what they returned, in their order.
+
+    All have ended when this returns, and when it raises the error of the first that failed.  Interrupted
+    (by Ctrl-C), it waits for them before it raises as well, since they use the caller's memory.  Only a
+    second interrupt does not wait: a disk may hang for ever.
+
+    Args:
+        name: of the threads; their number follows.
+    Raises:
+        RuntimeError: this process may have no more threads.
+    """
+    threads: list[TaskThread] = []
+    futures: list[Future[_T]] = []
+    try:
+        for number in range(len(tasks)):
+            threads.append(TaskThread(f"{name}_{number}"))
+        for thread, task in zip(threads, tasks, strict=True):
+            futures.append(thread.submit(task))
+        for thread in threads:
+            thread.close()
+        wait(futures)
+    except BaseException:
+        # For the threads: an interrupt may come when a task is under way and its future not noted yet.
+        for thread in threads:
+            thread.close()
+        for thread in threads:
+            thread.wait_for_end()
+        raise
+    return [future.result() for future in futures]
+
+
+def map_parallel(
+    work: Callable[[_Item], _T], items: Sequence[_Item], name: str, *, threads: int = 16
+) -> list[_T]:
+    """What `work` gives for each of `items`, in their order; a few of them in this thread, many in up to
+    `threads` others.  For work that mostly waits, such as small reads; raises like `run_parallel`."""
+    count = min(threads, len(items) // _ITEMS_PER_THREAD)
+    if count <= 1:
+        return [work(item) for item in items]
+
+    def run(first: int) -> list[_T]:
+        return [work(item) for item in items[first::count]]
+
+    stripes = run_parallel([partial(run, first) for first in range(count)], name)
+    return [stripes[number % count][number // count] for number in range(len(items))]
+
+
+def _carry_out(work: Callable[[], _T], future: Future[_T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # whoever has the future has the error too
+        future.set_exception(error)
+    else:
+        future.set_result(result)

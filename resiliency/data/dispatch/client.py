@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's side of the data server.
+
+    with DataClient(address, f"rank{rank}", token=token, attempt=attempt) as client:
+        for part in client.ranges():
+            process(part)
+            client.done(part)
+
+Each call has a deadline and outlives the loss of a connection and of the server: it asks again until the
+deadline, and a request that arrives twice takes effect once. The end of the data is an answer of the server;
+a server that is missing, or that lost its book, is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import BinaryIO, cast
+
+from resiliency.data.dispatch.book import Answer, PoisonedRange, StaleRange
+from resiliency.data.dispatch.ranges import Plain, SampleRange
+from resiliency.data.dispatch.wire import (
+    DOOR,
+    HOLD,
+    LINE_BYTES,
+    VERSION,
+    check_token,
+    decoded,
+    encoded,
+    proof_of,
+)
+from resiliency.data.progress import check_whole
+from resiliency.errors import ConfigError, DataError, PeerError, ResiliencyError
+
+log = logging.getLogger(__name__)
+
+#: Errors that the server names.
+_ERRORS: dict[str, type[ResiliencyError]] = {
+    error.__name__: error for error in (ConfigError, DataError, StaleRange, PoisonedRange)
+}
+#: Between two attempts to reach the server.
+_PAUSE_S = 0.2
+#: For one answer, before the connection is given up; a server may hold a request for a range.
+_TRY_S = (HOLD + DOOR).total_seconds()
+#: For the goodbye at the end.
+_LEAVE_S = 2.0
+
+
+class DataClient:
+    """Ranges for one worker. Calls may come from any thread, one at a time.
+
+    Args:
+        address: host and port of the server.
+        worker: a name that no other worker has; a process that takes it over frees what the one before held.
+        token: that of the server.
+        attempt: of the job; a higher one frees at once what the attempts before it held.
+        timeout: how long a call tries to reach the server.
+        max_wait: how long `next_range` waits for a range while other workers hold the last ones.
+    Raises:
+        PeerError: there is no server within `timeout`.
+        ConfigError: the token is wrong.
+        StaleRange: the attempt is over.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        worker: str,
+        *,
+        token: str,
+        attempt: int = 0,
+        timeout: timedelta = timedelta(minutes=2),
+        max_wait: timedelta = timedelta(hours=2),
+    ) -> None:
+        check_token(token)
+        self.worker, self.attempt = worker, check_whole("attempt", attempt)
+        self._timeout_s, self._max_wait_s = timeout.total_seconds(), max_wait.total_seconds()
+        self._requests = _ServerConnection(address, token, worker, attempt, secrets.token_hex(8))
+        self._lock = threading.Lock()
+        self._seq = 0
+        #: The last request, if a lost server or an interrupt left it without an answer.
+        self._unanswered: Plain | None = None
+        #: Ranges that the policy of the server left out so far, as of the last answer that said so.
+        self.skipped = 0
+        self._ended = threading.Event()
+        welcome = self._retried(self._requests.join)
+        #: What the server's source is made of, such as the size and the order of its samples.
+        self.source: Plain = cast(Plain, welcome["source"])
+        self._lease_s = cast(float, welcome["lease_s"])
+        self._heartbeats = threading.Thread(target=self._beat, name=f"data-client-{worker}", daemon=True)
+        self._heartbeats.start()
+
+    def ranges(self) -> Iterator[SampleRange]:
+        """Ranges until the data end; say `done` of each."""
+        while (part := self.next_range()) is not None:
+            yield part
+
+    def next_range(self) -> SampleRange | None:
+        """A range that is this worker's now; None: the server says that the data end.
+
+        Raises:
+            DataError: other workers held the last ranges for longer than `max_wait`, or the server lost its
+                book.
+            PoisonedRange: a range failed too often.
+            StaleRange: the attempt is over, or another process has this worker's name.
+            PeerError: there is no server.
+        """
+        deadline = time.monotonic() + self._max_wait_s
+        while True:
+            found = self._grant(hold_s=max(0.0, deadline - time.monotonic()))
+            if found is not Answer.WAIT:
+                return found if isinstance(found, SampleRange) else None
+            if time.monotonic() > deadline:
+                raise DataError(
+                    f"no range within {self._max_wait_s:g} s: other workers hold the last ones, or no more "
+                    "were added.",
+                    hint="Their processes may hang. Pass a longer max_wait if they are slow.",
+                )
+
+    def try_next_range(self) -> SampleRange | Answer:
+        """The same, without waiting for other workers."""
+        return self._grant(hold_s=0.0)
+
+    def done(self, part: SampleRange, step: int | None = None) -> None:
+        """This worker used a range, or the first part of one: it counts, with `step` once that is committed.
+
+        Say it before the collective that ends the step, so that it is said when any rank commits the step.
+
+        Raises:
+            StaleRange: the range is not this worker's any more: what was made of it must not count.
+        """
+        self._ask("done", range=part.to_plain(), step=step)
+
+    def failed(self, part: SampleRange, reason: str) -> None:
+        """This worker could not use a range; after some tries the policy of the server takes effect."""
+        self._ask("failed", range=part.to_plain(), reason=reason[:1000] or "no reason")
+
+    def give_back(self, part: SampleRange) -> None:
+        """This worker will not use what is left of a range."""
+        self._ask("give_back", range=part.to_plain())
+
+    def commit(self, step: int) -> Plain:
+        """Plain values for the checkpoint of a step; the same on each rank that asks. See `Book.commit`."""
+        return cast(Plain, self._ask("commit", step=step)["state"])
+
+    def rollback(self, state: Mapping[str, object] | None) -> None:
+        """Say where the model of this attempt is: the state in its checkpoint, or None if it starts from
+        scratch. All ranks may say it. See `Book.rollback`."""
+        self._ask("rollback", state=state)
+
+    def rollback_to(self, step: int) -> None:
+        """`rollback` to a step whose state the server keeps; see `Book.rollback_to`."""
+        self._ask("rollback_to", step=step)
+
+    def extend(self, stops: Mapping[str, int], *, closed: bool = False) -> None:
+        """Partitions reach so far now; `closed`: nothing will be added."""
+        self._ask("extend", stops=dict(stops), closed=closed)
+
+    def close(self) -> None:
+        """Leave: what this worker holds is free at once, if the server can be reached."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        deadline = time.monotonic() + _LEAVE_S
+        with self._lock:
+            try:
+                self._requests.join(deadline)
+                self._requests.exchange({"op": "leave", "seq": self._seq + 1}, deadline)
+            except (OSError, ResiliencyError) as error:
+                log.debug("worker %s could not leave: %r", self.worker, error)
+            self._requests.close()
+        self._heartbeats.join(2 * _TRY_S)
+
+    def __enter__(self) -> DataClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _grant(self, *, hold_s: float) -> SampleRange | Answer:
+        answer = self._ask("grant", hold_s=min(hold_s, HOLD.total_seconds()))
+        self.skipped = cast(int, answer.get("skipped", self.skipped))
+        if answer["answer"] == "range":
+            return SampleRange.of_plain(answer["range"])
+        return Answer(answer["answer"])
+
+    def _ask(self, op: str, **fields: object) -> Plain:
+        with self._lock:
+            if self._ended.is_set():
+                raise ConfigError("the client is closed.")
+            wanted = {"op": op, **fields, "hold_s": None}
+            if wanted != self._unanswered:  # else it may have arrived: it comes again, and takes effect once
+                self._seq += 1
+            self._unanswered = wanted
+            request = {"op": op, "seq": self._seq, **fields}
+
+            def ask(deadline: float) -> Plain:
+                self._requests.join(deadline)
+                return self._requests.exchange(request, deadline)
+
+            answer = self._retried(ask)
+            self._unanswered = None
+            return answer
+
+    def _retried(self, ask: Callable[[float], Plain]) -> Plain:
+        """What `ask` returns, called with a deadline, until the server answers."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return ask(min(deadline, time.monotonic() + _TRY_S))
+            except OSError as error:
+                self._requests.close()
+                if time.monotonic() + _PAUSE_S > deadline:
+                    raise PeerError(
+                        f"no answer from the data server at {self._requests.address} within "
+                        f"{self._timeout_s:g} s: {error!r}",
+                        hint="Start it again on its journal; what was answered is in it.",
+                    ) from error
+                log.info("data server lost: %r; asking again", error)
+                self._ended.wait(_PAUSE_S)
+
+    def _beat(self) -> None:
+        """Says that this process lives, on a connection of its own, whatever its other threads wait for."""
+        connection = self._requests.another()
+        try:
+            while not self._ended.wait(self._lease_s / 3):
+                try:
+                    deadline = time.monotonic() + _TRY_S
+                    connection.join(deadline)
+                    connection.exchange({"op": "heartbeat"}, deadline)
+                except OSError as error:
+                    log.debug("worker %s could not say that it lives: %r", self.worker, error)
+                    connection.close()
+        except ResiliencyError as error:
+            log.warning("worker %s stops saying that it lives: %s", self.worker, error)
+        finally:
+            connection.close()
+
+
+class _ServerConnection:
+    """A connection that is made when it is needed. Not for two threads at a time."""
+
+    def __init__(self, address: tuple[str, int], token: str, worker: str, attempt: int, life: str) -> None:
+        self.address = address
+        self._token, self._worker, self._attempt, self._life = token, worker, attempt, life
+        self._socket: socket.socket | None = None
+        self._lines: BinaryIO | None = None
+        self._welcome: Plain = {}
+
+    def another(self) -> _ServerConnection:
+        """A second one of the same process."""
+        found = _ServerConnection(self.address, self._token, self._worker, self._attempt, self._life)
+        found._welcome = self._welcome
+        return found
+
+    def join(self, deadline: float) -> Plain:
+        """Be connected; returns what the server said first.
+
+        Raises:
+            OSError: there is no server.
+            DataError: it has another book than the one that this worker joined.
+            StaleRange: another process has this name, or the attempt is over.
+        """
+        if self._socket is not None:
+            return self._welcome
+        self._socket = socket.create_connection(self.address, timeout=_left(deadline))
+        try:
+            self._welcome = self._greet(self._socket, deadline)
+        except BaseException:
+            self.close()
+            raise
+        return self._welcome
+
+    def _greet(self, connection: socket.socket, deadline: float) -> Plain:
+        if connection.getsockname() == connection.getpeername():
+            raise ConnectionError("no server listens: the kernel connected the socket to itself")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lines = connection.makefile("rb")
+        greeting = self._receive(deadline)
+        if greeting.get("version") != VERSION:
+            raise ConfigError(
+                f"the data server at {self.address} speaks version {greeting.get('version')!r}, and this "
+                f"release {VERSION}."
+            )
+        joining = {"worker": self._worker, "life": self._life, "attempt": self._attempt}
+        proof = proof_of(self._token, str(greeting.get("nonce")), self._worker, self._life)
+        message = {"op": "join", "again": bool(self._welcome), "proof": proof, **joining}
+        welcome = self.exchange(message, deadline)
+        if self._welcome and welcome["book"] != self._welcome["book"]:
+            raise DataError(
+                f"the data server at {self.address} has another book of ranges than before: it lost its "
+                "journal, and with it what was used.",
+                hint="Start it on its journal, or begin a new attempt with the state in a checkpoint.",
+            )
+        return welcome
+
+    def exchange(self, message: Mapping[str, object], deadline: float) -> Plain:
+        """The answer to a message.
+
+        Raises:
+            OSError: there is none; the connection is of no more use.
+            ResiliencyError: the server refused it.
+        """
+        assert self._socket is not None
+        try:
+            self._socket.settimeout(_left(deadline))
+            self._socket.sendall(encoded(message))
+            answer = self._receive(deadline)
+        except BaseException:  # such as Ctrl-C: the answer may still come, and is not the next request's
+            self.close()
+            raise
+        if "error" in answer:
+            kind = _ERRORS.get(str(answer["error"]), DataError)
+            raise kind(str(answer.get("text")), hint=str(answer.get("hint")), worker=self._worker)
+        return answer
+
+    def close(self) -> None:
+        for part in (self._lines, self._socket):
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.close()
+        self._lines = self._socket = None
+
+    def _receive(self, deadline: float) -> Plain:
+        assert self._socket is not None
+        assert self._lines is not None
+        self._socket.settimeout(_left(deadline))
+        line = self._lines.readline(LINE_BYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the server closed the connection")
+        return decoded(line)
+
+
+def _left(deadline: float) -> float:
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("the data server did not answer in time")
+    return left

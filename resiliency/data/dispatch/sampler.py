@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of the ranges that a worker is granted: as a sampler for a DataLoader, or as records of text files.
+
+Invariant of the sampler: samples that it handed out and that were not advanced are still held, and come first
+in the next iteration. So what a DataLoader fetched ahead is never lost, and never counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from resiliency.data.dispatch.book import Answer
+from resiliency.data.dispatch.client import DataClient
+from resiliency.data.dispatch.ranges import Plain, SampleRange
+from resiliency.data.order import EpochOrder
+from resiliency.data.progress import check_whole
+from resiliency.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class DispatchedSampler(Sampler[int]):
+    """Indexes of the samples that the data server grants to this worker.
+
+        sampler = DispatchedSampler(client)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
+        for batch in sampler.batches(loader):
+            ...
+            sampler.advance(len(batch))
+
+    One iteration ends where a range could only come from another worker while this one still has samples on
+    their way through the loader; `batches` starts the next one, until the data end.
+
+    Args:
+        client: of a server of `SampleRanges`.
+    Raises:
+        ConfigError: the server has other ranges.
+    """
+
+    def __init__(self, client: DataClient) -> None:
+        source = client.source
+        if source.get("source") != "samples":
+            raise ConfigError(
+                f"the data server has ranges of {source.get('source')!r}, and a sampler needs samples.",
+                hint="Loop over client.ranges().",
+            )
+        self.client = client
+        #: The step that `advance` said last.
+        self.step = 0
+        #: Whether the server said that the data end.
+        self.ended = False
+        self._shuffled = source["order"] == "samples"
+        self._size, self._seed = cast(int, source["size"]), cast(int, source["seed"])
+        self._kind = cast(str, source["kind"])
+        self._order: EpochOrder | None = None
+        #: Handed out, or about to be, and not advanced.
+        self._held: deque[SampleRange] = deque()
+        self._advanced = True
+        #: Whether samples counted at once, so that no step says whether a model has them.
+        self._without_step = False
+
+    def __iter__(self) -> Iterator[int]:
+        if self._held and not self._advanced:
+            raise ConfigError(
+                "the samples of the last iteration were not advanced, and would come again.",
+                hint="Call sampler.advance(samples of the batch) for each batch that was used.",
+            )
+        self._advanced = False
+        for part in list(self._held):
+            yield from self._indexes(part)
+        while (part_or_not := self._next_range()) is not None:
+            self._held.append(part_or_not)
+            yield from self._indexes(part_or_not)
+
+    def batches(self, loader: DataLoader[T]) -> Iterator[T]:
+        """The batches of a loader over this sampler, until the data end.
+
+        Raises:
+            ConfigError: the loader has another sampler, or gives batches out of order.
+        """
+        if loader.sampler is not self or not loader.in_order:
+            raise ConfigError(
+                "the loader does not take its samples from this sampler, in order.",
+                hint="Pass sampler=sampler to the DataLoader, and leave out in_order=False.",
+            )
+        while not (self.ended and not self._held):
+            yield from loader
+
+    def advance(self, count: int, step: int | None = None) -> None:
+        """Say that the next `count` samples that were handed out are used.
+
+        Args:
+            step: of the optimizer that uses them, to be said before the collective that ends it; None: they
+                count at once.
+        Raises:
+            ConfigError: fewer were handed out.
+            StaleRange: they belong to another worker now.
+        """
+        if check_whole("advance", count) > (held := sum(map(len, self._held))):
+            raise ConfigError(f"advance({count}), and {held} samples were handed out.")
+        self._advanced = True
+        self._without_step |= step is None and count > 0
+        self.step = self.step if step is None else check_whole("step", step)
+        while count:
+            part = self._held.popleft()
+            used = part.first(min(count, len(part)))
+            self.client.done(used, step)
+            count -= len(used)
+            if used != part:
+                self._held.appendleft(SampleRange(used.stop, part.stop, part.epoch, part.partition))
+
+    def state_dict(self) -> Plain:
+        """Plain values for the checkpoint of the step that was advanced last; the same on all ranks.
+
+        Raises:
+            ConfigError: samples were advanced without a step, so that all states would be that of step 0.
+        """
+        if self._without_step:
+            raise ConfigError(
+                "samples were advanced without a step: a checkpoint cannot say whether its model has them.",
+                hint="Pass the optimizer's step: sampler.advance(samples, step=n).",
+            )
+        return self.client.commit(self.step)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from a checkpoint, on all ranks; see `Book.rollback`."""
+        self.client.rollback(state)
+        self.step = max(0, cast(int, state["step"]))
+        self.ended, self._advanced, self._without_step = False, True, False
+        self._held.clear()
+
+    def _next_range(self) -> SampleRange | None:
+        found = self.client.try_next_range() if self._held else self.client.next_range()
+        self.ended = found is None or found is Answer.END
+        return found if isinstance(found, SampleRange) else None
+
+    def _indexes(self, part: SampleRange) -> Iterator[int]:
+        if not self._shuffled:
+            return iter(range(part.start, part.stop))
+        if self._order is None or self._order.epoch != part.epoch:
+            self._order = EpochOrder(self._size, epoch=part.epoch, seed=self._seed, kind=self._kind)
+        indexes: list[int] = self._order.at(torch.arange(part.start, part.stop)).tolist()
+        return iter(indexes)
+
+
+def sizes_of(paths: Iterable[str | os.PathLike[str]]) -> tuple[tuple[str, int], ...]:
+    """Path and size in bytes of each file, for `TextRanges`.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    return tuple((os.fspath(path), os.path.getsize(path)) for path in paths)
+
+
+def text_records(part: SampleRange) -> Iterator[bytes]:
+    """The lines of a range of `TextRanges`, without their newlines: those whose first byte is in it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open(part.partition, "rb") as file:
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()  # of the range before
+        position = file.tell()
+        while position < part.stop and (line := file.readline()):
+            position += len(line)
+            yield line.removesuffix(b"\n")

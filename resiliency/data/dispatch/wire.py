@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What server and clients of ranges say to each other: lines of JSON over TCP.
+
+    server  {"version": 1, "nonce": ...}
+    client  {"op": "join", "worker": ..., "life": ..., "attempt": ..., "proof": ...}
+    server  {"answer": "welcome", "book": ..., "source": {...}, "lease_s": ...}
+    client  {"op": "grant", "seq": 1}
+    server  {"answer": "range", "range": [0, 100, 0, ""]}
+
+The proof is a keyed hash of the nonce, so the token itself is never sent. Nothing is encrypted: where others
+can change what is on the wire, use a tunnel.
+
+The standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+from resiliency.data.dispatch.ranges import Plain
+from resiliency.errors import ConfigError
+
+VERSION = 1
+#: Longest line; a request has some hundred bytes, but for the state of a checkpoint.
+LINE_BYTES = 4 * 1024 * 1024
+#: Longest time in which a client joins, and in which the server holds a request for a range.
+DOOR = timedelta(seconds=10)
+HOLD = timedelta(seconds=10)
+
+
+def encoded(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
+
+
+def decoded(line: bytes) -> Plain:
+    """Raises ConfigError: the line is no JSON object."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise ConfigError(f"{line[:80]!r} is no message.")
+    return message
+
+
+def proof_of(token: str, nonce: str, worker: str, life: str) -> str:
+    """What only a client that knows the token can say to this nonce."""
+    text = json.dumps([nonce, worker, life]).encode()
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+
+
+def check_token(token: str) -> None:
+    """Raises ConfigError if there is none."""
+    if not isinstance(token, str) or not token:
+        raise ConfigError(
+            "there is no token.",
+            hint="Pass the same secret text to the server and to all clients.",
+        )

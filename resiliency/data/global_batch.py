@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer step of a fixed number of samples, on any number of ranks.
+
+The global batch is the constant, the world size a detail. Each step takes a *row* of `samples` positions of
+the epoch's order. The row is split among the ranks in order, their counts differ by at most one, and each
+rank works its share off in micro-batches of at most `micro` samples. A micro-batch of n of the row's t
+samples has the weight
+
+    n * world_size / t
+
+so that the mean over the ranks, which DDP and FSDP2 make of gradients, is the gradient of the mean over the
+row, also where shares are unequal and where the last row of an epoch is short.
+
+All ranks run equally many micro-batches: a rank that has one less runs its first one sample of the row again
+with weight 0. The others are at work meanwhile, so that costs no time, and no rank is ever missing from a
+collective, whether that is in the backward of the last micro-batch (DDP) or in every forward (FSDP2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import nn
+
+from resiliency.data.progress import check_rank, check_whole
+from resiliency.errors import ConfigError
+
+T = TypeVar("T", covariant=True)
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Positions `start` to `stop` of a row, and what its mean loss is multiplied by before `backward`."""
+
+    start: int
+    stop: int
+    weight: float
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """How many samples an optimizer step is made of, and how many of them a rank takes at once.
+
+    Args:
+        samples: of one optimizer step, over all ranks.
+        micro: most samples of one forward and backward of one rank; 0 means its whole share. The gradients
+            are the same for each value, up to rounding.
+    Raises:
+        ConfigError: `samples` is below 1, or `micro` below 0.
+    """
+
+    samples: int
+    micro: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("micro", self.micro)
+        if check_whole("the global batch", self.samples) < 1:
+            raise ConfigError("the global batch has 0 samples; an optimizer step is made of at least one.")
+
+    def share(self, rank: int, world_size: int, row: int | None = None) -> range:
+        """The positions of one rank in a row; the first ranks have one more where the row cannot be split
+        evenly.
+
+        Args:
+            row: samples of the row; fewer than `samples` only at the end of an epoch. None means a full row.
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        check_rank(rank, world_size)
+        each, more = divmod(self.samples if row is None else row, world_size)
+        start = rank * each + min(rank, more)
+        return range(start, start + each + (rank < more))
+
+    def micro_batches(self, rank: int, world_size: int, row: int | None = None) -> tuple[MicroBatch, ...]:
+        """What one rank runs for a row: equally many micro-batches on all ranks, at least one.
+
+        Args:
+            row: as in `share`.
+        """
+        row = self.samples if row is None else row
+        most = len(self.share(0, world_size, row))
+        micro = self.micro or most
+        mine = self.share(rank, world_size, row)
+        starts = range(mine.start, mine.stop, micro)
+        stops = (min(start + micro, mine.stop) for start in starts)
+        found = [
+            MicroBatch(start, stop, (stop - start) * world_size / row)
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+        # Shares differ by at most one sample, so this is at most one micro-batch.
+        missing = -(-most // micro) - len(found)
+        return (*found, *[MicroBatch(0, 1, 0.0)] * missing)
+
+
+class Step(Protocol[T]):
+    """The micro-batches of one optimizer step: pairs of data and weight, and how many there are."""
+
+    def __iter__(self) -> Iterator[tuple[T, float]]: ...
+    def __len__(self) -> int: ...
+
+
+def accumulate(model: nn.Module, step: Step[Batch]) -> Iterator[tuple[Batch, float]]:
+    """The micro-batches of a step, with gradients reduced over the ranks once: in the last one's backward.
+
+        for batch, weight in accumulate(model, step):
+            (loss_of(model(batch)) * weight).backward()
+        optimizer.step()
+
+    The loss is to be a mean over the samples of its micro-batch. Between the first and the last backward, DDP
+    keeps gradients of the model's size as always; FSDP2 keeps them unsharded, which takes the memory of a
+    whole copy.
+
+    Args:
+        model: DDP, FSDP2 (`fully_shard`), or a module on a single rank.
+        step: of `advancing_steps`, or a list of pairs.
+    """
+    count = len(step)
+    for number, (batch, weight) in enumerate(step, 1):
+        with _reduced(model, last=number == count):
+            yield batch, weight
+
+
+def _reduced(model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+    """Whether a backward inside reduces gradients. By method: importing FSDP2 for its class costs a
+    second."""
+    fsdp2 = getattr(model, "set_requires_gradient_sync", None)
+    if fsdp2 is not None:
+        return _fsdp2_reduced(model, last=last)
+    no_sync = getattr(model, "no_sync", None)
+    if last or no_sync is None:
+        return nullcontext()
+    context: AbstractContextManager[object] = no_sync()
+    return context
+
+
+@contextmanager
+def _fsdp2_reduced(model: nn.Module, *, last: bool) -> Iterator[None]:
+    model.set_requires_gradient_sync(last)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]

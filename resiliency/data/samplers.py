@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers that go on exactly where the model is, on any number of ranks.
+
+A sampler says which samples come next, and its state says which are in the model. Both follow from one plain
+number, the position in the epoch's order (`resiliency.data.progress`). What a DataLoader has fetched ahead is
+not in the model and does not count; what the program trained on counts when it says so, by `advance`, or
+without a word by `advancing`, which counts at `optimizer.step()`.
+
+    sampler = InterruptableDistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
+    state = {"model": model, "optimizer": optimizer, "sampler": sampler}     # goes into every checkpoint
+    for epoch in range(sampler.epoch, epochs):
+        sampler.set_epoch(epoch)
+        for batch in advancing(loader, optimizer):
+            ...
+
+Epochs: a state of this epoch goes on; another epoch is taken only from the start of this one or when it is
+finished, else the rest of it would be left out in silence. Leaving a loop by an exception or by `break` keeps
+the position. An epoch that was finished before it was saved gives nothing and says so once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from resiliency.data.global_batch import GlobalBatch, MicroBatch
+from resiliency.data.progress import Progress, check_whole
+from resiliency.data.resumable import ResumableSampler
+from resiliency.errors import ConfigError
+
+#: Indexes that are computed at a time.
+_CHUNK = 4096
+
+
+class InterruptableDistributedSampler(ResumableSampler[int]):
+    """torch's DistributedSampler, whose position is in the checkpoint.
+
+    The same samples in the same order as torch's, for each argument of it, in every epoch. Iteration gives
+    what is not in the model yet; `len` is how many samples that is.
+
+    With `global_batch` each optimizer step is made of the same samples on any number of ranks: pass
+    ``batch_sampler=sampler.micro_batches()`` to the DataLoader and loop over `advancing_steps`.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas, rank: of the process group by default, or 1 and 0 without one.
+        seed: equal on all ranks.
+        drop_last: leave out what cannot be dealt evenly at the end, instead of dealing some samples twice;
+            with `global_batch`, leave out a last row that is not full.
+        kind: ``computed`` takes no memory for the order, for 10^8 samples and more; see `EpochOrder`.
+        global_batch: samples of an optimizer step over all ranks, and of a micro-batch.
+        dataset_id: a name of the data; a state with another is refused.
+    Raises:
+        ConfigError: there is no such rank, a process group is needed first, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        kind: str = "torch",
+        global_batch: GlobalBatch | int | None = None,
+        dataset_id: str = "",
+    ) -> None:
+        progress = Progress(size=len(dataset), seed=seed, shuffle=shuffle, kind=kind, dataset=dataset_id)
+        super().__init__(progress, num_replicas, rank, drop_last)
+        self.dataset = dataset
+        self.global_batch = GlobalBatch(global_batch) if isinstance(global_batch, int) else global_batch
+        #: Samples of this rank that were advanced in a row, which counts when it is whole.
+        self._in_row = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.ready():
+            return
+        if self.global_batch is None:
+            mine = self.progress.deal(self.rank, self.num_replicas, drop_last=self.drop_last)
+            for first in range(0, len(mine), _CHUNK):
+                part = mine[first : first + _CHUNK]
+                yield from self.indexes_at(part)
+        else:
+            for indexes in self.micro_batches():
+                yield from indexes
+
+    @property
+    def padding(self) -> int:
+        """As of all samplers; none with `global_batch`, where a sample that is run twice has weight 0."""
+        return 0 if self.global_batch else super().padding
+
+    def micro_batches(self) -> MicroBatchSampler:
+        """The same samples in micro-batches of `global_batch`, as a ``batch_sampler`` for a DataLoader.
+
+        Raises:
+            ConfigError: there is no `global_batch`.
+        """
+        return MicroBatchSampler(self)
+
+    def advance(self, count: int = 1) -> None:
+        """Say that `count` more samples of this rank are in the model.
+
+        With `global_batch` also those of weight 0 count, and the position moves when the row is whole: a
+        state that is saved in between is that before the row, as the model is.
+
+        Raises:
+            ConfigError: that is more than this rank has left in the epoch.
+        """
+        if self.global_batch is None:
+            super().advance(count)
+            return
+        if not check_whole("advance", count):
+            self.in_hand = False
+            return
+        progress = self.progress  # which may move the row on
+        taken = self._in_row + count
+        while row := self._next_row(progress):
+            share = self._row_samples(row)
+            if taken < share:
+                break
+            taken, progress = taken - share, progress.after(row)
+        else:
+            if taken:
+                raise self._too_far(count, self.left - self._in_row)
+            progress = progress.after(progress.left)
+        self._move_to(progress, keep=True)
+        self._in_row = taken
+
+    def _move_to(self, progress: Progress, *, keep: bool = False) -> None:
+        super()._move_to(progress, keep=keep)
+        self._in_row = 0
+
+    def _next_row(self, progress: Progress) -> int:
+        """Samples of the next optimizer step; 0 if there is none."""
+        assert self.global_batch is not None
+        row = min(self.global_batch.samples, progress.left)
+        return 0 if self.drop_last and row < self.global_batch.samples else row
+
+    def _row_samples(self, row: int) -> int:
+        assert self.global_batch is not None
+        return sum(m.samples for m in self.global_batch.micro_batches(self.rank, self.num_replicas, row))
+
+    def _length(self, progress: Progress) -> int:
+        if self.global_batch is None:
+            return super()._length(progress)
+        full, rest = divmod(progress.left, self.global_batch.samples)
+        samples = full * self._row_samples(self.global_batch.samples) if full else 0
+        return samples + (self._row_samples(rest) if rest and not self.drop_last else 0)
+
+    def rows(self) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
+        """First position and micro-batches of this rank, for each optimizer step from here on."""
+        assert self.global_batch is not None
+        progress = self.progress
+        self._in_row = 0  # what was advanced of a row that was left is not in the model
+        while row := self._next_row(progress):
+            yield progress.position, self.global_batch.micro_batches(self.rank, self.num_replicas, row)
+            progress = progress.after(row)
+
+    def indexes_at(self, positions: range) -> list[int]:
+        tensor = torch.arange(positions.start, positions.stop, positions.step)
+        found: list[int] = self._epoch_order(self.progress.size).at(tensor).tolist()
+        return found
+
+    def _check_same_order(self, key: str, count: int, epoch: int) -> None:
+        if key == "progress" and count > 0 and epoch > 0 and self.progress.shuffle:
+            raise ConfigError(
+                f"the state of cycling_utils says progress {count} in epoch {epoch}: it took the order of "
+                "epoch 0 in "
+                "every epoch, so these samples are not the first ones of any other order.",
+                hint=f"Start that epoch from its beginning: load {{'progress': 0, 'epoch': {epoch}}}.",
+            )
+
+
+class InterruptableSampler(InterruptableDistributedSampler):
+    """Samples of a dataset that is this rank's own, such as a `DistributedShardedDataset`.
+
+    All ranks advance together, each through its own data. `num_replicas`, `rank` and `drop_last` are there
+    for programs that pass them, and are refused where they would mean something.
+
+    Raises:
+        ConfigError: more than one replica, another rank than 0, or `drop_last`.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        kind: str = "torch",
+        dataset_id: str = "",
+    ) -> None:
+        if num_replicas not in (None, 1) or rank not in (None, 0) or drop_last:
+            raise ConfigError(
+                "InterruptableSampler gives every sample of its dataset to this rank: "
+                f"num_replicas={num_replicas}, "
+                f"rank={rank}, drop_last={drop_last} would have no effect.",
+                hint="Leave them out, or take InterruptableDistributedSampler.",
+            )
+        super().__init__(dataset, 1, 0, shuffle, seed, kind=kind, dataset_id=dataset_id)
+
+    def load_state_dict(self, state: Mapping[str, object], *, world_size: int | None = None) -> None:
+        """Go on from a state of this sampler, or of cycling_utils' one, which counts one rank's samples.
+
+        Raises:
+            ConfigError: the state belongs to other data or another order.
+        """
+        super().load_state_dict(state, world_size=1)
+
+    def _check_same_order(self, key: str, count: int, epoch: int) -> None:
+        """cycling_utils' sampler of this name takes another order in each epoch, and the same ones."""
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """Batch sampler over the rows of a global batch; see `InterruptableDistributedSampler.micro_batches`.
+
+    Raises:
+        ConfigError: the sampler has no `global_batch`.
+    """
+
+    def __init__(self, sampler: InterruptableDistributedSampler) -> None:
+        if sampler.global_batch is None:
+            raise ConfigError(
+                "the sampler has no global batch to split.",
+                hint="Construct it with global_batch=GlobalBatch(samples, micro).",
+            )
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self.sampler.ready():
+            return
+        for first, parts in self.sampler.rows():
+            for part in parts:
+                yield self.sampler.indexes_at(range(first + part.start, first + part.stop))
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank that are left in the epoch."""
+        batch, left = self.sampler.global_batch, self.sampler.progress.left
+        assert batch is not None
+        full, rest = divmod(left, batch.samples)
+        me = self.sampler.rank, self.sampler.num_replicas
+        last = len(batch.micro_batches(*me, rest)) if rest and not self.sampler.drop_last else 0
+        return full * len(batch.micro_batches(*me)) + last

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows logs while they are written, and measures their jobs again and again.
+
+A line counts once its newline is there.  A file that is not there yet is waited for; one that was replaced
+is read to its end before the one that has its name now, and one that became shorter is read from its begin.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+from resiliency.errors import ConfigError
+from resiliency.events import RunEvent
+from resiliency.goodput_measure.jobs import JobEvents, JobResult, Options
+from resiliency.goodput_measure.lives import to_us
+from resiliency.goodput_measure.reader import MAX_LINE_BYTES, ReadStats, parse_line
+from resiliency.runtime import Clock
+
+_READ_BYTES = 1 << 20
+
+
+class LogTail:
+    """New events of one file at each call of `poll`."""
+
+    def __init__(self, path: str | os.PathLike[str], stats: ReadStats) -> None:
+        self._path = os.fspath(path)
+        self._stats = stats
+        self._file: BinaryIO | None = None
+        self._rest = b""  # of a line whose newline is missing
+
+    def poll(self) -> Iterator[RunEvent]:
+        """Yield what was written since the last call.
+
+        Raises:
+            ConfigError: the file is there and cannot be read.
+        """
+        try:
+            yield from self._read()  # also of a file that has lost its name since: its last events
+            if self._reopen():
+                yield from self._read()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read the event log {self._path!r}: {error.strerror}.", path=self._path
+            ) from error
+
+    def _read(self) -> Iterator[RunEvent]:
+        while self._file is not None and (chunk := self._file.read(_READ_BYTES)):
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            if len(self._rest) > MAX_LINE_BYTES:
+                self._stats.lines += 1
+                self._stats.count_damage(self._path, f"a line of more than {MAX_LINE_BYTES} bytes")
+                self._rest = b""
+            for line in lines:
+                if not (text := line.strip()):
+                    continue
+                self._stats.lines += 1
+                event = parse_line(text, self._path, self._stats)
+                if event is not None:
+                    self._stats.count_job(event.job_name)
+                    yield event
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _reopen(self) -> bool:
+        """Open the file that has the name now; False where that is the one that is open, or there is none."""
+        with suppress(FileNotFoundError):
+            there = os.stat(self._path)
+            if self._file is not None:
+                opened = os.fstat(self._file.fileno())
+                same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
+                if same and there.st_size >= self._file.tell():
+                    return False
+                self.close()
+            self._rest = b""
+            self._file = open(self._path, "rb")  # noqa: SIM115 (closed by `close`)
+            return True
+        return False
+
+
+class LogTails:
+    """Several files as one; a context manager that closes them."""
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], stats: ReadStats) -> None:
+        self._tails = [LogTail(path, stats) for path in paths]
+
+    def poll(self) -> Iterator[RunEvent]:
+        """As `LogTail.poll`, one file after the other."""
+        for tail in self._tails:
+            yield from tail.poll()
+
+    def __enter__(self) -> LogTails:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for tail in self._tails:
+            tail.close()
+
+
+def follow(
+    paths: Sequence[str | os.PathLike[str]],
+    jobs: Mapping[str, JobEvents],
+    options: Options,
+    *,
+    stats: ReadStats,
+    every_s: float,
+    clock: Clock,
+    wait: Callable[[float], bool],
+) -> Iterator[list[JobResult]]:
+    """Yield the results of the jobs that have begun, whenever there is something new to tell.
+
+    While a job runs, its wall time goes on though nothing is written, so that a hang shows.  Ends when all
+    jobs have ended and nothing came for a period, or when `wait` says so.
+
+    Args:
+        jobs: by name; events are added to them.
+        every_s: between two looks.  A look that takes long is followed by a pause as long.
+        wait: waits that many seconds, or less; True ends the iteration.
+    """
+    with LogTails(paths, stats) as tails:
+        while True:
+            began = time.monotonic()
+            is_new = False
+            for event in tails.poll():
+                if (job := jobs.get(event.job_name)) is not None:
+                    job.add_full(event)
+                    stats.events += 1
+                    is_new = True
+            begun = [job for job in jobs.values() if job.goodput_events]
+            running = [job for job in jobs.values() if not job.builder.has_ended]
+            if begun and (is_new or running):
+                now = to_us(clock.now())
+                yield [job.result(options, until=now if job in running else None) for job in begun]
+            elif begun and not running:
+                return
+            if wait(max(every_s, time.monotonic() - began)):
+                return

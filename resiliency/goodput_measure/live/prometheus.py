@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Goodput in Prometheus' text format: as a file for the node exporter, or over HTTP."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from resiliency.errors import ConfigError
+from resiliency.goodput_measure.jobs import JobResult
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "resiliency_goodput_"
+#: Metric -> its help.  All are gauges: a kept step may be lost later.
+_HELP = {
+    "ratio": "Kept steps as a part of all rank time.",
+    "window_ratio": "The same over the newest window.",
+    "ettr": "Part of wall time with a kept step on any rank.",
+    "rank_seconds": "Rank time by cause; adds up to wall time x ranks.",
+    "wall_seconds": "From the first event of the job to its end, or to now.",
+    "ranks": "Ranks that the job ever had.",
+    "incidents": "Interruptions so far.",
+    "mttf_seconds": "Mean time of training to a failure.",
+    "mttr_seconds": "Mean time from a failure to the first new step.",
+    "save_interval_steps": "Steps between saves: the job's own, and what would have cost least.",
+}
+
+
+def as_metrics(results: Iterable[JobResult]) -> str:
+    """The jobs that have a ledger; a value that is not known is left out."""
+    samples: dict[str, list[str]] = {name: [] for name in _HELP}
+    for result in results:
+        for name, labels, value in _samples(result):
+            if value is not None:
+                given = {"job": result.report.job_name, **labels}
+                inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in given.items())
+                samples[name].append(f"{_PREFIX}{name}{{{inside}}} {value!r}")
+    return "".join(
+        f"# HELP {_PREFIX}{name} {_HELP[name]}\n# TYPE {_PREFIX}{name} gauge\n" + "\n".join(lines) + "\n"
+        for name, lines in samples.items()
+        if lines
+    )
+
+
+def _samples(result: JobResult) -> Iterator[tuple[str, dict[str, str], float | None]]:
+    if result.measured is None:
+        return
+    job, found = result.measured, result.measured.reliability
+    yield "ratio", {}, job.ledger.goodput
+    yield "window_ratio", {"window": f"{job.window_us / 1e6:g}s"}, job.newest.goodput
+    yield "ettr", {}, job.ledger.ettr
+    for bucket, total in job.ledger.totals.items():
+        yield "rank_seconds", {"cause": bucket.value}, total / 1e6
+    yield "wall_seconds", {}, job.ledger.wall_us / 1e6
+    yield "ranks", {}, len(job.ledger.lanes)
+    yield "incidents", {}, len(job.ledger.incidents)
+    yield "mttf_seconds", {}, found.mttf_s
+    yield "mttr_seconds", {}, found.mttr_s
+    for cost in job.costs:
+        for which in ("as it was", "best"):
+            if which in cost.note:
+                yield "save_interval_steps", {"which": which.replace(" ", "_")}, cost.interval_steps
+
+
+def write_metrics(text: str, path: str | os.PathLike[str]) -> None:
+    """Replace the file in one step: a scrape sees the old or the new one, and no part of either.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        part.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise ConfigError(
+            f"cannot write --prometheus {str(target)!r}: {error.strerror}.", path=str(target)
+        ) from error
+
+
+class MetricsServer:
+    """Answers GET /metrics with the newest text.  `port`: the one that it listens on."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self.text = ""
+        served = self
+
+        class MetricsHandler(BaseHTTPRequestHandler):
+            timeout = 10  # a client that says nothing keeps no thread
+
+            def do_GET(self) -> None:
+                if self.path.partition("?")[0] not in ("/", "/metrics"):
+                    self.send_error(404)
+                    return
+                body = served.text.encode()
+                self.send_response(200)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Scrapes are no news."""
+
+        try:
+            self._server = ThreadingHTTPServer((address, port), MetricsHandler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on --prometheus-port {port} of {address}: {error}.") from error
+        self.port = int(self._server.server_address[1])
+
+
+@contextmanager
+def serving(port: int, address: str = "127.0.0.1") -> Iterator[MetricsServer]:
+    """A metrics server for as long as the block runs.
+
+    Args:
+        port: 0 chooses a free one.
+        address: to listen on; there is no login.
+    Raises:
+        ConfigError: the port is taken, or there is no such address.
+    """
+    server = MetricsServer(address, port)
+    thread = threading.Thread(target=server._server.serve_forever, name="goodput-metrics", daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server._server.shutdown()
+        server._server.server_close()
+        thread.join(timeout=10)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's client of the host daemon: what it reports, and the commands that it takes.
+
+Nothing here waits for the daemon.  Reports are made from what is known when they are sent: states from the
+agent, steps and heartbeats from the step page.  Commands that concern the workers wait for the agent's next
+look; `stop` and `dump_stacks` do not need it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from resiliency.daemon_link import (
+    TOKEN_ENV,
+    DaemonLink,
+    read_generation,
+    to_fleet_attempt,
+    to_launcher_attempt,
+)
+from resiliency.launch.fleet.link import (
+    HostCommand,
+    HostCommandKind,
+    LauncherState,
+    SupervisorOptions,
+    WorkerReport,
+)
+from resiliency.launch.options import LaunchOptions
+from resiliency.launch.stacks import dump_stacks
+from resiliency.progress import StepPage
+from resiliency.wake_pipe import WakePipe
+
+logger = logging.getLogger(__name__)
+
+#: An outcome travels in a message with a limit.
+_MOST_TEXT_CHARS = 2000
+
+
+class DaemonReporter:
+    """Reports the workers of this host; see `WorkerStateReporter`.
+
+    Args:
+        page: where ranks and rank monitors write.
+        stacks_dir: where ranks leave their stacks.
+    """
+
+    def __init__(self, options: LaunchOptions, page: StepPage, *, stacks_dir: str) -> None:
+        self._page = page
+        self._stacks_dir = stacks_dir
+        self._can_stop = signal.SIGTERM in options.signals
+        self._lock = threading.Lock()
+        self._generation = read_generation(os.environ)
+        self._attempt = 0
+        self._state = LauncherState.UNKNOWN
+        #: Local rank -> global rank, process, state.
+        self._workers: dict[int, tuple[int, int, WorkerReport]] = {}
+        self._commands: deque[HostCommand] = deque(maxlen=16)
+        self._commanded = WakePipe()
+        self.wake_fd = self._commanded.fileno()
+        self._link = DaemonLink(
+            port=options.supervisor.host_daemon_port,
+            hello={
+                "kind": "launcher",
+                "key": uuid.uuid4().hex,
+                "workload": _workload(options.supervisor, options.rendezvous.max_nodes, options.max_restarts),
+            },
+            make_report=self._make_report,
+            on_command=self._take,
+            token_file=os.environ.get(TOKEN_ENV, ""),
+        )
+
+    def begin_attempt(self, attempt: int) -> None:
+        self._page.clear()
+        with self._lock:
+            self._attempt = attempt
+            self._workers = {}
+
+    def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None:
+        with self._lock:
+            self._workers[local_rank] = (rank, pid, state)
+        self._link.report_soon()
+
+    def launcher_is(self, state: LauncherState) -> None:
+        with self._lock:
+            ends = self._state in (LauncherState.GAVE_UP, LauncherState.STOPPING)
+            if state is LauncherState.RUNNING or not ends:  # what follows an end is its execution
+                self._state = state
+        self._link.report_soon()
+
+    def try_take_command(self) -> HostCommand | None:
+        self._commanded.clear()
+        with suppress(IndexError):
+            return self._commands.popleft()
+        return None
+
+    def finish_command(self, command: HostCommand, *, done: bool, text: str) -> None:
+        self._link.send_outcome(
+            {
+                "command": command.id,
+                "epoch": command.epoch,
+                "status": "done" if done else "failed",
+                "text": _printable(text),
+            }
+        )
+
+    def close(self) -> None:
+        self._link.close()
+        self._commanded.close()
+        self._page.close()
+
+    # --------------------------------------------------------------------------------------- in the link's
+    # thread
+
+    def _make_report(self) -> Mapping[str, object]:
+        with self._lock:
+            workers, attempt, state = dict(self._workers), self._attempt, self._state
+        now = time.monotonic()
+        return {
+            "attempt": to_fleet_attempt(self._generation, attempt),
+            "launcher": state.value,
+            "workers": [
+                _worker(local_rank, rank, worker_state, self._page, now)
+                for local_rank, (rank, _, worker_state) in workers.items()
+            ],
+        }
+
+    def _take(self, said: Mapping[str, Any]) -> None:
+        command = HostCommand(
+            epoch=said["epoch"],
+            id=said["id"],
+            kind=HostCommandKind(said["kind"]),
+            ranks=tuple(said.get("ranks", ())),
+            attempt=to_launcher_attempt(self._generation, said.get("attempt")),
+            reason=said.get("reason", ""),
+        )
+        logger.warning("the supervisor asks for %s: %s", command.kind.value, command.reason or "no reason")
+        if command.kind is HostCommandKind.STOP_AND_SAVE:
+            if self._can_stop:
+                os.kill(os.getpid(), signal.SIGTERM)  # in the main thread, as if the orchestrator had sent it
+            text = "SIGTERM passed on" if self._can_stop else "SIGTERM is not among --signals-to-handle"
+            self.finish_command(command, done=self._can_stop, text=text)
+        elif command.kind is HostCommandKind.DUMP_STACKS:
+            threading.Thread(target=self._dump, args=(command,), name="stacks", daemon=True).start()
+        else:
+            self._commands.append(command)
+            self._commanded.wake()
+
+    def _dump(self, command: HostCommand) -> None:
+        with self._lock:
+            pids = {
+                rank: pid
+                for rank, pid, _ in self._workers.values()
+                if not command.ranks or rank in command.ranks
+            }
+        stacks = dump_stacks(pids, self._stacks_dir)
+        for rank, text in stacks.items():
+            logger.warning("stacks of rank %d:\n%s", rank, text)
+        brief = "; ".join(f"rank {rank}: {_last_frame(text)}" for rank, text in stacks.items())
+        self.finish_command(command, done=bool(stacks), text=brief or "this host has none of these ranks")
+
+
+def _worker(local_rank: int, rank: int, state: WorkerReport, page: StepPage, now: float) -> dict[str, object]:
+    seen = page.read(local_rank)
+    worker: dict[str, object] = {
+        "local_rank": local_rank,
+        "global_rank": rank,
+        "state": state.value,
+        # The launcher watches the process, and this thread of it lives.
+        "heartbeat_age_s": 0.0,
+    }
+    if seen.heartbeat_time is not None:
+        worker["monitor_age_s"] = max(now - seen.heartbeat_time, 0.0)
+    if seen.step is not None and seen.step_time is not None:
+        worker["step"] = seen.step
+        worker["step_age_s"] = max(now - seen.step_time, 0.0)
+    return worker
+
+
+def _workload(options: SupervisorOptions, hosts: int, max_restarts: int) -> dict[str, object]:
+    """The fields of `supervisor.values.WorkloadInfo`."""
+    per_replica = options.nodes_per_dp or hosts
+    replicas = options.dp_replicas or max(hosts // per_replica, 1)
+    downtime, termination = options.workload_downtime_threshold, options.container_termination_threshold
+    return {
+        "workload": options.workload_name,
+        "job": options.job_name,
+        "container": options.container_name,
+        "replicas": replicas,
+        "min_replicas": options.min_dp_replicas or replicas,
+        "max_replicas": options.max_dp_replicas or replicas,
+        "nodes_per_replica": per_replica,
+        "downtime_threshold_s": downtime.total_seconds() if downtime else 0.0,
+        "termination_threshold_s": termination.total_seconds() if termination else 0.0,
+        "max_in_job_restarts": max_restarts,
+        "max_workload_restarts": options.max_workload_restarts,
+        "scaling": options.scaling,
+    }
+
+
+def _last_frame(stacks: str) -> str:
+    """The line of the innermost call of the thread that runs Python's main code, which is written last."""
+    lines = stacks.splitlines()
+    heads = [number for number, line in enumerate(lines) if "most recent call first" in line]
+    return lines[heads[-1] + 1].strip() if heads and heads[-1] + 1 < len(lines) else stacks.strip()
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)[:_MOST_TEXT_CHARS]

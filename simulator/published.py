@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failure statistics that others have published, as sources of schedules.
+
+The figures with their source are in ``published.json`` beside this file.  A rate belongs to a fleet: the same
+GPUs fail as often in a small job, which is why a small one must be sped up (``--speed``) or play a larger one
+(``--as_gpus``) to see a fault within the hour.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from resiliency.errors import ConfigError
+from simulator.faults import Kind
+from simulator.schedule import Share
+
+_FILE = Path(__file__).with_name("published.json")
+_DAY_US = 86_400 * 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One publication.
+
+    Attributes:
+        name, what, source: for readers.
+        shares: causes with their counts, and the kind that stands for each.
+        gpu_mean_us: mean time between failures of one GPU with its part of the host; None where only the mix
+            is published.
+    """
+
+    name: str
+    what: str
+    source: str
+    shares: tuple[Share, ...]
+    gpu_mean_us: Fraction | None
+
+
+def publications() -> dict[str, Published]:
+    """All, by name."""
+    found = {}
+    for name, entry in json.loads(_FILE.read_text(encoding="utf-8")).items():
+        rate = entry["failures"]
+        found[name] = Published(
+            name=name,
+            what=entry["what"],
+            source=entry["source"],
+            shares=tuple(
+                Share(Kind(each["kind"]), each["count"], each["cause"]) for each in entry["classes"]
+            ),
+            gpu_mean_us=Fraction(entry["gpu_days"]) * _DAY_US / Fraction(rate) if rate else None,
+        )
+    return found
+
+
+def publication(name: str) -> Published:
+    """The one with this name.
+
+    Raises:
+        ConfigError: there is none; the message lists them.
+    """
+    known = publications()
+    if name not in known:
+        raise ConfigError(
+            f"--profile {name}: there is no such publication.", hint=f"Choose from {', '.join(known)}."
+        )
+    return known[name]

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands: sent, charged to their job, and what their outcomes change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from supervisor.decision.incidents import downtime_s, open_incident
+from supervisor.decision.state import Account, Flight
+from supervisor.decision.turn import Turn
+from supervisor.decision.verdicts import condemn, forgive
+from supervisor.values import (
+    Change,
+    Command,
+    CommandKind,
+    DeviceState,
+    Event,
+    EventType,
+    Evidence,
+    Outcome,
+    OutcomeStatus,
+    Request,
+)
+
+
+def obey(turn: Turn, event: Event) -> None:
+    """A person's request goes around the policy and its guards, and is logged with who asked."""
+    fleet = turn.view.fleet
+    who = event.evidence[0].text.replace(" ", "-")[:64] or "operator"
+    turn.notes.append(f"{event.request.value if event.request else ''} {event.host} asked for by {who}")
+    if event.request is Request.FREEZE:
+        turn.put("fleet", "", replace(fleet, frozen_by=who))
+    elif event.request is Request.THAW:
+        turn.put("fleet", "", replace(fleet, frozen_by=""))
+        for key in [key for key in turn.state.verdicts if key == f"job:{event.workload}"]:
+            turn.put("verdicts", key, None)
+            turn.put("accounts", event.workload, Account(quiet_since=turn.now))
+    else:
+        kinds = {
+            Request.CORDON: CommandKind.CORDON_HOST,
+            Request.UNCORDON: CommandKind.UNCORDON_HOST,
+            Request.DRAIN: CommandKind.DRAIN_HOST,
+        }
+        assert event.request is not None
+        host = turn.state.hosts.get(event.host)
+        # The host's launcher leaves the job in order, and nobody else will say that the job lacks a host.
+        workload = host.workload if host is not None and event.request is Request.DRAIN else ""
+        send_command(turn, kinds[event.request], host=event.host, workload=workload)
+
+
+def take_outcome(turn: Turn, outcome: Outcome) -> None:
+    """A command has ended: its incident waits for a step now, or is decided upon again."""
+    flight = turn.state.commands.get(outcome.command)
+    if flight is None or outcome.status is OutcomeStatus.FENCED:
+        return
+    turn.put("commands", outcome.command, None)
+    command, status = flight.command, outcome.status
+    turn.notes.append(f"{command.kind.value} {command.id} {status.value}: {outcome.text}")
+    if status is OutcomeStatus.DONE:
+        take_effect(turn, command)
+    elif status is OutcomeStatus.WITHDRAWN and command.kind.restarts:
+        pay_back(turn, command)
+    elif command.kind is CommandKind.CORDON_HOST and status is OutcomeStatus.WITHDRAWN:
+        turn.put("cordons", command.host, None)
+        forgive(turn, command.host)
+    elif command.kind is CommandKind.HOT_SWAP and status is not OutcomeStatus.WITHDRAWN:
+        # Another spare next time.
+        condemn(turn, f"host:{command.spare}", "swap failed", (command.id,), turn.limits.suspicion_s)
+    if command.kind is CommandKind.DRAIN_HOST and command.workload and status is OutcomeStatus.DONE:
+        open_incident(turn, drained(command), subject=command.workload)
+    incident = turn.state.incidents.get(command.workload)
+    if incident is None or incident.command != command.id:
+        return
+    if command.kind is CommandKind.SCALE_UP:
+        turn.put("incidents", command.workload, None)
+        return
+    if status in (OutcomeStatus.DONE, OutcomeStatus.WITHDRAWN):
+        left, past = incident.reports, incident.past
+        if status is OutcomeStatus.WITHDRAWN:
+            # A last step may have been read late: the job still lacks the hosts that it lost.
+            lost = tuple(report for report in past if is_still_lost(turn, report, command.workload))
+            left, past = lost + left, tuple(report for report in past if report not in lost)
+        else:
+            # Ranks that were reported meanwhile were restarted with the others; hosts are still lost.
+            left = tuple(
+                report
+                for report in left
+                if report.type is not EventType.WORKER_HB and report.host not in incident.handled
+            )
+        wait = turn.limits.coalesce_s if left else downtime_s(turn, command.workload)
+        incident = replace(
+            incident,
+            command="",
+            reports=left,
+            past=past,
+            done_at=turn.now,
+            decide_at=turn.now + wait,
+            attempt=incident.attempt if status is OutcomeStatus.DONE else -1,
+        )
+    else:
+        incident = replace(
+            incident, command="", reports=incident.past + incident.reports, past=(), decide_at=turn.now
+        )
+    turn.put("incidents", command.workload, incident)
+
+
+def is_still_lost(turn: Turn, event: Event, workload: str) -> bool:
+    """Whether an event told of a host that the job holds and that is not back."""
+    host = turn.state.hosts.get(event.host)
+    return (
+        event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR)
+        and host is not None
+        and host.state is DeviceState.FAILED
+        and host.workload == workload
+    )
+
+
+def take_effect(turn: Turn, command: Command) -> None:
+    """What is known of hosts and jobs follows what was done; their daemons say the rest later."""
+    host, job = turn.state.hosts.get(command.host), turn.state.workloads.get(command.workload)
+    if host is not None and command.kind in (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST):
+        turn.put("hosts", host.id, replace(host, cordoned=True))
+    elif host is not None and command.kind is CommandKind.UNCORDON_HOST:
+        turn.put("hosts", host.id, replace(host, cordoned=False))
+        forgive(turn, host.id)
+    elif host is not None and command.kind in (CommandKind.HOT_SWAP, CommandKind.SCALE_DOWN):
+        turn.put("hosts", host.id, replace(host, workload=""))
+    if command.kind is CommandKind.HOT_SWAP and command.spare in turn.state.hosts:
+        spare = turn.state.hosts[command.spare]
+        turn.put("hosts", spare.id, replace(spare, workload=command.workload))
+    if job is not None and command.replicas is not None:
+        turn.put("workloads", job.workload, replace(job, replicas=command.replicas))
+
+
+def send_command(
+    turn: Turn,
+    kind: CommandKind,
+    *,
+    workload: str = "",
+    host: str = "",
+    spare: str = "",
+    replicas: int | None = None,
+    incident: str = "",
+    evidence: tuple[str, ...] = (),
+    deadline_s: float | None = None,
+) -> str:
+    """Make a command and put it among those under way; in a shadow it is noted only.  Returns its id."""
+    command = Command(
+        epoch=turn.epoch,
+        id=turn.next_id("commands", "c"),
+        kind=kind,
+        workload=workload,
+        host=host,
+        spare=spare,
+        replicas=replicas,
+        incident=incident,
+        evidence=evidence,
+        deadline_s=deadline_s or turn.limits.container_termination_threshold_s,
+    )
+    target = " ".join(part for part in (workload, host, spare and f"by {spare}") if part)
+    if turn.shadow:
+        turn.notes.append(f"shadow: {kind.value} of {target} would be done for {incident or 'a person'}")
+        return command.id
+    turn.notes.append(f"{kind.value} {command.id} of {target} for {incident or 'a person'}")
+    turn.put("commands", command.id, Flight(command=command, at=turn.now))
+    turn.commands.append(command)
+    return command.id
+
+
+def charge(turn: Turn, name: str, kind: CommandKind) -> None:
+    """Take an action from the job's budgets and bucket."""
+    if not kind.restarts:
+        return
+    account, best = turn.account(name), turn.view.best_step(name)
+    per = turn.limits.steps_per_restart
+    in_job, workload = account.in_job.at(best, per), account.workload.at(best, per)
+    turn.put(
+        "accounts",
+        name,
+        replace(
+            account,
+            in_job=in_job.spend() if kind is CommandKind.IN_JOB_RESET else in_job,
+            workload=workload.spend()
+            if kind in (CommandKind.WORKLOAD_RESET, CommandKind.WORKLOAD_RECREATION)
+            else workload,
+            bucket=account.bucket.take(turn.now, period_s=turn.limits.action_period_s),
+            fruitless=1 if best > account.best or not account.fruitless else account.fruitless + 1,
+            best=best,
+            acted_at=turn.now,
+        ),
+    )
+
+
+def pay_back(turn: Turn, command: Command) -> None:
+    """Nothing was restarted: the budget gets it back; `fruitless` does not, or this might never end."""
+    account = turn.account(command.workload)
+    name = "in_job" if command.kind is CommandKind.IN_JOB_RESET else "workload"
+    budget = getattr(account, name)
+    resets = (CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET, CommandKind.WORKLOAD_RECREATION)
+    if command.kind in resets and budget.spent:
+        paid = replace(budget, spent=budget.spent - 1)
+        in_job, workload = (paid, account.workload) if name == "in_job" else (account.in_job, paid)
+        turn.put("accounts", command.workload, replace(account, in_job=in_job, workload=workload))
+
+
+def drained(command: Command) -> Event:
+    """What the controller knows itself: the job of `command` has one host less."""
+    evidence = Evidence(id=f"{command.id}/drained", witness="controller", text="a person drained it")
+    return Event(
+        id=evidence.id,
+        type=EventType.ORCHESTRATOR,
+        evidence=(evidence,),
+        workload=command.workload,
+        host=command.host,
+        change=Change.GONE,
+    )

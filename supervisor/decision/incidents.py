@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports join the incident of their job; steps close it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from supervisor.decision.state import Incident, Mark
+from supervisor.decision.turn import EventReport, Turn
+from supervisor.values import Event, EventType, Progress
+
+
+def take_progress(turn: Turn, progress: Progress) -> None:
+    """A job has finished a step; a best one lifts the verdict on it."""
+    name = progress.workload
+    mark = turn.state.progress.get(name)
+    at = turn.now - progress.age_s
+    if mark is None:
+        turn.put(
+            "progress",
+            name,
+            Mark(step=progress.step, attempt=progress.attempt, at=at, best=progress.step),
+        )
+    elif progress.attempt > mark.attempt or (progress.attempt == mark.attempt and progress.step > mark.step):
+        best = max(mark.best, progress.step)
+        turn.put("progress", name, Mark(step=progress.step, attempt=progress.attempt, at=at, best=best))
+        if best > mark.best:
+            turn.put("verdicts", f"job:{name}", None)
+        close_if_advancing(turn, name)
+
+
+def close_if_advancing(turn: Turn, name: str) -> None:
+    """A step after the last action, and well after the last report, ends the incident."""
+    incident, mark = turn.state.incidents.get(name), turn.state.progress[name]
+    if incident is None or incident.command:
+        return
+    fine_after = incident.done_at if incident.done_at is not None else 0.0
+    if incident.reports:
+        fine_after = max(fine_after, incident.reported_at + turn.limits.advancing_s)
+    if mark.at > fine_after:
+        turn.put("incidents", name, None)
+        turn.put("accounts", name, replace(turn.account(name), quiet_since=turn.now))
+        turn.notes.append(f"incident {incident.id} closed: {name} finished step {mark.step}")
+
+
+def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
+    """A report joins the incident of its `subject`, or opens one; default: of its job."""
+    mark = turn.state.progress.get(event.workload)
+    if mark and event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt < mark.attempt:
+        return  # of ranks that a restart has replaced since
+    host = turn.state.hosts.get(event.host)
+    # A host that was swapped out may still be reported under its old job, which is not concerned.
+    left = host is not None and not host.workload
+    subject = subject or (f"host:{event.host}" if left or not event.workload else event.workload)
+    # What is old has had its echoes: of a silence only those that are found at the same look are to come.
+    gathered = min(found.age_s for found in event.evidence)
+    least = min(turn.limits.coalesce_s, turn.limits.tick_s)
+    soon = turn.now + max(turn.limits.coalesce_s - gathered, least)
+    incident = turn.state.incidents.get(subject)
+    if incident is not None and incident.is_echo(event, turn.now, turn.limits.launcher_grace_s):
+        turn.notes.append(f"incident {incident.id}: {event.type.value} of {event.host or subject} is an echo")
+        return
+    if incident is None:
+        number = turn.next_id("incidents", "i")
+        turn.put(
+            "incidents",
+            subject,
+            Incident(
+                id=number,
+                subject=subject,
+                opened_at=turn.now,
+                reported_at=turn.now,
+                decide_at=soon,
+                reports=(event,),
+            ),
+        )
+        turn.notes.append(f"incident {number} opened: {event.type.value} of {event.host or subject}")
+        return
+    # What waited for something else is looked at again with the news.
+    turn.put(
+        "incidents",
+        subject,
+        replace(
+            incident,
+            reports=(*incident.reports, event),
+            reported_at=turn.now,
+            decide_at=min(incident.decide_at, soon) if incident.reports else soon,
+        ),
+    )
+
+
+def downtime_s(turn: Turn, name: str) -> float:
+    """How long a job may be without a step after an action."""
+    job = turn.state.workloads.get(name)
+    return (job.downtime_threshold_s if job else 0) or turn.limits.workload_downtime_threshold_s
+
+
+def wait_until(turn: Turn, subject: str, until: float, note: str) -> None:
+    """The policy is asked again at `until`."""
+    turn.settled = True
+    incident = turn.state.incidents[subject]
+    turn.put("incidents", subject, replace(incident, decide_at=max(until, turn.now + 0.1), note=note))
+
+
+def note_refusal(turn: Turn, report: EventReport, text: str) -> None:
+    turn.notes.append(f"incident {report.incident.id}: {text}")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is concluded about hosts, GPUs and jobs, until it expires or a person has seen to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from supervisor.decision.incidents import wait_until
+from supervisor.decision.state import Incident, Suspicion
+from supervisor.decision.turn import EventReport, Turn
+from supervisor.policy.verdict import Verdict
+from supervisor.policy.xid import Remedy, worst
+from supervisor.values import Event, WorkloadInfo
+
+
+def count_xid(turn: Turn, event: Event) -> None:
+    """An application's error is the launcher's business; the same GPU under several jobs is suspect."""
+    if worst(codes(event)) is not Remedy.RESTART_APP:
+        turn.notes.append(f"xid of {event.host} logged: {', '.join(str(code) for code, _ in codes(event))}")
+        return
+    key = f"{event.host}/{event.evidence[0].device}"
+    known = turn.state.suspicions.get(key)
+    if known is not None and turn.now - known.at >= turn.limits.suspicion_s:
+        known = None
+    ids = tuple(found.id for found in event.evidence)
+    suspicion = Suspicion(
+        count=(known.count if known else 0) + 1,
+        workloads=tuple(sorted({*(known.workloads if known else ()), event.workload})),
+        evidence=((known.evidence if known else ()) + ids)[-64:],
+        at=known.at if known else turn.now,
+    )
+    turn.put("suspicions", key, suspicion)
+    if suspicion.count >= turn.limits.suspicious_xids and len(suspicion.workloads) > 1:
+        condemn(turn, f"host:{event.host}", "repeated xid", suspicion.evidence, turn.limits.suspicion_s)
+
+
+def gives_up(turn: Turn, job: WorkloadInfo, incident: Incident) -> bool:
+    """True, with the verdict, where more actions in a row than all budgets allow brought no step."""
+    account = turn.account(job.workload)
+    most = job.max_in_job_restarts + job.max_workload_restarts + turn.limits.max_fruitless
+    if account.fruitless < most or turn.view.best_step(job.workload) > account.best:
+        return False
+    give_up(turn, incident, f"{account.fruitless} actions in a row brought no step")
+    return True
+
+
+def give_up(turn: Turn, incident: Incident, why: str) -> None:
+    name = incident.subject
+    known = turn.state.verdicts.get(f"job:{name}")
+    if known is None or not known.holds(turn.now):
+        text = f"the job cannot progress: {why}"
+        condemn(turn, f"job:{name}", "cannot progress", incident.evidence, turn.limits.verdict_s, text)
+        # Once it is forgotten, the job gets as many tries as before.
+        turn.put("accounts", name, replace(turn.account(name), fruitless=0))
+    wait_until(turn, name, turn.now + turn.limits.verdict_s, why)
+
+
+def condemn(
+    turn: Turn, key: str, cause: str, evidence: tuple[str, ...], seconds: float, text: str = ""
+) -> None:
+    """State a verdict on `key`, "host:ID", "hang:ID" or "job:NAME", for `seconds`."""
+    verdict = Verdict(
+        subject=key.partition(":")[2],
+        cause=cause,
+        evidence=evidence,
+        at=turn.now,
+        expires_at=turn.now + seconds,
+        text=text,
+    )
+    turn.put("verdicts", key, verdict)
+    turn.notes.append(f"verdict on {key}: {text or cause}, by {', '.join(evidence[:4])}")
+
+
+def forgive(turn: Turn, host: str) -> None:
+    """The host was seen to: nothing is held against it any more."""
+    for table, key in (("verdicts", f"host:{host}"), ("verdicts", f"hang:{host}"), ("cordons", host)):
+        turn.put(table, key, None)
+
+
+def suspect_hang(turn: Turn, report: EventReport) -> None:
+    """A second hang of the same host within the time of this verdict counts as a failed host."""
+    event = report.event
+    key = f"hang:{event.host}"
+    known = turn.state.verdicts.get(key)
+    if event.host and not (known is not None and known.holds(turn.now)):
+        # The event's own id marks it: the same hang, asked about again, is no repetition.
+        evidence = (event.id, *(found.id for found in event.evidence))
+        condemn(turn, key, "hang", evidence, turn.limits.suspicion_s)
+
+
+def codes(event: Event) -> list[tuple[int, str]]:
+    """Each Xid of an event, with the driver's advice."""
+    return [(found.code, found.advice) for found in event.evidence if found.code is not None]

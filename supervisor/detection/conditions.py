@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions: each is told by its events from its beginning to its end, which withdraws their evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from supervisor.values import Change, Event, EventType, Evidence, LauncherState
+
+#: Events that are no condition (an Xid, a change of a node) are repeated that long in a snapshot.
+_RECENT_S = 600.0
+#: Events of one condition that are kept until it ends: one for each worker of a host.
+_EVENTS = 64
+#: Findings and withdrawn evidence that are remembered: memory has a bound, daemons have none.
+_REMEMBERED = 10_000
+
+
+class Conditions:
+    """What one detector has told, and what of it still holds.
+
+    Args:
+        incarnation: event ids begin with it.
+    """
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._events = 0
+        self._open: dict[tuple[str, str], list[Event]] = {}
+        self._recent: list[tuple[float, Event]] = []
+        self._findings: dict[str, None] = {}
+        self._withdrawn: dict[str, None] = {}
+
+    def event(
+        self,
+        type: EventType,
+        evidence: tuple[Evidence, ...],
+        *,
+        workload: str = "",
+        host: str = "",
+        ranks: tuple[int, ...] = (),
+        attempt: int = 0,
+        launcher: LauncherState = LauncherState.UNKNOWN,
+        change: Change | None = None,
+    ) -> Event:
+        self._events += 1
+        return Event(
+            id=f"{self._incarnation}:{self._events}",
+            type=type,
+            evidence=evidence,
+            workload=workload,
+            host=host,
+            ranks=ranks,
+            attempt=attempt,
+            launcher=launcher,
+            change=change,
+        )
+
+    def evidence(self, *texts: str, age_s: float = 0.0) -> tuple[Evidence, ...]:
+        """Each text begins with its witness and a colon."""
+        return tuple(
+            Evidence(
+                id=f"{self._incarnation}:{self._events + 1}/{index}",
+                witness=text.partition(":")[0].split()[0],
+                text=text,
+                age_s=age_s,
+            )
+            for index, text in enumerate(texts)
+        )
+
+    def keep_recent(self, event: Event, time: float) -> Event:
+        self._recent = [(at, each) for at, each in self._recent[-1000:] if time - at < _RECENT_S]
+        self._recent.append((time, event))
+        return event
+
+    def keep_open(self, condition: tuple[str, str], event: Event) -> None:
+        """A condition may be told of more than once before it ends: one rank after the other."""
+        events = self._open.setdefault(condition, [])
+        events.append(event)
+        del events[:-_EVENTS]
+
+    def close(self, condition: tuple[str, str]) -> None:
+        for event in self._open.pop(condition, ()):
+            for evidence in event.evidence:
+                _remember(self._withdrawn, evidence.id)
+
+    def is_new_finding(self, id: str) -> bool:
+        """Whether evidence of this id was not remembered yet: findings are repeated in each report."""
+        return id not in self._findings
+
+    def remember_finding(self, id: str) -> None:
+        _remember(self._findings, id)
+
+    def is_withdrawn(self, id: str) -> bool:
+        return id in self._withdrawn
+
+    def told(self, time: float) -> Iterator[Event]:
+        """Events of open conditions, and those of late that are none."""
+        for events in self._open.values():
+            yield from events
+        yield from (event for at, event in self._recent if time - at < _RECENT_S)
+
+
+def _remember(memory: dict[str, None], id: str) -> None:
+    memory[id] = None
+    if len(memory) > _REMEMBERED:
+        del memory[next(iter(memory))]

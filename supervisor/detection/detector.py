@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sensor's logic: a failure detector without I/O, fed with messages and time.
+
+It only detects, and does so once: each condition (this host is lost, these ranks are silent, this job hangs)
+is one event from its beginning to its end, with the evidence that it was concluded from; when it ends, its
+evidence is withdrawn, and `holds` says so to an actuator that is about to act upon it.
+
+Two things it never does.  It never trusts a clock of others: ages are counted on from the moment of
+arrival.  And it never takes its own absence for theirs: time that it did not look is no time for anybody
+(`_pass_time`), so all deadlines move by what it was late.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from supervisor.detection.conditions import Conditions
+from supervisor.detection.jobs import JobWatch
+from supervisor.detection.sightings import HostSight, Output, Poll, Probe, SeenHost, SeenJob
+from supervisor.detection.silence import FleetSilence
+from supervisor.policy.thresholds import Thresholds
+from supervisor.values import (
+    Change,
+    Command,
+    DaemonReport,
+    DeviceState,
+    EventType,
+    Evidence,
+    HostInfo,
+    WorkloadInfo,
+    host_state,
+)
+
+#: Earlier daemons of one host whose late reports are told apart from the present one's.
+_EARLIER = 64
+#: Hosts of a job that are asked where it is; one that answers is enough.
+_POLLED = 4
+
+
+class Detector:
+    """One sensor's view of the fleet.  Methods take `now` of one monotonic clock and return what to tell.
+
+    Args:
+        incarnation: unique among all sensors of this fleet, ever: event ids begin with it.
+    """
+
+    def __init__(self, incarnation: str, thresholds: Thresholds, now: float) -> None:
+        self._limits = thresholds
+        self._looked_at = now
+        self._late_s = 0.0
+        self._unread_s = 0.0
+        self._unread_until = now
+        self._checked_jobs_at = now
+        self._hosts: dict[str, SeenHost] = {}
+        self._jobs: dict[str, SeenJob] = {}
+        self._due: list[tuple[float, str]] = []
+        self._missing: list[tuple[float, str]] = []  # when workers will be lost, by host
+        self._silence = FleetSilence(thresholds, self._hosts)
+        self._silent = self._silence.silent
+        # A sensor that has just begun has heard of nobody: it says nothing about silence for one timeout.
+        self._settles_at: float | None = now + thresholds.heartbeat_timeout_s
+        self._conditions = Conditions(incarnation)
+        self._job_watch = JobWatch(thresholds, self._hosts, self._silent, self._conditions)
+
+    # -------------------------------------------------------------------------------- messages
+
+    def register_workload(self, info: WorkloadInfo, now: float) -> list[Output]:
+        time = self._pass_time(now)
+        job = self._jobs.get(info.workload)
+        if job is None:
+            self._jobs[info.workload] = job = SeenJob(info, time)
+            job.hosts.update(
+                name for name, host in self._hosts.items() if host.info.workload == info.workload
+            )
+        elif job.info == info:
+            return []
+        job.info = info
+        return [info]
+
+    def register_host(self, info: HostInfo, now: float) -> list[Output]:
+        """A daemon opened its stream; also each time that its host, job or cordon changes."""
+        time = self._pass_time(now)
+        host = self._hosts.get(info.id)
+        if host is None:
+            self._hosts[info.id] = host = SeenHost(info, time)
+            self._schedule(info.id, host, time)
+        elif host.info.workload != info.workload:
+            self._leave_job(host)
+            host.states.clear()
+            host.failed.clear()
+            host.steps.clear()
+            host.attempt = 0
+        if info.workload in self._jobs:
+            self._jobs[info.workload].hosts.add(info.id)
+        # A daemon does not know whether its node is cordoned, the orchestrator does.
+        host.info = replace(info, cordoned=info.cordoned or host.info.cordoned)
+        return self._heard(info.id, host, time) or [host.info]
+
+    def expect_workload(self, info: WorkloadInfo, now: float) -> list[Output]:
+        """A job that the controller knows; what its launchers say about it goes before."""
+        return [] if info.workload in self._jobs else self.register_workload(info, now)
+
+    def expect_host(self, info: HostInfo, now: float) -> list[Output]:
+        """A host that the controller knows: after its own restart a sensor misses those that do not come."""
+        time = self._pass_time(now)
+        if info.id not in self._hosts:
+            self._hosts[info.id] = host = SeenHost(info, time)
+            host.connected = False
+            host.lost = info.state is DeviceState.FAILED
+            if info.workload in self._jobs:
+                self._jobs[info.workload].hosts.add(info.id)
+            self._schedule(info.id, host, time)
+        return []
+
+    def forget_host(self, id: str, now: float) -> list[Output]:
+        """The orchestrator took the host out of the fleet for good."""
+        self._pass_time(now)
+        host = self._hosts.pop(id, None)
+        if host is not None:
+            self._leave_job(host)
+            self._silent.discard(id)
+            self._conditions.close(("host", id))
+            self._conditions.close(("daemon", id))
+            self._conditions.close(("worker", id))
+        return []
+
+    def forget_replaced(self, known: Sequence[HostInfo], now: float) -> list[str]:
+        """Forget lost hosts that the controller has: it knows their names by other ids.  Returns them."""
+        ids, names = {host.id for host in known}, {host.name for host in known}
+        gone = [
+            name
+            for name, host in self._hosts.items()
+            if host.lost and name not in ids and host.info.name in names
+        ]
+        for name in gone:
+            self.forget_host(name, now)
+        return gone
+
+    def report(self, report: DaemonReport, now: float) -> list[Output]:
+        """One message of a daemon; late and repeated ones change nothing, nor do those of unregistered hosts.
+
+        After a stream ended a report is one of before, or its daemon has yet to register again.
+        """
+        time = self._pass_time(now)
+        host = self._hosts.get(report.host)
+        if host is None or not host.connected or report.incarnation in host.earlier:
+            return []
+        if report.incarnation != host.incarnation:
+            if len(host.earlier) >= _EARLIER:
+                host.earlier.clear()
+            host.earlier.add(host.incarnation)
+            host.incarnation = report.incarnation
+        elif report.sequence <= host.sequence:
+            return []
+        host.sequence = report.sequence
+        said = self._heard(report.host, host, time)
+        said += self._take_findings(report, time)
+        if report.attempt < host.attempt:
+            return said
+        if report.attempt > host.attempt:
+            host.attempt = report.attempt
+            host.states.clear()
+            host.steps.clear()
+            host.failed.clear()
+            self._conditions.close(("worker", report.host))
+        host.launcher = report.launcher
+        said += self._take_workers(report, host, time)
+        return said
+
+    def stream_ended(self, id: str, now: float) -> list[Output]:
+        """The host's stream broke: daemon, host or network; a second witness is asked at once."""
+        time = self._pass_time(now)
+        host = self._hosts.get(id)
+        if host is None or not host.connected:
+            return []
+        host.connected = False
+        host.seen_alive = -1e18  # what was seen before says nothing about now
+        host.probed_at = time
+        self._silent.add(id)
+        return [Probe(host=id)]
+
+    def witness_answered(self, id: str, alive: bool | None, witness: str, now: float) -> list[Output]:
+        """A second witness looked at a host; None is "cannot tell", which says nothing."""
+        time = self._pass_time(now)
+        host = self._hosts.get(id)
+        if host is None or alive is None or id not in self._silent or host.lost:
+            return []
+        if alive:
+            host.seen_alive = time
+            return [] if host.connected else self._lose_daemon(id, host, witness)
+        said = [] if self._silence.frozen else self._silence.weigh(time)
+        if not self._silence.frozen:
+            said += self._lose_host(id, host, time, (f"{witness}: the host is gone",))
+        return said
+
+    def orchestrator_changed(self, id: str, change: Change, evidence: Evidence, now: float) -> list[Output]:
+        """A node or pod changed; the orchestrator's word that a host is gone needs no second witness."""
+        self._pass_time(now)
+        if not self._conditions.is_new_finding(evidence.id):
+            return []
+        self._conditions.remember_finding(evidence.id)
+        time = self._looked_at - self._late_s
+        host = self._hosts.get(id)
+        workload = host.info.workload if host else ""
+        if host is not None and change is Change.GONE:
+            host.lost = True
+            self._silent.discard(id)
+        if host is not None and change in (Change.CORDONED, Change.UNCORDONED):
+            host.info = replace(host.info, cordoned=change is Change.CORDONED)
+        event = self._conditions.event(
+            EventType.ORCHESTRATOR, (evidence,), workload=workload, host=id, change=change
+        )
+        return [self._conditions.keep_recent(event, time)]
+
+    def thaw(self, now: float) -> list[Output]:
+        """A person says that the silent hosts are lost indeed."""
+        time = self._pass_time(now)
+        if not self._silence.frozen:
+            return []
+        said: list[Output] = []
+        for name in sorted(self._silent):
+            said += self._lose_host(name, self._hosts[name], time, ("operator: thaw",))
+        return [*said, *self._silence.weigh(time)]
+
+    # -------------------------------------------------------------------------------- time
+
+    def tick(self, now: float) -> list[Output]:
+        """Look at all deadlines; called at least each `tick_s`."""
+        time = self._pass_time(now)
+        said: list[Output] = []
+        due: list[str] = []
+        while self._due and self._due[0][0] <= time:
+            due.append(heapq.heappop(self._due)[1])
+        late = []
+        for name in due:
+            host = self._hosts.get(name)
+            if host is None:
+                continue
+            host.scheduled = False
+            if host.is_expected:
+                late += [name] * (time - host.heard >= self._limits.heartbeat_timeout_s)
+                said += self._watch(name, host, time)
+                self._schedule(name, host, time)
+        said += self._ask_for_workers(time)
+        # Only now: of hosts that fell silent together, some are looked at before others.
+        said += self._silence.weigh(time)
+        if self._settles_at is not None and time >= self._settles_at:
+            self._settles_at = None
+            said += [] if self._silence.frozen else [self._silence.value()]
+        for name in late:
+            said += self._time_out(name, self._hosts[name], time)
+        if time - self._checked_jobs_at >= self._limits.tick_s:
+            self._checked_jobs_at = time
+            for name, job in self._jobs.items():
+                said += self._job_watch.watch(name, job, time)
+        return said
+
+    def _ask_for_workers(self, time: float) -> list[Output]:
+        """A worker is asked for when its time is over, and not a period later."""
+        said: list[Output] = []
+        while self._missing and self._missing[0][0] <= time:
+            name = heapq.heappop(self._missing)[1]
+            host = self._hosts.get(name)
+            if host is None:
+                continue
+            host.missing = False
+            if host.missed_at > time:
+                self._expect_workers(name, host)  # it has said more since
+            elif not (host.lost or name in self._silent):
+                host.missed_at = math.inf
+                said.append(Poll(host=name))
+        return said
+
+    def _expect_workers(self, id: str, host: SeenHost) -> None:
+        if host.missed_at < math.inf and not host.missing:
+            host.missing = True
+            heapq.heappush(self._missing, (host.missed_at, id))
+
+    def _pass_time(self, now: float) -> float:
+        """Effective time: the clock's, less all the time that this process was late."""
+        gap = now - self._looked_at
+        self._looked_at = now
+        if gap > 2 * self._limits.tick_s:
+            # None of it counts: what was sent meanwhile is still to be read, and may be as old as that.
+            self._late_s += gap
+            self._unread_s, self._unread_until = gap, now + 2 * self._limits.tick_s
+        elif now >= self._unread_until:
+            self._unread_s = 0.0
+        return now - self._late_s
+
+    def _schedule(self, id: str, host: SeenHost, time: float) -> None:
+        """One entry per host, at the moment when it would be late; what was heard since moves it on."""
+        if not host.scheduled:
+            host.scheduled = True
+            wait = host.look_in(time, self._limits)
+            heapq.heappush(self._due, (time + wait, id))
+
+    def _watch(self, id: str, host: SeenHost, time: float) -> list[Output]:
+        """Half of its time gone: it counts as silent, and a second witness is asked before the rest is."""
+        if time - host.heard < self._limits.heartbeat_timeout_s / 2:
+            return []
+        self._silent.add(id)
+        # A witness's word lasts as long as a heartbeat does, so it is asked twice in that time.
+        if time - host.probed_at < self._limits.heartbeat_timeout_s / 2:
+            return []
+        host.probed_at = time
+        return [Probe(host=id)]
+
+    def _time_out(self, id: str, host: SeenHost, time: float) -> list[Output]:
+        if self._silence.frozen or host.lost or time - host.heard < self._limits.heartbeat_timeout_s:
+            return []
+        if time - host.seen_alive < self._limits.heartbeat_timeout_s:
+            return self._lose_daemon(id, host, "witness")
+        return self._lose_host(id, host, time, (f"stream: silent for {time - host.heard:.1f} s",))
+
+    # -------------------------------------------------------------------------------- conditions
+
+    def _heard(self, id: str, host: SeenHost, time: float) -> list[Output]:
+        host.heard = time
+        host.connected = True
+        self._silent.discard(id)
+        said: list[Output] = []
+        if host.blind:
+            host.blind = False
+            self._conditions.close(("daemon", id))
+        if host.lost:
+            host.lost = False
+            self._conditions.close(("host", id))
+            said.append(host.info)
+        self._schedule(id, host, time)
+        return said
+
+    def _lose_host(self, id: str, host: SeenHost, time: float, texts: Iterable[str]) -> list[Output]:
+        host.lost = True
+        self._silent.discard(id)
+        self._conditions.close(("daemon", id))
+        info = replace(host.info, state=DeviceState.FAILED)
+        evidence = self._conditions.evidence(*texts, age_s=max(0.0, time - host.heard))
+        event = self._conditions.event(
+            EventType.HOST_HB,
+            evidence,
+            workload=info.workload,
+            host=id,
+            attempt=host.attempt,
+            ranks=tuple(sorted(host.steps)),
+        )
+        self._conditions.keep_open(("host", id), event)
+        return [info, event, *self.poll(info.workload)]
+
+    def _lose_daemon(self, id: str, host: SeenHost, witness: str) -> list[Output]:
+        if host.blind:
+            return []
+        host.blind = True
+        event = self._conditions.event(
+            EventType.DAEMON_LOST,
+            self._conditions.evidence(f"{witness}: the host is there, its daemon is silent"),
+            workload=host.info.workload,
+            host=id,
+            attempt=host.attempt,
+        )
+        self._conditions.keep_open(("daemon", id), event)
+        return [event]
+
+    def _take_findings(self, report: DaemonReport, time: float) -> list[Output]:
+        said: list[Output] = []
+        host = self._hosts[report.host]
+        fresh = [found for found in report.findings if self._conditions.is_new_finding(found.evidence.id)]
+        for kind in dict.fromkeys(found.type for found in fresh):
+            # All Xids of one report are one event, so that the gravest decides.
+            evidence = tuple(found.evidence for found in fresh if found.type is kind)
+            event = self._conditions.event(
+                kind, evidence, workload=host.info.workload, host=report.host, attempt=report.attempt
+            )
+            said.append(self._conditions.keep_recent(event, time))
+        for found in fresh:
+            self._conditions.remember_finding(found.evidence.id)
+        return said
+
+    def _take_workers(self, report: DaemonReport, host: SeenHost, time: float) -> list[Output]:
+        lost: dict[int, str] = {}
+        ages_s: list[float] = []
+        host.missed_at = math.inf
+        job = self._jobs.get(host.info.workload)
+        if job is not None:
+            job.answered = True
+        for worker in report.workers:
+            if why := host.take_worker(worker, time, self._limits.heartbeat_timeout_s):
+                lost[worker.global_rank] = why
+                ages_s.append(0.0 if worker.state is DeviceState.FAILED else worker.heartbeat_age_s or 0.0)
+            if worker.step is not None and worker.step_age_s is not None:
+                host.steps[worker.global_rank] = worker.step
+                if job is not None:
+                    self._job_watch.take_step(
+                        job, report.attempt, worker.step, time - worker.step_age_s, self._unread_s
+                    )
+        self._expect_workers(report.host, host)
+        said = self._change_state(report.host, host)
+        if not host.failed:
+            self._conditions.close(("worker", report.host))
+        if lost:
+            texts = (f"rank {rank}: {text}" for rank, text in sorted(lost.items())[:16])
+            evidence = self._conditions.evidence(*texts, age_s=min(ages_s))
+            event = self._conditions.event(
+                EventType.WORKER_HB,
+                evidence,
+                workload=host.info.workload,
+                host=report.host,
+                ranks=tuple(sorted(lost)),
+                attempt=report.attempt,
+                launcher=report.launcher,
+            )
+            self._conditions.keep_open(("worker", report.host), event)
+            said += [event, *self.poll(host.info.workload)]
+        return said
+
+    def _change_state(self, id: str, host: SeenHost) -> list[Output]:
+        state = host_state(tuple(host.states.values()), host.info.workers_per_host)
+        if state is host.info.state:
+            return []
+        host.info = replace(host.info, state=state)
+        if state is DeviceState.COMPLETE:
+            self._silent.discard(id)
+        return [host.info]
+
+    # -------------------------------------------------------------------------------- answers
+
+    def snapshot(self, now: float) -> list[Output]:
+        """What a controller that was away must know; events that it may know already keep their ids."""
+        time = self._pass_time(now)
+        said: list[Output] = [job.info for job in self._jobs.values()]
+        said += [
+            replace(host.info, state=DeviceState.FAILED) if host.lost else host.info
+            for host in self._hosts.values()
+        ]
+        said += [self._job_watch.progress(job, time) for job in self._jobs.values() if job.step is not None]
+        if self._settles_at is None or self._silence.frozen:
+            said.append(self._silence.value())
+        return [*said, *self._conditions.told(time)]
+
+    def poll(self, workload: str) -> list[Output]:
+        """Ask where a job is; before `holds` is asked, so that its answer is not a heartbeat period old."""
+        job = self._jobs.get(workload)
+        if job is None:
+            return []
+        there = self._job_watch.hosts_there(job)
+        job.answered = not there
+        # One that has no stream cannot be asked, and while none answers nobody can tell.
+        there = [name for name in there if self._hosts[name].connected]
+        return [Poll(host=name) for name in heapq.nsmallest(_POLLED, there)]
+
+    def holds(self, command: Command, now: float) -> bool | None:
+        """Whether what `command` was decided upon is still so; None until a host of its job answers `poll`.
+
+        Evidence of a condition that has ended is none, and a job that advances needs no restart, whatever
+        spoke for one.
+        """
+        time = self._pass_time(now)
+        job = self._jobs.get(command.workload)
+        if job is not None and command.kind.restarts:
+            if not job.answered and self._job_watch.hosts_there(job):
+                return None
+            if job.step is not None and time - job.surely_at < self._limits.advancing_s:
+                return False
+        return not command.evidence or not all(map(self._conditions.is_withdrawn, command.evidence))
+
+    def attempt_of(self, workload: str) -> int | None:
+        """The newest attempt that hosts of a job are at; None where none has said."""
+        job = self._jobs.get(workload)
+        attempts = [self._hosts[name].attempt for name in self._job_watch.hosts_there(job)] if job else []
+        return max(attempts, default=None)
+
+    def sights(self, after: str, most: int, now: float) -> tuple[list[HostSight], bool]:
+        """Up to `most` hosts behind the id `after` in the order of their ids; whether there are more."""
+        time = self._pass_time(now)
+        names = heapq.nsmallest(most + 1, (name for name in self._hosts if name > after))
+        sights = [self._hosts[name].sight(name in self._silent, time) for name in names[:most]]
+        return sights, len(names) > most
+
+    def _leave_job(self, host: SeenHost) -> None:
+        if host.info.workload in self._jobs:
+            self._jobs[host.info.workload].hosts.discard(host.info.id)

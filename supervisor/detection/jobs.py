@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs: their steps, hangs, times without progress, and room to grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from supervisor.detection.conditions import Conditions
+from supervisor.detection.sightings import Offer, Output, SeenHost, SeenJob
+from supervisor.policy.thresholds import Thresholds
+from supervisor.values import DeviceState, EventType, LauncherState, Progress
+
+#: The pause before the same offer of capacity doubles each time, up to so many of the first.
+LONGEST_HOLDS = 16
+
+
+class JobWatch:
+    """Looks at jobs with what is known of hosts.
+
+    Args:
+        hosts, silent: of the detector, which changes them.
+    """
+
+    def __init__(
+        self,
+        limits: Thresholds,
+        hosts: Mapping[str, SeenHost],
+        silent: Set[str],
+        conditions: Conditions,
+    ) -> None:
+        self._limits, self._hosts, self._silent, self._conditions = limits, hosts, silent, conditions
+
+    def take_step(self, job: SeenJob, attempt: int, step: int, at: float, unread_s: float) -> None:
+        if attempt < job.attempt:
+            return
+        newer = attempt > job.attempt
+        if newer or job.step is None or step > job.step:
+            job.attempt, job.step, job.step_at = attempt, step, at
+            job.surely_at = at - unread_s
+            job.stuck_since = max(job.stuck_since, at)
+            job.hang_reported = False
+            job.dirty = True
+            self._conditions.close(("hang", job.info.workload))
+            self._conditions.close(("no progress", job.info.workload))
+
+    def watch(self, name: str, job: SeenJob, time: float) -> list[Output]:
+        said: list[Output] = []
+        if job.dirty and job.step is not None:
+            job.dirty = False
+            said.append(self.progress(job, time))
+        limit = self._limits.hang_threshold_s
+        if limit and job.step is not None and not job.hang_reported and time - job.step_at >= limit:
+            said += self._hang(name, job, time)
+        downtime = job.info.downtime_threshold_s
+        if downtime and time - job.stuck_since >= downtime and job.hosts:
+            job.stuck_since = time
+            event = self._conditions.event(
+                EventType.NO_PROGRESS,
+                self._conditions.evidence(f"steps: none finished for {downtime:g} s", age_s=downtime),
+                workload=name,
+                attempt=job.attempt,
+            )
+            self._conditions.keep_open(("no progress", name), event)
+            said.append(event)
+        if job.info.scaling and job.info.replicas < job.info.max_replicas:
+            said += self._offer(name, job, time)
+        return said
+
+    def _hang(self, name: str, job: SeenJob, time: float) -> list[Output]:
+        # A host that was lost and replaced may never have said that it left.
+        hosts = [self._hosts[name] for name in job.hosts if not self._hosts[name].lost]
+        calm = (LauncherState.RUNNING, LauncherState.UNKNOWN)
+        if len(hosts) < job.info.hosts:
+            return []
+        for host in hosts:
+            if host.failed or host.info.id in self._silent or host.launcher not in calm:
+                return []  # that is something else than a hang, or no longer this attempt
+            if host.info.state is not DeviceState.RUNNING or host.attempt != job.attempt:
+                return []
+        least = min((min(host.steps.values(), default=0) for host in hosts), default=0)
+        behind = {
+            rank: host.info.id
+            for host in hosts
+            for rank, step in host.steps.items()
+            if step == least and least != job.step
+        }
+        named = set(behind.values())
+        job.hang_reported = True
+        event = self._conditions.event(
+            EventType.HANG,
+            self._conditions.evidence(
+                f"steps: all alive, none finished for {time - job.step_at:.0f} s, last {job.step}",
+                age_s=max(0.0, time - job.step_at),
+            ),
+            workload=name,
+            host=next(iter(named)) if len(named) == 1 else "",
+            ranks=tuple(sorted(behind)),
+            attempt=job.attempt,
+        )
+        self._conditions.keep_open(("hang", name), event)
+        return [event]
+
+    def _offer(self, workload: str, job: SeenJob, time: float) -> list[Output]:
+        spares = sum(
+            host.info.state is DeviceState.SPARE
+            and not (host.info.workload or host.info.cordoned or host.lost or name in self._silent)
+            for name, host in self._hosts.items()
+        )
+        wanted = job.info.nodes_per_replica
+        if spares < wanted:
+            return []
+        what, hold_s = (job.info.replicas, spares, job.attempt), self._limits.scale_up_hold_s
+        if job.offered is not None and job.offered.what == what:
+            # It may have been refused for a reason that passes; each offer is a record of the controller's.
+            if time - job.offered.at < job.offered.hold_s:
+                return []
+            hold_s = min(2 * job.offered.hold_s, LONGEST_HOLDS * hold_s)
+        job.offered = Offer(what=what, at=time, hold_s=hold_s)
+        text = f"capacity: {spares} spares, a replica needs {wanted}"
+        return [
+            self._conditions.event(EventType.SCALE_UP, self._conditions.evidence(text), workload=workload)
+        ]
+
+    def progress(self, job: SeenJob, time: float) -> Progress:
+        age_s = max(0.0, time - job.surely_at)
+        return Progress(
+            workload=job.info.workload, step=job.step or 0, attempt=job.attempt, age_s=round(age_s, 3)
+        )
+
+    def hosts_there(self, job: SeenJob) -> list[str]:
+        return [name for name in job.hosts if not self._hosts[name].lost]

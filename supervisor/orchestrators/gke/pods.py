@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pods of a job say: whether they run, what they wait for, and which are stuck.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from supervisor.orchestrators.gke.names import (
+    INDEX_FAILURES,
+    MIRROR,
+    Object,
+    annotations_of,
+    condition,
+    is_deleting,
+    owner_uid,
+)
+
+
+def pods_of_jobset(uid: str, jobs: Iterable[Object], pods: Iterable[Object]) -> list[Object]:
+    """Pods whose controller is a Job whose controller is the JobSet: names prove nothing."""
+    mine = {job["metadata"]["uid"] for job in jobs if owner_uid(job) == uid}
+    return [pod for pod in pods if owner_uid(pod) in mine]
+
+
+def node_of(pod: Object) -> str:
+    return str(pod["spec"].get("nodeName") or "")
+
+
+def has_ended(pod: Object) -> bool:
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_active(pod: Object) -> bool:
+    return not has_ended(pod) and not is_deleting(pod)
+
+
+def is_of_the_node(pod: Object) -> bool:
+    """It belongs to its node, not to a job: a drain leaves it."""
+    owners = pod["metadata"].get("ownerReferences") or []
+    return MIRROR in annotations_of(pod) or any(
+        owner.get("kind") in ("DaemonSet", "Node") for owner in owners
+    )
+
+
+def terminating_for(pod: Object, now: float) -> float:
+    """Seconds since its grace ended, by the API server's clock; negative while it has some left.
+
+    Its deletionTimestamp is the end of the grace, not its beginning.
+    """
+    ends = datetime.fromisoformat(pod["metadata"]["deletionTimestamp"].replace("Z", "+00:00")).timestamp()
+    return now - ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How far the pods of a job have come.
+
+    Attributes:
+        starting: on a node, and not running: its image is pulled, its volumes are mounted.
+        refused: of these, the image cannot be pulled.
+        queued: held back by gates: their turn has not come.
+        unplaced: no node fits; `why` is the scheduler's sentence.
+        missing: not made yet.
+    """
+
+    running: int = 0
+    ended: int = 0
+    starting: int = 0
+    refused: int = 0
+    queued: int = 0
+    unplaced: tuple[str, ...] = ()
+    why: str = ""
+    missing: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.starting or self.queued or self.unplaced or self.missing)
+
+    def __str__(self) -> str:
+        said = [f"{self.running} pods run"]
+        if self.starting:
+            image = f", {self.refused} without their image" if self.refused else ""
+            said.append(f"{self.starting} start on their nodes{image}")
+        if self.queued:
+            said.append(f"{self.queued} wait in a queue")
+        if self.unplaced:
+            said.append(f"{len(self.unplaced)} fit on no node: {self.why}")
+        if self.missing:
+            said.append(f"{self.missing} are not made yet")
+        return ", ".join(said)
+
+
+def placement(pods: Iterable[Object], wanted: int) -> Placement:
+    """Where the active pods of a job are."""
+    counts: dict[str, int] = dict.fromkeys(("running", "ended", "starting", "refused", "queued"), 0)
+    unplaced, why = [], ""
+    for pod in pods:
+        status = pod.get("status") or {}
+        if status.get("phase") == "Succeeded":
+            counts["ended"] += 1
+        elif not is_active(pod):
+            continue
+        elif status.get("phase") == "Running":
+            counts["running"] += 1
+        elif node_of(pod):
+            counts["starting"] += 1
+            counts["refused"] += _image_is_refused(status)
+        else:
+            scheduled = _unscheduled(pod)
+            if pod["spec"].get("schedulingGates") or scheduled.get("reason") == "SchedulingGated":
+                counts["queued"] += 1
+            elif scheduled.get("reason") == "Unschedulable":
+                unplaced.append(pod["metadata"]["uid"])
+                why = scheduled.get("message", "")
+            else:
+                counts["starting"] += 1
+    there = counts["running"] + counts["ended"] + counts["starting"] + counts["queued"] + len(unplaced)
+    return Placement(**counts, unplaced=tuple(unplaced), why=why, missing=max(0, wanted - there))
+
+
+def _unscheduled(pod: Object) -> Mapping[str, str]:
+    found = (pod.get("status") or {}).get("conditions") or []
+    return next((one for one in found if one.get("type") == "PodScheduled"), {})
+
+
+def _image_is_refused(status: Object) -> bool:
+    waiting = [(one.get("state") or {}).get("waiting") or {} for one in status.get("containerStatuses") or ()]
+    return any(
+        one.get("reason") in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName") for one in waiting
+    )
+
+
+def how_to_replace(job: Object, pod: Object) -> str:
+    """How one index of an Indexed Job is made again: ``delete``, ``evict``; empty where the Job would fail.
+
+    A deleted pod counts as a failed one.  One that was evicted does not, where the Job ignores disruptions.
+    """
+    spec, status = job["spec"], job.get("status") or {}
+    if condition(job, "Failed") or condition(job, "Complete") or spec.get("completionMode") != "Indexed":
+        return ""
+    limit = spec.get("backoffLimitPerIndex")
+    if limit is not None:
+        if int(annotations_of(pod).get(INDEX_FAILURES, "0")) < int(limit):
+            return "delete"
+    elif int(status.get("failed") or 0) < int(spec.get("backoffLimit", 6)):
+        return "delete"
+    for rule in (spec.get("podFailurePolicy") or {}).get("rules") or ():
+        types = [one.get("type") for one in rule.get("onPodConditions") or ()]
+        if rule.get("action") == "Ignore" and "DisruptionTarget" in types:
+            return "evict"
+    return ""

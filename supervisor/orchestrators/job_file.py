@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job file of the local orchestrator: which hosts there are, and how a job is started on one of them.
+
+    {"hosts": ["a", "b", "c"],
+     "workers_per_host": 1,
+     "jobs": [{"workload": "demo", "replicas": 2,
+               "command": ["{python}", "launcher.py", "--use-supervisor", "--host-daemon-port={daemon_port}",
+                           "--nnodes={nnodes}", "--rdzv-id=demo-{generation}", "...", "train.py"]}]}
+
+A command and its environment may hold ``{python}``, ``{host}``, ``{node_rank}``, ``{nnodes}``,
+``{replicas}``, ``{generation}`` (starts of the whole job so far), ``{daemon_port}`` and ``{state_dir}``;
+other braces stay.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resiliency.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """How one job is started.
+
+    Attributes:
+        grace_s: between SIGTERM and SIGKILL when its launchers are stopped.
+    """
+
+    workload: str
+    command: tuple[str, ...]
+    replicas: int = 1
+    nodes_per_replica: int = 1
+    environment: Mapping[str, str]
+    grace_s: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFile:
+    """Hosts in their order: the first ones get the jobs, the others are spares.
+
+    Attributes:
+        first_port: hosts' daemons listen from here on, two ports each.
+    """
+
+    hosts: tuple[str, ...]
+    jobs: tuple[LocalJob, ...]
+    workers_per_host: int = 1
+    first_port: int = 61000
+
+    def launcher_port(self, host: str) -> int:
+        return self.first_port + 2 * self.hosts.index(host)
+
+    def probe_port(self, host: str) -> int:
+        return self.launcher_port(host) + 1
+
+
+def read_job_file(path: Path) -> JobFile:
+    """The file at `path`, checked.
+
+    Raises:
+        ConfigError: it cannot be read, or which field cannot work, and why.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--job-file: {path} cannot be read: {error}.", flag="--job-file") from error
+
+    def refuse(field: str, why: str) -> ConfigError:
+        return ConfigError(f"--job-file: {path}: {field} {why}.", flag="--job-file", field=field)
+
+    fields = _fields(data, "the file", {"hosts", "jobs", "workers_per_host", "first_port"}, refuse)
+    hosts = fields.get("hosts")
+    if not isinstance(hosts, list) or not hosts or len(set(map(str, hosts))) < len(hosts):
+        raise refuse("hosts", "must be a list of different names")
+    for host in hosts:
+        if not isinstance(host, str) or not _NAME.fullmatch(host):
+            raise refuse("hosts", f"must be names of letters, digits, dots and dashes, found {host!r:.40}")
+    jobs = fields.get("jobs")
+    if not isinstance(jobs, list) or not jobs:
+        raise refuse("jobs", "must be a list of at least one job")
+    file = JobFile(
+        hosts=tuple(hosts),
+        jobs=tuple(_job(job, number, refuse) for number, job in enumerate(jobs)),
+        workers_per_host=_whole(fields, "workers_per_host", 1, 1, 1024, refuse),
+        first_port=_whole(fields, "first_port", 61000, 1024, 65535 - 2 * len(hosts), refuse),
+    )
+    names = [job.workload for job in file.jobs]
+    if len(set(names)) < len(names):
+        raise refuse("jobs", f"name a workload twice, found {names}")
+    needed = sum(job.replicas * job.nodes_per_replica for job in file.jobs)
+    if needed > len(hosts):
+        raise refuse("hosts", f"are {len(hosts)}, and the jobs need {needed}")
+    return file
+
+
+def _job(data: Any, number: int, refuse: Any) -> LocalJob:
+    where = f"jobs[{number}]"
+    known = {"workload", "command", "replicas", "nodes_per_replica", "environment", "grace_s"}
+    fields = _fields(data, where, known, refuse)
+    workload, command = fields.get("workload"), fields.get("command")
+    environment, grace_s = fields.get("environment", {}), fields.get("grace_s", LocalJob.grace_s)
+    if not isinstance(workload, str) or not _NAME.fullmatch(workload):
+        raise refuse(f"{where}.workload", f"must be a name, found {workload!r:.40}")
+    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+        raise refuse(f"{where}.command", "must be a list of words")
+    if not isinstance(environment, dict) or not all(isinstance(text, str) for text in environment.values()):
+        raise refuse(f"{where}.environment", "must be a table of texts")
+    if not isinstance(grace_s, (int, float)) or isinstance(grace_s, bool) or not 0 <= grace_s <= 3600:
+        raise refuse(f"{where}.grace_s", f"must be 0 to 3600 seconds, found {grace_s!r:.40}")
+    return LocalJob(
+        workload=workload,
+        command=tuple(command),
+        replicas=_whole(fields, "replicas", 1, 1, 10_000, refuse),
+        nodes_per_replica=_whole(fields, "nodes_per_replica", 1, 1, 10_000, refuse),
+        environment=environment,
+        grace_s=float(grace_s),
+    )
+
+
+def _fields(data: Any, where: str, known: set[str], refuse: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise refuse(where, f"must be a table of fields, found {data!r:.40}")
+    for name in data:
+        if name not in known:
+            raise refuse(where, f"has no field {name[:40]!r}; it may have {', '.join(sorted(known))}")
+    return data
+
+
+def _whole(fields: dict[str, Any], name: str, default: int, least: int, most: int, refuse: Any) -> int:
+    value = fields.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise refuse(name, f"must be a whole number from {least} to {most}, found {value!r:.40}")
+    return value

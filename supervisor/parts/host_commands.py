@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands for all hosts of a job, over the streams that their daemons hold open to the actuator."""
+
+from __future__ import annotations
+
+import asyncio
+
+from supervisor.orchestrator import Answer
+from supervisor.protocol.host_commands import HostCommand, HostCommandKind
+from supervisor.transport.host_streams import HostStreams
+from supervisor.values import Command, HostInfo, Outcome, OutcomeStatus, Value, cut_text
+
+
+class HostCommands:
+    """The hosts of an actuator: which are there, for which job, and what they answered.
+
+    `streams` is set by the owner before the first host connects.
+    """
+
+    streams: HostStreams
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, HostInfo] = {}  # by name
+        self._waiting: dict[tuple[str, str], asyncio.Future[Outcome]] = {}  # by host name and command id
+
+    def host_connected(self, host: HostInfo, incarnation: str) -> None:
+        del incarnation
+        self._hosts[host.name] = host
+
+    def host_message(self, host: str, value: Value) -> None:
+        if isinstance(value, HostInfo):
+            self._hosts[host] = value
+        elif isinstance(value, Outcome):
+            waiting = self._waiting.get((host, value.command))
+            if waiting is not None and not waiting.done():
+                waiting.set_result(value)
+
+    def host_lost(self, host: str, incarnation: str) -> None:
+        del incarnation
+        self._hosts.pop(host, None)
+        for (name, _), waiting in self._waiting.items():
+            if name == host and not waiting.done():
+                waiting.cancel()
+
+    async def ask(
+        self, command: Command, kind: HostCommandKind, *, attempt: int | None, within_s: float
+    ) -> Answer:
+        """Give `command` to all hosts of its job that are connected; done when one of them has done it.
+
+        One answer is enough, and the first ends the wait: a launcher that restarts its ranks has those of all
+        hosts restart, and the attempt in the command keeps the others from doing so a second time.  So does
+        a host that has heard a later controller.  Stacks are wanted of all hosts: for them the wait goes on.
+        """
+        names = [name for name, host in self._hosts.items() if host.workload == command.workload]
+        if not names:
+            return Answer(
+                status=OutcomeStatus.FAILED,
+                text=f"no host of {command.workload} is connected to the actuator",
+                passing=True,
+            )
+        asked = HostCommand(
+            epoch=command.epoch,
+            id=command.id,
+            kind=kind,
+            workload=command.workload,
+            reason=cut_text(f"{command.kind.value} {command.id} for {command.incident or 'a person'}"),
+            deadline_s=within_s,
+            attempt=attempt,
+        )
+        outcomes = await self._first_outcomes(names, asked, within_s)
+        text = cut_text("; ".join(dict.fromkeys(outcome.text for outcome in outcomes if outcome.text)))
+        statuses = [outcome.status for outcome in outcomes]
+        if OutcomeStatus.DONE in statuses:
+            return Answer(status=OutcomeStatus.DONE, text=text)
+        if OutcomeStatus.FENCED in statuses:
+            return Answer(status=OutcomeStatus.FENCED, text=text)
+        if OutcomeStatus.FAILED in statuses:
+            return Answer(status=OutcomeStatus.FAILED, text=text)
+        waited = f"none of {len(names)} hosts of {command.workload} answered within {within_s:g} s"
+        return Answer(status=OutcomeStatus.FAILED, text=waited, passing=True)
+
+    async def _first_outcomes(self, names: list[str], command: HostCommand, within_s: float) -> list[Outcome]:
+        """Outcomes up to the first that decides, in their order; all of them where none does."""
+        deciding: tuple[OutcomeStatus, ...] = (OutcomeStatus.DONE, OutcomeStatus.FENCED)
+        if command.kind is HostCommandKind.DUMP_STACKS:
+            deciding = (OutcomeStatus.FENCED,)
+        asking = [asyncio.ensure_future(self._ask_one(name, command, within_s)) for name in names]
+        outcomes: list[Outcome] = []
+        try:
+            for answered in asyncio.as_completed(asking):
+                outcome = await answered
+                if outcome is not None:
+                    outcomes.append(outcome)
+                    if outcome.status in deciding:
+                        break
+        finally:
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return outcomes
+
+    async def _ask_one(self, name: str, command: HostCommand, within_s: float) -> Outcome | None:
+        key = (name, command.id)
+        waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
+        try:
+            if not self.streams.try_send_command(name, command):
+                return None
+            return await asyncio.wait_for(waiting, within_s)
+        except asyncio.TimeoutError:
+            return None
+        except asyncio.CancelledError:
+            if not waiting.cancelled():
+                raise
+            return None  # its stream has ended
+        finally:
+            if self._waiting.get(key) is waiting:
+                del self._waiting[key]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs of the supervisor begin with: a sentence where gRPC is not installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from supervisor.entry import REFUSED
+from supervisor.view import operators
+
+
+def run_or_explain(parts: Sequence[str], argv: Sequence[str]) -> int:
+    """Run parts of the supervisor in this process; returns the exit code."""
+
+    def run() -> int:
+        from supervisor.parts.run import run_program
+
+        return run_program(parts, argv)
+
+    return _explained(run)
+
+
+def operate_or_explain(argv: Sequence[str]) -> int:
+    """Do what an operator says; returns the exit code."""
+
+    def run() -> int:
+        from supervisor.transport.operators import connect_from
+
+        return operators.run(argv, os.environ, connect_from(os.environ))
+
+    return _explained(run)
+
+
+def _explained(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("grpc", "google"):
+            raise
+        print(
+            f"the supervisor needs {error.name}.  Install it with: pip install 'resiliency[supervisor]'",
+            file=sys.stderr,
+        )
+        return REFUSED

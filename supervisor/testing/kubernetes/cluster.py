@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole cluster in one event loop: API server, controllers, scheduler and kubelets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from supervisor.testing.kubernetes import hosts, jobs
+from supervisor.testing.kubernetes.hosts import Kubelet
+from supervisor.testing.kubernetes.kinds import Object, labels_of
+from supervisor.testing.kubernetes.server import ApiServer
+from supervisor.testing.kubernetes.store import Store, stamp
+
+#: How often kubelets renew their leases.
+RENEW_S = 1.0
+#: Longest time between two looks of the controllers: some things change with time alone.
+LOOK_S = 0.2
+#: Rounds in which controllers must come to rest.
+_ROUNDS = 1000
+
+
+class Cluster:
+    """Use as an asynchronous context manager; `api.url` is where it listens.
+
+    Attributes:
+        kubelets: by the name of their node.
+        pull_s: of nodes that are added later.
+    """
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self.api = ApiServer(self.store)
+        self.kubelets: dict[str, Kubelet] = {}
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Cluster:
+        self.store.listeners.append(self._changed.set)
+        await self.api.start()
+        self._task = asyncio.ensure_future(self._run())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self.api.close()
+        self.store.listeners.remove(self._changed.set)
+
+    # ------------------------------------------------------------------------------------- hosts
+
+    def add_node(self, name: str, **fields: Any) -> None:
+        self.store.create("nodes", hosts.node(name, **fields))
+        self.kubelets[name] = Kubelet()
+        self._renew(name)
+
+    def lose_node(self, name: str, *, noticed: bool = True) -> None:
+        """Its machine dies: nothing changes on it any more.
+
+        Args:
+            noticed: the node controller has given up on it already.
+        """
+        self.kubelets[name].alive = False
+        if noticed:
+            self._set_ready(name, "Unknown")
+
+    def remove_node(self, name: str) -> None:
+        """Its machine is gone, and its object too; pods on it are collected."""
+        self.kubelets.pop(name)
+        self.store.delete("nodes", name)
+        for pod in self.pods(node=name):
+            meta = pod["metadata"]
+            self.store.delete("pods", meta["name"], meta["namespace"], grace_s=0)
+
+    def reboot_node(self, name: str) -> None:
+        """Another boot of the same name."""
+        node = self.store.get("nodes", name)
+        node["status"]["nodeInfo"]["bootID"] = str(uuid.uuid4())
+        self.store.update("nodes", node, checked=False)
+        self.kubelets[name].alive = True
+        self._set_ready(name, "True")
+
+    def _set_ready(self, name: str, status: str) -> None:
+        node = self.store.get("nodes", name)
+        node["status"]["conditions"] = [{"type": "Ready", "status": status}]
+        self.store.update("nodes", node, checked=False)
+
+    def _renew(self, name: str) -> None:
+        now = time.time()
+        micro = stamp(now)[:-1] + f".{int(now % 1 * 1e6):06d}Z"
+        body = {"metadata": {"name": name}, "spec": {"holderIdentity": name, "renewTime": micro}}
+        known = self.store.find("leases", name, hosts.LEASES)
+        if known is None:
+            self.store.create("leases", body, hosts.LEASES)
+        else:
+            self.store.update("leases", {**known, "spec": body["spec"]}, hosts.LEASES)
+
+    # ------------------------------------------------------------------------------------- looking
+
+    def pods(self, jobset: str = "", *, node: str = "", namespace: str = "") -> list[Object]:
+        """Pods that are not deleted, of one JobSet or node; those that terminate count."""
+        label = f"{jobs.PREFIX}/jobset-name"
+        return [
+            pod
+            for pod in self.store.all("pods", namespace)
+            if jobset in ("", labels_of(pod).get(label)) and node in ("", pod["spec"].get("nodeName"))
+        ]
+
+    def running(self, jobset: str) -> dict[str, str]:
+        """Job and index of each running pod of a JobSet, and the node that it runs on."""
+        return {
+            "-".join((labels_of(pod)[f"{jobs.PREFIX}/job-index"], labels_of(pod)[jobs.INDEX])): pod["spec"][
+                "nodeName"
+            ]
+            for pod in self.pods(jobset)
+            if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+        }
+
+    async def until(self, look: Callable[[], object], otherwise: str, *, timeout_s: float = 60.0) -> None:
+        """Wait until something is so.
+
+        Raises:
+            AssertionError: it is not within `timeout_s`.
+        """
+        end = time.monotonic() + timeout_s
+        while not look():
+            if self._task is not None and self._task.done():
+                self._task.result()
+            if time.monotonic() >= end:
+                raise AssertionError(f"{otherwise} after {timeout_s:g} s")
+            await asyncio.sleep(0.01)
+
+    # ------------------------------------------------------------------------------------- controllers
+
+    def settle(self) -> float | None:
+        """Let controllers act until nothing changes; returns when time alone will change something."""
+        for _ in range(_ROUNDS):
+            before = self.store.version
+            for jobset in self.store.all("jobsets"):
+                jobs.reconcile_jobset(self.store, jobset)
+            for job in self.store.all("jobs"):
+                fresh = self.store.find("jobs", job["metadata"]["name"], job["metadata"]["namespace"])
+                if fresh is not None:
+                    jobs.reconcile_job(self.store, fresh)
+            jobs.release_orphans(self.store)
+            hosts.schedule(self.store)
+            wake = hosts.run_pods(self.store, self.kubelets, time.monotonic())
+            if self.store.version == before:
+                return wake
+        raise AssertionError("controllers do not come to rest")
+
+    async def _run(self) -> None:
+        renewed = 0.0
+        while True:
+            self._changed.clear()
+            wake = self.settle()
+            now = time.monotonic()
+            if now - renewed >= RENEW_S:
+                renewed = now
+                for name, kubelet in self.kubelets.items():
+                    if kubelet.alive:
+                        self._renew(name)
+                self._changed.clear()  # leases move no controller
+            wait_s = LOOK_S if wake is None else min(LOOK_S, max(0.0, wake - now))
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), wait_s)

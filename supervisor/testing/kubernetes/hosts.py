@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler and kubelets: pods are bound to nodes, pull their image, run, and end."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from dataclasses import dataclass, field
+
+from supervisor.testing.kubernetes.kinds import Object, labels_of
+from supervisor.testing.kubernetes.store import Store, stamp
+
+GPU = "nvidia.com/gpu"
+LEASES = "kube-node-lease"
+
+
+@dataclass(kw_only=True)
+class Kubelet:
+    """One node's machine.
+
+    Attributes:
+        pull_s: an image needs for its pull; changed by tests while it runs.
+        stop_s: a pod needs to end; beyond its grace it is killed.
+        alive: it answers, and pods change on it.
+    """
+
+    pull_s: float = 0.0
+    stop_s: float = 0.0
+    alive: bool = True
+    bound_at: dict[str, float] = field(default_factory=dict)
+    ending_at: dict[str, float] = field(default_factory=dict)
+
+
+def node(name: str, *, gpus: int = 8, labels: dict[str, str] | None = None) -> Object:
+    return {
+        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **(labels or {})}},
+        "spec": {},
+        "status": {
+            "allocatable": {GPU: str(gpus), "cpu": "64", "memory": "512Gi"},
+            "nodeInfo": {"bootID": str(uuid.uuid4())},
+            "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
+        },
+    }
+
+
+def schedule(store: Store) -> None:
+    """Bind pods that wait to the first node that fits, in the order of names."""
+    used: dict[str, int] = {}
+    pods = list(store.all("pods"))
+    for pod in pods:
+        if pod["spec"].get("nodeName") and pod["status"]["phase"] not in ("Succeeded", "Failed"):
+            used[pod["spec"]["nodeName"]] = used.get(pod["spec"]["nodeName"], 0) + _gpus(pod)
+    nodes = list(store.all("nodes"))
+    for pod in pods:
+        if (
+            pod["spec"].get("nodeName")
+            or "deletionTimestamp" in pod["metadata"]
+            or pod["spec"].get("schedulingGates")
+        ):
+            continue
+        fitting = [one for one in nodes if _fits(pod, one, used.get(one["metadata"]["name"], 0))]
+        if fitting:
+            name = fitting[0]["metadata"]["name"]
+            used[name] = used.get(name, 0) + _gpus(pod)
+            pod["spec"]["nodeName"] = name
+            _set_condition(store, pod, "PodScheduled", "True", "", "")
+        else:
+            text = f"0/{len(nodes)} nodes are available: insufficient {GPU}, or taints."
+            _set_condition(store, pod, "PodScheduled", "False", "Unschedulable", text)
+
+
+def _fits(pod: Object, host: Object, used: int) -> bool:
+    spec, status = host["spec"], host["status"]
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status["conditions"])
+    if not ready or spec.get("unschedulable"):
+        return False
+    tolerated = {one.get("key", "") for one in pod["spec"].get("tolerations") or ()}
+    taints = {one["key"] for one in spec.get("taints") or () if one["effect"] != "PreferNoSchedule"}
+    if taints - tolerated:
+        return False
+    labels = labels_of(host)
+    if any(labels.get(key) != value for key, value in (pod["spec"].get("nodeSelector") or {}).items()):
+        return False
+    return used + _gpus(pod) <= int(status["allocatable"].get(GPU, 0))
+
+
+def _gpus(pod: Object) -> int:
+    limits = [(one.get("resources") or {}).get("limits") or {} for one in pod["spec"].get("containers") or ()]
+    return sum(int(one.get(GPU, 0)) for one in limits)
+
+
+def run_pods(store: Store, kubelets: dict[str, Kubelet], now: float) -> float | None:
+    """Advance all pods that are bound; returns when time alone will change something.
+
+    Args:
+        now: of any clock that does not stop.
+    """
+    wakes = []
+    for pod in store.all("pods"):
+        kubelet = kubelets.get(pod["spec"].get("nodeName", ""))
+        if kubelet is None or not kubelet.alive:
+            continue
+        wake = _run_pod(store, kubelet, pod, now)
+        if wake is not None:
+            wakes.append(wake)
+    return min(wakes, default=None)
+
+
+def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float | None:
+    meta = pod["metadata"]
+    uid = meta["uid"]
+    if "deletionTimestamp" in meta:
+        limit = min(kubelet.stop_s, meta.get("deletionGracePeriodSeconds", 0) or kubelet.stop_s)
+        ends = kubelet.ending_at.setdefault(uid, now + limit)
+        if now < ends:
+            return ends
+        if meta.get("deletionGracePeriodSeconds"):
+            store.delete("pods", meta["name"], meta["namespace"], uid=uid, grace_s=0)
+        return None
+    if pod["status"]["phase"] != "Pending":
+        return None
+    runs = kubelet.bound_at.setdefault(uid, now) + kubelet.pull_s
+    started = now >= runs
+    state = (
+        {"running": {"startedAt": stamp(store.clock())}}
+        if started
+        else {"waiting": {"reason": "ContainerCreating"}}
+    )
+    new = copy.deepcopy(pod)
+    new["status"]["containerStatuses"] = [
+        {"name": one["name"], "ready": started, "state": state} for one in pod["spec"]["containers"]
+    ]
+    if started:
+        new["status"]["phase"] = "Running"
+        new["status"]["conditions"].append({"type": "Ready", "status": "True"})
+    if new != pod:
+        store.update("pods", new, meta["namespace"], checked=False)
+    return None if started else runs
+
+
+def _set_condition(store: Store, pod: Object, name: str, status: str, reason: str, message: str) -> None:
+    new = copy.deepcopy(pod)
+    others = [one for one in new["status"].get("conditions") or () if one["type"] != name]
+    new["status"]["conditions"] = [
+        *others,
+        {"type": name, "status": status, "reason": reason, "message": message},
+    ]
+    if new != pod:
+        new["metadata"].pop("resourceVersion")
+        store.update("pods", new, new["metadata"]["namespace"], checked=False)

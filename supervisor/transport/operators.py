@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service for operators: documents of `supervisor.view.status`, asked of the controller.
+
+They travel as compressed JSON, because the status of 20,000 hosts is larger than a message may be.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+from supervisor.plain import InvalidValue
+from supervisor.protocol import fleet_pb2
+from supervisor.settings import check_address
+from supervisor.transport.client import Remote
+from supervisor.transport.security import Security
+from supervisor.transport.server import Service
+from supervisor.view.operators import OperatorClient
+from supervisor.view.status import ActReply, ActRequest, Document, History, HistoryRequest, Status
+
+D = TypeVar("D", bound=Document)
+
+OPERATOR = fleet_pb2.DESCRIPTOR.services_by_name["Operator"]
+#: Of one document before compression; more is no document of ours.
+MAX_DOCUMENT_BYTES = 64 << 20
+
+
+def operator_service(
+    status: Callable[[], Awaitable[Status]],
+    act: Callable[[ActRequest], Awaitable[ActReply]],
+    history: Callable[[HistoryRequest], Awaitable[History]],
+) -> Service:
+    async def answer_status(_: Any) -> Any:
+        return _pack(await status())
+
+    async def answer_act(message: Any) -> Any:
+        return _pack(await act(_unpack(ActRequest, message)))
+
+    async def answer_history(message: Any) -> Any:
+        return _pack(await history(_unpack(HistoryRequest, message)))
+
+    return Service(
+        descriptor=OPERATOR,
+        handlers={"Status": answer_status, "Act": answer_act, "History": answer_history},
+    )
+
+
+async def ask_status(remote: Remote, *, timeout_s: float) -> Status:
+    """The fleet as the controller knows it.
+
+    Raises:
+        Refused, Unreachable: see `Remote.call`.
+        InvalidValue: the controller is of a release with another format.
+    """
+    return await _ask(Status, remote, "Status", fleet_pb2.Document(), timeout_s)
+
+
+async def ask_act(remote: Remote, request: ActRequest, *, timeout_s: float) -> ActReply:
+    """Have the controller act for a person; its errors are those of `ask_status`."""
+    return await _ask(ActReply, remote, "Act", _pack(request), timeout_s)
+
+
+async def ask_history(remote: Remote, request: HistoryRequest, *, timeout_s: float) -> History:
+    """Records of the event log; its errors are those of `ask_status`."""
+    return await _ask(History, remote, "History", _pack(request), timeout_s)
+
+
+class RemoteController:
+    """A controller of another process, for the command line of operators."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def status(self, *, timeout_s: float) -> Status:
+        return await ask_status(self._remote, timeout_s=timeout_s)
+
+    async def act(self, request: ActRequest, *, timeout_s: float) -> ActReply:
+        return await ask_act(self._remote, request, timeout_s=timeout_s)
+
+    async def history(self, request: HistoryRequest, *, timeout_s: float) -> History:
+        return await ask_history(self._remote, request, timeout_s=timeout_s)
+
+
+def connect_from(
+    env: Mapping[str, str],
+) -> Callable[[str, bool], AbstractAsyncContextManager[OperatorClient]]:
+    """Connects to a controller with the certificates or tokens that `env` names."""
+
+    @asynccontextmanager
+    async def connect(address: str, plaintext: bool) -> AsyncIterator[OperatorClient]:
+        check_address(address, "--controller")
+        remote = Remote(address, Security.from_env(env, plaintext=plaintext))
+        try:
+            yield RemoteController(remote)
+        finally:
+            await remote.close()
+
+    return connect
+
+
+async def _ask(kind: type[D], remote: Remote, name: str, message: Any, timeout_s: float) -> D:
+    return _unpack(kind, await remote.call(OPERATOR.methods_by_name[name], message, timeout_s=timeout_s))
+
+
+def _pack(document: Document) -> Any:
+    body = json.dumps(document.to_dict(), separators=(",", ":"))
+    return fleet_pb2.Document(json=zlib.compress(body.encode(), 1))
+
+
+def _unpack(kind: type[D], message: Any) -> D:
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(message.json, MAX_DOCUMENT_BYTES)
+        if unpacker.unconsumed_tail:
+            raise InvalidValue(f"{kind.__name__} is longer than {MAX_DOCUMENT_BYTES} bytes.")
+        return kind.from_dict(json.loads(body))
+    except (zlib.error, ValueError) as error:
+        raise InvalidValue(f"{kind.__name__} cannot be read: {error}.") from error

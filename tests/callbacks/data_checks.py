@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of `DataProgressCallback` in a real Lightning loop, in one process: `test_data_progress.py` runs it.
+
+python -m tests.callbacks.data_checks DIRECTORY
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.callbacks.checks import CHECKS, check, refusal
+
+SIZE, BATCH = 18, 4
+
+
+def loader_of(**options: Any) -> Any:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from resiliency.data import InterruptableDistributedSampler
+
+    data = TensorDataset(torch.arange(SIZE))
+    sampler = InterruptableDistributedSampler(data, 1, 0, seed=3)
+    return DataLoader(data, batch_size=BATCH, sampler=sampler, **options)
+
+
+def train(
+    loader: Any, *callbacks: Any, trained_on: Any = None, resume: Path | None = None, **limits: Any
+) -> Any:
+    """Train a model of one weight; the model that comes back has in `steps` what each step was made of."""
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Recording(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.steps: list[list[int]] = []
+            self.in_gradients: list[int] = []
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            self.in_gradients += batch[0].tolist()
+            return (self.weight * batch[0].double().mean()).square().sum()
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.steps.append(self.in_gradients)
+            self.in_gradients = []
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    model = Recording()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(callbacks),
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **limits,
+    )
+    trainer.fit(model, loader if trained_on is None else trained_on, ckpt_path=resume)
+    return trainer
+
+
+def steps_of(trainer: Any) -> list[list[int]]:
+    steps: list[list[int]] = trainer.lightning_module.steps
+    return steps
+
+
+@check
+def a_fit_that_is_resumed_after_any_step_takes_the_steps_of_an_undisturbed_one(directory: Path) -> None:
+    from resiliency.callbacks.data_progress import DataProgressCallback
+
+    def fit(steps: int, resume: Path | None, drop_last: bool, **limits: Any) -> Any:
+        loader = loader_of(drop_last=drop_last)
+        return train(loader, DataProgressCallback(loader), resume=resume, max_steps=steps, **limits)
+
+    for drop_last, limits in (
+        (False, {}),
+        (True, {}),
+        (False, {"accumulate_grad_batches": 2}),
+        (False, {"limit_train_batches": 3}),
+    ):
+        whole = steps_of(fit(11, None, drop_last, **limits))
+        assert len(whole) == 11
+        for stop in (2, 5, 8):  # within an epoch, at its end, and in a later one
+            first = fit(stop, None, drop_last, **limits)
+            path = directory / f"{drop_last}-{len(limits)}-{stop}.ckpt"
+            first.save_checkpoint(path)
+            then = steps_of(fit(11, path, drop_last, **limits))
+            assert steps_of(first) + then == whole, (drop_last, limits, stop)
+
+
+@check
+def a_checkpoint_that_does_not_say_where_its_model_is_in_the_data_is_refused(directory: Path) -> None:
+    from resiliency.callbacks.data_progress import DataProgressCallback
+
+    train(loader_of(), max_steps=2).save_checkpoint(directory / "without.ckpt")
+    loader = loader_of()
+    callback = DataProgressCallback(loader)
+    text = refusal(lambda: train(loader, callback, resume=directory / "without.ckpt", max_steps=4))
+    assert "does not say where in the data its model is" in text
+
+
+@check
+def data_progress_refuses_another_loader_and_weights_that_no_trainer_knows(directory: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    from resiliency.callbacks.data_progress import DataProgressCallback
+    from resiliency.data import InterruptableDistributedSampler
+
+    callback = DataProgressCallback(loader_of())
+    text = refusal(lambda: train(loader_of(), callback, trained_on=loader_of(), max_steps=1))
+    assert "does not train on the loader of DataProgressCallback" in text
+    rows = InterruptableDistributedSampler(range(8), 1, 0, global_batch=4)
+    weighted = DataLoader(range(8), batch_sampler=rows.micro_batches())  # type: ignore[arg-type]
+    assert "has a global batch" in refusal(lambda: DataProgressCallback(weighted))
+    unweighted = DataLoader(range(8), batch_size=4, sampler=rows)  # type: ignore[arg-type]
+    assert "has a global batch" in refusal(lambda: DataProgressCallback(unweighted))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    own_checks = {name: function for name, function in CHECKS.items() if function.__module__ == __name__}
+    for name, function in own_checks.items():
+        own = Path(sys.argv[1]) / name
+        own.mkdir()
+        function(own)
+        print(f"passed {name}", flush=True)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sealed checkpoint is proven whole, and every damage to it is found and named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.errors import CheckpointIncomplete, CheckpointWriteFailed
+from resiliency.testing import warm
+from tests.checkpoint.file_checkpoints import FILES, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint for all examples of a property; each example puts back what it damaged."""
+    return write_checkpoint(tmp_path_factory.mktemp("lasting"))
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path)
+
+
+def test_a_sealed_checkpoint_is_whole_and_its_manifest_says_what_it_is(sealed: Path) -> None:
+    assert manifest.verify(sealed) is None
+    found = manifest.FileManifest.load(sealed)
+    assert found is not None
+    assert (found.step, found.world_size) == (10, 2)
+    assert {name: record.size_bytes for name, record in found.files.items()} == {
+        f"weights/{name}": len(data) for name, data in FILES.items()
+    }
+
+
+@given(data=st.data())
+def test_one_flipped_bit_anywhere_in_a_file_is_found(data: st.DataObject, lasting: Path) -> None:
+    path = lasting / manifest.WEIGHTS / data.draw(st.sampled_from(sorted(FILES)))
+    whole = path.read_bytes()
+    position = data.draw(st.integers(0, 8 * len(whole) - 1))
+    damaged = bytearray(whole)
+    damaged[position // 8] ^= 1 << position % 8
+    path.write_bytes(damaged)
+    try:
+        problem = manifest.verify(lasting)
+    finally:
+        path.write_bytes(whole)
+    assert problem is not None
+    assert str(path) in problem
+    assert "checksum" in problem
+
+
+@given(data=st.data())
+def test_one_flipped_bit_in_the_manifest_is_found_unless_it_says_the_same(
+    data: st.DataObject, lasting: Path
+) -> None:
+    path = lasting / manifest.MANIFEST
+    whole, before = path.read_bytes(), manifest.FileManifest.load(lasting)
+    position = data.draw(st.integers(0, 8 * len(whole) - 1))
+    damaged = bytearray(whole)
+    damaged[position // 8] ^= 1 << position % 8
+    path.write_bytes(damaged)
+    try:
+        problem = manifest.verify(lasting)
+        same = problem is None and manifest.FileManifest.load(lasting) == before
+    finally:
+        path.write_bytes(whole)
+    assert same or "is not a readable manifest" in str(problem)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "longer", "empty", "a directory"])
+def test_a_lost_or_resized_file_is_named(sealed: Path, name: str, damage: str) -> None:
+    path = sealed / manifest.WEIGHTS / name
+    whole = path.read_bytes()
+    path.unlink()
+    if damage == "a directory":
+        path.mkdir()
+    elif damage != "missing":
+        path.write_bytes({"truncated": whole[:-1], "longer": whole + b"\0", "empty": b""}[damage])
+    problem = manifest.verify(sealed)
+    assert problem is not None
+    assert str(path) in problem
+    assert ("missing" if damage in ("missing", "a directory") else f"{len(whole)} were committed") in problem
+
+
+def test_files_that_the_manifest_does_not_name_are_no_business_of_it(sealed: Path) -> None:
+    (sealed / manifest.WEIGHTS / "note.txt").write_text("left by somebody")
+    (sealed / "README").write_text("left by somebody")
+    assert manifest.verify(sealed) is None
+
+
+@given(length=st.integers(0, 10_000))
+def test_a_torn_manifest_is_refused_at_every_length(length: int, lasting: Path) -> None:
+    path = lasting / manifest.MANIFEST
+    whole = path.read_bytes()
+    path.write_bytes(whole[: length % len(whole)])
+    try:
+        problem = manifest.verify(lasting)
+    finally:
+        path.write_bytes(whole)
+    assert problem is not None
+    assert "is not a readable manifest" in problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "null", "{}", '"text"', "\xff\xfe"),
+        *('{"format": 2}', '{"format": 1, "step": 10}'),
+        '{"format": 1, "step": 10, "world_size": 2, "files": []}',
+        '{"format": 1, "step": 10, "world_size": 2, "files": {"weights/common.pt": {"size_bytes": 1}}}',
+    ],
+)
+def test_a_manifest_that_is_something_else_is_refused(sealed: Path, text: str) -> None:
+    (sealed / manifest.MANIFEST).write_bytes(text.encode("latin-1"))
+    problem = manifest.verify(sealed)
+    assert problem is not None
+    assert "is not a readable manifest" in problem
+
+
+def test_a_manifest_of_another_step_is_refused_with_its_step(sealed: Path) -> None:
+    moved = sealed.rename(sealed.with_name("step=20"))
+    assert manifest.verify(moved) == f"{moved} holds a manifest of step 10."
+
+
+def test_a_checkpoint_of_another_tool_is_accepted_when_its_last_files_are_there(sealed: Path) -> None:
+    (sealed / manifest.MANIFEST).unlink()
+    assert manifest.verify(sealed) is None
+
+
+@pytest.mark.parametrize("lacking", ["metadata.json", ".metadata"])
+def test_without_a_manifest_and_without_megatrons_last_files_it_was_never_finished(
+    sealed: Path, lacking: str
+) -> None:
+    (sealed / manifest.MANIFEST).unlink()
+    (sealed / manifest.WEIGHTS / lacking).unlink()
+    problem = manifest.verify(sealed)
+    assert problem is not None
+    assert f"lacks {lacking}" in problem
+    assert "never finished" in problem
+
+
+def test_a_directory_that_does_not_exist_is_a_problem_not_an_exception(tmp_path: Path) -> None:
+    assert "never finished" in (manifest.verify(tmp_path / "step=1") or "")
+    (tmp_path / "step=2").touch()
+    assert "cannot be read" in (manifest.verify(tmp_path / "step=2") or "")
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
+def test_the_parts_of_a_shared_verification_cover_every_file_once(sealed: Path, parts: int) -> None:
+    for name in FILES:
+        path = sealed / manifest.WEIGHTS / name
+        whole = path.read_bytes()
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        found = list(filter(None, (manifest.verify(sealed, part=part, parts=parts) for part in range(parts))))
+        path.write_bytes(whole)
+        assert len(found) == 1, name
+        assert str(path) in found[0]
+    assert not any(manifest.verify(sealed, part=part, parts=parts) for part in range(parts))
+
+
+def test_sealing_refuses_a_file_that_nobody_checksummed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointIncomplete, match=r"__1_0\.distcp.*__1_1\.distcp.*marked as unfinished"):
+        write_checkpoint(tmp_path, ranks=1)
+    assert not (tmp_path / "step=10" / manifest.MANIFEST).exists()
+
+
+def test_rank_1_does_not_claim_the_files_of_rank_10(tmp_path: Path) -> None:
+    weights = tmp_path / "step=10" / manifest.WEIGHTS
+    weights.mkdir(parents=True)
+    (weights / "__1_0.distcp").write_bytes(b"of 1")
+    (weights / "__10_0.distcp").write_bytes(b"of 10")
+    manifest.record_rank_files(tmp_path / "step=10", 1)
+    recorded = json.loads((tmp_path / "step=10" / manifest.CHECKSUMS / "rank-00001.json").read_bytes())
+    assert list(recorded) == ["weights/__1_0.distcp"]
+
+
+def test_complete_checkpoints_come_newest_first_by_number_and_without_marked_ones(tmp_path: Path) -> None:
+    for name in ("step=9", "step=10", "step=100", "step=20", "step=x", "last", "step=7-last", "xstep=8"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step=30").touch()  # a file is no checkpoint
+    (tmp_path / "step=20-unfinished").touch()
+    (tmp_path / "step=40-unfinished").touch()  # a marker without its directory yet
+    found = [path.name for path in manifest.complete_checkpoints(tmp_path)]
+    assert found == ["step=100", "step=10", "step=9"]
+
+
+def test_where_nothing_was_ever_saved_there_are_no_checkpoints(tmp_path: Path) -> None:
+    assert manifest.complete_checkpoints(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("step=0", 0), ("step=12", 12), ("step=12-unfinished", None), ("step=", None), ("step=-1", None)],
+)
+def test_the_step_is_read_from_the_whole_name(name: str, step: int | None) -> None:
+    assert manifest.step_of(Path("/any") / name) == step
+
+
+def test_marking_hides_a_checkpoint_and_may_be_done_twice(sealed: Path) -> None:
+    assert manifest.complete_checkpoints(sealed.parent) == [sealed]
+    manifest.mark_unfinished(sealed)
+    manifest.mark_unfinished(sealed)
+    assert manifest.complete_checkpoints(sealed.parent) == []
+    manifest.marker_of(sealed).unlink()
+    assert manifest.complete_checkpoints(sealed.parent) == [sealed]
+
+
+#: A program that is killed just before or just after one of its calls of a function in `os`.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from resiliency.checkpoint.format import file_manifest as manifest
+
+path, call, moment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+def kill_around(name, moment):
+    original = getattr(os, name)
+    def replacement(*args):
+        if moment == "after":
+            original(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr(os, name, replacement)
+
+"""
+WRITES = KILLED + 'kill_around(call, moment); manifest.write_durably(path, b"new" * 1000)'
+SEALS = KILLED + "kill_around(call, moment); manifest.seal(path, step=20, world_size=2)"
+
+
+def run_until_killed(script: str, path: Path, call: str, moment: str) -> None:
+    done = warm.run([sys.executable, "-c", script, str(path), call, moment], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("call", "moment", "expected"),
+    [("fsync", "before", b"old"), ("replace", "before", b"old"), ("replace", "after", b"new" * 1000)],
+)
+@pytest.mark.parametrize("existed", [True, False], ids=["replacing", "creating"])
+def test_a_writer_killed_at_any_point_leaves_the_whole_old_or_the_whole_new_file(
+    call: str, moment: str, expected: bytes, existed: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / manifest.MANIFEST
+    if existed:
+        path.write_bytes(b"old")
+    run_until_killed(WRITES, path, call, moment)
+    if expected == b"old" and not existed:
+        assert not path.exists()
+    else:
+        assert path.read_bytes() == expected
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_process_killed_while_it_seals_leaves_the_checkpoint_before_as_the_newest(
+    call: str, sealed: Path
+) -> None:
+    unsealed = write_checkpoint(sealed.parent, step=20)
+    (unsealed / manifest.MANIFEST).unlink()
+    manifest.mark_unfinished(unsealed)  # stands from before the first byte until after the manifest
+    run_until_killed(SEALS, unsealed, call, "before")
+    assert not (unsealed / manifest.MANIFEST).exists()
+    assert manifest.complete_checkpoints(sealed.parent) == [sealed]
+
+
+def test_writing_again_replaces_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+    manifest.write_durably(tmp_path / "deep" / "file", b"one")
+    manifest.write_durably(tmp_path / "deep" / "file", b"two")
+    assert [path.read_bytes() for path in (tmp_path / "deep").iterdir()] == [b"two"]
+
+
+def test_an_error_of_the_device_is_no_refusal_to_sync_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(number: int) -> Callable[[int], None]:
+        def fsync(fd: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))  # a FUSE object store
+    manifest.fsync_directory(tmp_path)
+    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
+    with pytest.raises(CheckpointWriteFailed, match="EIO"):
+        manifest.fsync_directory(tmp_path)

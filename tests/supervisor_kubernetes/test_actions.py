@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each action of the Kubernetes orchestrator over HTTP: its effect, once, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from supervisor.orchestrators.gke.nodes import holds_place, is_silent
+from supervisor.testing.kubernetes import Fault
+from supervisor.testing.kubernetes.hosts import GPU
+from supervisor.values import Change, CommandKind, OutcomeStatus
+from tests.supervisor_kubernetes.fleet import (
+    JOBS,
+    TIMES,
+    Adapter,
+    cluster_of,
+    host,
+    jobset,
+    run,
+    submit,
+    words,
+)
+
+DONE = OutcomeStatus.DONE
+
+
+def test_a_hot_swap_replaces_the_pod_of_a_lost_host_and_keeps_the_others() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            survivor = {pod["metadata"]["uid"] for pod in cluster.pods("a", node="n1")}
+            lost, spare = host(cluster, "n2"), host(cluster, "n3")
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": lost, "spare": spare}
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert (done.status, done.text) == (DONE, "moved to n3; 2 pods run")
+            assert cluster.running("a") == {"0-0": "n1", "0-1": "n3"}
+            assert {pod["metadata"]["uid"] for pod in cluster.pods("a", node="n1")} == survivor
+            assert cluster.store.get("jobsets", "a", JOBS)["status"]["restarts"] == 0
+            assert cluster.store.get("nodes", "n2")["spec"]["unschedulable"]
+            before = cluster.store.get("jobsets", "a", JOBS)["metadata"]["resourceVersion"]
+            again = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert (again.status, again.text) == (DONE, "2 pods run")
+            assert cluster.store.get("jobsets", "a", JOBS)["metadata"]["resourceVersion"] == before
+
+    run(work())
+
+
+def test_where_a_job_cannot_replace_one_pod_a_hot_swap_restarts_the_jobset() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2, backoffLimitPerIndex=None, backoffLimit=0))
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert done.text == "the whole job, because its Jobs replace no single pod: restart 1; 2 pods run"
+            assert cluster.running("a") == {"0-0": "n1", "0-1": "n3"}
+
+    run(work())
+
+
+def test_a_workload_reset_restarts_the_jobset_once_by_its_own_policy() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2, jobs=2))
+            uid = cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"]
+            before = {pod["metadata"]["uid"] for pod in cluster.pods("a")}
+            for _ in range(2):
+                done = await adapter.do("c1", CommandKind.WORKLOAD_RESET, workload="a")
+                assert done.status is DONE
+            after = cluster.store.get("jobsets", "a", JOBS)
+            assert (after["metadata"]["uid"], after["status"]["restarts"]) == (uid, 1)
+            assert not before & {pod["metadata"]["uid"] for pod in cluster.pods("a")}
+            assert len(cluster.running("a")) == 2
+
+    run(work())
+
+
+def test_a_jobset_without_a_restart_left_is_made_again_with_a_higher_generation() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2, restarts=0))
+            old = cluster.store.get("jobsets", "a", JOBS)
+            done = await adapter.do("c1", CommandKind.WORKLOAD_RESET, workload="a")
+            assert done.status is DONE
+            assert "maxRestarts (0) are used up" in done.text
+            new = cluster.store.get("jobsets", "a", JOBS)
+            assert new["metadata"]["uid"] != old["metadata"]["uid"]
+            assert new["metadata"]["annotations"]["team"] == "llm"
+            (replicated,) = new["spec"]["replicatedJobs"]
+            template = replicated["template"]["spec"]["template"]
+            assert template["metadata"]["annotations"] == {"supervisor/generation-base": "1"}
+            assert list(cluster.store.all("configmaps")) == []
+
+    run(work())
+
+
+def test_a_job_shrinks_without_a_host_and_grows_again_with_all_that_names_its_size() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            sizes = {"NNODES": "2", "WORLD_SIZE": "16", "NUM_DP_REPLICAS": "2"}
+            await submit(cluster, jobset(hosts=2, env=sizes, args=["--num-dp-replicas", "2", "train.py"]))
+            cluster.lose_node("n2")
+            down = {"workload": "a", "host": host(cluster, "n2"), "replicas": 1}
+            done = await adapter.do("c1", CommandKind.SCALE_DOWN, **down)
+            assert (done.status, done.text) == (DONE, "1 pods run")
+            assert words(cluster)[-4:] == ["--nnodes=1", "--num-dp-replicas", "1", "train.py"]
+            up = await adapter.do("c2", CommandKind.SCALE_UP, workload="a", replicas=2)
+            assert up.status is DONE
+            assert cluster.running("a") == {"0-0": "n1", "0-1": "n3"}
+            (replicated,) = cluster.store.get("jobsets", "a", JOBS)["spec"]["replicatedJobs"]
+            spec = replicated["template"]["spec"]
+            assert (replicated["replicas"], spec["parallelism"], spec["completions"]) == (1, 2, 2)
+            (container,) = spec["template"]["spec"]["containers"]
+            named = {one["name"]: one.get("value") for one in container["env"]}
+            assert {name: named[name] for name in sizes} == sizes
+            assert spec["template"]["metadata"]["annotations"] == {"supervisor/generation-base": "2"}
+            more = await adapter.do("c3", CommandKind.SCALE_UP, workload="a", replicas=3)
+            assert (more.status, more.text) == (
+                OutcomeStatus.FAILED,
+                "3 replicas need 3 hosts, and there are 2",
+            )
+            assert not more.passing
+
+    run(work())
+
+
+def test_a_job_grows_onto_hosts_that_are_held_ready_or_shared_and_not_onto_those_of_others() -> None:
+    def on(node: str, gpus: int, priority: int = 0) -> dict[str, Any]:
+        container = {"name": "c", "resources": {"limits": {GPU: str(gpus)} if gpus else {}}}
+        return {
+            "metadata": {"name": f"beside-{node}"},
+            "spec": {"nodeName": node, "priority": priority, "containers": [container]},
+            "status": {"phase": "Running", "conditions": []},
+        }
+
+    trainer = on("n9", 8)["spec"]
+    assert holds_place(on("n1", 8), trainer, 0)
+    assert not holds_place(on("n1", 8, priority=-10), trainer, 0)
+    assert not holds_place(on("n1", 0), trainer, 0)
+    # A job without devices shares with nobody: its pods say nothing of what they need.
+    assert holds_place(on("n1", 0), on("n9", 0)["spec"], 0)
+
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            # As of the simulator: beside ranks, and on a spare.
+            for node in ("n1", "n3"):
+                cluster.store.create("pods", on(node, 0), JOBS)
+            up = await adapter.do("c1", CommandKind.SCALE_UP, workload="a", replicas=3)
+            assert (up.status, up.text) == (DONE, "3 pods run")
+
+    run(work())
+
+
+def test_a_jobset_a_is_not_ab_nor_the_a_of_another_namespace() -> None:
+    async def work() -> None:
+        names = [f"n{number}" for number in range(6)]
+        async with cluster_of(*names) as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset("a", hosts=2, jobs=2))
+            await submit(cluster, jobset("ab", hosts=1))
+            # Its Job has the name that a Job of "a-workers" would have, and its pods their labels.
+            await submit(cluster, jobset("a-workers", hosts=1))
+            cluster.store.create("jobsets", jobset("a", hosts=1), "elsewhere")
+            await cluster.until(lambda: len(cluster.pods("a", namespace="elsewhere")) == 1, "not there")
+            others = [*cluster.pods("ab"), *cluster.pods("a-workers"), *cluster.pods(namespace="elsewhere")]
+            done = await adapter.do("c1", CommandKind.WORKLOAD_RECREATION, workload="a")
+            assert done.text == "2 pods run"
+            there = {pod["metadata"]["uid"] for pod in cluster.pods()}
+            assert {pod["metadata"]["uid"] for pod in others} <= there
+            gone = await adapter.do("c2", CommandKind.WORKLOAD_RESET, workload="a-")
+            assert gone.text == f"there is no JobSet a- in namespace {JOBS}"
+
+    run(work())
+
+
+def test_a_drain_waits_for_the_disruption_budget_and_deletes_at_its_deadline() -> None:
+    async def work() -> None:
+        times = replace(TIMES, evict_s=0.5)
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one", times) as adapter:
+            await submit(cluster, jobset(hosts=2))
+            selector = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "a"}}
+            budget = {"metadata": {"name": "keep"}, "spec": {"minAvailable": 2, "selector": selector}}
+            cluster.store.create("poddisruptionbudgets", budget, JOBS)
+            drained = host(cluster, "n2")
+            done = await adapter.do("c1", CommandKind.DRAIN_HOST, host=drained)
+            assert done.status is DONE
+            assert done.text == "cordoned; 0 pods evicted, 1 deleted against a disruption budget"
+            evictions = [call for call in cluster.api.calls if call.resource == "pods/eviction"]
+            assert evictions
+            assert (drained, Change.GONE) in adapter.changes
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n1", "0-1": "n3"}, "not moved")
+            cluster.store.delete("poddisruptionbudgets", "keep", JOBS)
+            again = await adapter.do("c2", CommandKind.DRAIN_HOST, host=host(cluster, "n3"))
+            assert again.text == "cordoned; 1 pods evicted"
+
+    run(work())
+
+
+def test_a_host_is_cordoned_and_uncordoned_once_and_the_sensor_is_told() -> None:
+    async def work() -> None:
+        async with cluster_of("n1") as cluster, Adapter(cluster, "one") as adapter:
+            name = host(cluster, "n1")
+
+            def cordoned() -> bool:
+                return bool(cluster.store.get("nodes", "n1")["spec"].get("unschedulable"))
+
+            assert (await adapter.do("c1", CommandKind.CORDON_HOST, host=name)).text == "cordoned"
+            assert cordoned()
+            assert (await adapter.do("c2", CommandKind.UNCORDON_HOST, host="n1")).text == "uncordoned"
+            assert not cordoned()
+            # A command that comes again after its effect was taken back has none.
+            assert (await adapter.do("c1", CommandKind.CORDON_HOST, host=name)).text == "cordoned before"
+            assert not cordoned()
+            await cluster.until(lambda: len(adapter.changes) == 2, "not told")
+            assert adapter.changes == [(name, Change.CORDONED), (name, Change.UNCORDONED)]
+            cluster.reboot_node("n1")
+            await cluster.until(lambda: (name, Change.GONE) in adapter.changes, "not told")
+            assert (await adapter.do("c3", CommandKind.CORDON_HOST, host=name)).text == f"{name} is gone"
+            assert not cordoned()
+            cluster.remove_node("n1")
+            await cluster.until(lambda: len(adapter.changes) == 4, "not told")
+            assert adapter.changes[-1][1] is Change.GONE
+
+    run(work())
+
+
+def test_a_host_is_there_while_its_kubelet_renews_its_lease() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            first, second = host(cluster, "n1"), host(cluster, "n2")
+            await cluster.until(adapter.orchestrator._view.nodes.listed.is_set, "not listed")
+            assert await adapter.look(first) is True
+            lease = cluster.store.get("leases", "n1", "kube-node-lease")
+            lease["spec"]["renewTime"] = "2020-01-01T00:00:00.000000Z"
+            cluster.kubelets["n1"].alive = False
+            cluster.store.update("leases", lease, "kube-node-lease")
+            assert await adapter.look(first) is None
+            cluster.lose_node("n2")
+            await cluster.until(
+                lambda: is_silent(adapter.orchestrator._view.nodes.get("n2") or {}), "its silence is not seen"
+            )
+            assert await adapter.look(second) is False
+            assert await adapter.look("n1.anotherboot0") is False
+            cluster.api.faults.place(Fault(verb="get", resource="leases", status=500, times=0))
+            assert await adapter.look(first) is None
+
+    run(work())
+
+
+def test_an_in_job_reset_needs_a_pod_that_is_left() -> None:
+    async def work() -> None:
+        async with cluster_of("n1") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=1))
+            done = await adapter.do("c1", CommandKind.IN_JOB_RESET, workload="a")
+            assert (done.status, done.text) == (DONE, "1 of 1 pods are there")
+            cluster.remove_node("n1")
+            await cluster.until(lambda: adapter.orchestrator._view.nodes.get("n1") is None, "still seen")
+            await cluster.until(
+                lambda: not any(pod["spec"].get("nodeName") for pod in adapter.orchestrator._view.pods.all()),
+                "its pod is still seen",
+            )
+            refused = await adapter.do("c2", CommandKind.IN_JOB_RESET, workload="a")
+            assert refused.text == "no pod of a is left: the whole job must be started again"
+
+    run(work())

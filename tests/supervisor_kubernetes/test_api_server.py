@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API server in memory, by the adapter's own client: what real ones do to a client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from kubernetes_asyncio.client import Configuration
+
+from supervisor.orchestrators.gke.client import CONFIG_MAPS, JOBS, JOBSETS, NODES, PODS, Api, ApiError
+from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
+from supervisor.testing.kubernetes.kinds import Refusal
+from tests.supervisor_kubernetes.fleet import JOBS as NAMESPACE
+from tests.supervisor_kubernetes.fleet import PATIENCE_S, jobset, run, submit
+
+
+@asynccontextmanager
+async def served(*nodes: str) -> AsyncIterator[tuple[Cluster, Api]]:
+    async with Cluster() as cluster:
+        for node in nodes:
+            cluster.add_node(node)
+        async with Api(Configuration(host=cluster.api.url), call_s=PATIENCE_S) as api:
+            yield cluster, api
+
+
+def config_map(name: str, **data: str) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "data": data}
+
+
+async def code_of(work: Any) -> int:
+    with pytest.raises(ApiError) as error:
+        await work
+    return error.value.code
+
+
+def test_objects_are_made_changed_where_they_were_read_and_deleted_by_their_uid() -> None:
+    async def work() -> None:
+        async with served() as (_, api):
+            first = await api.create(CONFIG_MAPS, config_map("c", a="1"), NAMESPACE)
+            assert await code_of(api.create(CONFIG_MAPS, config_map("c"), NAMESPACE)) == 409
+            second = await api.patch(CONFIG_MAPS, first, {"data": {"a": None, "b": "2"}})
+            assert second["data"] == {"b": "2"}
+            # It was read before that change.
+            assert await code_of(api.patch(CONFIG_MAPS, first, {"data": {"b": "3"}})) == 409
+            assert await code_of(api.replace(CONFIG_MAPS, first, NAMESPACE)) == 409
+            assert await api.delete(CONFIG_MAPS, second)
+            assert not await api.delete(CONFIG_MAPS, second)
+            other = await api.create(CONFIG_MAPS, config_map("c"), NAMESPACE)
+            assert await code_of(api.delete(CONFIG_MAPS, second)) == 409
+            assert await api.try_get(CONFIG_MAPS, "c", NAMESPACE) == other
+            assert await code_of(api.get(CONFIG_MAPS, "d", NAMESPACE)) == 404
+
+    run(work())
+
+
+def test_a_dry_run_is_validated_and_leaves_nothing() -> None:
+    async def work() -> None:
+        async with served() as (cluster, api):
+            await api.create(JOBSETS, jobset("b"), NAMESPACE, dry_run=True)
+            assert list(cluster.store.all("jobsets")) == []
+
+            def refuse(plural: str, thing: dict[str, Any]) -> None:
+                raise Refusal(403, f"admission webhook denied {plural} {thing['metadata']['name']}")
+
+            cluster.api.admission = refuse
+            assert await code_of(api.create(JOBSETS, jobset("b"), NAMESPACE, dry_run=True)) == 403
+
+    run(work())
+
+
+def test_a_watch_goes_on_from_a_version_gets_bookmarks_and_410_when_it_is_too_old() -> None:
+    async def work() -> None:
+        async with served() as (cluster, api):
+            cluster.api.bookmark_s = 0.05
+            _, version = await api.list(CONFIG_MAPS, NAMESPACE)
+            await api.create(CONFIG_MAPS, config_map("c"), NAMESPACE)
+            await api.create(CONFIG_MAPS, config_map("c"), "other")
+            seen = []
+            async for event in api.watch(CONFIG_MAPS, NAMESPACE, version):
+                seen.append(event["type"])
+                if event["type"] == "ADDED":
+                    await api.delete(CONFIG_MAPS, event["object"])
+                if event["type"] == "BOOKMARK" and "DELETED" in seen:
+                    break
+            assert [one for one in seen if one != "BOOKMARK"] == ["ADDED", "DELETED"]
+            cluster.store.compact()
+            with pytest.raises(ApiError) as error:
+                async for _event in api.watch(CONFIG_MAPS, NAMESPACE, version):
+                    pass
+            assert error.value.code == 410
+
+    run(work())
+
+
+def test_lists_come_in_pages() -> None:
+    async def work() -> None:
+        async with served() as (cluster, api):
+            for number in range(1200):
+                cluster.store.create("configmaps", config_map(f"c{number}"), NAMESPACE)
+            found, _ = await api.list(CONFIG_MAPS, NAMESPACE)
+            assert len({one["metadata"]["name"] for one in found}) == 1200
+            assert sum(call.verb == "list" for call in cluster.api.calls) == 3
+
+    run(work())
+
+
+def test_faults_hit_the_call_that_they_name() -> None:
+    async def work() -> None:
+        async with served() as (cluster, api):
+            place = cluster.api.faults.place
+            place(Fault(verb="create", resource="configmaps", call=2, status=500))
+            await api.create(CONFIG_MAPS, config_map("a"), NAMESPACE)
+            assert await code_of(api.create(CONFIG_MAPS, config_map("b"), NAMESPACE)) == 500
+            await api.create(CONFIG_MAPS, config_map("b"), NAMESPACE)
+            place(Fault(verb="create", kind=FaultKind.DROP_AFTER))
+            assert await code_of(api.create(CONFIG_MAPS, config_map("c"), NAMESPACE)) == 0
+            assert cluster.store.find("configmaps", "c", NAMESPACE) is not None
+            place(Fault(verb="create", kind=FaultKind.HOLD_BEFORE))
+            async with Api(Configuration(host=cluster.api.url), call_s=1.0) as hasty:
+                assert await code_of(hasty.create(CONFIG_MAPS, config_map("d"), NAMESPACE)) == 0
+            assert cluster.store.find("configmaps", "d", NAMESPACE) is None
+            # Throttling is waited for by the client itself.
+            place(Fault(verb="create", status=429, retry_after_s=0, times=2))
+            await api.create(CONFIG_MAPS, config_map("d"), NAMESPACE)
+            cluster.api.down = True
+            assert await code_of(api.get(CONFIG_MAPS, "d", NAMESPACE)) == 0
+            cluster.api.down = False
+            await api.get(CONFIG_MAPS, "d", NAMESPACE)
+
+    run(work())
+
+
+def test_a_jobset_runs_restarts_by_its_policy_and_takes_its_pods_along_when_it_is_deleted() -> None:
+    async def work() -> None:
+        async with served("n1", "n2") as (cluster, api):
+            cluster.kubelets["n2"].pull_s = 0.1
+            await submit(cluster, jobset("a", hosts=2, restarts=1))
+            pod = cluster.pods("a", node="n2")[0]
+
+            def status() -> dict[str, Any]:
+                found: dict[str, Any] = cluster.store.get("jobsets", "a", NAMESPACE)["status"]
+                return found
+
+            async def fail_the_job() -> None:
+                (job,), _ = await api.list(JOBS, NAMESPACE)
+                await api.patch(JOBS, job, {"spec": {"activeDeadlineSeconds": 1}})
+
+            await fail_the_job()
+            await cluster.until(lambda: status()["restarts"] == 1, "no restart is counted")
+            await cluster.until(lambda: len(cluster.running("a")) == 2, "no restart")
+            await fail_the_job()
+            await cluster.until(lambda: status().get("conditions"), "no end")
+            assert (status()["restarts"], status()["conditions"][0]["type"]) == (1, "Failed")
+            assert pod["metadata"]["uid"] not in {one["metadata"]["uid"] for one in cluster.pods("a")}
+            thing = await api.get(JOBSETS, "a", NAMESPACE)
+            assert await code_of(api.patch(JOBSETS, thing, {"spec": {"replicatedJobs": []}})) == 422
+            await api.delete(JOBSETS, thing, foreground=True)
+            await cluster.until(lambda: cluster.store.find("jobsets", "a", NAMESPACE) is None, "still there")
+            assert list(cluster.store.all("jobs")) + list(cluster.store.all("pods")) == []
+
+    run(work())
+
+
+def test_a_pod_on_a_dead_node_terminates_until_it_is_deleted_without_grace() -> None:
+    async def work() -> None:
+        async with served("n1") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1))
+            cluster.lose_node("n1")
+            (pod,) = cluster.pods("a")
+            await api.delete(PODS, pod)
+            await cluster.until(lambda: len(cluster.pods("a")) == 2, "no replacement is made")
+            (left,) = [one for one in cluster.pods("a") if one["metadata"]["uid"] == pod["metadata"]["uid"]]
+            assert left["metadata"]["deletionGracePeriodSeconds"] == 1
+            await api.delete(PODS, left, grace_s=0)
+            await cluster.until(lambda: len(cluster.pods("a")) == 1, "it stays")
+            (waiting,) = cluster.pods("a")
+            assert waiting["status"]["conditions"][0]["reason"] == "Unschedulable"
+            node = await api.get(NODES, "n1")
+            assert node["status"]["conditions"][0]["status"] == "Unknown"
+
+    run(work())

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every orchestrator owes the actuator, over processes, the API server in memory, and a real one.
+
+The real one is that of KUBECONFIG: it needs the JobSet controller, three nodes, of which one may be cordoned,
+and the namespace CONTRACT_NAMESPACE (``default``).  The job asks for no GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from supervisor.orchestrator import Answer, RunningOrchestrator
+from supervisor.orchestrators.gke.client import JOBSETS, NODES, PODS, Api, find_cluster
+from supervisor.orchestrators.gke.names import JOBSET_NAME
+from supervisor.orchestrators.gke.nodes import host_id, is_cordoned, is_ready
+from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
+from supervisor.orchestrators.job_file import read_job_file
+from supervisor.orchestrators.local import LocalOrchestrator, stop_all
+from supervisor.orchestrators.processes import has_ended, marked_processes
+from supervisor.values import Command, CommandKind, OutcomeStatus
+from tests.ports import free_ports
+from tests.supervisor_kubernetes.fleet import Adapter, cluster_of, host, jobset, run, submit
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
+
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A fleet with a job of two hosts, and one host more.
+
+    Attributes:
+        make: an orchestrator of it; another one goes on where the first ended.
+        workload: name of the job.
+        hosts: ids of its hosts, by node rank, then the spare's.
+        starts: what tells each start of a rank that is there now from all others.
+    """
+
+    make: Callable[[], RunningOrchestrator]
+    workload: str
+    hosts: tuple[str, str, str]
+    starts: Callable[[], Awaitable[set[str]]]
+
+    async def two_starts(self) -> set[str]:
+        """Those of a job that runs."""
+
+        async def wait() -> set[str]:
+            while len(found := await self.starts()) != 2:
+                await asyncio.sleep(0.05)
+            return found
+
+        return await asyncio.wait_for(wait(), PATIENCE_S)
+
+
+@asynccontextmanager
+async def local(tmp_path: Path) -> AsyncIterator[Subject]:
+    fleet, path = tmp_path / "fleet", tmp_path / "job.json"
+    fleet.mkdir()
+    waiter = [sys.executable, "-c", "import signal; signal.pause()"]
+    job = {"workload": "a", "replicas": 2, "command": waiter, "grace_s": 5}
+    port = min(free_ports(8))
+    path.write_text(json.dumps({"hosts": ["n1", "n2", "n3"], "first_port": port, "jobs": [job]}))
+    environment = {**os.environ, "SUPERVISOR_PLAINTEXT": "1"}
+
+    before = psutil.Process().children()
+
+    async def starts() -> set[str]:
+        return {f"{one.pid}" for one in marked_processes(str(fleet)) if one.mark.part == "launcher"}
+
+    try:
+        yield Subject(
+            make=lambda: LocalOrchestrator(read_job_file(path), fleet, environment),
+            workload="a",
+            hosts=("n1.boot", "n2.boot", "n3.boot"),
+            starts=starts,
+        )
+    finally:
+        stop_all(fleet)
+        # Children of an orchestrator of this process that another one ended.  Some have given their memory
+        # back, and are no zombies yet.
+        for child in psutil.Process().children():
+            if child not in before:
+                wait_until(partial(has_ended, child.pid), "a launcher lives on", timeout=PATIENCE_S)
+
+
+@asynccontextmanager
+async def in_memory(tmp_path: Path) -> AsyncIterator[Subject]:
+    del tmp_path
+    async with cluster_of("n1", "n2", "n3") as cluster:
+        await submit(cluster, jobset("a", hosts=2))
+
+        async def starts() -> set[str]:
+            return _running(cluster.pods("a"))
+
+        yield Subject(
+            make=lambda: Adapter(cluster, uuid.uuid4().hex).orchestrator,
+            workload="a",
+            hosts=(host(cluster, "n1"), host(cluster, "n2"), host(cluster, "n3")),
+            starts=starts,
+        )
+
+
+@asynccontextmanager
+async def real(tmp_path: Path) -> AsyncIterator[Subject]:
+    """A JobSet of two pods that sleep, each on a node of its own, on the cluster of KUBECONFIG."""
+    del tmp_path
+    namespace = os.environ.get("CONTRACT_NAMESPACE", "default")
+    name = f"contract-{uuid.uuid4().hex[:6]}"
+    thing = jobset(name, hosts=2)
+    pod = thing["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    container.update(image="busybox:1.36", command=["sleep"], args=["100000"], resources={})
+    pod["metadata"] = {"labels": {"contract": name}}
+    apart = {"labelSelector": {"matchLabels": {"contract": name}}, "topologyKey": "kubernetes.io/hostname"}
+    pod["spec"]["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    async with Api(await find_cluster()) as api:
+        made = await api.create(JOBSETS, thing, namespace)
+
+        async def pods() -> list[dict[str, Any]]:
+            found, _ = await api.list(PODS, namespace, labels=f"{JOBSET_NAME}={name}")
+            return found
+
+        async def starts() -> set[str]:
+            return _running(await pods())
+
+        async def ids() -> tuple[str, str, str]:
+            used = [one["spec"].get("nodeName") for one in await pods()]
+            nodes, _ = await api.list(NODES)
+            named = {one["metadata"]["name"]: one for one in nodes if is_ready(one) and not is_cordoned(one)}
+            (spare, *_) = [one for one in named if one not in used]
+            return host_id(named[used[0]]), host_id(named[used[1]]), host_id(named[spare])
+
+        try:
+            subject = Subject(
+                make=lambda: GkeOrchestrator(namespace, namespace),
+                workload=name,
+                hosts=("", "", ""),
+                starts=starts,
+            )
+            await subject.two_starts()
+            yield replace(subject, hosts=await ids())
+        finally:
+            current = await api.try_get(JOBSETS, name, namespace)
+            await api.delete(JOBSETS, current or made, foreground=True)
+
+
+def _running(pods: list[dict[str, Any]]) -> set[str]:
+    return {
+        pod["metadata"]["uid"]
+        for pod in pods
+        if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
+    }
+
+
+NEEDS_CLUSTER = pytest.mark.skipif(
+    not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no API server to run the contract against"
+)
+SUBJECTS = [
+    pytest.param(local, id="local"),
+    pytest.param(in_memory, id="in memory"),
+    pytest.param(real, id="KUBECONFIG", marks=NEEDS_CLUSTER),
+]
+Maker = Callable[[Path], Any]
+
+
+def new_epoch() -> int:
+    """Above that of any run before; a real API server remembers them."""
+    return time.time_ns() // 10**6
+
+
+@asynccontextmanager
+async def running(subject: Subject) -> AsyncIterator[RunningOrchestrator]:
+    orchestrator = subject.make()
+    async with orchestrator.running(lambda host, change, evidence: None):
+        await subject.two_starts()
+        yield orchestrator
+
+
+async def do(orchestrator: RunningOrchestrator, name: str, kind: CommandKind, **fields: Any) -> Answer:
+    """As the actuator: failures that pass are tried again."""
+    command = Command(id=name, kind=kind, **{"epoch": new_epoch(), **fields})
+    while True:
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        orchestrator.perform(command, done.set_result)
+        answer = await asyncio.wait_for(done, PATIENCE_S)
+        if answer.status is not OutcomeStatus.FAILED or not answer.passing:
+            return answer
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", SUBJECTS)
+def test_a_command_has_its_effect_once_also_under_another_orchestrator(make: Maker, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with make(tmp_path) as subject:
+            reset = {"workload": subject.workload}
+            async with running(subject) as orchestrator:
+                first = await subject.two_starts()
+                done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
+                assert done.status is OutcomeStatus.DONE, done
+                second = await subject.two_starts()
+                assert not first & second
+                again = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
+                assert again.status is OutcomeStatus.DONE
+                assert await subject.two_starts() == second
+            async with running(subject) as orchestrator:
+                again = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
+                assert again.status is OutcomeStatus.DONE
+                assert await subject.two_starts() == second
+
+    run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", SUBJECTS)
+def test_an_epoch_below_the_highest_is_refused_by_the_next_orchestrator_too(
+    make: Maker, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        async with make(tmp_path) as subject:
+            low = new_epoch()
+            async with running(subject) as orchestrator:
+                before = await subject.two_starts()
+                uncordon = {"host": subject.hosts[2].rpartition(".")[0]}
+                done = await do(orchestrator, "c1", CommandKind.UNCORDON_HOST, epoch=low + 1, **uncordon)
+                assert done.status is OutcomeStatus.DONE
+            async with running(subject) as orchestrator:
+                reset = {"workload": subject.workload, "epoch": low}
+                fenced = await do(orchestrator, "c2", CommandKind.WORKLOAD_RESET, **reset)
+                assert fenced.status is OutcomeStatus.FENCED
+                assert fenced.text == f"epoch {low} refused: this orchestrator has seen {low + 1}"
+                assert await subject.two_starts() == before
+
+    run(work())
+
+
+@pytest.mark.parametrize("make", SUBJECTS)
+def test_a_swapped_host_leaves_the_others_as_they_are(make: Maker, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with make(tmp_path) as subject, running(subject) as orchestrator:
+            before = await subject.two_starts()
+            swap = {"workload": subject.workload, "host": subject.hosts[1], "spare": subject.hosts[2]}
+            done = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
+            assert done.status is OutcomeStatus.DONE, done
+            after = await subject.two_starts()
+            assert len(before & after) == 1
+            await do(orchestrator, "c2", CommandKind.UNCORDON_HOST, host=subject.hosts[1])
+
+    run(work())
+
+
+@pytest.mark.parametrize("make", SUBJECTS)
+def test_what_is_not_there_is_refused_and_a_host_is_there_or_cannot_be_told(
+    make: Maker, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        async with make(tmp_path) as subject, running(subject) as orchestrator:
+            done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, workload="nothing")
+            assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
+            assert "nothing" in done.text
+            seen: dict[str, bool | None] = {}
+            for asked in (subject.hosts[0], "nobody.boot"):
+                looked: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+                orchestrator.look(asked, looked.set_result)
+                seen[asked] = await asyncio.wait_for(looked, PATIENCE_S)
+            # A node that the API server does not have is gone; a job file without it says nothing.
+            assert seen[subject.hosts[0]] is True
+            assert seen["nobody.boot"] in (False, None)
+
+    run(work())

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actions that are cut short between any two calls: the JobSet is never lost, and nothing happens twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from supervisor.orchestrator import Answer
+from supervisor.orchestrators.gke import RIGHTS
+from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
+from supervisor.values import Command, OutcomeStatus
+from tests.supervisor_kubernetes.fleet import PATIENCE_S, Adapter, run
+from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario, Seen, changing_calls
+
+BOTH = (FaultKind.HOLD_BEFORE, FaultKind.HOLD_AFTER)
+#: Clusters that are played side by side; most of their time is waiting.
+AT_ONCE = 4
+
+
+async def changes_of(scenario: Scenario) -> list[Fault]:
+    """Where a try that nothing disturbs can be cut short."""
+    async with scenario.played() as (cluster, seen):
+        async with Adapter(cluster, "one") as adapter:
+            done = await adapter.do("c1", scenario.kind, **scenario.fields(cluster))
+            assert done.status is OutcomeStatus.DONE, done
+        scenario.check(cluster, seen)
+        return changing_calls(cluster, "one")
+
+
+async def gathered(work: Sequence[tuple[str, Awaitable[None]]]) -> None:
+    """All of them, each with its name in the error."""
+    free = asyncio.Semaphore(AT_ONCE)
+
+    async def one(name: str, todo: Awaitable[None]) -> None:
+        async with free:
+            try:
+                await todo
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+    await asyncio.gather(*(one(name, todo) for name, todo in work))
+
+
+async def settled(cluster: Cluster, scenario: Scenario, seen: Seen) -> None:
+    await cluster.until(
+        lambda: cluster.running("a") == scenario.running and not any(cluster.store.all("configmaps")),
+        f"never as wanted: {cluster.running('a')}",
+    )
+    scenario.check(cluster, seen)
+
+
+async def killed_at(scenario: Scenario, fault: Fault) -> None:
+    """The adapter is killed at a call; another one gets the command again."""
+    async with scenario.played() as (cluster, seen):
+        fields = scenario.fields(cluster)
+        first = await Adapter(cluster, "one").__aenter__()
+        cluster.api.faults.place(fault)
+        command = Command(epoch=1, id="c1", kind=scenario.kind, **fields)
+        cut_short = asyncio.ensure_future(first.try_once(command))
+        await held_or_done(cluster, cut_short)
+        await first.kill()
+        first.let_lease_run_out()
+        cut_short.cancel()
+        with suppress(asyncio.CancelledError):
+            await cut_short
+        async with Adapter(cluster, "two") as second:
+            done = await second.do("c1", scenario.kind, epoch=2, **fields)
+            assert done.status is OutcomeStatus.DONE, done
+            await settled(cluster, scenario, seen)
+
+
+async def without_a_server_at(scenario: Scenario, fault: Fault) -> None:
+    """The API server goes away at a call, and comes back."""
+    async with scenario.played() as (cluster, seen), Adapter(cluster, "one") as adapter:
+        cluster.api.faults.place(fault)
+        work = asyncio.ensure_future(adapter.do("c1", scenario.kind, **scenario.fields(cluster)))
+        await held_or_done(cluster, work)
+        cluster.api.down = True
+        await asyncio.sleep(0.3)
+        cluster.api.down = False
+        done = await work
+        assert done.status is OutcomeStatus.DONE, done
+        await settled(cluster, scenario, seen)
+
+
+async def held_or_done(cluster: Cluster, work: asyncio.Future[Answer]) -> None:
+    """Until the fault is hit; a call that time alone makes may not come a second time."""
+    held = asyncio.ensure_future(cluster.api.held.wait())
+    done, _ = await asyncio.wait({held, work}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    held.cancel()
+    assert done, "the command neither gets to the call nor ends"
+
+
+def cut_everywhere(
+    scenario: Scenario, cut: Callable[[Scenario, Fault], Awaitable[None]], kinds: Sequence[FaultKind]
+) -> Awaitable[None]:
+    async def work() -> None:
+        faults = await changes_of(scenario)
+        assert faults
+        await gathered(
+            [
+                (
+                    f"{kind.value} {fault.verb} {fault.resource} {fault.call}",
+                    cut(scenario, replace(fault, kind=kind)),
+                )
+                for fault in faults
+                for kind in kinds
+            ]
+        )
+
+    return work()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_action_that_is_killed_between_any_two_calls_is_finished_once_by_the_next_adapter(
+    name: str,
+) -> None:
+    run(cut_everywhere(SCENARIOS[name], killed_at, BOTH))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EACH_ACTION)
+def test_an_action_survives_an_api_server_that_is_away_at_any_of_its_calls(name: str) -> None:
+    run(cut_everywhere(SCENARIOS[name], without_a_server_at, (FaultKind.HOLD_AFTER,)))
+
+
+async def refused_everywhere(scenario: Scenario, fault: Fault) -> None:
+    """Each kind of call gets the fault the first time."""
+    async with scenario.played() as (cluster, seen), Adapter(cluster, "one") as adapter:
+        cluster.api.faults.place(
+            *(replace(fault, verb=verb, resource=right.resource) for right in RIGHTS for verb in right.verbs)
+        )
+        done = await adapter.do("c1", scenario.kind, **scenario.fields(cluster))
+        assert done.status is OutcomeStatus.DONE, done
+        await settled(cluster, scenario, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*EACH_ACTION, "hot swap by eviction"])
+def test_an_action_survives_conflicts_throttling_errors_and_lost_answers(name: str) -> None:
+    faults = {
+        "409": Fault(status=409),
+        "429": Fault(status=429, retry_after_s=0),
+        "500": Fault(status=500),
+        "a lost answer": Fault(kind=FaultKind.DROP_AFTER),
+        "latency": Fault(delay_s=0.1, times=0),
+    }
+    run(gathered([(text, refused_everywhere(SCENARIOS[name], fault)) for text, fault in faults.items()]))

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an action waits for, and what it does not take for a reason to act."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from supervisor.testing.kubernetes import Fault
+from supervisor.values import Command, CommandKind, OutcomeStatus
+from tests.supervisor_kubernetes.fleet import (
+    JOBS,
+    OWN,
+    TIMES,
+    Adapter,
+    cluster_of,
+    host,
+    jobset,
+    run,
+    submit,
+)
+
+DONE, FAILED = OutcomeStatus.DONE, OutcomeStatus.FAILED
+
+
+@pytest.mark.slow
+def test_a_slow_image_pull_is_waited_for_and_is_no_reason_to_act() -> None:
+    async def work() -> None:
+        times = replace(TIMES, margin_s=15.0)
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one", times) as adapter:
+            await submit(cluster, jobset(hosts=2))
+            cluster.kubelets["n3"].pull_s = 3600.0
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            # By its deadline, less a margin, it counts as done.
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, deadline_s=19.0, **swap)
+            assert (done.status, done.text) == (
+                DONE,
+                "moved to n3; still waiting: 1 pods run, 1 start on their nodes",
+            )
+            pods = {pod["metadata"]["uid"] for pod in cluster.pods("a")}
+            changed = sum(call.changes and call.resource != "leases" for call in cluster.api.calls)
+            again = await adapter.do("c1", CommandKind.HOT_SWAP, deadline_s=16.0, **swap)
+            assert again.status is DONE
+            assert {pod["metadata"]["uid"] for pod in cluster.pods("a")} == pods
+            assert sum(call.changes and call.resource != "leases" for call in cluster.api.calls) == changed
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_pods_that_fit_on_no_node_fail_the_command_unless_nodes_are_being_added() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": "n3.boot"}
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert (done.status, done.passing) == (FAILED, False)
+            assert done.text.startswith("1 pods of a fit on no node: 0/2 nodes are available")
+            (waiting,) = [pod for pod in cluster.pods("a") if not pod["spec"].get("nodeName")]
+            event = {
+                "metadata": {"name": "e1"},
+                "reason": "TriggeredScaleUp",
+                "involvedObject": {"uid": waiting["metadata"]["uid"]},
+            }
+            cluster.store.create("events", event, JOBS)
+            again = asyncio.ensure_future(adapter.do("c1", CommandKind.HOT_SWAP, **swap))
+            asked = len([call for call in cluster.api.calls if call.resource == "events"])
+            await cluster.until(
+                lambda: len([call for call in cluster.api.calls if call.resource == "events"]) > asked + 1,
+                "it does not ask whether nodes are being added",
+            )
+            assert not again.done()
+            cluster.add_node("n3")
+            assert (await again).status is DONE
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_a_pod_that_does_not_end_on_a_node_that_lives_is_deleted_for_good_after_its_grace() -> None:
+    async def work() -> None:
+        times = replace(TIMES, stuck_s=0.5)
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one", times) as adapter:
+            await submit(cluster, jobset(hosts=2))
+            (stuck,) = cluster.pods("a", node="n2")
+            # Its kubelet answers, and cannot end it: a process that waits for a device.
+            cluster.kubelets["n2"].bound_at.clear()
+            cluster.kubelets["n2"].ending_at[stuck["metadata"]["uid"]] = float("inf")
+            done = await adapter.do("c1", CommandKind.DRAIN_HOST, host=host(cluster, "n2"))
+            assert done.status is DONE
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n1", "0-1": "n3"}, "not moved")
+            forced = [
+                call
+                for call in cluster.api.calls
+                if (call.verb, call.resource, call.name) == ("delete", "pods", stuck["metadata"]["name"])
+            ]
+            assert forced
+
+    run(work())
+
+
+def test_a_node_that_the_watch_has_not_seen_yet_is_not_taken_for_lost() -> None:
+    async def work() -> None:
+        times = replace(TIMES, stuck_s=60.0)
+        async with cluster_of("n1") as cluster, Adapter(cluster, "one", times) as adapter:
+            view = adapter.orchestrator._view
+            await cluster.until(view.nodes.listed.is_set, "not listed")
+            # The watch of nodes breaks, and stays away.
+            cluster.api.faults.place(Fault(verb="watch", resource="nodes", status=500, times=0))
+
+            def watches() -> int:
+                return [(one.verb, one.resource) for one in cluster.api.calls].count(("watch", "nodes"))
+
+            before = watches()
+            cluster.api.down = True
+            cluster.api.down = False
+            await cluster.until(lambda: watches() > before, "not watched again")
+            cluster.add_node("n2")
+            cluster.kubelets["n2"].stop_s = 0.8  # of the one second that its pods have
+            await submit(cluster, jobset(hosts=2))
+            assert view.nodes.get("n2") is None
+            done = await adapter.do("c1", CommandKind.DRAIN_HOST, host=host(cluster, "n2"))
+            assert (done.status, done.text) == (DONE, "cordoned; 1 pods evicted")
+            assert [call.verb for call in cluster.api.calls if call.resource == "pods"].count("delete") == 0
+
+    run(work())
+
+
+def test_a_drain_that_waits_for_a_disruption_budget_does_not_hold_up_commands_of_its_job() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            budget = {
+                "metadata": {"name": "b"},
+                "spec": {"maxUnavailable": 0, "selector": {"matchLabels": {}}},
+            }
+            cluster.store.create("poddisruptionbudgets", budget, JOBS)
+            drain = asyncio.ensure_future(
+                adapter.do("c1", CommandKind.DRAIN_HOST, host=host(cluster, "n2"), workload="a")
+            )
+            await cluster.until(
+                lambda: any(call.resource == "pods/eviction" for call in cluster.api.calls), "not asked"
+            )
+            reset = await adapter.do("c2", CommandKind.IN_JOB_RESET, workload="a")
+            assert (reset.status, reset.text, drain.done()) == (DONE, "2 of 2 pods are there", False)
+            cluster.store.delete("poddisruptionbudgets", "b", JOBS)
+            assert (await drain).text == "cordoned; 1 pods evicted"
+
+    run(work())
+
+
+def test_a_command_that_waited_for_another_one_past_its_deadline_or_its_epoch_does_nothing() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            reset = Command(epoch=1, id="c1", kind=CommandKind.WORKLOAD_RESET, workload="a", deadline_s=0.2)
+            old = replace(reset, id="c2", deadline_s=60.0)
+            async with adapter.orchestrator._lock_of(reset):
+                begun = time.monotonic()
+                late, fenced = [asyncio.ensure_future(adapter.try_once(one)) for one in (reset, old)]
+                await cluster.until(lambda: time.monotonic() - begun > 0.3, "time stands still")
+                cordon = {"host": host(cluster, "n1"), "epoch": 2}
+                assert (await adapter.do("c3", CommandKind.CORDON_HOST, **cordon)).status is DONE
+            assert (await fenced).status is OutcomeStatus.FENCED
+            assert (await late).status in (FAILED, OutcomeStatus.FENCED)
+            again = await adapter.try_once(replace(reset, epoch=2))
+            assert (again.status, again.text) == (FAILED, "nothing was done within 0.2 s")
+            assert cluster.store.get("jobsets", "a", JOBS)["status"]["restarts"] == 0
+
+    run(work())
+
+
+def test_a_watch_that_is_too_old_lists_again_and_tells_what_is_gone() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            view = adapter.orchestrator._view
+            await cluster.until(view.nodes.listed.is_set, "not listed")
+            gone = host(cluster, "n2")
+            cluster.api.down = True
+            cluster.remove_node("n2")
+            cluster.store.compact()
+            cluster.api.down = False
+            await cluster.until(lambda: view.nodes.get("n2") is None, "it is still there")
+            assert [change[0] for change in adapter.changes] == [gone]
+            lists = [call for call in cluster.api.calls if (call.verb, call.resource) == ("list", "nodes")]
+            assert len(lists) == 2
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_gone_is_followed_when_its_lease_has_run_out_and_not_before() -> None:
+    async def work() -> None:
+        times = replace(TIMES, lease_s=5.0)
+        async with cluster_of("n1") as cluster:
+            first = await Adapter(cluster, "one", times).__aenter__()
+            await cluster.until(lambda: cluster.store.find("leases", "resiliency-supervisor", OWN), "none")
+            async with Adapter(cluster, "two", times) as second:
+                command = {"host": host(cluster, "n1")}
+                kind = CommandKind.CORDON_HOST
+                refused = await second.do_once("c1", kind, **command)
+                assert (refused.status, refused.passing) == (FAILED, True)
+                assert refused.text.endswith(f"holds the lease {OWN}/resiliency-supervisor")
+                assert (await first.do("c1", kind, epoch=7, **command)).status is DONE
+                await first.kill()
+                assert (await second.do("c2", kind, epoch=7, **command)).status is DONE
+                fenced = await second.do("c3", kind, epoch=6, **command)
+                assert fenced.status is OutcomeStatus.FENCED
+            spec = cluster.store.get("leases", "resiliency-supervisor", OWN)["spec"]
+            assert (spec["leaseTransitions"], spec["holderIdentity"]) == (1, "")
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_an_adapter_that_cannot_renew_its_lease_changes_nothing() -> None:
+    async def work() -> None:
+        times = replace(TIMES, lease_s=1.5)
+        async with cluster_of("n1") as cluster, Adapter(cluster, "one", times) as adapter:
+            name = host(cluster, "n1")
+            assert (await adapter.do("c1", CommandKind.CORDON_HOST, host=name)).status is DONE
+            cluster.api.faults.place(Fault(resource="leases", status=500, times=0))
+            lease = adapter.orchestrator._lease
+            await cluster.until(lambda: lease._until < asyncio.get_running_loop().time(), "it is renewed")
+            refused = await adapter.do_once("c2", CommandKind.UNCORDON_HOST, host=name)
+            assert (refused.status, refused.passing) == (FAILED, True)
+            assert cluster.store.get("nodes", "n1")["spec"]["unschedulable"]
+            cluster.api.faults.clear()
+            assert (await adapter.do("c2", CommandKind.UNCORDON_HOST, host=name)).status is DONE
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_a_jobset_in_a_queue_is_not_restarted_and_is_made_again_as_it_was_before_admission() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            thing = jobset("a", hosts=2, labels={"kueue.x-k8s.io/queue-name": "q"})
+            template = thing["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+            before = {"spec": {"tolerations": [{"key": "mine", "operator": "Exists"}]}}
+            template["spec"]["tolerations"] = [*before["spec"]["tolerations"], {"key": "flavor"}]
+            template["spec"]["nodeSelector"] = {"kubernetes.io/hostname": "n1"}
+            template["metadata"] = {"labels": {"kueue.x-k8s.io/podset": "workers", "mine": "yes"}}
+            cluster.store.create("jobsets", thing, JOBS)
+            uid = cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"]
+            owner = {"uid": uid, "controller": True, "kind": "JobSet", "name": "a"}
+            queued = {
+                "metadata": {"name": "jobset-a", "ownerReferences": [owner]},
+                "spec": {"podSets": [{"name": "workers", "template": before}]},
+            }
+            cluster.store.create("workloads", queued, JOBS)
+            again = {"workload": "a", "deadline_s": 2.0}
+            done = await adapter.do("c1", CommandKind.WORKLOAD_RECREATION, **again)
+            assert done.status is DONE
+            assert done.text == "still waiting: it is suspended, 0 pods run, 2 are not made yet"
+            new = cluster.store.get("jobsets", "a", JOBS)
+            assert new["metadata"]["uid"] != uid
+            assert new["spec"]["suspend"] is True
+            made = new["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+            assert made["spec"]["tolerations"] == before["spec"]["tolerations"]
+            assert "nodeSelector" not in made["spec"]
+            assert made["metadata"]["labels"] == {"mine": "yes"}
+            reset = await adapter.do("c2", CommandKind.WORKLOAD_RESET, **again)
+            assert reset.status is DONE
+            assert cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"] == new["metadata"]["uid"]
+
+    run(work())

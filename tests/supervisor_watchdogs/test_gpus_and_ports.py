@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What speaks against a GPU or a port, and what is a note only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from supervisor.policy.xid import Remedy, remedy
+from supervisor.values import EventType
+from supervisor.watchdogs.ecc import EccWatchdog, GpuHealth
+from supervisor.watchdogs.nic import NicWatchdog
+from supervisor.watchdogs.nvml import NvmlGpus
+from supervisor.watchdogs.testing import FileGpus
+from supervisor.watchdogs.watchdog import Look, UnknownHealth
+
+GPU = GpuHealth(
+    device="0000:3b:00",
+    uncorrected=0,
+    sram_threshold=False,
+    remap_pending=False,
+    remap_failed=False,
+    action="none",
+)
+
+
+class Described:
+    """GPUs that a test describes."""
+
+    def __init__(self, *gpus: GpuHealth) -> None:
+        self.gpus = gpus
+
+    def read(self) -> tuple[GpuHealth, ...]:
+        return self.gpus
+
+
+def looks(*described: GpuHealth) -> list[Look]:
+    """One watchdog's look at one GPU after the other state."""
+    gpus = Described()
+    watchdog = EccWatchdog("h", gpus, {}, boot="b")
+    seen = []
+    for health in described:
+        gpus.gpus = (health,)
+        seen.append(watchdog.look())
+    return seen
+
+
+def facts(look: Look) -> list[tuple[EventType, int | None, str]]:
+    return [(found.type, found.evidence.code, found.evidence.advice) for found in look.findings]
+
+
+@pytest.mark.parametrize(
+    ("now", "wanted"),
+    [
+        (replace(GPU), []),
+        (replace(GPU, uncorrected=3), []),  # the driver has contained it
+        (replace(GPU, uncorrected=3, action=None), [(EventType.ECC, None, "")]),
+        (replace(GPU, remap_pending=True), []),
+        (replace(GPU, remap_failed=True), [(EventType.ECC, None, "")]),
+        (replace(GPU, sram_threshold=True), [(EventType.ECC, None, "")]),
+        (replace(GPU, action="gpu_reset"), [(EventType.XID, 154, "gpu_reset")]),
+        (GpuHealth(device=GPU.device, lost=True), [(EventType.XID, 79, "")]),
+        (GpuHealth(device=GPU.device), []),  # a driver that can tell nothing
+    ],
+)
+def test_each_fact_about_a_gpu_is_told_once(
+    now: GpuHealth, wanted: list[tuple[EventType, int | None, str]]
+) -> None:
+    healthy, first, second = looks(GPU, now, now)
+    assert (facts(healthy), facts(first), facts(second)) == ([], wanted, [])
+    # Also where it was so before anybody looked.
+    assert facts(looks(now)[0]) == wanted
+
+
+def test_an_error_that_the_driver_contained_is_noted() -> None:
+    _, look = looks(GPU, replace(GPU, uncorrected=2, remap_pending=True))
+    assert look.notes == (
+        "GPU 0000:3b:00: 2 uncorrectable memory errors; the driver asks for none",
+        "GPU 0000:3b:00: a memory row is replaced at its next reset",
+    )
+
+
+def test_a_count_that_began_again_is_no_negative_number_of_errors() -> None:
+    old = replace(GPU, action=None, uncorrected=7)
+    look = looks(old, replace(old, uncorrected=0), replace(old, uncorrected=1))
+    assert [len(one.findings) for one in look] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("action", "wanted"),
+    [
+        ("gpu_reset", Remedy.RESET_GPU),
+        ("bus_reset", Remedy.RESET_GPU),
+        ("drain_and_reset", Remedy.DRAIN_AND_RESET),
+        ("drain_p2p", Remedy.DRAIN_AND_RESET),
+        ("node_reboot", Remedy.OUT_OF_SERVICE),
+        ("system_reboot", Remedy.OUT_OF_SERVICE),
+        ("recover_imex_domain", Remedy.UNKNOWN),
+    ],
+)
+def test_the_drivers_action_decides_what_happens_to_the_host(action: str, wanted: Remedy) -> None:
+    _, look = looks(GPU, replace(GPU, action=action))
+    (found,) = look.findings
+    assert remedy(found.evidence.code or 0, found.evidence.advice) is wanted
+
+
+def test_the_next_watchdog_of_the_same_start_tells_nothing_again(tmp_path: Path) -> None:
+    bad = replace(GPU, remap_failed=True)
+    first = EccWatchdog("h", Described(bad), {}, boot="b")
+    (told,) = first.look().findings
+    kept = json.loads(json.dumps(first.memory()))
+    assert EccWatchdog("h", Described(bad), kept, boot="b").look().findings == ()
+    (again,) = EccWatchdog("h", Described(bad), kept, boot="c").look().findings
+    assert told.evidence.id != again.evidence.id
+
+
+def test_a_fact_that_was_over_and_comes_again_is_another_finding() -> None:
+    gpus, ids = Described(), []
+    watchdog = EccWatchdog("h", gpus, {}, boot="b")
+    for health in (
+        GPU,
+        GpuHealth(device=GPU.device, lost=True),
+        GPU,
+        GpuHealth(device=GPU.device, lost=True),
+    ):
+        gpus.gpus = (health,)
+        ids += [found.evidence.id for found in watchdog.look().findings]
+        kept = json.loads(json.dumps(watchdog.memory()))
+        watchdog = EccWatchdog("h", gpus, kept, boot="b")
+    assert len(set(ids)) == 2
+
+
+def test_a_gpu_that_is_not_listed_any_more_is_noted() -> None:
+    gpus = Described(GPU, replace(GPU, device="0000:5e:00"))
+    watchdog = EccWatchdog("h", gpus, {}, boot="b")
+    watchdog.look()
+    gpus.gpus = (GPU,)
+    assert watchdog.look().notes == ("GPU 0000:5e:00 is not listed any more",)
+
+
+def test_a_file_describes_gpus_or_says_why_not(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.json"
+    gpus = FileGpus(path)
+    with pytest.raises(UnknownHealth, match="describes no GPUs"):
+        gpus.read()
+    path.write_text(json.dumps([{"device": "0000:3b:00", "action": "none"}]))
+    assert gpus.read() == [GpuHealth(device="0000:3b:00", action="none")]
+    path.write_text('"NVML: Driver Not Loaded"')
+    with pytest.raises(UnknownHealth, match=r"^NVML: Driver Not Loaded$"):
+        gpus.read()
+    path.write_text('[{"device": "x", "colour": 1}]')
+    with pytest.raises(UnknownHealth, match="colour"):
+        gpus.read()
+
+
+def test_without_a_driver_nvml_says_so() -> None:
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has a driver")
+    with pytest.raises(UnknownHealth, match=r"^NVML: "):
+        NvmlGpus().read()
+
+
+class Driver(ModuleType):
+    """A binding of NVML that knows two GPUs and few questions; those in `lost` are off the bus."""
+
+    NVML_ERROR_GPU_IS_LOST = 15
+
+    class NVMLError(Exception):
+        value = 15
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.lost: set[int] = set()
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.lost:
+            raise self.NVMLError
+        return index
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=f"00000000:{handle:02X}:00.0".encode())
+
+
+def test_a_gpu_whose_handle_the_driver_refuses_is_lost_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    gpus = NvmlGpus()
+    assert [gpu.lost for gpu in gpus.read()] == [False, False]
+    driver.lost = {1}
+    assert list(gpus.read()) == [
+        GpuHealth(device="0000:00:00"),
+        GpuHealth(device="0000:01:00", lost=True),
+    ]
+
+
+@pytest.mark.gpu
+def test_a_real_driver_answers_what_it_is_asked() -> None:
+    try:
+        gpus = NvmlGpus().read()
+    except UnknownHealth as error:
+        pytest.skip(str(error))
+    if not gpus:
+        pytest.skip("this machine has no GPU")
+    for gpu in gpus:
+        assert len(gpu.device) == len("0000:3b:00")
+        assert gpu.uncorrected is not None  # every GPU that this is for has ECC
+        assert gpu.remap_failed is not None
+
+
+# ---------------------------------------------------------------- ports
+
+
+class Ports:
+    """Adapters as the kernel shows them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def set(self, name: str, state: str, link_downed: int = 0) -> None:
+        device, _, port = name.partition("/")
+        path = self.root / device / "ports" / port
+        (path / "counters").mkdir(parents=True, exist_ok=True)
+        (path / "state").write_text(f"{state}\n")
+        (path / "counters" / "link_downed").write_text(f"{link_downed}\n")
+
+
+@pytest.fixture
+def ports(tmp_path: Path) -> Ports:
+    return Ports(tmp_path / "infiniband")
+
+
+def test_a_port_that_was_active_and_stays_down_is_a_finding_and_one_that_never_was_is_none(
+    ports: Ports,
+) -> None:
+    watchdog = NicWatchdog("h", {}, root=ports.root, boot="b")
+    ports.set("mlx5_0/1", "4: ACTIVE")
+    ports.set("mlx5_1/1", "1: DOWN")
+    assert watchdog.look() == Look()
+    ports.set("mlx5_0/1", "1: DOWN")
+    assert [len(watchdog.look().findings) for _ in range(5)] == [0, 0, 1, 0, 0]
+    ports.set("mlx5_0/1", "4: ACTIVE")
+    assert watchdog.look().notes == ("port mlx5_0/1 is up again",)
+    ports.set("mlx5_0/1", "2: INIT")
+    ids = {found.evidence.id for _ in range(4) for found in watchdog.look().findings}
+    assert ids == {"h/nic/b-mlx5_0/1-2"}  # another time than the first
+
+
+def test_a_link_that_trained_again_is_a_note(ports: Ports) -> None:
+    watchdog = NicWatchdog("h", {}, root=ports.root, boot="b")
+    ports.set("mlx5_0/1", "4: ACTIVE", link_downed=3)
+    watchdog.look()
+    ports.set("mlx5_0/1", "1: DOWN", link_downed=4)
+    assert watchdog.look() == Look(notes=("port mlx5_0/1: link_downed went from 3 to 4",))
+    ports.set("mlx5_0/1", "4: ACTIVE", link_downed=4)
+    assert watchdog.look() == Look()
+
+
+def test_a_watchdog_that_was_started_again_knows_which_ports_were_active(ports: Ports) -> None:
+    ports.set("mlx5_0/1", "4: ACTIVE")
+    first = NicWatchdog("h", {}, root=ports.root, boot="b")
+    first.look()
+    ports.set("mlx5_0/1", "1: DOWN")
+    second = NicWatchdog("h", json.loads(json.dumps(first.memory())), root=ports.root, boot="b")
+    (found,) = [found for _ in range(3) for found in second.look().findings]
+    assert (found.type, found.evidence.device) == (EventType.NODE_CHECK, "mlx5_0/1")
+
+
+def test_a_host_without_adapters_is_unknown(tmp_path: Path) -> None:
+    with pytest.raises(UnknownHealth, match="no network adapters under"):
+        NicWatchdog("h", {}, root=tmp_path / "none").look()
