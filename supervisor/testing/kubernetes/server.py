@@ -163,8 +163,8 @@ class ApiServer:
     async def _hold(self, request: web.Request) -> None:
         """Say nothing while the client is there."""
         self.held.set()
-        outages = self._outages
-        while request.transport is not None and not request.transport.is_closing() and self._outages == outages:
+        transport, outages = request.transport, self._outages
+        while transport is not None and not transport.is_closing() and self._outages == outages:
             changed = self._changed
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), 0.05)
