@@ -18,7 +18,9 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +30,7 @@ from types import TracebackType
 
 import psutil
 
+from resiliency.proc_stat import stat_fields
 from resiliency.testing import warm
 from resiliency.testing.pool.output import OutputReader
 
@@ -35,6 +38,8 @@ from resiliency.testing.pool.output import OutputReader
 MARKER_ENV = "RESILIENCY_TEST_ID"
 #: Lines of output that an error message quotes.
 TAIL_LINES = 40
+#: Longest time until a process that was told to stop stands still.
+STOP_S = 60.0
 
 
 class Command:
@@ -135,8 +140,14 @@ class Command:
                 raise TimeoutError(self._explain(f"printed only {what} within {timeout} s"))
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command itself, not to its children."""
-        self._process.send_signal(number)
+        """Send a signal to the command itself, not to its children.
+
+        After SIGSTOP it does nothing any more; see `stop_process`.
+        """
+        if number == signal.SIGSTOP:
+            stop_process(self.pid)
+        else:
+            self._process.send_signal(number)
 
     def wait(self, *, timeout: float) -> int:
         """Wait until the command exits and return its exit code (minus the signal that killed it).
@@ -269,6 +280,38 @@ def _environment(extra: Mapping[str, str | None], command_id: str) -> dict[str, 
     # A command started by a command belongs to both.
     env[MARKER_ENV] = ":".join(filter(None, (os.environ.get(MARKER_ENV), command_id)))
     return env
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait until it has taken effect; see `wait_until_stopped`."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until_stopped(pid)
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Wait until all threads of a process that got SIGSTOP stand still, or have ended.
+
+    Before, a thread on another core may go on for a while, and answer what it should not.
+
+    Raises:
+        TimeoutError: one of them does not, such as in a call to a disk that hangs.
+    """
+    deadline = time.monotonic() + STOP_S
+    while moving := [thread for thread in _threads(pid) if stat_fields(thread)[:1] not in _STILL]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{', '.join(moving)} did not stop within {STOP_S:g} s")
+        threading.Event().wait(0.001)
+
+
+#: States of threads that do nothing: stopped, traced, ended; and no state where there is none any more.
+_STILL = (["T"], ["t"], ["Z"], ["X"], [])
+
+
+def _threads(pid: int) -> list[str]:
+    """As paths below ``/proc``."""
+    with suppress(FileNotFoundError):
+        return [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+    return []
 
 
 def wait_for_exit(pids: Iterable[int], deadline: float) -> None:

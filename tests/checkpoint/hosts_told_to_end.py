@@ -28,7 +28,7 @@ import torch.distributed as dist
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, SaveState, TerminationOptions
 from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.runtime import RunInfo
-from resiliency.testing.processes import wait_for_exit
+from resiliency.testing.processes import stop_process, wait_for_exit
 from tests.waiting import agent_of, wait_until
 
 SOON = timedelta(minutes=2)
@@ -58,7 +58,7 @@ def main(rank: int, root: Path, what: str) -> None:
             assert handle.state is SaveState.COMMITTED
         else:
             wait_until((root / "ckpt" / f"step={STEP}" / "__0_0.distcp").exists, "nothing is written")
-            os.kill(agent, signal.SIGSTOP)
+            stop_process(agent)
         dist.barrier()
         if rank == 1:
             checkpoints.request_stop()

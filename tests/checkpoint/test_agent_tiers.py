@@ -23,6 +23,7 @@ from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import ResiliencyError
 from resiliency.runtime import RunInfo
+from resiliency.testing.processes import stop_process
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint.storage_builders import read_shard
 from tests.waiting import agent_of, wait_until, wait_until_equal
@@ -195,7 +196,7 @@ def restore_and_lose_the_agent(rank: int, root: str, step: int) -> int:
     with open_at(Path(root), rank) as checkpoints:
         if rank == 0:  # it has the only copies
             pid = agent_of(checkpoints)
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         restored = checkpoints.restore(state_of(rank, 0))
         if rank == 0:
             os.kill(pid, signal.SIGKILL)

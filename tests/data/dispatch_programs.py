@@ -3,6 +3,7 @@
 
 python -m tests.data.dispatch_programs serve DIRECTORY PORT SIZE LEASE_S
 python -m tests.data.dispatch_programs work ADDRESS NAME DELAY_S [FILE]
+python -m tests.data.dispatch_programs load ADDRESS NAME SIZE WORKERS
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.data import DataClient, DataServer, SampleRanges, StaleRange
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from resiliency.data import DataClient, DataServer, DispatchedSampler, SampleRanges, StaleRange
 from resiliency.errors import ConfigError
 
 TOKEN = "a secret of this test"  # noqa: S105
@@ -59,6 +63,17 @@ def work(address: str, name: str, delay_s: str, *gate: str) -> None:
     print(f"{name} ended", flush=True)
 
 
+def load(address: str, name: str, size: str, workers: str) -> None:
+    """Use the samples that a DataLoader with worker processes of its own gives, until the end."""
+    with DataClient(("127.0.0.1", int(address)), name, token=TOKEN) as client:
+        sampler = DispatchedSampler(client)
+        data = TensorDataset(torch.arange(int(size)))
+        loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=int(workers))
+        for (indexes,) in sampler.batches(loader):
+            print(f"{name} used {indexes.tolist()}", flush=True)
+            sampler.advance(len(indexes))
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-    {"serve": serve, "work": work}[sys.argv[1]](*sys.argv[2:])
+    {"serve": serve, "work": work, "load": load}[sys.argv[1]](*sys.argv[2:])

@@ -358,25 +358,19 @@ def test_a_long_journal_is_made_short(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- samples and records
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_of_two_consumers_gives_each_sample_once(tmp_path: Path, workers: int) -> None:
+def test_a_loader_of_two_consumers_gives_each_sample_once(tmp_path: Path) -> None:
     source = SampleRanges(size=53, range_size=7, order="samples", epochs=2)
     data = TensorDataset(torch.arange(53))
     used: Counter[int] = Counter()
     with DataServer(source, tmp_path / "book", token=TOKEN) as server:
         clients = [client_of(server, name) for name in ("a", "b")]
-        samplers = [DispatchedSampler(client) for client in clients]
-        loaders = [DataLoader(data, batch_size=4, sampler=s, num_workers=workers) for s in samplers]
-        streams = [
-            (sampler, sampler.batches(loader)) for sampler, loader in zip(samplers, loaders, strict=True)
-        ]
 
-        def consume(sampler: DispatchedSampler, batches: Iterator[Any]) -> None:
-            for (indexes,) in batches:
+        def consume(sampler: DispatchedSampler) -> None:
+            for (indexes,) in sampler.batches(DataLoader(data, batch_size=4, sampler=sampler)):
                 used.update(indexes.tolist())
                 sampler.advance(len(indexes))
 
-        threads = [threading.Thread(target=consume, args=stream) for stream in streams]
+        threads = [threading.Thread(target=consume, args=(DispatchedSampler(one),)) for one in clients]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -435,6 +429,16 @@ def test_lines_of_text_files_come_once_wherever_ranges_are_cut(tmp_path: Path) -
 def program(*words: object) -> Command:
     argv = [sys.executable, "-W", "ignore", "-m", "tests.data.dispatch_programs", *map(str, words)]
     return Command(argv, cwd=ROOT)
+
+
+def test_samples_that_worker_processes_of_loaders_fetch_ahead_come_once(tmp_path: Path) -> None:
+    source = SampleRanges(size=53, range_size=7, order="samples", epochs=2)
+    with DataServer(source, tmp_path / "book", token=TOKEN) as server, ExitStack() as stack:
+        port = server.address[1]
+        ranks = [stack.enter_context(program("load", port, name, 53, 2)) for name in ("a", "b")]
+        assert [rank.wait(timeout=PATIENCE_S) for rank in ranks] == [0, 0]
+    used = re.findall(r"used \[(.*)\]", "".join(rank.output for rank in ranks))
+    assert Counter(map(int, ", ".join(used).split(", "))) == Counter(dict.fromkeys(range(53), 2))
 
 
 @pytest.mark.slow

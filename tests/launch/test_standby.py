@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from resiliency.events import EventType
-from resiliency.testing.processes import Command
+from resiliency.testing.processes import Command, stop_process
 from tests.waiting import wait_until
 
 from .conftest import ROOT, SCRIPTS, WAIT, WORKER, Launch, children, events, ready
@@ -189,7 +189,7 @@ def test_a_template_that_hangs_is_killed_after_a_few_seconds_and_the_rank_starts
     job = launch("--nproc-per-node=2", "--max-restarts=1", STANDBY_WORKER, "--wait")
     worker = says(job, 0, 0)["pid"]
     process = template(job)
-    os.kill(process, signal.SIGSTOP)
+    stop_process(process)
     os.kill(worker, signal.SIGKILL)
     assert job.wait(timeout=WAIT) == 0
     assert "did not answer within" in job.output

@@ -21,6 +21,7 @@ import pytest
 
 from resiliency.errors import ControlPlaneError
 from resiliency.testing.processes import Command as Program
+from resiliency.testing.processes import stop_process
 from supervisor.orchestrators.local import stop_all
 from supervisor.orchestrators.processes import Marked, kill_all, marked_processes
 from supervisor.parts.run import LOG_NAME
@@ -149,7 +150,7 @@ def test_a_daemon_that_is_killed_is_back_and_nothing_happens_to_training(twins: 
 def test_a_daemon_that_is_stopped_is_no_lost_host(twins: Twins) -> None:
     twins.start_all()
     (daemon,) = twins.processes("daemon", "a")
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stop_process(daemon.pid)
     try:
         twins.plane.wait_for(
             lambda seen: any("the host is there, its daemon is silent" in n.text for n in seen.decisions),

@@ -22,6 +22,7 @@ import pytest
 from resiliency.template import client
 from resiliency.template.client import ForkRefused, Template, TemplateLost
 from resiliency.template.server import Work
+from resiliency.testing.processes import stop_process
 from tests.template.programs import DEADLINE, DEADLINE_S, environment, ready_template, run, write_modules
 from tests.waiting import settled, wait_until
 
@@ -106,7 +107,7 @@ def names(process: psutil.Process, path: Path) -> bool:
 def test_a_stopped_template_is_lost_however_much_it_is_sent(tmp_path: Path) -> None:
     """More than a socket takes: the call must not wait for the template to read."""
     with ready_template() as template:
-        os.kill(template.pid, signal.SIGSTOP)
+        stop_process(template.pid)
         began = time.monotonic()
         with pytest.raises(TemplateLost):
             start(template, *touch(tmp_path / "ran"), BIG="x" * 100_000, BIGGER="y" * 900_000)

@@ -143,6 +143,24 @@ def test_survivors_returns_as_soon_as_the_last_one_exits(python: Python) -> None
         assert time.monotonic() - start < 5
 
 
+def test_after_sigstop_no_thread_of_a_command_runs(python: Python) -> None:
+    code = (
+        "import threading\n"
+        "def run():\n"
+        "    while True: pass\n"
+        "for _ in range(4): threading.Thread(target=run, daemon=True).start()\n"
+        "print('ready', flush=True); run()\n"
+    )
+    with python(code) as cmd:
+        cmd.wait_for_line("ready", timeout=60)
+        cmd.signal(signal.SIGSTOP)
+        states = {
+            one.status()
+            for one in map(psutil.Process, [thread.id for thread in psutil.Process(cmd.pid).threads()])
+        }
+        assert states == {psutil.STATUS_STOPPED}
+
+
 def test_a_stopped_tree_is_killed_too(python: Python) -> None:
     with python("import subprocess; subprocess.run(['sleep', '60'])") as cmd:
         children = wait_until(cmd.descendants, "it starts no child")

@@ -41,7 +41,7 @@ from resiliency.testing.cluster.job import ClusterJob, identity_of
 from resiliency.testing.cluster.network import Network, Route
 from resiliency.testing.cluster.place import Host
 from resiliency.testing.cluster.points import FaultHit, HostFault, HostPhase, Operation
-from resiliency.testing.processes import Command
+from resiliency.testing.processes import Command, wait_until_stopped
 
 __all__ = [
     "WAIT_S",
@@ -154,6 +154,8 @@ class TestCluster:
     def stop(self, name: str) -> None:
         """SIGSTOP to all of its processes: alive for the kernel, silent for everybody else."""
         os.killpg(self._hosts[name].pid, signal.SIGSTOP)
+        for pid in self.pids(name):
+            wait_until_stopped(pid)
 
     def resume(self, name: str) -> None:
         os.killpg(self._hosts[name].pid, signal.SIGCONT)

@@ -36,7 +36,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import Fault, MemorySink
 from resiliency.testing.leaks import open_descriptors
-from resiliency.testing.processes import Command, wait_for_exit
+from resiliency.testing.processes import Command, stop_process, wait_for_exit
 from resiliency.testing.rank_pool import RankOutcome, RankPool
 from tests.checkpoint import stopping_ranks
 from tests.checkpoint.agreeing_threads import Together
@@ -453,7 +453,7 @@ def test_when_a_rank_is_stopped_one_that_is_stuck_with_it_leaves_with_128_and_th
     first, second = rank_pool.pids[:2]
 
     def act() -> None:
-        os.kill(second, signal.SIGSTOP)
+        stop_process(second)
         os.kill(first, signal.SIGTERM)
 
     with Held(tmp_path, act) as held:
@@ -614,7 +614,7 @@ def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_i
     with ranks(1, job, tmp_path, 1_000_000, "deadline=5") as (command,):
         agent = int(said(command, r"agent \d+")[1])
         said(command, "step 3")
-        os.kill(agent, signal.SIGSTOP)
+        stop_process(agent)
         command.signal(signal.SIGTERM)
         stopped = said(command, "stopped")
         assert command.wait(timeout=SOON_S) == 128 + signal.SIGTERM
