@@ -304,7 +304,7 @@ def wait_until_stopped(pid: int) -> None:
 
 
 #: States of threads that do nothing: stopped, traced, ended; and no state where there is none any more.
-_STILL = (["T"], ["t"], ["Z"], ["X"], [])
+_STILL: tuple[list[str], ...] = (["T"], ["t"], ["Z"], ["X"], [])
 
 
 def _threads(pid: int) -> list[str]:

@@ -62,7 +62,7 @@ class Twins:
         return self.is_whole()
 
     def is_whole(self) -> Status:
-        """Wait until the controller sees all hosts, all of them connected, and the job's next step."""
+        """Wait until the controller sees all hosts, connected and at their work, and the job's next step."""
         first = self.plane.wait_for(self._all_there, "the view is not whole")
         step = job_of(first).step or 0
         return self.plane.wait_for(
@@ -72,7 +72,8 @@ class Twins:
     @staticmethod
     def _all_there(seen: Status) -> bool:
         hosts = [host_of(seen, name) for name in ("a", "b", "spare")]
-        return len(seen.jobs) == 1 and all(host is not None and host.connected for host in hosts)
+        there = all(host is not None and host.connected for host in hosts)
+        return there and [len(job.hosts) == job.hosts_needed for job in seen.jobs] == [True]
 
     def processes(self, part: str, host: str) -> list[Marked]:
         fleet = str(self.plane.state_dir.resolve())
