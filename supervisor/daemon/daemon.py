@@ -26,6 +26,7 @@ from resiliency import __version__
 from resiliency.errors import ConfigError
 from resiliency.files import write_durably
 from resiliency.runtime import SystemClock
+from resiliency.tasks import end_tasks, wait_for
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
 from supervisor.daemon.workers import HostWorkers
@@ -159,7 +160,7 @@ class HostDaemon:
             self._findings.note_sent(findings)
             await asyncio.sleep(COALESCE_S)
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), max(period_s - COALESCE_S, 0.0))
+                await wait_for(changed.wait(), max(period_s - COALESCE_S, 0.0))
 
     async def _send_host(self, stream: ClientStream, sent: set[Any]) -> set[Any]:
         """Send what describes host and workload, unless it is among `sent`; returns what is sent now."""
@@ -255,7 +256,7 @@ class HostDaemon:
         )
         await stream.send(fleet_pb2.HostMessage(hello=hello))
         try:
-            order = await asyncio.wait_for(stream.receive(), WELCOME_TIMEOUT_S)
+            order = await wait_for(stream.receive(), WELCOME_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise Unreachable(f"no welcome within {WELCOME_TIMEOUT_S:g} s.") from None
         if order.WhichOneof("body") != "welcome" or not 0 < order.welcome.report_period_s <= 86_400:
@@ -299,9 +300,7 @@ async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 def _load_fence(path: Path) -> Fence:

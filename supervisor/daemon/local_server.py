@@ -19,6 +19,7 @@ from typing import Any
 
 from resiliency.daemon_link import ADDRESS, LOCAL_PROTOCOL, MAX_LINE_BYTES
 from resiliency.errors import ConfigError
+from resiliency.tasks import end_tasks, wait_for
 from supervisor.daemon.workers import HostWorkers, Reporter
 from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand
@@ -76,9 +77,7 @@ class LocalServer:
             yield server.sockets[0].getsockname()[1]
         finally:
             server.close()
-            for task in self._connections:
-                task.cancel()
-            await asyncio.gather(*self._connections, return_exceptions=True)
+            await end_tasks(self._connections)
 
     async def execute(self, command: HostCommand) -> Outcome:
         """Hand `command` to the launcher and wait for its outcome.
@@ -97,7 +96,7 @@ class LocalServer:
         self._pending[command.id] = future
         try:
             _send(writer, {"command": command.to_dict()})
-            return await asyncio.wait_for(future, command.deadline_s)
+            return await wait_for(future, command.deadline_s)
         finally:
             del self._pending[command.id]
 
@@ -114,7 +113,7 @@ class LocalServer:
             logger.warning("reporter %s refused: %s", writer.get_extra_info("peername"), error)
             with suppress(OSError):
                 _send(writer, {"refused": str(error)})
-                await asyncio.wait_for(writer.drain(), 1.0)
+                await wait_for(writer.drain(), 1.0)
         except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
             logger.info("reporter %s dropped: %s", writer.get_extra_info("peername"), error)
         except asyncio.CancelledError:
@@ -124,7 +123,7 @@ class LocalServer:
             writer.close()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await asyncio.wait_for(_read(reader), HELLO_TIMEOUT_S)
+        hello = await wait_for(_read(reader), HELLO_TIMEOUT_S)
         if hello is None:
             return
         key, reporter = self._check_hello(hello.get("hello"), writer)

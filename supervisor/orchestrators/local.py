@@ -28,6 +28,7 @@ from typing import Any
 from resiliency.daemon_link import GENERATION_ENV
 from resiliency.errors import ConfigError
 from resiliency.files import write_durably
+from resiliency.tasks import end_tasks
 from supervisor.orchestrator import Answer, TellChange
 from supervisor.orchestrators.job_file import JobFile
 from supervisor.orchestrators.processes import (
@@ -161,9 +162,7 @@ class LocalOrchestrator:
             yield
         finally:
             tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             self._reap()
 
     # ------------------------------------------------------------------------------------- the seam

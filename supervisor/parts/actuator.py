@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from resiliency.errors import ControlPlaneError
+from resiliency.tasks import wait_for
 from supervisor.execution import Act, Executor, Look, Pace
 from supervisor.orchestrator import Answer, Orchestrator
 from supervisor.parts.host_commands import HostCommands
@@ -86,7 +87,7 @@ class ActuatorPart:
 
         self._orchestrator.look(host, answered)
         try:
-            return await asyncio.wait_for(answer, LOOK_S)
+            return await wait_for(answer, LOOK_S)
         except asyncio.TimeoutError:
             return None
 

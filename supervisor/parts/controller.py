@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 
 from resiliency.errors import ControlPlaneError
+from resiliency.tasks import wait_for
 from supervisor.control import ControllerCore
 from supervisor.decision.controller import Input
 from supervisor.event_log import EventLog, LogDeposed, LogError, Record
@@ -195,9 +196,7 @@ class ControllerPart:
             wait = self._core.wake_after(time.monotonic())
             self._wake.clear()
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    self._wake.wait(), LOOK_S if wait is None else min(max(wait, 0.05), LOOK_S)
-                )
+                await wait_for(self._wake.wait(), LOOK_S if wait is None else min(max(wait, 0.05), LOOK_S))
                 continue  # something else has changed: how long to wait is another question now
             try:
                 self._take((None,))
@@ -211,7 +210,7 @@ class ControllerPart:
         sent: set[str] = set()
         while True:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._commands.wait(), RESEND_S)
+                await wait_for(self._commands.wait(), RESEND_S)
             new = self._commands.is_set()
             self._commands.clear()
             under_way = self._core.resume()

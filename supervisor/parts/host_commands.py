@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
+from resiliency.tasks import end_tasks, wait_for
 from supervisor.orchestrator import Answer
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.transport.host_streams import HostStreams
@@ -94,9 +95,7 @@ class HostCommands:
                     if outcome.status in deciding:
                         break
         finally:
-            for one in asking:
-                one.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await end_tasks(asking)
         return outcomes
 
     async def _ask_one(self, name: str, command: HostCommand, within_s: float) -> Outcome | None:
@@ -105,7 +104,7 @@ class HostCommands:
         try:
             if not self.streams.try_send_command(name, command):
                 return None
-            return await asyncio.wait_for(waiting, within_s)
+            return await wait_for(waiting, within_s)
         except asyncio.TimeoutError:
             return None
         except asyncio.CancelledError:

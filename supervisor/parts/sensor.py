@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from resiliency.errors import ControlPlaneError
+from resiliency.tasks import end_tasks, wait_for
 from supervisor.detection import Detector, HostSight, Output, Poll, Probe
 from supervisor.parts.settings import PartSettings
 from supervisor.parts.tasks import Contact, Tasks
@@ -255,7 +256,7 @@ class SensorPart:
 
     async def _send_news(self) -> int:
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._news.arrived.wait(), IDLE_S)
+            await wait_for(self._news.arrived.wait(), IDLE_S)
         return await send_observations(self._controller, self._news.take(), deadline_s=SEND_S)
 
     # ------------------------------------------------------------------------------------- calls
@@ -293,9 +294,7 @@ async def first_alive(**asked: Coroutine[Any, Any, bool | None]) -> tuple[bool |
                     said = (alive, name)
         return said
     finally:
-        for one in waiting:
-            one.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await end_tasks(waiting)
 
 
 def with_defaults(info: WorkloadInfo, settings: PartSettings) -> WorkloadInfo:

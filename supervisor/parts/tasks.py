@@ -9,6 +9,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from resiliency.tasks import end_tasks
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,9 +49,7 @@ class Tasks:
             await self._failed
         finally:
             tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
 
 class Contact:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from resiliency import __version__
+from resiliency.tasks import end_tasks, wait_for
 from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
 from supervisor.protocol.convert import from_message, to_message
 from supervisor.protocol.host_commands import HostCommand
@@ -140,7 +141,7 @@ class HostStreams:
 
     async def _read_hello(self, stream: ServerStream) -> Any:
         try:
-            message = await asyncio.wait_for(stream.receive(), HANDSHAKE_S)
+            message = await wait_for(stream.receive(), HANDSHAKE_S)
         except asyncio.TimeoutError:
             message = None
         if message is None or message.WhichOneof("body") != "hello":
@@ -203,6 +204,4 @@ class HostStreams:
 async def _end(*tasks: asyncio.Task[None] | None) -> None:
     """Cancel `tasks`; what they raise is of no interest any more."""
     running = [task for task in tasks if task is not None]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    await end_tasks(running)

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.tasks import wait_for
 from supervisor.flags import Parser
 from supervisor.values import Request
 from supervisor.view.status import (
@@ -170,7 +171,7 @@ def _check(args: argparse.Namespace) -> None:
 async def _ask(args: argparse.Namespace, connect: Connect) -> str:
     async with connect(args.controller, args.plaintext) as client:
         # The client has its own deadline; this one also holds where the connection is stuck.
-        return await asyncio.wait_for(_answer(args, client), args.timeout + GRACE_S)
+        return await wait_for(_answer(args, client), args.timeout + GRACE_S)
 
 
 async def _answer(args: argparse.Namespace, client: OperatorClient) -> str:

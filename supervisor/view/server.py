@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.tasks import end_tasks, wait_for
 from supervisor.view import metrics
 from supervisor.view.page import CONTENT_SECURITY_POLICY, status_page
 from supervisor.view.status import Status
@@ -84,9 +85,7 @@ class StatusServer:
     ) -> None:
         if self._server is not None:
             self._server.close()
-            for task in self._open:
-                task.cancel()
-            await asyncio.gather(*self._open, return_exceptions=True)
+            await end_tasks(self._open)
             await self._server.wait_closed()
             self._server = None
 
@@ -106,7 +105,7 @@ class StatusServer:
         method, answer = "GET", _Answer("503 Service Unavailable", "too many connections\n")
         if len(self._open) <= MAX_CONNECTIONS:
             try:
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S)
+                head = await wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S)
             except asyncio.LimitOverrunError:
                 answer = _Answer("431 Request Header Fields Too Large", "the request is too long\n")
             else:
@@ -115,9 +114,9 @@ class StatusServer:
                 answer = await self._answer(words)
         body = answer.body.encode()
         writer.write(_head(answer, len(body)) + (b"" if method == "HEAD" else body))
-        await asyncio.wait_for(writer.drain(), SEND_S)
+        await wait_for(writer.drain(), SEND_S)
         writer.close()
-        await asyncio.wait_for(writer.wait_closed(), SEND_S)
+        await wait_for(writer.wait_closed(), SEND_S)
 
     async def _answer(self, words: list[str]) -> _Answer:
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -128,7 +127,7 @@ class StatusServer:
         if path not in _PATHS:
             return _Answer("404 Not Found", f"there are {', '.join(_PATHS)}\n")
         try:
-            return _PATHS[path](await asyncio.wait_for(self._newest(), STATUS_S))
+            return _PATHS[path](await wait_for(self._newest(), STATUS_S))
         except ResiliencyError as error:
             return _Answer("503 Service Unavailable", f"{error}\n")
         except asyncio.TimeoutError:

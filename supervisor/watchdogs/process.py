@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from resiliency.tasks import wait_for
+
 logger = logging.getLogger(__name__)
 
 #: Longest line of a process: its findings and its memory.
@@ -100,7 +102,7 @@ async def _readable(descriptor: int, timeout_s: float | None) -> None:
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, arrived.set)
     try:
-        await asyncio.wait_for(arrived.wait(), timeout_s)
+        await wait_for(arrived.wait(), timeout_s)
     except asyncio.TimeoutError:
         raise TimeoutError from None
     finally:

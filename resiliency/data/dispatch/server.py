@@ -41,6 +41,7 @@ from resiliency.data.dispatch.wire import (
     proof_of,
 )
 from resiliency.errors import ConfigError, DataError, InternalError
+from resiliency.tasks import end_tasks, wait_for
 
 log = logging.getLogger(__name__)
 
@@ -209,9 +210,7 @@ class DataServer:
             tasks = {asyncio.create_task(work) for work in (self._stop.wait(), self._work(), self._expire())}
             done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             server.close()
-            for task in (*others, *self._connections):
-                task.cancel()
-            await asyncio.gather(*others, *self._connections, return_exceptions=True)
+            await end_tasks([*others, *self._connections])
             for task in done:
                 task.result()
 
@@ -292,7 +291,7 @@ class DataServer:
             log.warning("data server refused %s: %s", writer.get_extra_info("peername"), error)
             with contextlib.suppress(OSError):
                 writer.write(encoded(refusal(error)))
-                await asyncio.wait_for(writer.drain(), DOOR.total_seconds())
+                await wait_for(writer.drain(), DOOR.total_seconds())
         except asyncio.CancelledError:
             pass  # the server ends
         finally:
@@ -303,7 +302,7 @@ class DataServer:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         nonce = secrets.token_hex(16)
         writer.write(encoded({"version": VERSION, "nonce": nonce}))
-        line = await asyncio.wait_for(reader.readline(), DOOR.total_seconds())
+        line = await wait_for(reader.readline(), DOOR.total_seconds())
         if not line:
             return
         joining = decoded(line)

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from datetime import datetime, timezone
 
+from resiliency.tasks import wait_for
 from supervisor.orchestrators.gke.client import LEASES, Api, ApiError, Object
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class WriterLease:
                 await asyncio.sleep(self._lease_s / 5)
         finally:
             with suppress(ApiError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._release(), RELEASE_S)
+                await wait_for(self._release(), RELEASE_S)
 
     async def admit(self, epoch: int) -> None:
         """Whether a command of `epoch` may be carried out now.

@@ -17,6 +17,7 @@ from typing import Any
 
 from kubernetes_asyncio.client import Configuration
 
+from resiliency.tasks import end_tasks, wait_for
 from supervisor.orchestrator import Answer, TellChange
 from supervisor.orchestrators.gke import jobsets, nodes
 from supervisor.orchestrators.gke.client import LEASES, NODES, Api, ApiError, Object, find_cluster
@@ -90,9 +91,7 @@ class GkeOrchestrator:
                 yield
             finally:
                 tasks = list(self._tasks)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await end_tasks(tasks)
 
     def _begin(self, api: Api) -> None:
         self._api = api
@@ -161,7 +160,7 @@ class GkeOrchestrator:
         end = self._end_of(command)
         try:
             await self._lease.admit(command.epoch)
-            await asyncio.wait_for(self._all_listed(), LIST_S)
+            await wait_for(self._all_listed(), LIST_S)
             async with self._lock_of(command):
                 # What came meanwhile: a newer controller, or the end of the time that this one gave.
                 await self._lease.admit(command.epoch)

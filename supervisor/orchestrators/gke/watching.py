@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from resiliency.tasks import wait_for
 from supervisor.orchestrators.gke.client import Api, ApiError, Object, Resource
 from supervisor.transport.limits import Backoff
 
@@ -36,7 +37,7 @@ class Changes:
     async def wait(self, timeout_s: float) -> None:
         """Until the next change, or `timeout_s` if there is none."""
         try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
+            await wait_for(self._event.wait(), timeout_s)
         except asyncio.TimeoutError:
             return
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from resiliency.tasks import wait_for
 from supervisor.testing.kubernetes import hosts, jobs
 from supervisor.testing.kubernetes.hosts import Kubelet
 from supervisor.testing.kubernetes.kinds import Object, labels_of
@@ -169,4 +170,4 @@ class Cluster:
                 self._changed.clear()  # leases move no controller
             wait_s = LOOK_S if wake is None else min(LOOK_S, max(0.0, wake - now))
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                await wait_for(self._changed.wait(), wait_s)

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from resiliency.tasks import wait_for
 from supervisor.testing.kubernetes.faults import Call, Fault, FaultKind, PlacedFaults
 from supervisor.testing.kubernetes.kinds import KINDS, Kind, Object, Refusal, labels_of, selects
 from supervisor.testing.kubernetes.patches import applied, merged
@@ -167,7 +168,7 @@ class ApiServer:
         while transport is not None and not transport.is_closing() and self._outages == outages:
             changed = self._changed
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), 0.05)
+                await wait_for(changed.wait(), 0.05)
 
     def _broken(self, request: web.Request) -> web.StreamResponse:
         if request.transport is not None:
@@ -314,7 +315,7 @@ class ApiServer:
                 mark = {"kind": target.kind.kind, "apiVersion": target.kind.api_version, "metadata": meta}
                 await _send(response, {"type": "BOOKMARK", "object": mark})
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), self.bookmark_s)
+                await wait_for(changed.wait(), self.bookmark_s)
         if self._outages != outages or user in self.cut:
             self._broken(request)
 
