@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import threading
 import time
 import zlib
@@ -61,9 +62,10 @@ def hold_job(directory: Path) -> FileLock:
             if not directory.parent.is_dir():
                 raise
             continue
-        except FileExistsError:  # cleaned up since mkdir found it, or no directory
-            if directory.exists():
-                raise
+        except FileExistsError:  # cleaned up since mkdir found it, and made again perhaps; or no directory
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(directory.stat().st_mode):
+                    raise
             continue
         # A cleaner holds the exclusive lock for the moment in which it removes the directory.
         if lock.try_lock(exclusive=False) and lock.is_current():
