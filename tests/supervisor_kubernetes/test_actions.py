@@ -198,6 +198,20 @@ def test_a_drain_waits_for_the_disruption_budget_and_deletes_at_its_deadline() -
     run(work())
 
 
+def test_a_drain_deletes_a_pod_that_two_disruption_budgets_keep_from_any_eviction() -> None:
+    async def work() -> None:
+        times = replace(TIMES, evict_s=0.5)
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one", times) as adapter:
+            await submit(cluster, jobset(hosts=2))
+            for name in ("keep", "keep-too"):
+                budget = {"metadata": {"name": name}, "spec": {"maxUnavailable": 2, "selector": {}}}
+                cluster.store.create("poddisruptionbudgets", budget, JOBS)
+            done = await adapter.do_once("c1", CommandKind.DRAIN_HOST, host=host(cluster, "n2"))
+            assert done.text == "cordoned; 0 pods evicted, 1 deleted against a disruption budget"
+
+    run(work())
+
+
 def test_a_host_is_cordoned_and_uncordoned_once_and_the_sensor_is_told() -> None:
     async def work() -> None:
         async with cluster_of("n1") as cluster, Adapter(cluster, "one") as adapter:

@@ -190,7 +190,10 @@ class Api:
         return True
 
     async def evict(self, pod: Object) -> bool:
-        """Ask for a pod to go; False where a disruption budget is in the way (429), or changes (409)."""
+        """Ask for a pod to go; False where disruption budgets are in the way.
+
+        One forbids it (429) or changes (409), or more than one has the pod, which no eviction can satisfy (500).
+        """
         meta = pod["metadata"]
         body = {
             "apiVersion": "policy/v1",
@@ -202,7 +205,7 @@ class Api:
         try:
             await self._call("POST", path, body=body, throttles=0)
         except ApiError as error:
-            if error.code in (409, 429):
+            if error.code in (409, 429, 500):
                 return False
             if error.code != 404:
                 raise

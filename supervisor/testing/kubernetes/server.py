@@ -118,7 +118,7 @@ class ApiServer:
             if call.verb == "watch":
                 response = web.StreamResponse(headers=_headers())
                 with suppress(ConnectionResetError):  # the client has gone away
-                    await self._watch(request, target, response)
+                    await self._watch(request, call.user, target, response)
                 return response
             answer = await self._do(request, call, target)
         except Refusal as refusal:
@@ -238,7 +238,10 @@ class ApiServer:
             pod["status"].get("phase") in ("Pending", "Running")
             and "deletionTimestamp" not in pod["metadata"]
         ):
-            for budget in self.store.all("poddisruptionbudgets", namespace):
+            budgets = [one for one in self.store.all("poddisruptionbudgets", namespace) if _has(one, pod)]
+            if len(budgets) > 1:
+                raise Refusal(500, "This pod has more than one PodDisruptionBudget")
+            for budget in budgets:
                 self._ask_budget(budget, pod)
         condition = {
             "type": "DisruptionTarget",
@@ -254,12 +257,7 @@ class ApiServer:
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
     def _ask_budget(self, budget: Object, pod: Object) -> None:
-        wanted = (budget["spec"].get("selector") or {}).get("matchLabels") or {}
-        selector = ",".join(f"{key}={value}" for key, value in wanted.items())
-        if not selects(selector, labels_of(pod)):
-            return
-        namespace = pod["metadata"]["namespace"]
-        covered = [one for one in self.store.all("pods", namespace) if selects(selector, labels_of(one))]
+        covered = [one for one in self.store.all("pods", pod["metadata"]["namespace"]) if _has(budget, one)]
         healthy = sum(_is_ready(one) for one in covered)
         spec = budget["spec"]
         least = spec["minAvailable"] if "minAvailable" in spec else len(covered) - spec["maxUnavailable"]
@@ -284,11 +282,12 @@ class ApiServer:
             "items": page,
         }
 
-    async def _watch(self, request: web.Request, target: _Target, response: web.StreamResponse) -> None:
+    async def _watch(
+        self, request: web.Request, user: str, target: _Target, response: web.StreamResponse
+    ) -> None:
         since = int(request.query.get("resourceVersion") or self.store.version)
         if since < self.store.oldest:
             raise Refusal(410, f"too old resource version: {since} ({self.store.oldest})")
-        user = request.headers.get("Authorization", "").removeprefix("Bearer ")
         bookmarks = request.query.get("allowWatchBookmarks") in ("1", "true")
         loop = asyncio.get_running_loop()
         end = loop.time() + float(request.query.get("timeoutSeconds") or math.inf)
@@ -359,6 +358,12 @@ def _wanted(request: web.Request, thing: Object) -> bool:
         if (place or "") != value:
             return False
     return True
+
+
+def _has(budget: Object, pod: Object) -> bool:
+    """Whether a PodDisruptionBudget is about a pod."""
+    wanted = (budget["spec"].get("selector") or {}).get("matchLabels") or {}
+    return selects(",".join(f"{key}={value}" for key, value in wanted.items()), labels_of(pod))
 
 
 def _is_ready(pod: Object) -> bool:
