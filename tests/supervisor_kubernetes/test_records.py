@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from supervisor.orchestrators.gke.jobsets import generation
 from supervisor.testing.kubernetes import Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
 from supervisor.values import Command, CommandKind, Outcome, OutcomeStatus
@@ -136,6 +137,31 @@ def test_a_jobset_that_somebody_else_made_meanwhile_stays_as_it_is() -> None:
             )
             uid = cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"]
             assert [one["metadata"]["uid"] for one in theirs] == [uid]
+            assert list(cluster.store.all("configmaps")) == []
+
+    run(work())
+
+
+def test_a_jobset_that_is_changed_before_its_deletion_is_made_again_with_the_change() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            thing = {**jobset(hosts=2, restarts=20), "status": {"restarts": 9}}
+            await submit(cluster, thing)
+
+            def change_first(plural: str, thing: dict[str, Any]) -> None:
+                known = cluster.store.find("jobsets", "a", JOBS)
+                if plural == "jobsets" and known is not None and known["status"]["restarts"] == 9:
+                    known["metadata"]["annotations"]["team"] = "another"
+                    known["status"]["restarts"] = 10
+                    cluster.store.update("jobsets", known, JOBS, checked=False)
+
+            cluster.api.admission = change_first
+            done = await adapter.do("c1", CommandKind.WORKLOAD_RECREATION, workload="a")
+            assert done.status is OutcomeStatus.DONE
+            new = cluster.store.get("jobsets", "a", JOBS)
+            assert new["metadata"]["annotations"]["team"] == "another"
+            # Above that of every restart of the old one.
+            assert generation(new) > 10
             assert list(cluster.store.all("configmaps")) == []
 
     run(work())

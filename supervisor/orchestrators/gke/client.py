@@ -171,12 +171,23 @@ class Api:
         return await self._call("PATCH", path, body=body, form="application/merge-patch+json")
 
     async def delete(
-        self, kind: Resource, thing: Object, *, grace_s: int | None = None, foreground: bool = False
+        self,
+        kind: Resource,
+        thing: Object,
+        *,
+        grace_s: int | None = None,
+        foreground: bool = False,
+        unchanged: bool = False,
     ) -> bool:
-        """Delete this very object; False where it is gone.  Another one of its name is refused (409)."""
+        """Delete this very object; False where it is gone.  Another one of its name is refused (409).
+
+        Args:
+            unchanged: refused as well where it is not at the version of `thing` any more.
+        """
         meta = thing["metadata"]
+        fixed = ("uid", "resourceVersion") if unchanged else ("uid",)
         body: Object = {
-            "preconditions": {"uid": meta["uid"]},
+            "preconditions": {name: meta[name] for name in fixed},
             "propagationPolicy": "Foreground" if foreground else "Background",
         }
         if grace_s is not None:

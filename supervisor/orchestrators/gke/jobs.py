@@ -196,6 +196,7 @@ class JobActions:
 
         Raises:
             Refused: somebody else has made a JobSet of that name; it stays as it is.
+            ApiError: the old one is not what the new one was made of any more; it stays, and the record goes.
             TimedOut: the old one is not gone yet; the record stays.
         """
         name, forced = record.name, dict[str, float]()
@@ -206,8 +207,11 @@ class JobActions:
             if jobset is not None and jobset["metadata"]["uid"] != record.uid:
                 break
             if jobset is not None and not is_deleting(jobset):
+                if jobsets.made_of(jobset) != jobsets.made_of(record.original):
+                    await self._records.remove(record)
+                    raise ApiError(f"JobSet {name} was changed before it was deleted")
                 # Pods go before their JobSet, which is gone when none is left that could have its names.
-                await self._view.api.delete(JOBSETS, jobset, foreground=True)
+                await self._view.api.delete(JOBSETS, jobset, foreground=True, unchanged=True)
             if time.monotonic() >= end:
                 raise TimedOut(f"JobSet {name} is not gone yet, and is kept to be made again")
             await self._view.end_stuck(self._view.pods_of(record.uid), forced)

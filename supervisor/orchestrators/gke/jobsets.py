@@ -131,6 +131,12 @@ def _variables_in(text: str) -> Iterator[str]:
 # ---------------------------------------------------------------- made again
 
 
+def made_of(jobset: Object) -> tuple[Object, ...]:
+    """What of a JobSet decides how it is made again, but for the queue and the command."""
+    meta = {name: jobset["metadata"][name] for name in _OWN_METADATA if name in jobset["metadata"]}
+    return meta, jobset["spec"], {"restarts": restarts(jobset)}
+
+
 def made_again(jobset: Object, queued: Object | None, command: str) -> Object:
     """The object to create in the place of `jobset`: what people wrote, and none of what servers added.
 
@@ -138,9 +144,7 @@ def made_again(jobset: Object, queued: Object | None, command: str) -> Object:
         queued: the queue's Workload of it, which holds its pod templates as they were before admission.
         command: remembered as carried out on the new object.
     """
-    meta = {
-        name: copy.deepcopy(jobset["metadata"][name]) for name in _OWN_METADATA if name in jobset["metadata"]
-    }
+    meta, spec, _ = copy.deepcopy(made_of(jobset))
     known = meta.setdefault("annotations", {})
     for name in (RESET, SWAP):
         known.pop(name, None)
@@ -149,7 +153,7 @@ def made_again(jobset: Object, queued: Object | None, command: str) -> Object:
         "apiVersion": jobset["apiVersion"],
         "kind": jobset["kind"],
         "metadata": meta,
-        "spec": copy.deepcopy(jobset["spec"]),
+        "spec": spec,
     }
     in_queue = QUEUE_NAME in labels_of(jobset)
     made["spec"].pop("suspend", None)

@@ -2,8 +2,9 @@
 """JobSets that are being made again, kept whole in ConfigMaps from before they are deleted.
 
 A record is written first and deleted last.  While it is there, its JobSet is to be as the record says, and
-every holder of the lease goes on with it from whatever it finds: the old object, none, or the new one.  The
-name of a record is that of its JobSet, so that there is one at a time.
+every holder of the lease goes on with it from whatever it finds: the old object, none, or the new one.  Only
+an old object that was changed since ends a record without its deletion: it would be made again without the
+change.  The name of a record is that of its JobSet, so that there is one at a time.
 """
 
 from __future__ import annotations
