@@ -203,7 +203,7 @@ class Api:
     async def evict(self, pod: Object) -> bool:
         """Ask for a pod to go; False where disruption budgets are in the way.
 
-        One forbids it (429) or changes (409), or more than one has the pod, which no eviction can satisfy (500).
+        One forbids it (429) or changes (409), or two have the pod, which no eviction can satisfy (500).
         """
         meta = pod["metadata"]
         body = {
