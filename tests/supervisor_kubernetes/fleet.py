@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -18,9 +16,9 @@ from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
 from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Call, Cluster
 from supervisor.testing.kubernetes.hosts import GPU
-from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus
+from supervisor.values import Change, Command, CommandKind, Evidence
+from tests.supervisor.orchestrators import carry_out, look_at, try_once
 
-PATIENCE_S = 60.0
 #: As in a cluster, but a hundred times as fast; none of them is waited for where nothing is wrong.
 TIMES = Times(lease_s=6.0, stuck_s=3.0, evict_s=30.0, unplaced_s=0.6, margin_s=0.5, alive_s=30.0, retry_s=0.1)
 #: Of the JobSets, and of the supervisor.
@@ -115,28 +113,17 @@ class Adapter:
         self.cluster.store.update("leases", lease, OWN)
 
     async def try_once(self, command: Command) -> Answer:
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.orchestrator.perform(command, done.set_result)
-        return await asyncio.wait_for(done, PATIENCE_S)
+        return await try_once(self.orchestrator, command)
 
     async def do_once(self, id: str, kind: CommandKind, *, epoch: int = 1, **fields: Any) -> Answer:
         """One try of a command."""
         return await self.try_once(Command(epoch=epoch, id=id, kind=kind, **fields))
 
     async def do(self, id: str, kind: CommandKind, *, epoch: int = 1, **fields: Any) -> Answer:
-        """Carry a command out as the actuator does: failures that pass are tried again."""
-        command = Command(epoch=epoch, id=id, kind=kind, **fields)
-        end = time.monotonic() + PATIENCE_S
-        while True:
-            answer = await self.try_once(command)
-            if answer.status is not OutcomeStatus.FAILED or not answer.passing or time.monotonic() > end:
-                return answer
-            await asyncio.sleep(0.05)
+        return await carry_out(self.orchestrator, Command(epoch=epoch, id=id, kind=kind, **fields))
 
     async def look(self, host: str) -> bool | None:
-        seen: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
-        self.orchestrator.look(host, seen.set_result)
-        return await asyncio.wait_for(seen, PATIENCE_S)
+        return await look_at(self.orchestrator, host)
 
 
 #: Namespaces in which a right holds; None is all of them.
@@ -185,10 +172,3 @@ def words(cluster: Cluster, name: str = "a") -> list[str]:
     (replicated,) = cluster.store.get("jobsets", name, JOBS)["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     return [*container["command"], *container["args"]]
-
-
-def run(work: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(work, 3 * PATIENCE_S)
-
-    asyncio.run(bounded())

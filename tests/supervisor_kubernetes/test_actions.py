@@ -10,6 +10,7 @@ from supervisor.orchestrators.gke.nodes import holds_place, is_silent
 from supervisor.testing.kubernetes import Fault
 from supervisor.testing.kubernetes.hosts import GPU
 from supervisor.values import Change, CommandKind, OutcomeStatus
+from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
     JOBS,
     TIMES,
@@ -17,7 +18,6 @@ from tests.supervisor_kubernetes.fleet import (
     cluster_of,
     host,
     jobset,
-    run,
     submit,
     words,
 )

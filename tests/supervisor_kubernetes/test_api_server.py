@@ -13,8 +13,10 @@ from kubernetes_asyncio.client import Configuration
 from supervisor.orchestrators.gke.client import CONFIG_MAPS, JOBS, JOBSETS, NODES, PODS, Api, ApiError
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
+from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import JOBS as NAMESPACE
-from tests.supervisor_kubernetes.fleet import PATIENCE_S, jobset, run, submit
+from tests.supervisor_kubernetes.fleet import jobset, submit
+from tests.waiting import WAIT_S
 
 
 @asynccontextmanager
@@ -22,7 +24,7 @@ async def served(*nodes: str) -> AsyncIterator[tuple[Cluster, Api]]:
     async with Cluster() as cluster:
         for node in nodes:
             cluster.add_node(node)
-        async with Api(Configuration(host=cluster.api.url), call_s=PATIENCE_S) as api:
+        async with Api(Configuration(host=cluster.api.url), call_s=WAIT_S) as api:
             yield cluster, api
 
 

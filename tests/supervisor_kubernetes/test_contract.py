@@ -16,11 +16,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from supervisor.orchestrator import Answer, RunningOrchestrator
@@ -29,16 +27,16 @@ from supervisor.orchestrators.gke.names import JOBSET_NAME
 from supervisor.orchestrators.gke.nodes import host_id, is_cordoned, is_ready
 from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
 from supervisor.orchestrators.job_file import read_job_file
-from supervisor.orchestrators.local import LocalOrchestrator, stop_all
-from supervisor.orchestrators.processes import has_ended, marked_processes
+from supervisor.orchestrators.local import LocalOrchestrator
+from supervisor.orchestrators.processes import marked_processes
 from supervisor.values import Command, CommandKind, OutcomeStatus
+from tests.asynchronous import run
 from tests.ports import free_ports
-from tests.supervisor_kubernetes.fleet import Adapter, cluster_of, host, jobset, run, submit
-from tests.waiting import wait_until
+from tests.supervisor.orchestrators import carry_out, local_fleet, look_at
+from tests.supervisor_kubernetes.fleet import Adapter, cluster_of, host, jobset, submit
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
-
-PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,38 +63,28 @@ class Subject:
                 await asyncio.sleep(0.05)
             return found
 
-        return await asyncio.wait_for(wait(), PATIENCE_S)
+        return await asyncio.wait_for(wait(), WAIT_S)
 
 
 @asynccontextmanager
 async def local(tmp_path: Path) -> AsyncIterator[Subject]:
     fleet, path = tmp_path / "fleet", tmp_path / "job.json"
-    fleet.mkdir()
     waiter = [sys.executable, "-c", "import signal; signal.pause()"]
     job = {"workload": "a", "replicas": 2, "command": waiter, "grace_s": 5}
     port = min(free_ports(8))
     path.write_text(json.dumps({"hosts": ["n1", "n2", "n3"], "first_port": port, "jobs": [job]}))
     environment = {**os.environ, "SUPERVISOR_PLAINTEXT": "1"}
 
-    before = psutil.Process().children()
-
     async def starts() -> set[str]:
         return {f"{one.pid}" for one in marked_processes(str(fleet)) if one.mark.part == "launcher"}
 
-    try:
+    with local_fleet(fleet):
         yield Subject(
             make=lambda: LocalOrchestrator(read_job_file(path), fleet, environment),
             workload="a",
             hosts=("n1.boot", "n2.boot", "n3.boot"),
             starts=starts,
         )
-    finally:
-        stop_all(fleet)
-        # Children of an orchestrator of this process that another one ended.  Some have given their memory
-        # back, and are no zombies yet.
-        for child in psutil.Process().children():
-            if child not in before:
-                wait_until(partial(has_ended, child.pid), "a launcher lives on", timeout=PATIENCE_S)
 
 
 @asynccontextmanager
@@ -193,15 +181,7 @@ async def running(subject: Subject) -> AsyncIterator[RunningOrchestrator]:
 
 
 async def do(orchestrator: RunningOrchestrator, name: str, kind: CommandKind, **fields: Any) -> Answer:
-    """As the actuator: failures that pass are tried again."""
-    command = Command(id=name, kind=kind, **{"epoch": new_epoch(), **fields})
-    while True:
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        orchestrator.perform(command, done.set_result)
-        answer = await asyncio.wait_for(done, PATIENCE_S)
-        if answer.status is not OutcomeStatus.FAILED or not answer.passing:
-            return answer
-        await asyncio.sleep(0.05)
+    return await carry_out(orchestrator, Command(id=name, kind=kind, **{"epoch": new_epoch(), **fields}))
 
 
 @pytest.mark.slow
@@ -274,13 +254,8 @@ def test_what_is_not_there_is_refused_and_a_host_is_there_or_cannot_be_told(
             done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, workload="nothing")
             assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
             assert "nothing" in done.text
-            seen: dict[str, bool | None] = {}
-            for asked in (subject.hosts[0], "nobody.boot"):
-                looked: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
-                orchestrator.look(asked, looked.set_result)
-                seen[asked] = await asyncio.wait_for(looked, PATIENCE_S)
+            assert await look_at(orchestrator, subject.hosts[0]) is True
             # A node that the API server does not have is gone; a job file without it says nothing.
-            assert seen[subject.hosts[0]] is True
-            assert seen["nobody.boot"] in (False, None)
+            assert await look_at(orchestrator, "nobody.boot") in (False, None)
 
     run(work())

@@ -14,8 +14,10 @@ from supervisor.orchestrator import Answer
 from supervisor.orchestrators.gke import RIGHTS
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.values import Command, OutcomeStatus
-from tests.supervisor_kubernetes.fleet import PATIENCE_S, Adapter, run
+from tests.asynchronous import run
+from tests.supervisor_kubernetes.fleet import Adapter
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario, Seen, changing_calls
+from tests.waiting import WAIT_S
 
 BOTH = (FaultKind.HOLD_BEFORE, FaultKind.HOLD_AFTER)
 #: Clusters that are played side by side; most of their time is waiting.
@@ -91,7 +93,7 @@ async def without_a_server_at(scenario: Scenario, fault: Fault) -> None:
 async def held_or_done(cluster: Cluster, work: asyncio.Future[Answer]) -> None:
     """Until the fault is hit; a call that time alone makes may not come a second time."""
     held = asyncio.ensure_future(cluster.api.held.wait())
-    done, _ = await asyncio.wait({held, work}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait({held, work}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
     held.cancel()
     assert done, "the command neither gets to the call nor ends"
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.asynchronous import run
 from tests.ports import free_ports
-from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of, run
+from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of
 from tests.supervisor_plane.plane import ROOT
 
 PROGRAM = [sys.executable, "-m", "supervisor", "--all-in-one", "--plaintext", "--status-port=off"]

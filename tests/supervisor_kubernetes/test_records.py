@@ -16,7 +16,8 @@ from supervisor.orchestrators.gke.jobsets import generation
 from supervisor.testing.kubernetes import Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
 from supervisor.values import Command, CommandKind, Outcome, OutcomeStatus
-from tests.supervisor_kubernetes.fleet import JOBS, OWN, Adapter, cluster_of, jobset, run, submit
+from tests.asynchronous import run
+from tests.supervisor_kubernetes.fleet import JOBS, OWN, Adapter, cluster_of, jobset, submit
 
 AGAIN = Command(epoch=1, id="c1", kind=CommandKind.WORKLOAD_RECREATION, workload="a")
 

@@ -10,7 +10,8 @@ import pytest
 from supervisor.orchestrators.gke import RIGHTS
 from supervisor.testing.kubernetes import Call
 from supervisor.values import CommandKind, OutcomeStatus
-from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, host, jobset, right_of, run, submit
+from tests.asynchronous import run
+from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, host, jobset, right_of, submit
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from supervisor.testing.kubernetes import Fault
 from supervisor.values import Command, CommandKind, OutcomeStatus
+from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
     JOBS,
     OWN,
@@ -19,7 +20,6 @@ from tests.supervisor_kubernetes.fleet import (
     cluster_of,
     host,
     jobset,
-    run,
     submit,
 )
 

@@ -14,7 +14,8 @@ from kubernetes_asyncio.client import Configuration
 from supervisor.orchestrators.gke.client import NODES, Api, ApiError, Object
 from supervisor.orchestrators.gke.watching import Changes, Watched
 from supervisor.testing.kubernetes import Cluster
-from tests.supervisor_kubernetes.fleet import PATIENCE_S, run
+from tests.asynchronous import run
+from tests.waiting import WAIT_S
 
 
 @asynccontextmanager
@@ -45,7 +46,7 @@ async def proxy_that_says(text: str) -> AsyncIterator[tuple[Api, list[str]]]:
 async def watching(watched: Watched, api: Api) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.ensure_future(watched.run(api))
     try:
-        await asyncio.wait_for(watched.listed.wait(), PATIENCE_S)
+        await asyncio.wait_for(watched.listed.wait(), WAIT_S)
         yield task
     finally:
         task.cancel()

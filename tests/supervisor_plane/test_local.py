@@ -3,34 +3,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from resiliency.errors import ConfigError
 from supervisor.orchestrator import Answer
 from supervisor.orchestrators import local
 from supervisor.orchestrators.job_file import JobFile, read_job_file
-from supervisor.orchestrators.local import LocalOrchestrator, stop_all
+from supervisor.orchestrators.local import LocalOrchestrator
 from supervisor.orchestrators.none import NoOrchestrator
-from supervisor.orchestrators.processes import Marked, has_ended, kill_all, marked_processes
+from supervisor.orchestrators.processes import Marked, kill_all, marked_processes
 from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus
+from tests.asynchronous import run, until
 from tests.ports import free_ports
-from tests.waiting import wait_until
+from tests.supervisor.orchestrators import local_fleet, look_at, try_once
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
-PATIENCE_S = 180.0
 #: Says with which values it was started, and waits.
 WAITER = "import signal, sys; print(*sys.argv[1:], flush=True); signal.pause()"
 VALUES = "{host} {node_rank}/{nnodes} {replicas} {generation} {{kept}}"
@@ -48,17 +45,8 @@ def job_file(tmp_path: Path, hosts: tuple[str, ...] = ("a", "b", "c"), **job: ob
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Path]:
     """The state directory of a local fleet whose processes end with the test."""
-    path = tmp_path / "fleet"
-    path.mkdir()
-    before = psutil.Process().children()
-    yield path
-    stop_all(path)
-    assert marked_processes(str(path)) == []
-    # Children of an orchestrator of this process that another one ended.  Some have given their memory back,
-    # and are no zombies yet.
-    for child in psutil.Process().children():
-        if child not in before:
-            wait_until(partial(has_ended, child.pid), "a launcher lives on", timeout=PATIENCE_S)
+    with local_fleet(tmp_path / "fleet") as path:
+        yield path
 
 
 class Local:
@@ -80,14 +68,10 @@ class Local:
             yield self
 
     async def do(self, id: str, kind: CommandKind, *, epoch: int = 1, **fields: Any) -> Answer:
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.orchestrator.perform(Command(epoch=epoch, id=id, kind=kind, **fields), done.set_result)
-        return await asyncio.wait_for(done, PATIENCE_S)
+        return await try_once(self.orchestrator, Command(epoch=epoch, id=id, kind=kind, **fields))
 
     async def look(self, host: str) -> bool | None:
-        seen: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
-        self.orchestrator.look(host, seen.set_result)
-        return await asyncio.wait_for(seen, PATIENCE_S)
+        return await look_at(self.orchestrator, host)
 
     def processes(self, part: str, host: str = "") -> list[Marked]:
         return [
@@ -105,17 +89,6 @@ class Local:
         return path.read_text().splitlines() if path.exists() else []
 
 
-async def until(look: Callable[[], object], otherwise: str) -> None:
-    async def wait() -> None:
-        while not look():
-            await asyncio.sleep(0.02)
-
-    try:
-        await asyncio.wait_for(wait(), PATIENCE_S)
-    except asyncio.TimeoutError:
-        raise AssertionError(otherwise) from None
-
-
 async def lose(fleet: Local, host: str) -> None:
     """All processes of a host end at once."""
 
@@ -124,13 +97,6 @@ async def lose(fleet: Local, host: str) -> None:
 
     kill_all(left())
     await until(lambda: not left(), "it does not end")
-
-
-def run(work: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(work, 3 * PATIENCE_S)
-
-    asyncio.run(bounded())
 
 
 async def is_up(fleet: Local, hosts: str, daemons: int) -> None:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,15 +19,10 @@ from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Security
 from supervisor.transport.server import serve
 from supervisor.transport.services import Probe, daemon_service, sensor_service
 from supervisor.values import Change, DaemonReport, Evidence, HostInfo
+from tests.asynchronous import run, until
 from tests.supervisor_wire.handlers import TestSensor
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
-
-PATIENCE_S = 180.0
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, PATIENCE_S))
 
 
 def settings(**env: str) -> PartSettings:
@@ -120,8 +113,7 @@ def test_a_change_of_a_host_is_told_until_the_sensor_takes_it(caplog: pytest.Log
             for change in changes:
                 actuator.tell_change(*change)
             running = asyncio.ensure_future(actuator.run())
-            while len(sensor.changes) < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(sensor.changes) == 2, "the changes are not told")
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             assert sensor.changes == changes

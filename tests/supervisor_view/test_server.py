@@ -15,10 +15,11 @@ from resiliency.errors import ConfigError, ControlPlaneError
 from supervisor.view import server as server_module
 from supervisor.view.server import MAX_REQUEST_BYTES, StatusServer
 from supervisor.view.status import Status
+from tests.asynchronous import run
+from tests.waiting import WAIT_S
 
 from .documents import full
 
-PATIENCE_S = 180.0
 WELL = replace(full(), log_problem="")
 
 
@@ -45,7 +46,7 @@ def serve(controller: Controller, use: Callable[[StatusServer], Awaitable[None]]
         async with StatusServer(controller.read, port=0) as server:
             await use(server)
 
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    run(main())
 
 
 async def send(server: StatusServer, request: bytes) -> tuple[int, dict[str, str], str]:
@@ -151,7 +152,7 @@ def test_a_controller_that_fails_or_hangs_is_answered_for(monkeypatch: pytest.Mo
 
 
 def test_many_who_ask_at_once_are_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "FRESH_S", PATIENCE_S)
+    monkeypatch.setattr(server_module, "FRESH_S", WAIT_S)
     controller = Controller(WELL)
 
     async def use(server: StatusServer) -> None:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
@@ -17,23 +16,8 @@ import pytest
 from supervisor.values import EventType, Evidence, Finding
 from supervisor.watchdogs.pending import MOST, REPEAT_S, PendingFindings
 from supervisor.watchdogs.runner import FIRST_LOOK_S, WatchdogRunner, WatchdogSettings
-
-T = TypeVar("T")
-PATIENCE_S = 60.0
-
-
-def run(work: Awaitable[T]) -> T:
-    async def bounded() -> T:
-        return await asyncio.wait_for(work, 6 * PATIENCE_S)
-
-    return asyncio.run(bounded())
-
-
-async def wait_until(look: Callable[[], object], otherwise: str, timeout_s: float = PATIENCE_S) -> None:
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while not look():
-        assert asyncio.get_running_loop().time() < deadline, otherwise
-        await asyncio.sleep(0.02)
+from tests.asynchronous import run, until
+from tests.waiting import WAIT_S
 
 
 class Host:
@@ -62,7 +46,7 @@ class Host:
         self.found += findings
 
     @asynccontextmanager
-    async def watched(self, *names: str, look_s: float = PATIENCE_S) -> AsyncIterator[WatchdogRunner]:
+    async def watched(self, *names: str, look_s: float = WAIT_S) -> AsyncIterator[WatchdogRunner]:
         settings = WatchdogSettings(
             names=names,
             interval_s=0.1,
@@ -96,13 +80,13 @@ def processes() -> list[psutil.Process]:
 def test_what_happens_while_no_daemon_runs_is_found_by_the_next_one_once(host: Host) -> None:
     async def work() -> None:
         async with host.watched("xid") as runner:
-            await wait_until(lambda: not runner.unknown["xid"], "it does not look")
+            await until(lambda: not runner.unknown["xid"], "it does not look")
             host.write(31)
-            await wait_until(lambda: host.codes == [31], "31 is not found")
+            await until(lambda: host.codes == [31], "31 is not found")
         assert processes() == []
         host.write(79)
         async with host.watched("xid"):
-            await wait_until(lambda: host.codes == [31, 79], "79 is not found, or 31 again")
+            await until(lambda: host.codes == [31, 79], "79 is not found, or 31 again")
 
     run(work())
 
@@ -112,11 +96,11 @@ def test_a_watchdog_that_is_killed_comes_back_and_goes_on(
 ) -> None:
     async def work() -> None:
         async with host.watched("xid") as runner:
-            await wait_until(lambda: not runner.unknown["xid"], "it does not look")
+            await until(lambda: not runner.unknown["xid"], "it does not look")
             (process,) = processes()
             process.send_signal(signal.SIGKILL)
             host.write(48)
-            await wait_until(lambda: host.codes == [48], "48 is not found")
+            await until(lambda: host.codes == [48], "48 is not found")
 
     run(work())
     assert "watchdog xid unknown: its process ended; nothing is concluded from that" in caplog.text
@@ -128,15 +112,16 @@ def test_a_probe_that_hangs_is_unknown_until_it_answers_again_and_hides_no_other
 ) -> None:
     async def work() -> None:
         async with host.watched("ecc", "xid", look_s=2.0) as runner:
-            await wait_until(lambda: not any(runner.unknown.values()), "they do not look")
+            await until(lambda: not any(runner.unknown.values()), "they do not look")
             host.gpus.write_text('"hang"')
-            await wait_until(lambda: runner.unknown["ecc"], "the hang is not noticed")
+            await until(lambda: runner.unknown["ecc"], "the hang is not noticed")
             host.write(79)
-            await wait_until(lambda: host.codes == [79], "the hanging probe hides the other")
+            await until(lambda: host.codes == [79], "the hanging probe hides the other")
             host.gpus.write_text(json.dumps([{"device": "0000:5e:00", "remap_failed": True}]))
             # A second process may have met the hang in its first look, for which it has a minute.
-            patience_s = FIRST_LOOK_S + PATIENCE_S
-            await wait_until(lambda: len(host.found) == 2, "it does not come back", patience_s)
+            await until(
+                lambda: len(host.found) == 2, "it does not come back", timeout_s=FIRST_LOOK_S + WAIT_S
+            )
 
     run(work())
     assert "watchdog ecc unknown: no answer within 2.1 s; nothing is concluded from that" in caplog.text
@@ -149,9 +134,9 @@ def test_a_missing_driver_is_unknown_with_its_reason_and_one_warning(
     async def work() -> None:
         host.gpus.write_text('"NVML: Driver Not Loaded"')
         async with host.watched("ecc") as runner:
-            await wait_until(lambda: "Driver Not Loaded" in runner.unknown["ecc"], "no reason")
+            await until(lambda: "Driver Not Loaded" in runner.unknown["ecc"], "no reason")
             host.gpus.write_text("[]")
-            await wait_until(lambda: not runner.unknown["ecc"], "it stays unknown")
+            await until(lambda: not runner.unknown["ecc"], "it stays unknown")
 
     run(work())
     lines = [record.message for record in caplog.records if "unknown" in record.message]
@@ -164,10 +149,10 @@ def test_a_finding_that_the_daemon_could_not_take_is_found_again_and_ends_nothin
 ) -> None:
     async def work() -> None:
         async with host.watched("xid") as runner:
-            await wait_until(lambda: not runner.unknown["xid"], "it does not look")
+            await until(lambda: not runner.unknown["xid"], "it does not look")
             host.fails = 1
             host.write(79)
-            await wait_until(lambda: host.codes == [79], "79 is not found again")
+            await until(lambda: host.codes == [79], "79 is not found again")
 
     run(work())
     assert "watchdog xid: internal error" in caplog.text
@@ -178,9 +163,9 @@ def test_a_damaged_memory_is_begun_again(host: Host, caplog: pytest.LogCaptureFi
 
     async def work() -> None:
         async with host.watched("xid") as runner:
-            await wait_until(lambda: not runner.unknown["xid"], "it does not look")
+            await until(lambda: not runner.unknown["xid"], "it does not look")
             host.write(79)
-            await wait_until(lambda: host.codes == [79], "79 is not found")
+            await until(lambda: host.codes == [79], "79 is not found")
 
     run(work())
     assert "its memory cannot be read" in caplog.text

@@ -8,10 +8,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -21,25 +20,14 @@ from supervisor.transport.host_streams import HostStreams
 from supervisor.transport.security import Security
 from supervisor.transport.server import serve
 from supervisor.transport.services import actuator_service, sensor_service
-from supervisor.values import (
-    DaemonReport,
-    Outcome,
-)
+from supervisor.values import DaemonReport, Outcome
 from tests.ports import free_ports
 from tests.supervisor_wire.handlers import TestActuator, TestSensor
 from tests.supervisor_wire.listener import Listener
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
-T = TypeVar("T")
 PLAIN = Security(plaintext=True)
-PATIENCE_S = 180.0
-
-
-def run(work: Awaitable[T]) -> T:
-    async def bounded() -> T:
-        return await asyncio.wait_for(work, 3 * PATIENCE_S)  # for all steps of a test together
-
-    return asyncio.run(bounded())
 
 
 class Fleet:
@@ -100,7 +88,7 @@ class Fleet:
                 seen += 1
                 if isinstance(value, DaemonReport) and look(value):
                     return value
-            await asyncio.sleep(0.01)
+            await self.sensor.wait_for_more()
 
 
 @pytest.fixture(scope="module")
@@ -109,5 +97,5 @@ def daemon_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     tmp_path = tmp_path_factory.mktemp("daemon")
     fleet = Fleet(tmp_path)
     with fleet.daemon() as daemon:
-        daemon.wait_for_line("host daemon of host-1 ready", timeout=PATIENCE_S)
+        daemon.wait_for_line("host daemon of host-1 ready", timeout=WAIT_S)
         yield fleet

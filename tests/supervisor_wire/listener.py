@@ -6,21 +6,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from supervisor.values import (
-    HostInfo,
-    Value,
-)
+from supervisor.values import HostInfo, Value
 
 
 class Listener:
-    """Keeps what a `HostStreams` tells, and wakes who waits for it."""
+    """Keeps what a `HostStreams` tells, and wakes all that wait for it."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str, Any]] = []
-        self._changed = asyncio.Condition()
+        self._told_more = asyncio.Event()
 
     def _add(self, kind: str, host: str, what: Any) -> None:
         self.told.append((kind, host, what))
+        self._told_more.set()
+        self._told_more = asyncio.Event()
 
     def host_connected(self, host: HostInfo, incarnation: str) -> None:
         self._add("connected", host.name, incarnation)
@@ -31,7 +30,10 @@ class Listener:
     def host_lost(self, host: str, incarnation: str) -> None:
         self._add("lost", host, incarnation)
 
+    async def wait_for_more(self) -> None:
+        await self._told_more.wait()
+
     async def wait_for(self, kind: str, host: str, *, count: int = 1) -> Any:
         while len(found := [what for k, h, what in self.told if (k, h) == (kind, host)]) < count:
-            await asyncio.sleep(0.005)
+            await self.wait_for_more()
         return found[count - 1]

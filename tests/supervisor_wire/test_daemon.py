@@ -34,9 +34,10 @@ from supervisor.values import (
     OutcomeStatus,
     WorkloadInfo,
 )
+from tests.asynchronous import run
 from tests.supervisor_wire.certificates import Authority
-from tests.supervisor_wire.fleet import PATIENCE_S, PLAIN, Fleet, run
-from tests.waiting import wait_until
+from tests.supervisor_wire.fleet import PLAIN, Fleet
+from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
@@ -119,7 +120,7 @@ def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launc
                     assert [command["id"] for command in job.commands] == ["c1"]
                     # The second path, and what the process costs.
                     async with Remote(f"127.0.0.1:{fleet.port}", PLAIN) as remote:
-                        probe = await probe_daemon(remote, timeout_s=PATIENCE_S)
+                        probe = await probe_daemon(remote, timeout_s=WAIT_S)
                     assert probe.host == "host-1"
                     assert len(probe.report.workers) == 2
                     process = psutil.Process(daemon.pid)
@@ -132,7 +133,7 @@ def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launc
                 assert (await fleet.command(restart("c4", epoch=4))).status is OutcomeStatus.FAILED
                 daemon.signal(signal.SIGTERM)
                 # In a thread: the sensor and the actuator live in this one.
-                assert await asyncio.to_thread(lambda: daemon.wait(timeout=PATIENCE_S)) == 0
+                assert await asyncio.to_thread(lambda: daemon.wait(timeout=WAIT_S)) == 0
             # Another daemon process of the host: the fence has outlived the first.
             with fleet.daemon(), Job(fleet) as job:
                 job.say("running")
@@ -184,10 +185,10 @@ def test_a_daemon_speaks_tls_in_both_directions(tmp_path: Path, authority: Autho
                 await fleet.actuator.wait_for("connected", "host-1")
                 for caller in (control, authority.security("host-2")):
                     async with Remote(f"127.0.0.1:{fleet.port}", caller) as remote:
-                        assert (await probe_daemon(remote, timeout_s=PATIENCE_S)).host == "host-1"
+                        assert (await probe_daemon(remote, timeout_s=WAIT_S)).host == "host-1"
                 async with Remote(f"127.0.0.1:{fleet.port}", Security(plaintext=True)) as remote:
                     with pytest.raises(Unreachable):
-                        await probe_daemon(remote, timeout_s=PATIENCE_S)
+                        await probe_daemon(remote, timeout_s=WAIT_S)
 
     run(work())
 
@@ -238,7 +239,7 @@ def test_a_program_that_says_something_else_is_refused_with_a_sentence(
 
 def _say(port: int, *lines: str) -> str:
     """All that the daemon answers until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
         connection.sendall("".join(f"{line}\n" for line in lines).encode())
         answer = b""
         while data := connection.recv(65536):
@@ -262,7 +263,7 @@ def test_a_second_launcher_of_the_host_is_refused_and_the_first_one_stays(daemon
 def test_a_launcher_without_the_token_is_refused(tmp_path: Path, token_file: Path) -> None:
     fleet = Fleet(tmp_path)
     with fleet.daemon(f"--launcher_token_file={token_file}") as daemon:
-        daemon.wait_for_line("host daemon of host-1 ready", timeout=PATIENCE_S)
+        daemon.wait_for_line("host daemon of host-1 ready", timeout=WAIT_S)
         hello = '{"hello":{"protocol":1,"kind":"worker","key":"k","token":%s,"workload":{"workload":"job"}}}'
         for token in ('"a-token-of-somebody-else"', '""', "null", "7"):
             answer = _say(fleet.launcher_port, hello % token)
@@ -294,7 +295,7 @@ def test_a_forked_child_does_not_keep_the_connection_of_its_parent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = DaemonLink(port=server.getsockname()[1], hello={}, make_report=dict)
         connection, _ = server.accept()
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(WAIT_S)
         connection.recv(65536)
         connection.sendall(b'{"welcome":{}}\n')
         wait_until(lambda: link.connected, "no welcome")

@@ -32,9 +32,10 @@ from supervisor.plain import InvalidValue
 from supervisor.protocol import host_commands
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.values import DeviceState, LauncherState, OutcomeStatus
+from tests.asynchronous import run
 from tests.launch.conftest import WAIT, WORKER, Launch, events, launch, leaves_nothing, ready, temporary
 from tests.ports import free_ports
-from tests.supervisor_wire.fleet import ROOT, Fleet, run
+from tests.supervisor_wire.fleet import ROOT, Fleet
 from tests.waiting import wait_until
 
 __all__ = ["launch", "leaves_nothing", "temporary"]  # fixtures

@@ -69,23 +69,17 @@ from supervisor.values import (
     WorkerReport,
     WorkloadInfo,
 )
+from tests.asynchronous import run
 from tests.supervisor_wire.certificates import Authority
 from tests.supervisor_wire.handlers import TestActuator, TestSensor, nothing_known
 from tests.supervisor_wire.listener import Listener
+from tests.waiting import WAIT_S
 
 # gRPC keeps an epoll instance and an eventfd for some time after its last channel.
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
 T = TypeVar("T")
 PLAIN = Security(plaintext=True)
-PATIENCE_S = 180.0
-
-
-def run(work: Awaitable[T]) -> T:
-    async def bounded() -> T:
-        return await asyncio.wait_for(work, PATIENCE_S)
-
-    return asyncio.run(bounded())
 
 
 def host(name: str = "host-1") -> HostInfo:
@@ -367,22 +361,22 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
             serve(services, address="127.0.0.1", port=0, security=PLAIN) as port,
             Remote(f"127.0.0.1:{port}", PLAIN) as remote,
         ):
-            assert await send_observations(remote, many, deadline_s=PATIENCE_S) == 7
-            await send_observations(remote, few, deadline_s=PATIENCE_S)
-            await send_commands(remote, [command], deadline_s=PATIENCE_S)
-            await send_outcomes(remote, [outcome], deadline_s=PATIENCE_S)
-            assert await probe_daemon(remote, timeout_s=PATIENCE_S) == probe
+            assert await send_observations(remote, many, deadline_s=WAIT_S) == 7
+            await send_observations(remote, few, deadline_s=WAIT_S)
+            await send_commands(remote, [command], deadline_s=WAIT_S)
+            await send_outcomes(remote, [outcome], deadline_s=WAIT_S)
+            assert await probe_daemon(remote, timeout_s=WAIT_S) == probe
             for name, answer in (*holding.items(), ("c3", Holding(holds=None))):
                 asked = replace(command, id=name)
-                assert await ask_evidence(remote, asked, timeout_s=PATIENCE_S) == answer
+                assert await ask_evidence(remote, asked, timeout_s=WAIT_S) == answer
             for name, there in (("h0", True), ("h1", False), ("h2", None)):
-                assert await ask_orchestrator(remote, name, timeout_s=PATIENCE_S) is there
-            told = await ask_known(remote, timeout_s=PATIENCE_S)
+                assert await ask_orchestrator(remote, name, timeout_s=WAIT_S) is there
+            told = await ask_known(remote, timeout_s=WAIT_S)
             assert told == Known(epoch=7, workloads=(WorkloadInfo(workload="job"),), hosts=tuple(known))
-            assert await ask_sights(remote, timeout_s=PATIENCE_S) == sights
+            assert await ask_sights(remote, timeout_s=WAIT_S) == sights
             evidence = Evidence(id="o1", witness="orchestrator")
-            await send_change(remote, "h1", Change.GONE, evidence, deadline_s=PATIENCE_S)
-            await send_thaw(remote, timeout_s=PATIENCE_S)
+            await send_change(remote, "h1", Change.GONE, evidence, deadline_s=WAIT_S)
+            await send_thaw(remote, timeout_s=WAIT_S)
         assert [len(one.hosts) for one in seen] == [BATCH_ITEMS, 1, 0]
         assert seen[0].hosts + seen[1].hosts == many.hosts
         assert seen[2] == few
@@ -425,9 +419,9 @@ def test_hosts_of_many_workers_with_long_names_go_in_as_many_batches_as_fit_mess
             ) as port,
             Remote(f"127.0.0.1:{port}", PLAIN) as remote,
         ):
-            await send_observations(remote, Observations(hosts=hosts), deadline_s=PATIENCE_S)
+            await send_observations(remote, Observations(hosts=hosts), deadline_s=WAIT_S)
             assert (tuple(seen), batches) == (hosts, 3)
-            assert (await ask_known(remote, timeout_s=PATIENCE_S)).hosts == hosts
+            assert (await ask_known(remote, timeout_s=WAIT_S)).hosts == hosts
 
     run(work())
 
@@ -450,7 +444,7 @@ def test_a_caller_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(
                 Refused, match="speaks protocol '9', this process speaks protocol 1"
             ) as refused:
-                await send_observations(remote, Observations(), deadline_s=PATIENCE_S)
+                await send_observations(remote, Observations(), deadline_s=WAIT_S)
             assert refused.value.reason is Reason.VERSION
 
     run(work())
@@ -471,7 +465,7 @@ def test_what_a_handler_raises_is_an_answer_and_not_a_traceback() -> None:
             Remote(f"127.0.0.1:{port}", PLAIN) as remote,
         ):
             with pytest.raises(Refused, match="an error of its own; its log has it") as refused:
-                await send_observations(remote, Observations(), deadline_s=PATIENCE_S)
+                await send_observations(remote, Observations(), deadline_s=WAIT_S)
             assert refused.value.reason is Reason.INTERNAL
 
     run(work())
@@ -546,7 +540,7 @@ async def greet(server: Security, client: Security) -> Role:
         Remote(f"127.0.0.1:{port}", client) as remote,
     ):
         try:
-            await send_observations(remote, Observations(), deadline_s=PATIENCE_S)
+            await send_observations(remote, Observations(), deadline_s=WAIT_S)
         except Refused as error:
             return Role.HOST if error.reason is Reason.ROLE else Role.CONTROL
     return with_role[0]
