@@ -15,6 +15,7 @@ import yaml
 
 from supervisor.daemon.settings import DaemonSettings
 from supervisor.parts.settings import ALL, PartSettings
+from supervisor.policy.thresholds import flags
 from tests.deploy.chart import CHART, ROOT, Objects, render, run_helm
 from tests.deploy.tools import definitions, problems, type_of
 
@@ -282,6 +283,12 @@ def test_every_value_has_a_description_and_a_default() -> None:
     assert keys(values, schema)
 
 
+def test_the_thresholds_are_the_programs_flags() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["thresholds"]["propertyNames"]["enum"]
+    assert [f"--{name}" for name in known] == list(flags())
+
+
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
@@ -289,7 +296,7 @@ def test_every_value_has_a_description_and_a_default() -> None:
         ('daemon.watchdogs=["gpu"]', "value must be one of 'ecc', 'nic', 'xid'"),
         ('orchestrator="slurm"', "value must be one of 'gke', 'none'"),
         ("daemon.port=0", "minimum: got 0, want 1"),
-        ('thresholds={"--max-cordons":1}', "does not match pattern"),
+        ('thresholds={"max-cordon":1}', "invalid propertyName 'max-cordon'"),
         ("daemon.standaloneMode=true", "daemon.standaloneMode is not built yet: leave it false"),
         ("daemon.topologyAware=true", "daemon.topologyAware is not built yet: leave it false"),
         ('tls.mode="secrets"', "tls.secrets.control must name a Secret when tls.mode is secrets"),
