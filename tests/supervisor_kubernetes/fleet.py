@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from kubernetes_asyncio.client import Configuration
@@ -14,13 +16,16 @@ from supervisor.orchestrators.gke import RIGHTS, Right, Scope
 from supervisor.orchestrators.gke.lease import NAME
 from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
 from supervisor.orchestrators.gke.view import Times
-from supervisor.testing.kubernetes import Call, Cluster
+from supervisor.testing.kubernetes import Call, Cluster, Fault
 from supervisor.testing.kubernetes.hosts import GPU
 from supervisor.values import Change, Command, CommandKind, Evidence
 from tests.supervisor.orchestrators import carry_out, look_at, try_once
+from tests.waiting import WAIT_S
 
 #: As in a cluster, but a hundred times as fast; none of them is waited for where nothing is wrong.
 TIMES = Times(lease_s=6.0, stuck_s=3.0, evict_s=30.0, unplaced_s=0.6, margin_s=0.5, alive_s=30.0, retry_s=0.1)
+#: A command that waits for a queue or an image counts as done at its first look.
+IMPATIENT = replace(TIMES, margin_s=1e6)
 #: Of the JobSets, and of the supervisor.
 JOBS, OWN = "jobs", "fleet"
 
@@ -124,6 +129,26 @@ class Adapter:
 
     async def look(self, host: str) -> bool | None:
         return await look_at(self.orchestrator, host)
+
+
+async def held_or_done(cluster: Cluster, work: asyncio.Future[Answer]) -> None:
+    """Until a fault holds a call; one that time alone makes may not come a second time."""
+    held = asyncio.ensure_future(cluster.api.held.wait())
+    done, _ = await asyncio.wait({held, work}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    held.cancel()
+    assert done, "the command neither gets to the call nor ends"
+
+
+async def kill_at(cluster: Cluster, fault: Fault, command: Command) -> None:
+    """An adapter is killed at the call that `fault` holds, and its lease runs out."""
+    adapter = await Adapter(cluster, "one").__aenter__()
+    cluster.api.faults.place(fault)
+    cut_short = asyncio.ensure_future(adapter.try_once(command))
+    await held_or_done(cluster, cut_short)
+    await adapter.kill()
+    adapter.let_lease_run_out()
+    cut_short.cancel()
+    await asyncio.gather(cut_short, return_exceptions=True)
 
 
 #: Namespaces in which a right holds; None is all of them.

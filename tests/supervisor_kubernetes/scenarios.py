@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
@@ -35,6 +35,10 @@ class Seen:
         self.pods |= {pod["metadata"]["uid"] for pod in cluster.pods("a")}
 
 
+def _keep(cluster: Cluster) -> None:
+    """All of it stays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One action.
@@ -49,7 +53,7 @@ class Scenario:
 
     kind: CommandKind
     fields: Callable[[Cluster], dict[str, Any]]
-    prepare: Callable[[Cluster], None] = lambda cluster: None
+    prepare: Callable[[Cluster], None] = _keep
     running: dict[str, str]
     jobsets: int = 1
     pods: int = 2
@@ -84,97 +88,56 @@ def _lost(cluster: Cluster) -> dict[str, Any]:
     return {"workload": "a", "host": host(cluster, "n2")}
 
 
+_RESET = Scenario(
+    kind=CommandKind.WORKLOAD_RESET,
+    fields=lambda cluster: {"workload": "a"},
+    running={"0-0": "n1", "0-1": "n2"},
+    pods=4,
+    restarts=1,
+)
+_MADE_AGAIN = replace(_RESET, jobsets=2, restarts=0)
+_SWAP = Scenario(
+    kind=CommandKind.HOT_SWAP,
+    fields=lambda cluster: {**_lost(cluster), "spare": host(cluster, "n3")},
+    prepare=_lose,
+    running={"0-0": "n1", "0-1": "n3"},
+    pods=3,
+)
+_CORDON = Scenario(
+    kind=CommandKind.CORDON_HOST,
+    fields=lambda cluster: {"host": host(cluster, "n2")},
+    running={"0-0": "n1", "0-1": "n2"},
+)
+#: Its Job replaces no pod that was deleted.
+_NO_RETRY: dict[str, Any] = {"backoffLimitPerIndex": None, "backoffLimit": 0}
+_IGNORES = {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}]}
+
 SCENARIOS = {
-    "reset": Scenario(
-        kind=CommandKind.WORKLOAD_RESET,
-        fields=lambda cluster: {"workload": "a"},
-        running={"0-0": "n1", "0-1": "n2"},
-        pods=4,
-        restarts=1,
-    ),
-    "reset of a JobSet with a lost host": Scenario(
-        kind=CommandKind.WORKLOAD_RESET,
-        fields=lambda cluster: {"workload": "a"},
-        prepare=_lose,
-        running={"0-0": "n1", "0-1": "n3"},
-        pods=4,
-        restarts=1,
-    ),
-    "recreation": Scenario(
-        kind=CommandKind.WORKLOAD_RECREATION,
-        fields=lambda cluster: {"workload": "a"},
-        running={"0-0": "n1", "0-1": "n2"},
-        jobsets=2,
-        pods=4,
-    ),
-    "reset without a restart left": Scenario(
-        kind=CommandKind.WORKLOAD_RESET,
-        fields=lambda cluster: {"workload": "a"},
-        running={"0-0": "n1", "0-1": "n2"},
-        job={"restarts": 0},
-        jobsets=2,
-        pods=4,
-    ),
-    "hot swap": Scenario(
-        kind=CommandKind.HOT_SWAP,
-        fields=lambda cluster: {**_lost(cluster), "spare": host(cluster, "n3")},
-        prepare=_lose,
-        running={"0-0": "n1", "0-1": "n3"},
-        pods=3,
-    ),
-    "hot swap by eviction": Scenario(
-        kind=CommandKind.HOT_SWAP,
-        fields=lambda cluster: {**_lost(cluster), "spare": host(cluster, "n3")},
-        running={"0-0": "n1", "0-1": "n3"},
-        job={
-            "backoffLimitPerIndex": None,
-            "backoffLimit": 0,
-            "podFailurePolicy": {
-                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}]
-            },
-        },
-        pods=3,
-    ),
-    "hot swap of a job that restarts as a whole": Scenario(
-        kind=CommandKind.HOT_SWAP,
-        fields=lambda cluster: {**_lost(cluster), "spare": host(cluster, "n3")},
-        prepare=_lose,
-        running={"0-0": "n1", "0-1": "n3"},
-        job={"backoffLimitPerIndex": None, "backoffLimit": 0},
-        pods=4,
-        restarts=1,
-    ),
-    "scale down": Scenario(
+    "reset": _RESET,
+    "reset of a JobSet with a lost host": replace(_RESET, prepare=_lose, running={"0-0": "n1", "0-1": "n3"}),
+    "recreation": replace(_MADE_AGAIN, kind=CommandKind.WORKLOAD_RECREATION),
+    "reset without a restart left": replace(_MADE_AGAIN, job={"restarts": 0}),
+    "hot swap": _SWAP,
+    "hot swap by eviction": replace(_SWAP, prepare=_keep, job={**_NO_RETRY, "podFailurePolicy": _IGNORES}),
+    "hot swap of a job that restarts as a whole": replace(_SWAP, job=_NO_RETRY, pods=4, restarts=1),
+    "scale down": replace(
+        _MADE_AGAIN,
         kind=CommandKind.SCALE_DOWN,
         fields=lambda cluster: {**_lost(cluster), "replicas": 1},
         prepare=_lose,
         running={"0-0": "n1"},
-        jobsets=2,
         pods=3,
     ),
-    "scale up": Scenario(
+    "scale up": replace(
+        _MADE_AGAIN,
         kind=CommandKind.SCALE_UP,
         fields=lambda cluster: {"workload": "a", "replicas": 3},
         running={"0-0": "n1", "0-1": "n2", "0-2": "n3"},
-        jobsets=2,
         pods=5,
     ),
-    "drain": Scenario(
-        kind=CommandKind.DRAIN_HOST,
-        fields=lambda cluster: {"host": host(cluster, "n2")},
-        running={"0-0": "n1", "0-1": "n3"},
-        pods=3,
-    ),
-    "cordon": Scenario(
-        kind=CommandKind.CORDON_HOST,
-        fields=lambda cluster: {"host": host(cluster, "n2")},
-        running={"0-0": "n1", "0-1": "n2"},
-    ),
-    "uncordon": Scenario(
-        kind=CommandKind.UNCORDON_HOST,
-        fields=lambda cluster: {"host": host(cluster, "n2")},
-        running={"0-0": "n1", "0-1": "n2"},
-    ),
+    "drain": replace(_CORDON, kind=CommandKind.DRAIN_HOST, running={"0-0": "n1", "0-1": "n3"}, pods=3),
+    "cordon": _CORDON,
+    "uncordon": replace(_CORDON, kind=CommandKind.UNCORDON_HOST),
 }
 
 

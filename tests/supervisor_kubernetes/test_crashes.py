@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from supervisor.orchestrator import Answer
 from supervisor.orchestrators.gke import RIGHTS
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.values import Command, OutcomeStatus
 from tests.asynchronous import run
-from tests.supervisor_kubernetes.fleet import Adapter
+from tests.supervisor_kubernetes.fleet import Adapter, held_or_done, kill_at
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario, Seen, changing_calls
-from tests.waiting import WAIT_S
 
 BOTH = (FaultKind.HOLD_BEFORE, FaultKind.HOLD_AFTER)
 #: Clusters that are played side by side; most of their time is waiting.
@@ -60,16 +57,7 @@ async def killed_at(scenario: Scenario, fault: Fault) -> None:
     """The adapter is killed at a call; another one gets the command again."""
     async with scenario.played() as (cluster, seen):
         fields = scenario.fields(cluster)
-        first = await Adapter(cluster, "one").__aenter__()
-        cluster.api.faults.place(fault)
-        command = Command(epoch=1, id="c1", kind=scenario.kind, **fields)
-        cut_short = asyncio.ensure_future(first.try_once(command))
-        await held_or_done(cluster, cut_short)
-        await first.kill()
-        first.let_lease_run_out()
-        cut_short.cancel()
-        with suppress(asyncio.CancelledError):
-            await cut_short
+        await kill_at(cluster, fault, Command(epoch=1, id="c1", kind=scenario.kind, **fields))
         async with Adapter(cluster, "two") as second:
             done = await second.do("c1", scenario.kind, epoch=2, **fields)
             assert done.status is OutcomeStatus.DONE, done
@@ -83,19 +71,11 @@ async def without_a_server_at(scenario: Scenario, fault: Fault) -> None:
         work = asyncio.ensure_future(adapter.do("c1", scenario.kind, **scenario.fields(cluster)))
         await held_or_done(cluster, work)
         cluster.api.down = True
-        await asyncio.sleep(0.3)
+        await cluster.until(lambda: cluster.api.missed, "nothing is asked of the server that is away")
         cluster.api.down = False
         done = await work
         assert done.status is OutcomeStatus.DONE, done
         await settled(cluster, scenario, seen)
-
-
-async def held_or_done(cluster: Cluster, work: asyncio.Future[Answer]) -> None:
-    """Until the fault is hit; a call that time alone makes may not come a second time."""
-    held = asyncio.ensure_future(cluster.api.held.wait())
-    done, _ = await asyncio.wait({held, work}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-    held.cancel()
-    assert done, "the command neither gets to the call nor ends"
 
 
 def cut_everywhere(

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import gzip
 import json
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,8 +15,10 @@ from supervisor.testing.kubernetes import Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
 from supervisor.values import Command, CommandKind, Outcome, OutcomeStatus
 from tests.asynchronous import run
-from tests.supervisor_kubernetes.fleet import JOBS, OWN, Adapter, cluster_of, jobset, submit
+from tests.supervisor_kubernetes.fleet import JOBS, OWN, Adapter, cluster_of, jobset, kill_at, submit
 
+#: The old JobSet is gone, and the new one is not there yet: the first such call is the dry run.
+BETWEEN = Fault(kind=FaultKind.HOLD_BEFORE, verb="create", resource="jobsets", call=2)
 AGAIN = Command(epoch=1, id="c1", kind=CommandKind.WORKLOAD_RECREATION, workload="a")
 
 
@@ -101,17 +101,7 @@ def test_the_next_adapter_makes_a_jobset_again_that_the_last_one_deleted() -> No
     async def work() -> None:
         async with cluster_of("n1", "n2") as cluster:
             await submit(cluster, jobset(hosts=2))
-            first = await Adapter(cluster, "one").__aenter__()
-            cluster.api.faults.place(
-                Fault(kind=FaultKind.HOLD_BEFORE, verb="create", resource="jobsets", call=2)
-            )
-            cut_short = asyncio.ensure_future(first.try_once(AGAIN))
-            await asyncio.wait_for(cluster.api.held.wait(), 60)
-            await first.kill()
-            first.let_lease_run_out()
-            cut_short.cancel()
-            with suppress(asyncio.CancelledError):
-                await cut_short
+            await kill_at(cluster, BETWEEN, AGAIN)
             assert cluster.store.find("jobsets", "a", JOBS) is None
             async with Adapter(cluster, "two"):
                 await cluster.until(lambda: len(cluster.running("a")) == 2, "it is lost")
@@ -172,17 +162,8 @@ def test_a_command_finishes_first_what_another_one_began() -> None:
     async def work() -> None:
         async with cluster_of("n1", "n2") as cluster:
             await submit(cluster, jobset(hosts=2))
-            first = await Adapter(cluster, "one").__aenter__()
-            cluster.api.faults.place(
-                Fault(kind=FaultKind.HOLD_BEFORE, verb="create", resource="jobsets", call=2)
-            )
-            cut_short = asyncio.ensure_future(first.try_once(AGAIN))
-            await asyncio.wait_for(cluster.api.held.wait(), 60)
-            await first.kill()
-            first.let_lease_run_out()
-            cut_short.cancel()
-            with suppress(asyncio.CancelledError):
-                await cut_short
+            await kill_at(cluster, BETWEEN, AGAIN)
+            assert cluster.store.find("jobsets", "a", JOBS) is None
             async with Adapter(cluster, "two") as second:
                 done = await second.do("c2", CommandKind.WORKLOAD_RESET, epoch=2, workload="a")
                 assert done.status is OutcomeStatus.DONE

@@ -11,7 +11,16 @@ from supervisor.orchestrators.gke import RIGHTS
 from supervisor.testing.kubernetes import Call
 from supervisor.values import CommandKind, OutcomeStatus
 from tests.asynchronous import run
-from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, host, jobset, right_of, submit
+from tests.supervisor_kubernetes.fleet import (
+    IMPATIENT,
+    JOBS,
+    Adapter,
+    cluster_of,
+    host,
+    jobset,
+    right_of,
+    submit,
+)
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario
 
 
@@ -34,7 +43,8 @@ async def play_the_rest(calls: list[Call]) -> None:
         cluster.store.delete("jobsets", "a", JOBS)
         await cluster.until(lambda: not cluster.pods("a"), "no end")
         await submit(cluster, queued)
-        again = await adapter.do("c2", CommandKind.WORKLOAD_RECREATION, workload="b", deadline_s=5.0)
+        adapter.orchestrator._view.times = IMPATIENT
+        again = await adapter.do("c2", CommandKind.WORKLOAD_RECREATION, workload="b")
         assert again.status is OutcomeStatus.DONE
         calls += cluster.api.calls
 

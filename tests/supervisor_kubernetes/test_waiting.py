@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from supervisor.orchestrators.gke.pods import node_of
 from supervisor.testing.kubernetes import Fault
 from supervisor.values import Command, CommandKind, OutcomeStatus
 from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
+    IMPATIENT,
     JOBS,
     OWN,
     TIMES,
@@ -29,21 +31,26 @@ DONE, FAILED = OutcomeStatus.DONE, OutcomeStatus.FAILED
 @pytest.mark.slow
 def test_a_slow_image_pull_is_waited_for_and_is_no_reason_to_act() -> None:
     async def work() -> None:
-        times = replace(TIMES, margin_s=15.0)
-        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one", times) as adapter:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
             await submit(cluster, jobset(hosts=2))
             cluster.kubelets["n3"].pull_s = 3600.0
             cluster.lose_node("n2")
             swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            waiting = asyncio.ensure_future(adapter.do("c1", CommandKind.HOT_SWAP, **swap))
+            view = adapter.orchestrator._view
+            await cluster.until(
+                lambda: [node_of(pod) for pod in view.pods.all()].count("n3"), "its pod is put nowhere"
+            )
             # By its deadline, less a margin, it counts as done.
-            done = await adapter.do("c1", CommandKind.HOT_SWAP, deadline_s=19.0, **swap)
+            view.times = IMPATIENT
+            done = await waiting
             assert (done.status, done.text) == (
                 DONE,
                 "moved to n3; still waiting: 1 pods run, 1 start on their nodes",
             )
             pods = {pod["metadata"]["uid"] for pod in cluster.pods("a")}
             changed = sum(call.changes and call.resource != "leases" for call in cluster.api.calls)
-            again = await adapter.do("c1", CommandKind.HOT_SWAP, deadline_s=16.0, **swap)
+            again = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
             assert again.status is DONE
             assert {pod["metadata"]["uid"] for pod in cluster.pods("a")} == pods
             assert sum(call.changes and call.resource != "leases" for call in cluster.api.calls) == changed
@@ -239,7 +246,7 @@ def test_an_adapter_that_cannot_renew_its_lease_changes_nothing() -> None:
 @pytest.mark.slow
 def test_a_jobset_in_a_queue_is_not_restarted_and_is_made_again_as_it_was_before_admission() -> None:
     async def work() -> None:
-        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one", IMPATIENT) as adapter:
             thing = jobset("a", hosts=2, labels={"kueue.x-k8s.io/queue-name": "q"})
             template = thing["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
             before = {"spec": {"tolerations": [{"key": "mine", "operator": "Exists"}]}}
@@ -254,8 +261,7 @@ def test_a_jobset_in_a_queue_is_not_restarted_and_is_made_again_as_it_was_before
                 "spec": {"podSets": [{"name": "workers", "template": before}]},
             }
             cluster.store.create("workloads", queued, JOBS)
-            again = {"workload": "a", "deadline_s": 2.0}
-            done = await adapter.do("c1", CommandKind.WORKLOAD_RECREATION, **again)
+            done = await adapter.do("c1", CommandKind.WORKLOAD_RECREATION, workload="a")
             assert done.status is DONE
             assert done.text == "still waiting: it is suspended, 0 pods run, 2 are not made yet"
             new = cluster.store.get("jobsets", "a", JOBS)
@@ -265,7 +271,7 @@ def test_a_jobset_in_a_queue_is_not_restarted_and_is_made_again_as_it_was_before
             assert made["spec"]["tolerations"] == before["spec"]["tolerations"]
             assert "nodeSelector" not in made["spec"]
             assert made["metadata"]["labels"] == {"mine": "yes"}
-            reset = await adapter.do("c2", CommandKind.WORKLOAD_RESET, **again)
+            reset = await adapter.do("c2", CommandKind.WORKLOAD_RESET, workload="a")
             assert reset.status is DONE
             assert cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"] == new["metadata"]["uid"]
 

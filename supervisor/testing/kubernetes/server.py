@@ -43,6 +43,7 @@ class ApiServer:
     Attributes:
         calls: in the order in which they came.
         down: each connection breaks, those of watches too.
+        missed: calls that came while it was down.
         cut: tokens of clients that are dead: their calls break before they have an effect.
         held: set while a call is held by a fault.
         admission: asked for each object that is created, dry runs included.
@@ -59,6 +60,7 @@ class ApiServer:
         self.authorize: Callable[[Call], bool] = lambda call: True
         self.bookmark_s = BOOKMARK_S
         self.url = ""
+        self.missed = 0
         self._down = False
         #: How often it went down: what waits must not miss an outage that has ended.
         self._outages = 0
@@ -100,6 +102,7 @@ class ApiServer:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if self._down:
+            self.missed += 1
             return self._broken(request)
         try:
             target = _target(request.path)
