@@ -150,23 +150,23 @@ def _refuse(value: object, field: str, why: str) -> InvalidValue:
     return InvalidValue(f"{name}.{field} {why}.", value=name, field=field)
 
 
-def _require(condition: bool, value: object, field: str, why: str) -> None:
+def require(condition: bool, value: object, field: str, why: str) -> None:
     if not condition:
         raise _refuse(value, field, why)
 
 
-def _check_names(value: object, *names: str, required: bool = True) -> None:
+def check_names(value: object, *names: str, required: bool = True) -> None:
     for field in names:
         text = getattr(value, field)
         if not text:
-            _require(not required, value, field, "must be set, found an empty text")
+            require(not required, value, field, "must be set, found an empty text")
         elif len(text) > MAX_NAME_CHARS or not text.isprintable() or " " in text:
             raise _refuse(
                 value, field, f"must be at most {MAX_NAME_CHARS} printable characters, found {text[:80]!r}"
             )
 
 
-def _check_text(value: object, *names: str) -> None:
+def check_text(value: object, *names: str) -> None:
     for field in names:
         text = getattr(value, field)
         if len(text) > MAX_TEXT_CHARS or not text.isprintable():
@@ -177,14 +177,14 @@ def _check_text(value: object, *names: str) -> None:
             )
 
 
-def _check_counts(value: object, *names: str, least: int = 0) -> None:
+def check_counts(value: object, *names: str, least: int = 0) -> None:
     for field in names:
         count = getattr(value, field)
         if count is not None and not least <= count < 2**63:
             raise _refuse(value, field, f"must be {least} or more, found {count}")
 
 
-def _check_seconds(value: object, *names: str) -> None:
+def check_seconds(value: object, *names: str) -> None:
     for field in names:
         seconds = getattr(value, field)
         # `0 <=` also refuses nan.
@@ -192,7 +192,7 @@ def _check_seconds(value: object, *names: str) -> None:
             raise _refuse(value, field, f"must be 0 or more seconds, found {seconds}")
 
 
-def _check_items(value: object, *names: str) -> None:
+def check_items(value: object, *names: str) -> None:
     for field in names:
         items = getattr(value, field)
         if len(items) > MAX_ITEMS:
@@ -233,9 +233,9 @@ class WorkerInfo(Value):
     state: DeviceState = DeviceState.RUNNING
 
     def __post_init__(self) -> None:
-        _check_names(self, "id")
-        _check_names(self, "name", "address", required=False)
-        _check_counts(self, "local_rank", "global_rank")
+        check_names(self, "id")
+        check_names(self, "name", "address", required=False)
+        check_counts(self, "local_rank", "global_rank")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,15 +266,15 @@ class HostInfo(Value):
     cordoned: bool = False
 
     def __post_init__(self) -> None:
-        _check_names(self, "id", "name")
-        _check_names(
+        check_names(self, "id", "name")
+        check_names(
             self, "address", "serial_number", "subblock", "superblock", "zone", "workload", required=False
         )
-        _check_counts(self, "workers_per_host", least=1)
-        _check_items(self, "workers")
+        check_counts(self, "workers_per_host", least=1)
+        check_items(self, "workers")
         ranks = [worker.local_rank for worker in self.workers]
-        _require(len(set(ranks)) == len(ranks), self, "workers", f"name a local rank twice, found {ranks}")
-        _require(
+        require(len(set(ranks)) == len(ranks), self, "workers", f"name a local rank twice, found {ranks}")
+        require(
             len(ranks) <= self.workers_per_host,
             self,
             "workers",
@@ -335,13 +335,13 @@ class WorkloadInfo(Value):
     scaling: bool = False
 
     def __post_init__(self) -> None:
-        _check_names(self, "workload")
-        _check_names(self, "job", "container", "namespace", required=False)
-        _check_counts(self, "replicas", "min_replicas", "max_replicas", "nodes_per_replica", least=1)
-        _check_counts(self, "max_in_job_restarts", "max_workload_restarts")
-        _check_seconds(self, "downtime_threshold_s", "termination_threshold_s")
+        check_names(self, "workload")
+        check_names(self, "job", "container", "namespace", required=False)
+        check_counts(self, "replicas", "min_replicas", "max_replicas", "nodes_per_replica", least=1)
+        check_counts(self, "max_in_job_restarts", "max_workload_restarts")
+        check_seconds(self, "downtime_threshold_s", "termination_threshold_s")
         if self.scaling:
-            _require(
+            require(
                 self.min_replicas <= self.replicas <= self.max_replicas,
                 self,
                 "replicas",
@@ -367,9 +367,9 @@ class Progress(Value):
     age_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_names(self, "workload")
-        _check_counts(self, "step", "attempt")
-        _check_seconds(self, "age_s")
+        check_names(self, "workload")
+        check_counts(self, "step", "attempt")
+        check_seconds(self, "age_s")
 
 
 # ---------------------------------------------------------------- daemon to sensor
@@ -398,11 +398,11 @@ class Evidence(Value):
     advice: str = ""
 
     def __post_init__(self) -> None:
-        _check_names(self, "id", "witness")
-        _check_names(self, "device", "advice", required=False)
-        _check_text(self, "text")
-        _check_seconds(self, "age_s")
-        _check_counts(self, "code")
+        check_names(self, "id", "witness")
+        check_names(self, "device", "advice", required=False)
+        check_text(self, "text")
+        check_seconds(self, "age_s")
+        check_counts(self, "code")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -424,9 +424,9 @@ class WorkerReport(Value):
     step_age_s: float | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "local_rank", "global_rank", "step")
-        _check_seconds(self, "heartbeat_age_s", "monitor_age_s", "step_age_s")
-        _require(
+        check_counts(self, "local_rank", "global_rank", "step")
+        check_seconds(self, "heartbeat_age_s", "monitor_age_s", "step_age_s")
+        require(
             (self.step is None) == (self.step_age_s is None),
             self,
             "step_age_s",
@@ -442,13 +442,13 @@ class Finding(Value):
     evidence: Evidence
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.type in (EventType.XID, EventType.ECC, EventType.NODE_CHECK),
             self,
             "type",
             f"must be xid, ecc or node_check, found {self.type.value}",
         )
-        _require(
+        require(
             self.type is not EventType.XID or self.evidence.code is not None,
             self,
             "evidence",
@@ -476,9 +476,9 @@ class DaemonReport(Value):
     findings: tuple[Finding, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_names(self, "host", "incarnation")
-        _check_counts(self, "sequence", "attempt")
-        _check_items(self, "workers", "findings")
+        check_names(self, "host", "incarnation")
+        check_counts(self, "sequence", "attempt")
+        check_items(self, "workers", "findings")
 
 
 # ---------------------------------------------------------------- events
@@ -524,43 +524,41 @@ class Event(Value):
     request: Request | None = None
 
     def __post_init__(self) -> None:
-        _check_names(self, "id")
-        _check_names(self, "workload", "host", required=False)
-        _check_counts(self, "attempt")
-        _check_items(self, "evidence", "ranks")
+        check_names(self, "id")
+        check_names(self, "workload", "host", required=False)
+        check_counts(self, "attempt")
+        check_items(self, "evidence", "ranks")
         kind = self.type
-        _require(
-            bool(self.evidence), self, "evidence", "must not be empty: an event says what it was told by"
-        )
-        _require(
+        require(bool(self.evidence), self, "evidence", "must not be empty: an event says what it was told by")
+        require(
             all(rank >= 0 for rank in self.ranks), self, "ranks", f"must be 0 or more, found {self.ranks}"
         )
-        _require(bool(self.host) or kind not in _NEEDS_HOST, self, "host", f"must be set for {kind.value}")
-        _require(
+        require(bool(self.host) or kind not in _NEEDS_HOST, self, "host", f"must be set for {kind.value}")
+        require(
             bool(self.workload) or kind not in _NEEDS_WORKLOAD,
             self,
             "workload",
             f"must be set for {kind.value}",
         )
-        _require(
+        require(
             (self.change is not None) == (kind is EventType.ORCHESTRATOR),
             self,
             "change",
             "must be given exactly for orchestrator events",
         )
-        _require(
+        require(
             (self.request is not None) == (kind is EventType.OPERATOR),
             self,
             "request",
             "must be given exactly for operator events",
         )
-        _require(
+        require(
             kind is not EventType.XID or any(evidence.code is not None for evidence in self.evidence),
             self,
             "evidence",
             "of an xid must carry its code",
         )
-        _require(
+        require(
             self.request not in (Request.CORDON, Request.UNCORDON, Request.DRAIN) or bool(self.host),
             self,
             "host",
@@ -577,7 +575,7 @@ class Silence(Value):
     hosts: int
 
     def __post_init__(self) -> None:
-        _check_counts(self, "silent", "hosts")
+        check_counts(self, "silent", "hosts")
 
 
 # ---------------------------------------------------------------- commands
@@ -626,26 +624,26 @@ class Command(Value):
     deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _check_names(self, "id")
-        _check_names(self, "workload", "host", "spare", "incident", required=False)
-        _check_counts(self, "epoch", "replicas", least=1)
-        _check_seconds(self, "deadline_s")
-        _check_items(self, "evidence")
+        check_names(self, "id")
+        check_names(self, "workload", "host", "spare", "incident", required=False)
+        check_counts(self, "epoch", "replicas", least=1)
+        check_seconds(self, "deadline_s")
+        check_items(self, "evidence")
         kind = self.kind
-        _require(bool(self.host) or kind not in _ON_HOST, self, "host", f"must be set for {kind.value}")
-        _require(
+        require(bool(self.host) or kind not in _ON_HOST, self, "host", f"must be set for {kind.value}")
+        require(
             bool(self.workload) or kind not in _ON_WORKLOAD, self, "workload", f"must be set for {kind.value}"
         )
-        _require(
+        require(
             bool(self.spare) == (kind is CommandKind.HOT_SWAP),
             self,
             "spare",
             "must be given for a hot swap only",
         )
-        _require(
+        require(
             not self.spare or self.spare != self.host, self, "spare", f"must be another host than {self.host}"
         )
-        _require(
+        require(
             (self.replicas is not None) == (kind in _RESIZES),
             self,
             "replicas",
@@ -664,7 +662,7 @@ class Outcome(Value):
     tries: int = 1
 
     def __post_init__(self) -> None:
-        _check_names(self, "command")
-        _check_text(self, "text")
-        _check_counts(self, "epoch", least=1)
-        _check_counts(self, "tries")
+        check_names(self, "command")
+        check_text(self, "text")
+        check_counts(self, "epoch", least=1)
+        check_counts(self, "tries")

@@ -14,12 +14,14 @@ from enum import Enum
 
 from supervisor.plain import InvalidValue
 from supervisor.values import (
-    MAX_ITEMS,
-    MAX_NAME_CHARS,
-    MAX_TEXT_CHARS,
     Outcome,
     OutcomeStatus,
     Value,
+    check_counts,
+    check_items,
+    check_names,
+    check_text,
+    require,
 )
 
 #: How many command ids a fence remembers; a controller that repeats an older one has also raised its epoch.
@@ -61,25 +63,20 @@ class HostCommand(Value):
     attempt: int | None = None
 
     def __post_init__(self) -> None:
-        for field, text in (("id", self.id), ("workload", self.workload)):
-            if not text or len(text) > MAX_NAME_CHARS or not text.isprintable() or " " in text:
-                raise _refuse(
-                    field, f"must be 1 to {MAX_NAME_CHARS} printable characters, found {text[:80]!r}"
-                )
-        if not 1 <= self.epoch < 2**63:
-            raise _refuse("epoch", f"must be 1 or more, found {self.epoch}")
-        if len(self.ranks) > MAX_ITEMS or any(rank < 0 for rank in self.ranks):
-            raise _refuse("ranks", "must be 0 or more each")
-        if len(self.reason) > MAX_TEXT_CHARS or not self.reason.isprintable():
-            raise _refuse("reason", f"must be at most {MAX_TEXT_CHARS} printable characters")
-        if self.attempt is not None and not 0 <= self.attempt < 2**63:
-            raise _refuse("attempt", f"must be 0 or more, found {self.attempt}")
-        if not 0 < self.deadline_s <= 86_400:
-            raise _refuse("deadline_s", f"must be above 0 and at most a day, found {self.deadline_s}")
-
-
-def _refuse(field: str, why: str) -> InvalidValue:
-    return InvalidValue(f"HostCommand.{field} {why}.", value="HostCommand", field=field)
+        check_names(self, "id", "workload")
+        check_counts(self, "epoch", least=1)
+        check_counts(self, "attempt")
+        check_items(self, "ranks")
+        check_text(self, "reason")
+        require(
+            all(rank >= 0 for rank in self.ranks), self, "ranks", f"must be 0 or more, found {self.ranks}"
+        )
+        require(
+            0 < self.deadline_s <= 86_400,
+            self,
+            "deadline_s",
+            f"must be above 0 and at most a day, found {self.deadline_s}",
+        )
 
 
 class Fence:
