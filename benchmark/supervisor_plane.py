@@ -23,7 +23,7 @@ from resiliency.testing.processes import Command
 from supervisor.orchestrators.local import stop_all
 from supervisor.orchestrators.processes import Marked, kill_all, marked_processes
 from supervisor.transport.client import Remote
-from supervisor.transport.operators import ask_act, ask_status
+from supervisor.transport.operators import RemoteController
 from supervisor.transport.security import Security
 from supervisor.values import Request
 from supervisor.view.status import ActRequest, Status
@@ -165,17 +165,17 @@ class BenchPlane:
         return sum(1 for line in lines if re.search(rf'"message": "{pattern}', line))
 
     def status(self) -> Status:
-        return self._ask(lambda remote: ask_status(remote, timeout_s=WAIT_S))
+        return self._ask(lambda controller: controller.status(timeout_s=WAIT_S))
 
     def drain(self, host: str) -> None:
         asked = ActRequest(request=Request.DRAIN, by="benchmark", host=host, why="measured")
-        self._ask(lambda remote: ask_act(remote, asked, timeout_s=WAIT_S))
+        self._ask(lambda controller: controller.act(asked, timeout_s=WAIT_S))
 
-    def _ask(self, ask: Callable[[Remote], Coroutine[Any, Any, T]]) -> T:
+    def _ask(self, ask: Callable[[RemoteController], Coroutine[Any, Any, T]]) -> T:
         async def work() -> T:
             address = f"127.0.0.1:{self._ports['controller']}"
             async with Remote(address, Security(plaintext=True)) as remote:
-                return await ask(remote)
+                return await ask(RemoteController(remote))
 
         return asyncio.run(work())
 

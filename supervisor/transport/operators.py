@@ -48,40 +48,31 @@ def operator_service(
     )
 
 
-async def ask_status(remote: Remote, *, timeout_s: float) -> Status:
-    """The fleet as the controller knows it.
-
-    Raises:
-        Refused, Unreachable: see `Remote.call`.
-        InvalidValue: the controller is of a release with another format.
-    """
-    return await _ask(Status, remote, "Status", fleet_pb2.Document(), timeout_s)
-
-
-async def ask_act(remote: Remote, request: ActRequest, *, timeout_s: float) -> ActReply:
-    """Have the controller act for a person; its errors are those of `ask_status`."""
-    return await _ask(ActReply, remote, "Act", _pack(request), timeout_s)
-
-
-async def ask_history(remote: Remote, request: HistoryRequest, *, timeout_s: float) -> History:
-    """Records of the event log; its errors are those of `ask_status`."""
-    return await _ask(History, remote, "History", _pack(request), timeout_s)
-
-
 class RemoteController:
-    """A controller of another process, for the command line of operators."""
+    """A controller of another process.
+
+    Each call raises Refused or Unreachable as `Remote.call` does, and InvalidValue where the controller's
+    release has another format.
+    """
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
     async def status(self, *, timeout_s: float) -> Status:
-        return await ask_status(self._remote, timeout_s=timeout_s)
+        """The fleet as the controller knows it."""
+        return await self._ask(Status, "Status", fleet_pb2.Document(), timeout_s)
 
     async def act(self, request: ActRequest, *, timeout_s: float) -> ActReply:
-        return await ask_act(self._remote, request, timeout_s=timeout_s)
+        """Have the controller act for a person."""
+        return await self._ask(ActReply, "Act", _pack(request), timeout_s)
 
     async def history(self, request: HistoryRequest, *, timeout_s: float) -> History:
-        return await ask_history(self._remote, request, timeout_s=timeout_s)
+        """Records of the event log."""
+        return await self._ask(History, "History", _pack(request), timeout_s)
+
+    async def _ask(self, kind: type[D], name: str, message: Any, timeout_s: float) -> D:
+        method = OPERATOR.methods_by_name[name]
+        return _unpack(kind, await self._remote.call(method, message, timeout_s=timeout_s))
 
 
 def connect_from(
@@ -92,17 +83,10 @@ def connect_from(
     @asynccontextmanager
     async def connect(address: str, plaintext: bool) -> AsyncIterator[OperatorClient]:
         check_address(address, "--controller")
-        remote = Remote(address, Security.from_env(env, plaintext=plaintext))
-        try:
+        async with Remote(address, Security.from_env(env, plaintext=plaintext)) as remote:
             yield RemoteController(remote)
-        finally:
-            await remote.close()
 
     return connect
-
-
-async def _ask(kind: type[D], remote: Remote, name: str, message: Any, timeout_s: float) -> D:
-    return _unpack(kind, await remote.call(OPERATOR.methods_by_name[name], message, timeout_s=timeout_s))
 
 
 def _pack(document: Document) -> Any:

@@ -17,7 +17,7 @@ from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ControlPlaneError
 from resiliency.testing.processes import Command as Program
 from supervisor.transport.client import Remote
-from supervisor.transport.operators import ask_act, ask_history, ask_status
+from supervisor.transport.operators import RemoteController
 from supervisor.transport.security import Security
 from supervisor.values import Outcome, OutcomeStatus, Request
 from supervisor.view.status import (
@@ -93,20 +93,20 @@ class Plane:
     # --------------------------------------------------------------------------------------- operators
 
     def status(self) -> Status:
-        return self._ask(lambda remote: ask_status(remote, timeout_s=PATIENCE_S))
+        return self._ask(lambda controller: controller.status(timeout_s=PATIENCE_S))
 
     def act(self, request: Request, *, host: str = "", workload: str = "", why: str = "") -> ActReply:
         asked = ActRequest(request=request, by="tester", host=host, workload=workload, why=why)
-        return self._ask(lambda remote: ask_act(remote, asked, timeout_s=PATIENCE_S))
+        return self._ask(lambda controller: controller.act(asked, timeout_s=PATIENCE_S))
 
     def history(self, limit: int = 1000) -> History:
         asked = HistoryRequest(limit=limit)
-        return self._ask(lambda remote: ask_history(remote, asked, timeout_s=PATIENCE_S))
+        return self._ask(lambda controller: controller.history(asked, timeout_s=PATIENCE_S))
 
-    def _ask(self, ask: Callable[[Remote], Any]) -> Any:
+    def _ask(self, ask: Callable[[RemoteController], Any]) -> Any:
         async def work() -> Any:
             async with Remote(self.address, self.security) as remote:
-                return await ask(remote)
+                return await ask(RemoteController(remote))
 
         return asyncio.run(work())
 
