@@ -18,17 +18,15 @@ import json
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
 
 from resiliency.daemon_link import GENERATION_ENV
 from resiliency.errors import ConfigError
 from resiliency.files import write_durably
-from resiliency.tasks import end_tasks
 from supervisor.orchestrator import Answer, TellChange
 from supervisor.orchestrators.job_file import JobFile
 from supervisor.orchestrators.processes import (
@@ -40,6 +38,7 @@ from supervisor.orchestrators.processes import (
     signal_roots,
     start_process,
 )
+from supervisor.orchestrators.tasks import LoggedTasks
 from supervisor.plain import InvalidValue, from_plain, to_plain
 from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus
 
@@ -147,7 +146,7 @@ class LocalOrchestrator:
         self._environment = environment
         self._jobs = {job.workload: job for job in file.jobs}
         self._children: list[int] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = LoggedTasks("local orchestrator")
         self._tell: TellChange = lambda host, change, evidence: None
         self._state = self._load()
 
@@ -155,20 +154,19 @@ class LocalOrchestrator:
     async def running(self, tell: TellChange) -> AsyncIterator[None]:
         """Start what is wanted and is not there, and watch it; processes outlive the context."""
         self._tell = tell
-        self._start_task(self._watch())
+        self._tasks.start(self._watch())
         for workload in self._jobs:
-            self._start_task(self._settle_at_start(workload))
+            self._tasks.start(self._settle_at_start(workload))
         try:
             yield
         finally:
-            tasks = list(self._tasks)
-            await end_tasks(tasks)
+            await self._tasks.end()
             self._reap()
 
     # ------------------------------------------------------------------------------------- the seam
 
     def perform(self, command: Command, answer: Callable[[Answer], None]) -> None:
-        self._start_task(self._perform(command, answer))
+        self._tasks.start(self._perform(command, answer))
 
     def look(self, host: str, answer: Callable[[bool | None], None]) -> None:
         try:
@@ -442,16 +440,6 @@ class LocalOrchestrator:
 
     def _workload_on(self, host: str) -> str:
         return next((job.workload for job in self._state.jobs if host in job.hosts), "")
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("local orchestrator: a task of it has failed, which is a bug", exc_info=error)
 
     async def _settle_at_start(self, workload: str) -> None:
         try:

@@ -274,7 +274,7 @@ class JobActions:
             return await self.reset(name, command, end)
         await self._hosts.cordon(host, command)
         node, mark = name_of(host), _mark(jobset, SWAP, command)
-        found, _ = await self._view.api.list(PODS, self._view.namespace, labels=f"{RESTART_ATTEMPT}")
+        found, _ = await self._view.api.list(PODS, self._view.namespace, labels=RESTART_ATTEMPT)
         jobs, _ = await self._view.api.list(JOBS, self._view.namespace)
         mine = pods.pods_of_jobset(jobset["metadata"]["uid"], jobs, found)
         if mark is None:

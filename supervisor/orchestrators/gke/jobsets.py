@@ -113,13 +113,16 @@ def generation_problem(jobset: Object) -> str:
 
 
 def _is_supervised(replicated: Object) -> bool:
-    spec = pod_template(replicated)["spec"]
-    words = [
+    return any("--use-supervisor" in word or "--use_supervisor" in word for word in words_of(replicated))
+
+
+def words_of(replicated: Object) -> list[str]:
+    """The command lines of its containers."""
+    return [
         word
-        for container in spec.get("containers") or ()
+        for container in pod_template(replicated)["spec"].get("containers") or ()
         for word in (*(container.get("command") or ()), *(container.get("args") or ()))
     ]
-    return any("--use-supervisor" in word or "--use_supervisor" in word for word in words)
 
 
 def _variables_in(text: str) -> Iterator[str]:

@@ -40,7 +40,7 @@ def is_silent(node: Object) -> bool:
 
 
 def is_leaving(node: Object) -> bool:
-    return any(taint.get("key") in _LEAVING for taint in (node.get("spec") or {}).get("taints") or ())
+    return any(taint.get("key") in _LEAVING for taint in _taints(node))
 
 
 def changes(before: Object | None, after: Object | None) -> list[tuple[str, Change, str]]:

@@ -9,15 +9,14 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
 from kubernetes_asyncio.client import Configuration
 
-from resiliency.tasks import end_tasks, wait_for
+from resiliency.tasks import wait_for
 from supervisor.orchestrator import Answer, TellChange
 from supervisor.orchestrators.gke import jobsets, nodes
 from supervisor.orchestrators.gke.client import LEASES, NODES, Api, ApiError, Object, find_cluster
@@ -27,6 +26,7 @@ from supervisor.orchestrators.gke.lease import Fenced, NotHolder, WriterLease
 from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of
 from supervisor.orchestrators.gke.records import Records
 from supervisor.orchestrators.gke.view import ClusterView, Refused, TimedOut, Times
+from supervisor.orchestrators.tasks import LoggedTasks
 from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus, cut_text
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,6 @@ NODE_LEASES = "kube-node-lease"
 LIST_S = 30.0
 #: Commands whose deadline is known to their later tries; few are under way at once.
 REMEMBERED_ENDS = 1024
-
-
-@dataclass
-class _Operation:
-    """A command that is being carried out, and all that wait for it."""
-
-    answers: list[Callable[[Answer], None]] = field(default_factory=list)
 
 
 class GkeOrchestrator:
@@ -70,8 +63,9 @@ class GkeOrchestrator:
         self._times = times or Times()
         self._connect = connect
         self._identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._operations: dict[str, _Operation] = {}
+        self._tasks = LoggedTasks("Kubernetes orchestrator")
+        #: All that wait for a command that is being carried out, by its id.
+        self._answers: dict[str, list[Callable[[Answer], None]]] = {}
         self._ends: dict[str, float] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._warned: set[str] = set()
@@ -90,8 +84,7 @@ class GkeOrchestrator:
             try:
                 yield
             finally:
-                tasks = list(self._tasks)
-                await end_tasks(tasks)
+                await self._tasks.end()
 
     def _begin(self, api: Api) -> None:
         self._api = api
@@ -106,22 +99,20 @@ class GkeOrchestrator:
         self._view.nodes.listener = self._node_changed
         self._view.jobsets.listener = self._jobset_changed
         for watched in self._view.watched:
-            self._start_task(watched.run(api))
-        self._start_task(self._lease.run())
-        self._start_task(self._finish_records())
+            self._tasks.start(watched.run(api))
+        self._tasks.start(self._lease.run())
+        self._tasks.start(self._finish_records())
 
     # ------------------------------------------------------------------------------------- the seam
 
     def perform(self, command: Command, answer: Callable[[Answer], None]) -> None:
-        known = self._operations.get(command.id)
-        if known is not None:
-            known.answers.append(answer)  # it is under way, and its end is the answer to all tries
-            return
-        operation = self._operations[command.id] = _Operation([answer])
-        self._start_task(self._perform(command, operation))
+        # Where it is under way its end is the answer to all tries.
+        self._answers.setdefault(command.id, []).append(answer)
+        if len(self._answers[command.id]) == 1:
+            self._tasks.start(self._perform(command))
 
     def look(self, host: str, answer: Callable[[bool | None], None]) -> None:
-        self._start_task(self._look(host, answer))
+        self._tasks.start(self._look(host, answer))
 
     async def _look(self, host: str, answer: Callable[[bool | None], None]) -> None:
         try:
@@ -146,14 +137,14 @@ class GkeOrchestrator:
 
     # ------------------------------------------------------------------------------------- commands
 
-    async def _perform(self, command: Command, operation: _Operation) -> None:
+    async def _perform(self, command: Command) -> None:
         try:
             answer = await self._answer(command)
         finally:
-            del self._operations[command.id]
+            waiting = self._answers.pop(command.id)
         # Messages of servers may hold lines and be long; outcomes may not.
         answer = replace(answer, text=cut_text(answer.text))
-        for one in operation.answers:
+        for one in waiting:
             one(answer)
 
     async def _answer(self, command: Command) -> Answer:
@@ -279,17 +270,16 @@ class GkeOrchestrator:
         return ""
 
     def _node_changed(self, before: Object | None, after: Object | None) -> None:
-        for host, change, text in nodes.changes(before, after):
-            seen = (after or before or {})["metadata"]
-            evidence = f"gke:{seen['uid']}:{seen['resourceVersion']}:{change.value}"
-            self._tell(host, change, Evidence(id=evidence, witness="orchestrator", text=text))
+        said = nodes.changes(before, after)
         if after is not None and CORDONED_BY in annotations_of(after) and not nodes.is_cordoned(after):
             if before is None:
                 # Uncordoned by a person while no adapter ran.
-                host, text = nodes.host_id(after), "uncordoned meanwhile"
-                evidence = f"gke:{after['metadata']['uid']}:{after['metadata']['resourceVersion']}:uncordoned"
-                self._tell(host, Change.UNCORDONED, Evidence(id=evidence, witness="orchestrator", text=text))
-            self._start_task(self._forget_cordon(after))
+                said.append((nodes.host_id(after), Change.UNCORDONED, "uncordoned meanwhile"))
+            self._tasks.start(self._forget_cordon(after))
+        seen = (after or before or {})["metadata"]
+        for host, change, text in said:
+            evidence = f"gke:{seen['uid']}:{seen['resourceVersion']}:{change.value}"
+            self._tell(host, change, Evidence(id=evidence, witness="orchestrator", text=text))
 
     async def _forget_cordon(self, node: Object) -> None:
         try:
@@ -309,15 +299,3 @@ class GkeOrchestrator:
                 name,
                 problem,
             )
-
-    # ------------------------------------------------------------------------------------- small parts
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("Kubernetes orchestrator: a task of it has failed, which is a bug", exc_info=error)

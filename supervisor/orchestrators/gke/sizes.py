@@ -11,7 +11,7 @@ import copy
 import re
 from dataclasses import dataclass
 
-from supervisor.orchestrators.gke.jobsets import pod_template, pods_of, pods_of_job, replicated_jobs
+from supervisor.orchestrators.gke.jobsets import pod_template, pods_of, pods_of_job, replicated_jobs, words_of
 from supervisor.orchestrators.gke.names import SCALES, Object, annotations_of
 
 #: Variables and flags that hold a number of hosts, of replicas, of ranks; flags with dashes or underscores.
@@ -67,7 +67,7 @@ def trained_by(jobset: Object) -> Object:
     found = replicated_jobs(jobset)
     for flag in ("use-supervisor", "num-dp-replicas", "nnodes"):
         for one in found:
-            if any(_flag(flag).search(word) for word in _words(one)):
+            if any(_flag(flag).search(word) for word in words_of(one)):
                 return one
     return max(found, key=pods_of)
 
@@ -178,15 +178,6 @@ def _with_number(name: str) -> re.Pattern[str]:
     return re.compile(rf"((?<![\w-])--{name.replace('-', '[-_]')}[=\s\0]+)(\d+)(?![\w:.])")
 
 
-def _words(replicated: Object) -> list[str]:
-    spec = pod_template(replicated)["spec"]
-    return [
-        word
-        for container in spec.get("containers") or ()
-        for word in (*(container.get("command") or ()), *(container.get("args") or ()))
-    ]
-
-
 def _number(replicated: Object, names: tuple[str, ...], flags: tuple[str, ...]) -> int:
     """What variables or flags of its containers say; 0 where none does."""
     spec = pod_template(replicated)["spec"]
@@ -195,7 +186,7 @@ def _number(replicated: Object, names: tuple[str, ...], flags: tuple[str, ...]) 
             text = variable.get("value") or ""
             if variable["name"] in names and text.isdecimal() and int(text):
                 return int(text)
-    joined = "\0".join(_words(replicated))
+    joined = "\0".join(words_of(replicated))
     for flag in flags:
         found = _with_number(flag).search(joined)
         if found:
