@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs of the supervisor do first: see that this package is the one that was meant, and log.
+"""What the programs of the supervisor have in common: their first steps, a missing gRPC, an end by a signal.
 
 PyPI has another distribution called ``supervisor`` (a process manager), with the same import name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
-from collections.abc import Iterable
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from resiliency import log
 from resiliency.errors import ConfigError
@@ -31,6 +36,30 @@ def start_program(name: str) -> None:
     other = other_distribution(importlib.metadata.distributions(), Path(__file__).parent)
     if other:
         logger.warning("%s", other)
+
+
+def explained(run: Callable[[], int]) -> int:
+    """The exit code of `run`; a sentence where gRPC is not installed."""
+    try:
+        return run()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("grpc", "google"):
+            raise
+        print(
+            f"the supervisor needs {error.name}.  Install it with: pip install 'resiliency[supervisor]'",
+            file=sys.stderr,
+        )
+        return REFUSED
+
+
+async def until_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until its end, or cancel it at SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 def other_distribution(distributions: Iterable[importlib.metadata.Distribution], here: Path) -> str:

@@ -14,26 +14,22 @@ import asyncio
 from collections.abc import Sequence
 
 from resiliency.errors import ConfigError
-from supervisor.entry import REFUSED, start_program
+from supervisor.entry import REFUSED, explained, start_program, until_signal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the daemon with `argv` (default: the process's own) and return its exit code."""
+    return explained(lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    from supervisor.daemon.daemon import HostDaemon
+    from supervisor.daemon.settings import USAGE, DaemonSettings
+
     try:
-        from supervisor.daemon.daemon import run_until_signal
-        from supervisor.daemon.settings import USAGE, DaemonSettings
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("grpc", "google"):
-            raise
-        print(
-            f"host_daemon.py needs {error.name}.  Install it with: pip install 'resiliency[supervisor]'",
-            file=sys.stderr,
-        )
-        return REFUSED
-    try:
-        settings = DaemonSettings.parse(sys.argv[1:] if argv is None else argv, os.environ)
+        settings = DaemonSettings.parse(argv, os.environ)
         start_program("host-daemon")
-        asyncio.run(run_until_signal(settings))
+        asyncio.run(until_signal(HostDaemon(settings).run()))
     except ConfigError as error:
         print(f"usage: {USAGE}\nhost_daemon.py: error: {error}", file=sys.stderr)
         return REFUSED

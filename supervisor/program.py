@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from supervisor.entry import REFUSED
+from supervisor.entry import explained
 from supervisor.view import operators
 
 
@@ -19,7 +18,7 @@ def run_or_explain(parts: Sequence[str], argv: Sequence[str]) -> int:
 
         return run_program(parts, argv)
 
-    return _explained(run)
+    return explained(run)
 
 
 def operate_or_explain(argv: Sequence[str]) -> int:
@@ -30,17 +29,4 @@ def operate_or_explain(argv: Sequence[str]) -> int:
 
         return operators.run(argv, os.environ, connect_from(os.environ))
 
-    return _explained(run)
-
-
-def _explained(run: Callable[[], int]) -> int:
-    try:
-        return run()
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("grpc", "google"):
-            raise
-        print(
-            f"the supervisor needs {error.name}.  Install it with: pip install 'resiliency[supervisor]'",
-            file=sys.stderr,
-        )
-        return REFUSED
+    return explained(run)

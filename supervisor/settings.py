@@ -7,9 +7,11 @@ Every violation is refused with a sentence that names the variable, before anyth
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from resiliency.errors import ConfigError
 
@@ -79,6 +81,30 @@ class Settings:
             scaling=_switch(env, "ENABLE_WORKLOAD_SCALING"),
             nodes_per_dp=read_whole(env, "NUM_NODES_PER_DP", 1, 10**6, cls.nodes_per_dp),
             dp_replicas=read_whole(env, "NUM_DP_REPLICAS", 1, 10**6, cls.dp_replicas),
+        )
+
+
+def make_own_directory(path: Path, flag: str) -> None:
+    """Make the directory that `flag` names, where it is not there.
+
+    Raises:
+        ConfigError: nothing can be written to it, or it belongs to another user.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        probe = path / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}: cannot write to {path}: {error.strerror}.", flag=flag, path=str(path)
+        ) from error
+    if owner not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{flag}: {path} belongs to user {owner}, who could change what is done.",
+            flag=flag,
+            path=str(path),
         )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -328,13 +327,3 @@ def _save_fence(path: Path, fence: Fence) -> None:
         write_durably(path, json.dumps(fence.to_dict()).encode())
     except OSError as error:
         logger.error("fence not kept: %s; a restart of this daemon forgets its commands", error)
-
-
-async def run_until_signal(settings: DaemonSettings) -> None:
-    """Run a daemon until SIGTERM or SIGINT."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(HostDaemon(settings).run())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    with suppress(asyncio.CancelledError):
-        await task

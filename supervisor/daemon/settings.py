@@ -14,10 +14,11 @@ from pathlib import Path
 from resiliency.daemon_link import DEFAULT_PORT, PORT_ENV
 from resiliency.errors import ConfigError
 from supervisor.flags import WATCHDOG_FLAGS, Parser, add_later, refuse_later, spelled
-from supervisor.settings import HOST_DAEMON_PORT, Settings, read_whole
+from supervisor.settings import HOST_DAEMON_PORT, Settings, make_own_directory, read_whole
 from supervisor.transport.security import Security, TokenFile
 from supervisor.watchdogs.runner import WatchdogSettings
 from supervisor.watchdogs.watchdog import NAMES as WATCHDOGS
+from supervisor.watchdogs.watchdog import boot_id
 
 USAGE = "host_daemon.py [FLAGS]"
 DESCRIPTION = """\
@@ -81,10 +82,10 @@ class DaemonSettings:
         _check_name("--address", address)
         token = args.launcher_token_file
         state_dir = Path(args.state_dir or _default_state_dir())
-        _check_state_dir(state_dir)
+        make_own_directory(state_dir, "--state_dir")
         return cls(
             host=host,
-            host_id=f"{host}.{_boot_id()}",
+            host_id=f"{host}.{boot_id()}",
             address=f"[{address}]" if ":" in address else address,
             port=port,
             launcher_port=launcher_port,
@@ -215,34 +216,7 @@ def _check_name(what: str, name: str) -> None:
         )
 
 
-def _check_state_dir(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        probe = path / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-        owner = path.stat().st_uid
-    except OSError as error:
-        raise ConfigError(
-            f"--state_dir: cannot write to {path}: {error.strerror}.", flag="--state_dir", path=str(path)
-        ) from error
-    if owner not in (0, os.geteuid()):
-        raise ConfigError(
-            f"--state_dir: {path} belongs to user {owner}, who could change which commands are carried out.",
-            flag="--state_dir",
-            path=str(path),
-        )
-
-
 def _default_state_dir() -> str:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     name = "resiliency-host-daemon"
     return f"{runtime}/{name}" if runtime else f"{tempfile.gettempdir()}/{name}-{os.geteuid()}"
-
-
-def _boot_id() -> str:
-    """Differs between machines, and between starts of one: a replacement under the same name has another."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
-    except OSError:
-        return "unknown"

@@ -7,14 +7,13 @@ import asyncio
 import logging
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 from resiliency.errors import ConfigError, ResiliencyError
-from supervisor.entry import REFUSED, start_program
+from supervisor.entry import REFUSED, start_program, until_signal
 from supervisor.event_log import EventLog
 from supervisor.orchestrator import RunningOrchestrator
 from supervisor.orchestrators.job_file import read_job_file
@@ -119,15 +118,6 @@ def _make_gke(settings: PartSettings) -> RunningOrchestrator:
     )
 
 
-async def _run_until_signal(settings: PartSettings) -> None:
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(run_parts(settings))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    with suppress(asyncio.CancelledError):
-        await task
-
-
 def allow_connections() -> None:
     """Raise the soft limit of open files to the hard one: each host holds a connection to its sensor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -141,7 +131,7 @@ def run_program(parts: Sequence[str], argv: Sequence[str]) -> int:
         settings = PartSettings.parse(parts, argv, os.environ)
         allow_connections()
         start_program("-".join(parts) if len(parts) == 1 else "supervisor")
-        asyncio.run(_run_until_signal(settings))
+        asyncio.run(until_signal(run_parts(settings)))
     except ConfigError as error:
         print(f"usage: {usage_of(parts)}\n{program_of(parts)}: error: {error}", file=sys.stderr)
         return REFUSED

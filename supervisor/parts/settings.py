@@ -15,7 +15,7 @@ from resiliency.errors import ConfigError
 from supervisor.decision.controller import BaseController
 from supervisor.flags import Parser, add_later, refuse_later, spelled
 from supervisor.policy.thresholds import Thresholds, flag
-from supervisor.settings import ACTUATOR_PORT, CONTROLLER_PORT, SENSOR_PORT, Settings
+from supervisor.settings import ACTUATOR_PORT, CONTROLLER_PORT, SENSOR_PORT, Settings, make_own_directory
 from supervisor.transport.security import Security
 from supervisor.view.server import DEFAULT_PORT as STATUS_PORT
 
@@ -283,19 +283,6 @@ def _state_dir(args: argparse.Namespace, parts: Sequence[str]) -> Path:
         os.environ.get("XDG_STATE_HOME") or tempfile.gettempdir(), f"resiliency-supervisor-{os.geteuid()}"
     )
     path = Path(text)
-    if parts == ("sensor",):
-        return path
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = path.stat().st_uid
-    except OSError as error:
-        raise ConfigError(
-            f"--state-dir: cannot make {path}: {error.strerror}.", flag="--state-dir", path=str(path)
-        ) from error
-    if owner not in (0, os.geteuid()):
-        raise ConfigError(
-            f"--state-dir: {path} belongs to user {owner}, who could change what was decided.",
-            flag="--state-dir",
-            path=str(path),
-        )
+    if parts != ("sensor",):
+        make_own_directory(path, "--state-dir")
     return path

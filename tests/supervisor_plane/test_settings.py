@@ -90,7 +90,7 @@ def test_each_threshold_is_a_flag_with_either_spelling_and_has_a_row_in_the_docs
         ),
         (["--policy=json:dumps"], {}, "--policy must be MODULE:CLASS of a subclass of BaseController"),
         (["--policy=no_such:Thing"], {}, "--policy: no_such cannot be imported: No module named 'no_such'."),
-        (["--state-dir=/proc/nothing"], {}, "--state-dir: cannot make /proc/nothing"),
+        (["--state-dir=/proc/nothing"], {}, "--state-dir: cannot write to /proc/nothing"),
         (["--port=1"], {}, "unrecognized arguments: --port=1.  See --help."),
         ([], {"SUPERVISOR_PLAINTEXT": "0"}, "SUPERVISOR_TLS_CA is not set: the supervisor speaks TLS."),
     ],
