@@ -66,6 +66,17 @@ class View:
         mark = self.state.progress.get(workload)
         return mark.attempt if mark else -1
 
+    def next_action_at(self, workload: str, *, repeated: bool) -> float:
+        """When the pace of a job allows its next action; `repeated`: for the same hosts as the last one."""
+        account, limits = self.account(workload), self.limits
+        ready = account.bucket.ready_at(
+            self.now, capacity=limits.actions_at_once, period_s=limits.action_period_s
+        )
+        if account.fruitless and repeated and self.best_step(workload) <= account.best:
+            wait = backoff_s(account.fruitless, base_s=limits.backoff_s, limit_s=limits.backoff_limit_s)
+            ready = max(ready, account.acted_at + wait)
+        return ready
+
     def spares(self) -> list[HostInfo]:
         """Healthy free hosts that are neither cordoned, nor condemned, nor promised to a job already."""
         promised = {flight.command.spare for flight in self.state.commands.values()}
@@ -178,14 +189,7 @@ def in_pace(view: View, intent: Intent) -> Refusal | None:
     """A token bucket for all actions of a job, and a growing wait after those that brought nothing."""
     if intent.workload is None or not intent.kind.restarts:
         return None
-    account = view.account(intent.workload.workload)
-    ready = account.bucket.ready_at(
-        view.now, capacity=view.limits.actions_at_once, period_s=view.limits.action_period_s
-    )
-    failures = account.fruitless
-    if failures and intent.repeated and view.best_step(intent.workload.workload) <= account.best:
-        wait = backoff_s(failures, base_s=view.limits.backoff_s, limit_s=view.limits.backoff_limit_s)
-        ready = max(ready, account.acted_at + wait)
+    ready = view.next_action_at(intent.workload.workload, repeated=intent.repeated)
     if ready > view.now:
         return Refusal(text=f"actions of this job wait for {ready - view.now:.0f} s more", until=ready)
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from supervisor.decision.guards import View
-from supervisor.decision.state import Account, Change, Fleet, Incident, State
+from supervisor.decision.state import Account, Change, Incident, State
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import Command, Event, HostInfo, WorkloadInfo
 
@@ -65,7 +65,7 @@ class Turn:
         self.state = self.state.with_changes(((table, key, row),))
 
     def next_id(self, counter: str, prefix: str) -> str:
-        fleet = self.state.fleet.get("", Fleet())
+        fleet = self.view.fleet
         number = getattr(fleet, counter) + 1
         self.put(
             "fleet",
@@ -75,7 +75,7 @@ class Turn:
         return f"{prefix}{number}{fleet.series}"
 
     def account(self, workload: str) -> Account:
-        return self.state.accounts.get(workload, Account())
+        return self.view.account(workload)
 
     def decision(self) -> Decision:
         changes = tuple((table, key, row) for (table, key), row in self.changes.items())

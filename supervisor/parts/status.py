@@ -12,7 +12,7 @@ from supervisor.decision.state import Incident, State
 from supervisor.detection import HostSight
 from supervisor.parts.journal import Journal
 from supervisor.parts.tasks import Contact
-from supervisor.policy.budget import Budget, backoff_s
+from supervisor.policy.budget import Budget
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import DeviceState, Event, HostInfo, LauncherState, WorkloadInfo
 from supervisor.view.status import (
@@ -155,13 +155,6 @@ def _job(job: WorkloadInfo, view: View) -> JobStatus:
     account, mark = view.account(name), view.state.progress.get(name)
     verdict = view.state.verdicts.get(f"job:{name}")
     incident = view.state.incidents.get(name)
-    ready = account.bucket.ready_at(
-        view.now, capacity=limits.actions_at_once, period_s=limits.action_period_s
-    )
-    if account.fruitless and view.best_step(name) <= account.best:
-        wait = backoff_s(account.fruitless, base_s=limits.backoff_s, limit_s=limits.backoff_limit_s)
-        ready = max(ready, account.acted_at + wait)
-    used = max(0.0, account.bucket.used - _age(view.now, account.bucket.at) / limits.action_period_s)
     return JobStatus(
         workload=name,
         job=job.job,
@@ -185,10 +178,12 @@ def _job(job: WorkloadInfo, view: View) -> JobStatus:
         attempt=mark.attempt if mark else 0,
         in_job=_budget(account.in_job, job.max_in_job_restarts, view, name),
         restarts=_budget(account.workload, job.max_workload_restarts, view, name),
-        actions_left=max(0, int(limits.actions_at_once - used + 1e-9)),
+        actions_left=account.bucket.left(
+            view.now, capacity=limits.actions_at_once, period_s=limits.action_period_s
+        ),
         actions_at_once=limits.actions_at_once,
         fruitless=account.fruitless,
-        next_action_s=max(0.0, ready - view.now),
+        next_action_s=max(0.0, view.next_action_at(name, repeated=True) - view.now),
         incident=incident.id if incident else "",
         verdict=(verdict.text or verdict.cause) if verdict and verdict.holds(view.now) else "",
     )

@@ -45,6 +45,10 @@ class TokenBucket:
         # A rest of rounding must not ask for a wait that no clock can show.
         return now + excess * period_s if excess > 1e-9 else now
 
+    def left(self, now: float, *, capacity: int, period_s: float) -> int:
+        """Actions that are allowed at once now."""
+        return max(0, int(capacity - self._used(now, period_s) + 1e-9))
+
     def take(self, now: float, *, period_s: float) -> TokenBucket:
         return TokenBucket(used=self._used(now, period_s) + 1, at=now)
 
