@@ -442,8 +442,6 @@ class BaseController:
                 return refusal
         return None
 
-    # -------------------------------------------------------------------------------- verdicts
-
     # -------------------------------------------------------------------------------- small parts
 
     def _is_unfit(self, event: Event) -> bool:

@@ -198,11 +198,10 @@ class Detector:
 
     def orchestrator_changed(self, id: str, change: Change, evidence: Evidence, now: float) -> list[Output]:
         """A node or pod changed; the orchestrator's word that a host is gone needs no second witness."""
-        self._pass_time(now)
+        time = self._pass_time(now)
         if not self._conditions.is_new_finding(evidence.id):
             return []
         self._conditions.remember_finding(evidence.id)
-        time = self._looked_at - self._late_s
         host = self._hosts.get(id)
         workload = host.info.workload if host else ""
         if host is not None and change is Change.GONE:

@@ -40,7 +40,7 @@ from supervisor.transport.services import (
     send_commands,
     send_thaw,
 )
-from supervisor.values import Command, Event, EventType, Evidence, Outcome, Request, cut_text
+from supervisor.values import Event, EventType, Evidence, Outcome, Request, cut_text
 from supervisor.view.status import (
     MOST_RECORDS,
     ActReply,
@@ -218,7 +218,8 @@ class ControllerPart:
             sent = {command.id for command in under_way}
             try:
                 # Also with none: a sign of life that tells whether the actuator is there.
-                await self._hand_over(first if new and first else under_way)
+                due = list(first if new and first else under_way)
+                await send_commands(self._actuator, due, deadline_s=RESEND_S)
                 self._to_actuator.succeeded()
                 backoff.reset()
             except (Refused, Unreachable) as error:
@@ -226,9 +227,6 @@ class ControllerPart:
                 self._to_actuator.failed(error)
                 await self._actuator.close()
                 await asyncio.sleep(backoff.next_s())
-
-    async def _hand_over(self, commands: Iterable[Command]) -> None:
-        await send_commands(self._actuator, list(commands), deadline_s=RESEND_S)
 
     # ------------------------------------------------------------------------------------- operators
 

@@ -148,7 +148,7 @@ class SensorPart:
         elif isinstance(value, HostInfo):
             self._register(value)
         elif isinstance(value, WorkloadInfo):
-            self._say(self._detector.register_workload(self._settings_for(value), now))
+            self._say(self._detector.register_workload(with_defaults(value, self._settings), now))
 
     def host_lost(self, host: str, incarnation: str) -> None:
         del incarnation
@@ -157,10 +157,6 @@ class SensorPart:
     def _register(self, host: HostInfo) -> None:
         self._hosts[host.id] = host
         self._say(self._detector.register_host(host, time.monotonic()))
-
-    def _settings_for(self, info: WorkloadInfo) -> WorkloadInfo:
-        """The job's own budgets; where it has none, those of the environment."""
-        return with_defaults(info, self._settings)
 
     # ------------------------------------------------------------------------------------- the detector
 
