@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from supervisor.daemon.settings import DaemonSettings
+from supervisor.orchestrators.gke import RIGHTS
 from supervisor.parts.settings import ALL, PartSettings
 from supervisor.policy.thresholds import flags
 from tests.deploy.chart import CHART, ROOT, Objects, render, run_helm
@@ -195,13 +196,10 @@ def test_only_the_actuator_has_rights_and_only_it_gets_a_token() -> None:
 
 
 def test_what_is_granted_is_what_the_orchestrator_calls_and_no_more() -> None:
-    gke = pytest.importorskip(
-        "supervisor.orchestrators.gke", reason="this release has no orchestrator for Kubernetes"
-    )
     places = {"cluster": "", "workloads": "training", "own": "fleet", "node_leases": "kube-node-lease"}
     wanted = {
         (places[right.scope.value], right.group, right.resource, verb)
-        for right in gke.RIGHTS
+        for right in RIGHTS
         for verb in right.verbs
     }
     assert granted(Objects(rendered("other-namespace")), "rs-resiliency-supervisor-actuator") == wanted

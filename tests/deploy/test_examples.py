@@ -15,6 +15,7 @@ import yaml
 from resiliency.launch import cli
 from resiliency.launch.options import resolve
 from simulator.command_line import parse as parse_simulator
+from supervisor.orchestrators.gke import jobsets, sizes
 from supervisor.values import WorkloadInfo
 from tests.deploy.chart import ROOT, Objects, render
 from tests.deploy.tools import definitions, problems, type_of
@@ -191,10 +192,6 @@ def test_a_jobset_can_lose_a_pod_and_reach_the_daemon_and_the_store(name: str) -
 
 @pytest.mark.parametrize("name", JOBSETS)
 def test_the_orchestrator_finds_nothing_missing_and_can_change_the_size(name: str, tmp_path: Path) -> None:
-    jobsets = pytest.importorskip(
-        "supervisor.orchestrators.gke.jobsets", reason="this release has no orchestrator for Kubernetes"
-    )
-    sizes = pytest.importorskip("supervisor.orchestrators.gke.sizes", reason="the same")
     (jobset,) = objects(name)
     assert jobsets.generation_problem(jobset) == ""
     size = sizes.size_of(jobset)
