@@ -198,6 +198,21 @@ def test_a_drain_waits_for_the_disruption_budget_and_deletes_at_its_deadline() -
     run(work())
 
 
+def test_a_swap_leaves_the_pods_of_a_machine_that_was_started_again_since() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            lost, before = host(cluster, "n2"), {pod["metadata"]["uid"] for pod in cluster.pods("a")}
+            cluster.reboot_node("n2")
+            swap = {"workload": "a", "host": lost, "spare": host(cluster, "n3")}
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert (done.status, done.text) == (DONE, "n2 was started again, so its pods stay; 2 pods run")
+            assert {pod["metadata"]["uid"] for pod in cluster.pods("a")} == before
+            assert "unschedulable" not in cluster.store.get("nodes", "n2")["spec"]
+
+    run(work())
+
+
 def test_a_drain_deletes_a_pod_that_two_disruption_budgets_keep_from_any_eviction() -> None:
     async def work() -> None:
         times = replace(TIMES, evict_s=0.5)

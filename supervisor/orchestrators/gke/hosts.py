@@ -114,6 +114,11 @@ class HostActions:
         found, _ = await self._view.api.list(PODS, self._view.namespace, fields=f"spec.nodeName={name}")
         return [pod for pod in found if not pods.is_of_the_node(pod) and not pods.has_ended(pod)]
 
+    async def has_rebooted(self, host: str) -> bool:
+        """Whether its machine is there, by another boot than the one of the host's id."""
+        node = await self._view.api.try_get(NODES, nodes.name_of(host))
+        return node is not None and host not in (node["metadata"]["name"], nodes.host_id(node))
+
     async def _fresh(self, host: str) -> Object | None:
         """The node as the server has it now; None where it, or that boot of it, is gone."""
         for name in dict.fromkeys((host, nodes.name_of(host))):

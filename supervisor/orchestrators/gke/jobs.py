@@ -266,14 +266,20 @@ class JobActions:
     # ------------------------------------------------------------------------------------- hot swap
 
     async def swap(self, name: str, command: str, host: str, end: float) -> str:
-        """Replace the pods of one host; the others stay, where the Jobs allow that."""
+        """Replace the pods of one host; the others stay, where the Jobs allow that.
+
+        Pods of a boot that is over have ended with it, and Jobs make them again; those of a later boot stay.
+        """
         jobset = await self._get(name, end)
         if was_applied(jobset, command):
             return await self._placed(jobset, end)
         if _mark(jobset, RESET, command) is not None:
             return await self.reset(name, command, end)
-        await self._hosts.cordon(host, command)
         node, mark = name_of(host), _mark(jobset, SWAP, command)
+        if mark is None and await self._hosts.has_rebooted(host):
+            jobset = await self._annotate(jobset, {COMMANDS: with_command(jobset, command)})
+            return f"{node} was started again, so its pods stay; {await self._placed(jobset, end)}"
+        await self._hosts.cordon(host, command)
         found, _ = await self._view.api.list(PODS, self._view.namespace, labels=RESTART_ATTEMPT)
         jobs, _ = await self._view.api.list(JOBS, self._view.namespace)
         mine = pods.pods_of_jobset(jobset["metadata"]["uid"], jobs, found)
