@@ -207,12 +207,7 @@ class Host:
         text = "done"
         if command["kind"] == "restart_ranks":
             text = f"attempt {self.attempt} ends"
-            self.attempt, self.failed, self.launcher, self.advancing = (
-                self.attempt + 1,
-                False,
-                "running",
-                True,
-            )
+            self.attempt, self.failed, self.advancing = self.attempt + 1, False, True
         outcome = Outcome(command=command["id"], epoch=command["epoch"], status=OutcomeStatus.DONE, text=text)
         assert self._link is not None
         self._link.send_outcome(outcome.to_dict())

@@ -35,6 +35,7 @@ from supervisor.values import (
     WorkloadInfo,
 )
 from supervisor.view.status import Status
+from tests.asynchronous import run, until
 
 LIMITS = Thresholds(max_fruitless=2)
 
@@ -117,7 +118,7 @@ def test_a_command_for_a_job_is_done_when_one_of_its_hosts_has_done_it(
         assert {name for name, _ in streams.asked} == set(answers)  # type: ignore[attr-defined]
         assert {asked.attempt for _, asked in streams.asked} == {3}  # type: ignore[attr-defined]
 
-    asyncio.run(work())
+    run(work())
 
 
 def test_a_job_does_not_wait_for_a_silent_host_where_another_has_done_it_but_stacks_are_of_all() -> None:
@@ -129,19 +130,20 @@ def test_a_job_does_not_wait_for_a_silent_host_where_another_has_done_it_but_sta
             commands.host_connected(host(name), "x")
         command = Command(epoch=2, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
         asking = commands.ask(command, HostCommandKind.RESTART_RANKS, attempt=3, within_s=3600)
-        assert (await asyncio.wait_for(asking, 60)).status is DONE
+        assert (await asking).status is DONE
         assert not commands._waiting
         stacks = asyncio.ensure_future(
             commands.ask(command, HostCommandKind.DUMP_STACKS, attempt=None, within_s=3600)
         )
-        while len(streams.asked) < 4 or len(commands._waiting) > 1:
-            await asyncio.sleep(0)
+        await until(
+            lambda: len(streams.asked) == 4 and len(commands._waiting) == 1, "the hosts are not all asked"
+        )
         assert not stacks.done()
         late = Outcome(command="c1", epoch=2, status=DONE, text="rank 0: train.py:9")
         commands.host_message("a", late)
-        assert (await asyncio.wait_for(stacks, 60)).text == "rank 1: train.py:7; rank 0: train.py:9"
+        assert (await stacks).text == "rank 1: train.py:7; rank 0: train.py:9"
 
-    asyncio.run(work())
+    run(work())
 
 
 def test_a_job_without_connected_hosts_is_worth_another_try_and_a_stream_that_ends_is_no_answer() -> None:
@@ -156,13 +158,12 @@ def test_a_job_without_connected_hosts_is_worth_another_try_and_a_stream_that_en
         assert none.text == "no host of job is connected to the actuator"
         commands.host_connected(host("a"), "x")
         asking = asyncio.ensure_future(commands.ask(command, kind, attempt=None, within_s=60))
-        while not streams.asked:
-            await asyncio.sleep(0)
+        await until(lambda: streams.asked, "the host is not asked")
         commands.host_lost("a", "x")
-        ended = await asyncio.wait_for(asking, 30)
+        ended = await asking
         assert (ended.status, ended.passing) == (FAILED, True)
 
-    asyncio.run(work())
+    run(work())
 
 
 # ------------------------------------------------------------------------------------------- the journal
