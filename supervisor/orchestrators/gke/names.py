@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 Object = dict[str, Any]
@@ -49,10 +50,15 @@ def is_deleting(thing: Object) -> bool:
     return "deletionTimestamp" in thing["metadata"]
 
 
-def condition(thing: Object, name: str) -> Object | None:
-    """A condition of an object that is true."""
+def condition(thing: Object, name: str, status: str = "True") -> Object | None:
+    """The condition of an object, where it has this status."""
     found = (thing.get("status") or {}).get("conditions") or []
-    return next((one for one in found if one.get("type") == name and one.get("status") == "True"), None)
+    return next((one for one in found if one.get("type") == name and one.get("status") == status), None)
+
+
+def seconds_of(text: str) -> float:
+    """A moment as the API writes it, since the epoch."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def was_applied(thing: Object, command: str) -> bool:

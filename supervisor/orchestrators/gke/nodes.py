@@ -35,8 +35,7 @@ def is_ready(node: Object) -> bool:
 
 def is_silent(node: Object) -> bool:
     """The node controller has given up on its kubelet."""
-    found = (node.get("status") or {}).get("conditions") or []
-    return any(one.get("type") == "Ready" and one.get("status") == "Unknown" for one in found)
+    return condition(node, "Ready", "Unknown") is not None
 
 
 def is_leaving(node: Object) -> bool:

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import datetime
 
 from kubernetes_asyncio.client import Configuration
 
@@ -23,7 +22,7 @@ from supervisor.orchestrators.gke.client import LEASES, NODES, Api, ApiError, Ob
 from supervisor.orchestrators.gke.hosts import HostActions
 from supervisor.orchestrators.gke.jobs import JobActions
 from supervisor.orchestrators.gke.lease import Fenced, NotHolder, WriterLease
-from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of
+from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of, seconds_of
 from supervisor.orchestrators.gke.records import Records
 from supervisor.orchestrators.gke.view import ClusterView, Refused, TimedOut, Times
 from supervisor.orchestrators.tasks import LoggedTasks
@@ -132,8 +131,7 @@ class GkeOrchestrator:
         renewed = ((lease or {}).get("spec") or {}).get("renewTime")
         if not renewed:
             return None
-        at = datetime.fromisoformat(renewed.replace("Z", "+00:00")).timestamp()
-        return True if self._api.now() - at <= self._times.alive_s else None
+        return True if self._api.now() - seconds_of(renewed) <= self._times.alive_s else None
 
     # ------------------------------------------------------------------------------------- commands
 

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 
 from supervisor.orchestrators.gke.names import (
     INDEX_FAILURES,
@@ -15,6 +14,7 @@ from supervisor.orchestrators.gke.names import (
     condition,
     is_deleting,
     owner_uid,
+    seconds_of,
 )
 
 
@@ -49,8 +49,7 @@ def terminating_for(pod: Object, now: float) -> float:
 
     Its deletionTimestamp is the end of the grace, not its beginning.
     """
-    ends = datetime.fromisoformat(pod["metadata"]["deletionTimestamp"].replace("Z", "+00:00")).timestamp()
-    return now - ends
+    return now - seconds_of(pod["metadata"]["deletionTimestamp"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ def placement(pods: Iterable[Object], wanted: int) -> Placement:
             counts["starting"] += 1
             counts["refused"] += _image_is_refused(status)
         else:
-            scheduled = _unscheduled(pod)
+            scheduled = condition(pod, "PodScheduled", "False") or {}
             if pod["spec"].get("schedulingGates") or scheduled.get("reason") == "SchedulingGated":
                 counts["queued"] += 1
             elif scheduled.get("reason") == "Unschedulable":
@@ -118,11 +117,6 @@ def placement(pods: Iterable[Object], wanted: int) -> Placement:
                 counts["starting"] += 1
     there = counts["running"] + counts["ended"] + counts["starting"] + counts["queued"] + len(unplaced)
     return Placement(**counts, unplaced=tuple(unplaced), why=why, missing=max(0, wanted - there))
-
-
-def _unscheduled(pod: Object) -> Mapping[str, str]:
-    found = (pod.get("status") or {}).get("conditions") or []
-    return next((one for one in found if one.get("type") == "PodScheduled"), {})
 
 
 def _image_is_refused(status: Object) -> bool:
