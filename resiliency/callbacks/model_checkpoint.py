@@ -25,9 +25,17 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpo
 from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
-from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.checkpoint.format.catalog import remove_checkpoint
-from resiliency.checkpoint.format.marker import read_marker
+from resiliency.checkpoint.format.file_manifest import complete_checkpoints
+from resiliency.checkpoint.format.marker import (
+    Marker,
+    MarkerState,
+    lift_marker,
+    parse_step,
+    put_marker,
+    read_marker,
+    split_path,
+)
 from resiliency.checkpoint.names import PRIORITY
 from resiliency.checkpoint.names import TierName as Tier
 from resiliency.checkpoint.storage.posix import LocalStorage
@@ -371,11 +379,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         """Keep the newest: what this training has committed, in that order, before what was there."""
         if self.keep == -1:
             return
-        steps = {
-            step
-            for path in manifest.complete_checkpoints(root)
-            if (step := manifest.step_of(path)) is not None
-        }
+        steps = {step for path in complete_checkpoints(root) if (step := parse_step(path.name)) is not None}
         # A training that went on from an older step is newer than the higher steps before it.
         age = {step: number for number, step in enumerate(self._committed, start=1)}
         newest = sorted(steps, key=lambda step: (age.get(step, 0), step), reverse=True)
@@ -392,7 +396,10 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         """Mark, and clear what an attempt that did not finish left at the same step."""
         if is_rank_zero():
             directory = Path(ckpt_to_dir(checkpoint_path))
-            manifest.mark_unfinished(directory)
+            root, step = split_path(directory)
+            storage = LocalStorage(root)
+            storage.make_dir("")
+            put_marker(storage, step, Marker(state=MarkerState.WRITING))
             if directory.exists():
                 logger.warning("removing what an unfinished save left in %s", directory)
                 shutil.rmtree(directory)
@@ -408,14 +415,15 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             dist.barrier()
         if is_rank_zero():
             directory = Path(ckpt_to_dir(checkpoint_path))
-            manifest.fsync_directory(directory)
-            manifest.marker_of(directory).unlink(missing_ok=True)
-            manifest.fsync_directory(directory.parent)
+            root, step = split_path(directory)
+            storage = LocalStorage(root)
+            storage.sync_dir(directory.name)
+            lift_marker(storage, step)
 
 
 def _why_taken(directory: Path) -> str:
     """Why nothing may be written there; empty: it is free, or a marker says that nothing of it is needed."""
-    storage, step = LocalStorage(directory.parent), manifest.step_of(directory)
+    storage, step = LocalStorage(directory.parent), parse_step(directory.name)
     try:
         is_marked = step is not None and read_marker(storage, step) is not None
         is_taken = not is_marked and bool(storage.list(directory.name))

@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from resiliency.checkpoint.format import file_manifest as manifest
-from resiliency.checkpoint.format.marker import step_directory
+from resiliency.checkpoint.format.file_manifest import complete_checkpoints
+from resiliency.checkpoint.format.marker import parse_step, step_directory
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.losses import refuse_what_was_lost
@@ -141,7 +141,7 @@ class CheckpointConnector(_CheckpointConnector):
         io = self.trainer.strategy.unwrapped_checkpoint_io
         if isinstance(io, _WITH_RANDOM_STATE) and io.restored_rng is not None:
             self.trainer.callbacks.append(_RestoreRngState(io.restored_rng))
-        step, tier = manifest.step_of(chosen), self._tier_of(chosen)
+        step, tier = parse_step(chosen.name), self._tier_of(chosen)
         if self.trainer.is_global_zero:
             logger.info("restored step %s from %s", step, _IN_WORDS.get(tier or "", chosen))
         self._emit(EventType.CHECKPOINT_LOADED, step=step, path=str(chosen), tier=tier)
@@ -182,7 +182,7 @@ class CheckpointConnector(_CheckpointConnector):
                     logger.warning(
                         "the hosts hold step %s for another parallel layout, and only persistent checkpoints"
                         " can be cut anew: %s",
-                        manifest.step_of(path),
+                        parse_step(path.name),
                         mismatch,
                     )
                 continue
@@ -249,7 +249,7 @@ class CheckpointConnector(_CheckpointConnector):
                     _tell(path, problems)
                     continue
                 if number:
-                    logger.warning("falling back to step %s in %s", manifest.step_of(path), path)
+                    logger.warning("falling back to step %s in %s", parse_step(path.name), path)
                 yield path
         if candidates:
             self._give_up(candidates, attempts)
@@ -261,7 +261,7 @@ class CheckpointConnector(_CheckpointConnector):
             LayoutMismatch: nothing else is left, and another number of ranks could go on from it.
             CheckpointIncomplete: nothing else is left than parts of several saves.
         """
-        newest = max((manifest.step_of(path) or 0 for path in candidates), default=-1)
+        newest = max((parse_step(path.name) or 0 for path in candidates), default=-1)
         found = process.restores.unusable(above=newest)
         refusal = None if candidates else found.refusal()
         if refusal is not None:
@@ -271,7 +271,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def _give_up(self, candidates: Sequence[Path], attempts: _Attempts) -> NoReturn:
         if not attempts.failed:
-            steps = ", ".join(str(manifest.step_of(path)) for path in attempts.unfit)
+            steps = ", ".join(str(parse_step(path.name)) for path in attempts.unfit)
             raise LayoutMismatch(
                 f"the hosts hold steps {steps} for another parallel layout, and there is no persistent"
                 f" checkpoint that could be cut anew: {attempts.mismatch}",
@@ -315,7 +315,7 @@ class CheckpointConnector(_CheckpointConnector):
         mine: list[str] = []
         if ranks.rank:  # rank 0 has just looked
             with suppress(OSError):
-                mine = [str(path) for root in self._listed() for path in manifest.complete_checkpoints(root)]
+                mine = [str(path) for root in self._listed() for path in complete_checkpoints(root)]
         everyone = ranks.gather(mine[:1])
         for rank, found in enumerate(everyone):
             if found:
@@ -329,7 +329,7 @@ class CheckpointConnector(_CheckpointConnector):
         """Newest first; a number is a step that the hosts hold."""
         found = [path for root in self._listed() for path in self._checkpoints_in(root)]
         steps: list[tuple[int, Path | int]] = [(step, step) for step in held]
-        steps += [(manifest.step_of(p) or 0, p) for p in found if p.absolute() not in held.values()]
+        steps += [(parse_step(p.name) or 0, p) for p in found if p.absolute() not in held.values()]
         # The sort is stable: of equal steps what is nearer stays first.
         return [candidate for _, candidate in sorted(steps, key=lambda item: item[0], reverse=True)]
 
@@ -337,7 +337,7 @@ class CheckpointConnector(_CheckpointConnector):
         """As rank 0 sees them; where the process writes, as it found them at this start."""
         process = process_of(self.trainer)
         if process is None or root.absolute() != process.directories.get(TierName.PERSISTENT):
-            return manifest.complete_checkpoints(root)
+            return complete_checkpoints(root)
         return [root / step_directory(step) for step in process.restores.inventory().stored]
 
     def _listed(self) -> list[Path]:

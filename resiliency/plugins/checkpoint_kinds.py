@@ -20,7 +20,7 @@ from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.checkpoint.format.catalog import quarantine
 from resiliency.checkpoint.format.lease import try_lease
 from resiliency.checkpoint.format.manifest import index_name
-from resiliency.checkpoint.format.marker import step_directory
+from resiliency.checkpoint.format.marker import MARKER_SUFFIX, parse_step, step_directory
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.storage.chunked_file import FileRecord, check_size, verify_file
@@ -50,7 +50,7 @@ class CheckpointKind(str, Enum):
 def kind_of(directory: Path) -> CheckpointKind:
     """Told by what is there; a directory that is neither counts as NeMo's, whose checks say what it lacks."""
     flat = not (directory / manifest.WEIGHTS).is_dir() and (directory / manifest.MANIFEST).is_file()
-    step = manifest.step_of(directory)
+    step = parse_step(directory.name)
     named = step is not None and directory.name == step_directory(step)
     return CheckpointKind.ENGINE if flat and named else CheckpointKind.NEMO
 
@@ -195,7 +195,7 @@ def in_use(directory: Path) -> Iterator[None]:
     Leave it only when no rank reads any more.  Without effect where there is no such checkpoint: a step that
     only hosts hold is guarded by who reads it there.
     """
-    step = manifest.step_of(directory)
+    step = parse_step(directory.name)
     is_first = RankGroup.of_process_group().rank == 0
     if not is_first or step is None or not os.path.isdir(directory) or _is_marked(directory):
         yield
@@ -206,7 +206,7 @@ def in_use(directory: Path) -> Iterator[None]:
 
 def hide(directory: Path, reason: str) -> None:
     """Hide a checkpoint that was found bad from all readers; it stays for people to look at."""
-    step = manifest.step_of(directory)
+    step = parse_step(directory.name)
     assert step is not None
     if _is_marked(directory) or not os.path.isdir(directory):
         return  # somebody has done so, or it is gone
@@ -217,7 +217,7 @@ def hide(directory: Path, reason: str) -> None:
 
 
 def _is_marked(directory: Path) -> bool:
-    return os.path.lexists(manifest.marker_of(directory))
+    return os.path.lexists(f"{directory}{MARKER_SUFFIX}")
 
 
 def _file_of(directory: Path, error: ResiliencyError) -> str:
@@ -232,6 +232,6 @@ def _shared(reader: CheckpointReader, directory: Path) -> list[FileRecord]:
 
 
 def _reader(directory: Path) -> CheckpointReader:
-    step = manifest.step_of(directory)
+    step = parse_step(directory.name)
     assert step is not None  # see `kind_of`
     return CheckpointReader(LocalStorage(directory.parent), step)

@@ -18,7 +18,7 @@ from typing import Any
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format.marker import parse_step
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.inventory import Inventory
@@ -94,7 +94,7 @@ class ProcessRestores:
         if path is None:
             return None
         directory = Path(ckpt_to_dir(path)).absolute()
-        return manifest.step_of(directory) if directory.parent in self._directories.values() else None
+        return parse_step(directory.name) if directory.parent in self._directories.values() else None
 
     def load_content_metadata(
         self, path: str | Path | None = None, preloaded_state_dict: dict[str, Any] | None = None

@@ -251,7 +251,7 @@ def with_steps(directory: Path, *steps: int) -> Path:
 def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_ones_whole(
     directory: Path,
 ) -> None:
-    from resiliency.checkpoint.format import file_manifest as manifest
+    from resiliency.checkpoint.format.file_manifest import complete_checkpoints
 
     root = with_steps(directory, 1, 2, 3)
     tier = Run(directory).tier(1, keep=2)
@@ -262,8 +262,8 @@ def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_one
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert manifest.complete_checkpoints(root) == [root / "step=3", root / "step=2"]
-    assert manifest.marker_of(root / "step=1").exists()
+    assert complete_checkpoints(root) == [root / "step=3", root / "step=2"]
+    assert (root / "step=1-unfinished").exists()
 
 
 @check
@@ -456,8 +456,8 @@ def a_damaged_checkpoint_is_marked_and_the_one_before_it_is_taken(directory: Pat
     old, new = sealed(directory, 1), sealed(directory, 2)
     (new / manifest.WEIGHTS / "common.pt").write_bytes(b"statf")
     assert connector(persistent_ckpt_dir=directory)._newest_usable() == old
-    assert manifest.marker_of(new).exists()
-    assert not manifest.marker_of(old).exists()
+    assert (directory / "step=2-unfinished").exists()
+    assert not (directory / "step=1-unfinished").exists()
 
 
 @check

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.checkpoint.format.catalog import remove_checkpoint
+from resiliency.checkpoint.format.file_manifest import complete_checkpoints
+from resiliency.checkpoint.format.marker import parse_step
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint.file_checkpoints import write_checkpoint
@@ -24,7 +25,7 @@ TWO = Layout(ranks=2)
 
 def steps_in(directory: Path) -> list[int | None]:
     """Of the checkpoints that are not hidden, newest first."""
-    return [manifest.step_of(path) for path in manifest.complete_checkpoints(directory)]
+    return [parse_step(path.name) for path in complete_checkpoints(directory)]
 
 
 def test_a_checkpoint_that_one_rank_cannot_load_is_passed_over_by_all_and_not_hidden(

@@ -195,5 +195,5 @@ def test_a_device_error_while_its_kind_is_told_hides_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", failing)
         assert len(checkpoint_kinds.verify_together(directory)) == 1
-    assert not manifest.marker_of(directory).exists()
+    assert not (tmp_path / "step=10-unfinished").exists()
     assert checkpoint_kinds.verify(directory) is None

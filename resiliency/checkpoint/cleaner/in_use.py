@@ -18,13 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, job_directory
-from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints, steps_in
+from resiliency.checkpoint.format.file_manifest import check
 from resiliency.checkpoint.format.lease import CLOCK_SKEW, leased_steps
 from resiliency.checkpoint.format.marker import MarkerState, marker_name, step_directory, try_read_marker
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.storage.posix import LocalStorage
-from resiliency.errors import CheckpointCorrupt
+from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete
 from resiliency.runtime import Clock
 
 CHECKPOINTS = "checkpoint"
@@ -159,14 +159,8 @@ def whole_steps(root: Path) -> list[int]:
 
 
 def _is_whole_nemo(directory: Path) -> bool:
-    weights = directory / manifest.WEIGHTS
     try:
-        committed = manifest.FileManifest.load(directory)
-        if committed is None:  # NeMo's own callback saved it; these two files are its last
-            return (weights / "metadata.json").is_file() and (weights / ".metadata").is_file()
-        sizes = ((directory / name, record.size_bytes) for name, record in committed.files.items())
-        return committed.step == manifest.step_of(directory) and all(
-            path.stat().st_size == size for path, size in sizes
-        )
-    except (CheckpointCorrupt, FileNotFoundError):
+        check(directory, sizes_only=True)
+    except (CheckpointCorrupt, CheckpointIncomplete, FileNotFoundError):
         return False
+    return True

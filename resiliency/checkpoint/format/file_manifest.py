@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,16 +22,15 @@ from typing import Any
 
 import xxhash
 
-from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.format.manifest import MANIFEST as MANIFEST
+from resiliency.checkpoint.format.marker import MARKER_SUFFIX, parse_step
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete
+from resiliency.files import sync_dir, write_durably
 
-MANIFEST = "manifest.json"
 CHECKSUMS = "checksums"
 WEIGHTS = "weights"
-UNFINISHED_SUFFIX = "-unfinished"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 20
-_STEP = re.compile(r"step=(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +89,6 @@ def _digest(record: dict[str, Any]) -> str:
     return xxhash.xxh3_64(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def step_of(directory: Path) -> int | None:
-    """The N of ``.../step=N``; None for any other name (also ``step=N-unfinished``)."""
-    match = _STEP.fullmatch(directory.name)
-    return int(match.group(1)) if match else None
-
-
-def marker_of(directory: Path) -> Path:
-    """The file whose presence says that `directory` is unfinished or was found bad."""
-    return directory.with_name(directory.name + UNFINISHED_SUFFIX)
-
-
 def complete_checkpoints(root: Path) -> list[Path]:
     """Directories ``step=N`` below `root` without a marker, newest first; [] when there is no `root`."""
     try:
@@ -111,15 +98,10 @@ def complete_checkpoints(root: Path) -> list[Path]:
         return []
     found = []
     for name in is_directory:
-        step = step_of(Path(name))
-        if step is not None and is_directory[name] and name + UNFINISHED_SUFFIX not in is_directory:
+        step = parse_step(name)
+        if step is not None and is_directory[name] and name + MARKER_SUFFIX not in is_directory:
             found.append((step, root / name))
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def mark_unfinished(directory: Path) -> None:
-    """Put the marker beside `directory`, durably; idempotent."""
-    write_durably(marker_of(directory), b"")
 
 
 def checksum(path: Path) -> RecordedFile:
@@ -150,7 +132,8 @@ def seal(directory: Path, *, step: int, world_size: int) -> FileManifest:
     """
     shared = [path for path in sorted((directory / WEIGHTS).iterdir()) if not path.name.startswith("__")]
     for path in shared:
-        _fsync(path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     _write_records(directory, "shared", shared)
     files: dict[str, RecordedFile] = {}
     for path in sorted((directory / CHECKSUMS).glob("*.json")):
@@ -164,7 +147,7 @@ def seal(directory: Path, *, step: int, world_size: int) -> FileManifest:
             step=step,
         )
     manifest = FileManifest(step=step, world_size=world_size, files=files)
-    fsync_directory(directory / WEIGHTS)
+    sync_dir(directory / WEIGHTS)
     manifest.save(directory)
     return manifest
 
@@ -186,11 +169,14 @@ def verify(directory: Path, *, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def check(directory: Path, *, part: int = 0, parts: int = 1, only: str | None = None) -> None:
+def check(
+    directory: Path, *, part: int = 0, parts: int = 1, only: str | None = None, sizes_only: bool = False
+) -> None:
     """`verify`, for those who must know more of what is wrong than a sentence.
 
     Args:
         only: of all files, the one of that name, if it is one of the checkpoint.
+        sizes_only: read no file, and so do not find other bytes of the same length.
     Raises:
         CheckpointCorrupt, CheckpointIncomplete: the content is bad; the field `path` names the file.
         OSError: it cannot be read, and may well be good.
@@ -199,13 +185,13 @@ def check(directory: Path, *, part: int = 0, parts: int = 1, only: str | None = 
     if manifest is None:
         _check_foreign(directory)
         return
-    if manifest.step != step_of(directory):
+    if manifest.step != parse_step(directory.name):
         path = directory / MANIFEST
         raise CheckpointCorrupt(f"{directory} holds a manifest of step {manifest.step}.", path=str(path))
     names = sorted(manifest.files)[part::parts] if only is None else [only]
     for name in names:
         if name in manifest.files:
-            _check_file(directory / name, manifest.files[name])
+            _check_file(directory / name, manifest.files[name], sizes_only=sizes_only)
 
 
 def _check_foreign(directory: Path) -> None:
@@ -219,7 +205,7 @@ def _check_foreign(directory: Path) -> None:
         )
 
 
-def _check_file(path: Path, expected: RecordedFile) -> None:
+def _check_file(path: Path, expected: RecordedFile, *, sizes_only: bool) -> None:
     if not path.is_file():
         raise CheckpointIncomplete(f"{path} is missing.", path=str(path))
     size = path.stat().st_size
@@ -227,8 +213,7 @@ def _check_file(path: Path, expected: RecordedFile) -> None:
         raise CheckpointIncomplete(
             f"{path} has {size} bytes, {expected.size_bytes} were committed.", path=str(path)
         )
-    found = checksum(path)
-    if found != expected:
+    if not sizes_only and (found := checksum(path)) != expected:
         raise CheckpointCorrupt(
             f"{path}: checksum {found.xxh3}, {expected.xxh3} was committed.", path=str(path)
         )
@@ -243,32 +228,3 @@ def _write_records(directory: Path, name: str, files: Iterable[Path]) -> None:
     target = directory / CHECKSUMS
     target.mkdir(parents=True, exist_ok=True)
     write_durably(target / f"{name}.json", json.dumps(records).encode())
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Create or replace `path` so that after a crash it is whole, or the one before it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in `path` durable; file systems without that notion are left alone.
-
-    Raises:
-        CheckpointWriteFailed: the device failed: the names may be lost.
-    """
-    LocalStorage(path).sync_dir("")
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

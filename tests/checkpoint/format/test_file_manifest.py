@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resiliency.checkpoint.format import file_manifest as manifest
-from resiliency.errors import CheckpointIncomplete, CheckpointWriteFailed
+from resiliency.checkpoint.format.marker import Marker, MarkerState, lift_marker, parse_step, put_marker
+from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.errors import CheckpointIncomplete
 from resiliency.testing import warm
 from tests.checkpoint.file_checkpoints import FILES, write_checkpoint
 
@@ -204,60 +203,28 @@ def test_where_nothing_was_ever_saved_there_are_no_checkpoints(tmp_path: Path) -
     [("step=0", 0), ("step=12", 12), ("step=12-unfinished", None), ("step=", None), ("step=-1", None)],
 )
 def test_the_step_is_read_from_the_whole_name(name: str, step: int | None) -> None:
-    assert manifest.step_of(Path("/any") / name) == step
+    assert parse_step(name) == step
 
 
 def test_marking_hides_a_checkpoint_and_may_be_done_twice(sealed: Path) -> None:
     assert manifest.complete_checkpoints(sealed.parent) == [sealed]
-    manifest.mark_unfinished(sealed)
-    manifest.mark_unfinished(sealed)
+    storage = LocalStorage(sealed.parent)
+    for _ in range(2):
+        put_marker(storage, 10, Marker(state=MarkerState.WRITING))
     assert manifest.complete_checkpoints(sealed.parent) == []
-    manifest.marker_of(sealed).unlink()
+    lift_marker(storage, 10)
     assert manifest.complete_checkpoints(sealed.parent) == [sealed]
 
 
-#: A program that is killed just before or just after one of its calls of a function in `os`.
-KILLED = """
+#: Killed just before one of its calls of a function in `os`.
+SEALS = """
 import os, signal, sys
 from pathlib import Path
 from resiliency.checkpoint.format import file_manifest as manifest
 
-path, call, moment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-
-def kill_around(name, moment):
-    original = getattr(os, name)
-    def replacement(*args):
-        if moment == "after":
-            original(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
-    setattr(os, name, replacement)
-
+setattr(os, sys.argv[2], lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+manifest.seal(Path(sys.argv[1]), step=20, world_size=2)
 """
-WRITES = KILLED + 'kill_around(call, moment); manifest.write_durably(path, b"new" * 1000)'
-SEALS = KILLED + "kill_around(call, moment); manifest.seal(path, step=20, world_size=2)"
-
-
-def run_until_killed(script: str, path: Path, call: str, moment: str) -> None:
-    done = warm.run([sys.executable, "-c", script, str(path), call, moment], timeout=60)
-    assert done.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(
-    ("call", "moment", "expected"),
-    [("fsync", "before", b"old"), ("replace", "before", b"old"), ("replace", "after", b"new" * 1000)],
-)
-@pytest.mark.parametrize("existed", [True, False], ids=["replacing", "creating"])
-def test_a_writer_killed_at_any_point_leaves_the_whole_old_or_the_whole_new_file(
-    call: str, moment: str, expected: bytes, existed: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / manifest.MANIFEST
-    if existed:
-        path.write_bytes(b"old")
-    run_until_killed(WRITES, path, call, moment)
-    if expected == b"old" and not existed:
-        assert not path.exists()
-    else:
-        assert path.read_bytes() == expected
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -266,29 +233,9 @@ def test_a_process_killed_while_it_seals_leaves_the_checkpoint_before_as_the_new
 ) -> None:
     unsealed = write_checkpoint(sealed.parent, step=20)
     (unsealed / manifest.MANIFEST).unlink()
-    manifest.mark_unfinished(unsealed)  # stands from before the first byte until after the manifest
-    run_until_killed(SEALS, unsealed, call, "before")
+    # It stands from before the first byte until after the manifest.
+    put_marker(LocalStorage(sealed.parent), 20, Marker(state=MarkerState.WRITING))
+    done = warm.run([sys.executable, "-c", SEALS, str(unsealed), call], timeout=60)
+    assert done.returncode == -signal.SIGKILL
     assert not (unsealed / manifest.MANIFEST).exists()
     assert manifest.complete_checkpoints(sealed.parent) == [sealed]
-
-
-def test_writing_again_replaces_and_leaves_no_temporary_file(tmp_path: Path) -> None:
-    manifest.write_durably(tmp_path / "deep" / "file", b"one")
-    manifest.write_durably(tmp_path / "deep" / "file", b"two")
-    assert [path.read_bytes() for path in (tmp_path / "deep").iterdir()] == [b"two"]
-
-
-def test_an_error_of_the_device_is_no_refusal_to_sync_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(number: int) -> Callable[[int], None]:
-        def fsync(fd: int) -> None:
-            raise OSError(number, os.strerror(number))
-
-        return fsync
-
-    monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))  # a FUSE object store
-    manifest.fsync_directory(tmp_path)
-    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
-    with pytest.raises(CheckpointWriteFailed, match="EIO"):
-        manifest.fsync_directory(tmp_path)

@@ -251,6 +251,22 @@ def test_a_small_file_is_opened_once_to_be_read(tmp_path: Path) -> None:
     assert links.count(str(tmp_path / "small")) == 1
 
 
+def test_an_error_of_the_device_is_no_refusal_to_sync_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(number: int) -> Callable[[int], None]:
+        def fsync(fd: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))  # a FUSE object store
+    LocalStorage(tmp_path).sync_dir("")
+    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
+    with pytest.raises(CheckpointWriteFailed, match="EIO"):
+        LocalStorage(tmp_path).sync_dir("")
+
+
 def test_a_fault_strikes_at_its_operation_and_not_before() -> None:
     storage = FaultyStorage(MemoryStorage(), StorageFault(operation=3, kind=StorageFaultKind.ERROR))
     write_file(storage, "a", b"x")  # create, write, sync
