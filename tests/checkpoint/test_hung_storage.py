@@ -34,6 +34,7 @@ from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.recovery.restore import Tier
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts
 from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.testing.storage import FaultyStorage, MemoryStorage, StorageFault, StorageFaultKind
@@ -124,9 +125,7 @@ def bench(root: Path, operation: int) -> Iterator[Bench]:
         opened.callback(arena.close, remove=True)
         capturer = Capturer(arena)
         opened.callback(capturer.close)
-        worker = Worker(
-            TierName.PERSISTENT, lambda _, told: done.put(told), threading.Event(), lambda _: storage
-        )
+        worker = Worker(TierName.PERSISTENT, lambda _, told: done.put(told), Throttle(), lambda _: storage)
         opened.callback(worker.close, SOON)
         opened.callback(wait_until, lambda: not worker.why_hung(), "the storage hangs on")
         opened.callback(storage.answers.set)

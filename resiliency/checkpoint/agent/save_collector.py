@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from threading import Event
 
 from resiliency.checkpoint.agent.commit_lookups import CommitLookup, CommitLookups
 from resiliency.checkpoint.agent.jobs import (
@@ -40,6 +39,7 @@ from resiliency.checkpoint.capture.arena import (
     try_open_slot,
 )
 from resiliency.checkpoint.names import TierName, TierTry, start_of
+from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts
 from resiliency.errors import CheckpointError
 from resiliency.runtime import name_ranks
@@ -81,15 +81,13 @@ class SaveCollector:
     Args:
         arena: of the job.
         on_done: called with each report, in this thread or a worker's; the agent then calls `finish`.
-        hurry: see `Worker`.
+        throttle: see `Worker`.
     """
 
-    def __init__(
-        self, arena: Path, on_done: Callable[[SaveJob, Done], None], lift_bandwidth_cap: Event
-    ) -> None:
+    def __init__(self, arena: Path, on_done: Callable[[SaveJob, Done], None], throttle: Throttle) -> None:
         self._arena = arena
         self._on_done = on_done
-        self._workers = {tier: Worker(tier, on_done, lift_bandwidth_cap) for tier in TierName}
+        self._workers = {tier: Worker(tier, on_done, throttle) for tier in TierName}
         self._commit_lookups = CommitLookups()
         self._pending: dict[TierTry, _PendingSave] = {}
         #: Reports that are still to come.

@@ -49,6 +49,7 @@ from resiliency.checkpoint.agent.protocol import (
 from resiliency.checkpoint.agent.save_collector import SaveCollector
 from resiliency.checkpoint.capture.job_memory import hold_job, remove_when_dead
 from resiliency.checkpoint.names import TierName, start_of
+from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts
 from resiliency.errors import ConfigError, PeerError
 from resiliency.wake_pipe import WakePipe
@@ -94,9 +95,9 @@ class Agent:
         self._selector.register(listener, selectors.EVENT_READ)
         self._news = WakePipe()
         self._selector.register(self._news, selectors.EVENT_READ)
-        self._cap_lifted = Event()
+        self._throttle = Throttle()
         self._results: queue.SimpleQueue[tuple[SaveJob, Done]] = queue.SimpleQueue()
-        self._collector = SaveCollector(directory, self._job_done, self._cap_lifted)
+        self._collector = SaveCollector(directory, self._job_done, self._throttle)
         self._replication = Replication(directory, self._news.wake)
         self._members: dict[Channel, Attach | None] = {}
         self._heard: dict[Channel, float] = {}
@@ -267,7 +268,7 @@ class Agent:
         self._said_detach.clear()
         self._gave_up.clear()
         if not self._terminated:
-            self._cap_lifted.clear()
+            self._throttle.restore()
         self._collector.begin_session(attach)
         self._replication.begin_session(attach)
 
@@ -381,7 +382,7 @@ class Agent:
             self._has_to_commit = False
 
     def _lift_bandwidth_cap(self) -> None:
-        self._cap_lifted.set()
+        self._throttle.lift()
         self._replication.lift_bandwidth_cap()
 
     # --- the end ---------------------------------------------------------------------------------

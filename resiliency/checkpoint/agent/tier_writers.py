@@ -56,6 +56,7 @@ from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.chunked_file import FileRecord
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts, WatchedStorage
 from resiliency.errors import CheckpointWriteFailed, ResiliencyError
 
@@ -67,30 +68,6 @@ QUEUE_LIMIT = 16
 _LONG_CALL = timedelta(seconds=10)
 
 Job: TypeAlias = "SaveJob | RefuseJob | CleanJob | FreeJob | RetireJob | GiveUpJob"
-
-
-class Pace:
-    """Spreads writes so that they stay below a bandwidth; threads of one save share it.
-
-    What is written while `stop` is set neither waits nor counts: later writes pay for none of it.
-    """
-
-    def __init__(self, bytes_per_s: int, stop: threading.Event) -> None:
-        self._rate = bytes_per_s
-        self._stop = stop
-        self._lock = threading.Lock()
-        self._free_at = time.monotonic()
-
-    def __call__(self, size_bytes: int) -> None:
-        with self._lock:
-            now = time.monotonic()
-            if self._stop.is_set():
-                self._free_at = now
-                return
-            begins = max(self._free_at, now)
-            self._free_at = begins + size_bytes / self._rate
-        if begins > now:
-            self._stop.wait(begins - now)
 
 
 @dataclass
@@ -112,7 +89,7 @@ class Worker:
     which looks for a hang.
 
     Args:
-        hurry: once set, the bandwidth cap is off: the host is about to go.
+        throttle: bandwidth cap of the persistent tier.
         open_storage: of a directory.
     """
 
@@ -120,12 +97,12 @@ class Worker:
         self,
         tier: TierName,
         on_done: Callable[[SaveJob, Done], None],
-        lift_bandwidth_cap: threading.Event,
+        throttle: Throttle,
         open_storage: Callable[[str], Storage] = LocalStorage,
     ) -> None:
         self._tier = tier
         self._on_done = on_done
-        self._cap_lifted = lift_bandwidth_cap
+        self._throttle = throttle
         self._open_storage = open_storage
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
         #: Sessions of the saves that are being written or wait to be.
@@ -363,7 +340,8 @@ class Worker:
     def _new_format(self, settings: Settings) -> CheckpointFormat[Shard]:
         if self._tier is TierName.LOCAL:
             return LocalFormat()
-        pace = Pace(settings.bytes_per_s, self._cap_lifted) if settings.bytes_per_s else None
+        self._throttle.bytes_per_s = settings.bytes_per_s
+        pace = self._throttle.wait
         if settings.format == MegatronFormat.name:
             return MegatronFormat(pace=pace)
         return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)

@@ -40,10 +40,11 @@ from resiliency.checkpoint.replication.placement import choose_targets
 from resiliency.checkpoint.replication.repairs import Push
 from resiliency.checkpoint.replication.replica_store import REPLICAS, ReplicaStore
 from resiliency.checkpoint.replication.retirement import retire_replicas
-from resiliency.checkpoint.replication.sender import CopySource, Sender, SourceUnavailable, Throttle
+from resiliency.checkpoint.replication.sender import CopySource, Sender, SourceUnavailable
 from resiliency.checkpoint.replication.server import PeerServer
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Links
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.threads import TaskThread
 from resiliency.errors import (
     CheckpointError,

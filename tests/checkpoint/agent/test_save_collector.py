@@ -27,6 +27,7 @@ from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker,
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.names import TierName, save_id_of
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.throttle import Throttle
 from tests.checkpoint.hanging_storage import Hang
 from tests.checkpoint.storage_builders import no_descriptor_left
 from tests.waiting import wait_until
@@ -51,9 +52,9 @@ class Desk:
         self.own = own = root / host
         own.mkdir(exist_ok=True)
         self.done: queue.SimpleQueue[tuple[SaveJob, Done]] = queue.SimpleQueue()
-        self.lift_bandwidth_cap = Event()
+        self.throttle = Throttle()
         self.collector = SaveCollector(
-            own / "arena", lambda job, done: self.done.put((job, done)), self.lift_bandwidth_cap
+            own / "arena", lambda job, done: self.done.put((job, done)), self.throttle
         )
         settings = Settings(
             directory=str(root / "persistent"),
@@ -122,7 +123,7 @@ class Desk:
         """By one that knows nothing of what was before."""
         self.collector.close(SOON)
         self.collector = SaveCollector(
-            self.root / "arena", lambda job, done: self.done.put((job, done)), self.lift_bandwidth_cap
+            self.root / "arena", lambda job, done: self.done.put((job, done)), self.throttle
         )
 
     def complete(self, tier: str) -> list[int]:
@@ -398,7 +399,7 @@ def test_a_tier_that_is_busy_is_left_out_unless_the_save_is_patient(desk: Desk) 
     for rank in (0, 1):
         desk.collector.save(ranks[rank], replace(desk.capture(rank, 3, ("persistent",)), patient=True))
     assert desk.done.empty()
-    desk.lift_bandwidth_cap.set()
+    desk.throttle.lift()
     assert desk.reports(2) == {(1, "persistent"): "", (3, "persistent"): ""}
 
 

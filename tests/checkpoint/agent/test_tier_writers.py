@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,49 +11,25 @@ import pytest
 
 from resiliency.checkpoint.agent.jobs import CleanJob, Loan, RefuseJob, SaveJob
 from resiliency.checkpoint.agent.protocol import Settings
-from resiliency.checkpoint.agent.tier_writers import Pace, Worker
+from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.throttle import Throttle
 
 
 def test_a_job_that_fails_as_nobody_foresaw_does_not_keep_the_next_one_from_being_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put_marker(LocalStorage(tmp_path), 3, Marker(state=MarkerState.REMOVING))
-    worker = Worker(TierName.PERSISTENT, lambda job, done: None, threading.Event())
+    worker = Worker(TierName.PERSISTENT, lambda job, done: None, Throttle())
     for directory in ("no\0path", str(tmp_path)):
         settings = Settings(directory=directory, keep=1, replicated=False, bytes_per_s=0, save_timeout_s=60)
         assert worker.try_put(CleanJob(settings=settings))
     worker.close(timedelta(seconds=60))
     assert "a job of the persistent tier failed" in caplog.text
     assert list(tmp_path.iterdir()) == []
-
-
-class Noted(threading.Event):
-    """Says who waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[float | None] = []
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waits.append(timeout)
-        return True
-
-
-def test_later_writes_do_not_pay_for_what_was_written_in_a_hurry() -> None:
-    lift_bandwidth_cap = Noted()
-    pace = Pace(1 << 20, lift_bandwidth_cap)
-    lift_bandwidth_cap.set()
-    for _ in range(100):
-        pace(1 << 20)
-    lift_bandwidth_cap.clear()
-    pace(1 << 20)
-    assert lift_bandwidth_cap.waits == []
-    pace(1 << 20)
-    assert len(lift_bandwidth_cap.waits) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
@@ -76,7 +51,7 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
     )
     open_save(storage, 2, job.save_id, 1)
     storage.create("step=2/of-somebody").close()
-    worker = Worker(TierName.PERSISTENT, lambda job, done: None, threading.Event())
+    worker = Worker(TierName.PERSISTENT, lambda job, done: None, Throttle())
     assert worker.try_put(RefuseJob(save=job, why="no space"))
     worker.close(timedelta(seconds=60))
     # A leader that is so late clears nothing any more.

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -36,6 +35,7 @@ from resiliency.checkpoint.gke.replicator import (
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.errors import CheckpointIncomplete, ConfigError
 from resiliency.runtime import RunInfo
 from resiliency.testing.processes import Command
@@ -310,7 +310,7 @@ def test_a_step_waits_while_the_local_tier_deletes(saved: Path) -> None:
 
 def clean(volume: Path) -> None:
     """What an agent does first that is started anew."""
-    worker = Worker(TierName.LOCAL, lambda job, done: None, threading.Event())
+    worker = Worker(TierName.LOCAL, lambda job, done: None, Throttle())
     settings = Settings(
         directory="",
         local_directory=str(volume),

@@ -22,7 +22,7 @@ from resiliency.checkpoint.replication.copy_plan import CopyPlan
 from resiliency.checkpoint.replication.hosts import HostTable
 from resiliency.checkpoint.replication.placement import Peer
 from resiliency.checkpoint.replication.replica_store import ReplicaStore
-from resiliency.checkpoint.replication.sender import CopySource, Sender, SourceUnavailable, Throttle
+from resiliency.checkpoint.replication.sender import CopySource, Sender, SourceUnavailable
 from resiliency.checkpoint.replication.server import RECEIVERS, PeerServer
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Link, Links
 from resiliency.checkpoint.replication.transport.handshake import PeerRefused, admit, connect
@@ -33,6 +33,7 @@ from resiliency.checkpoint.replication.transport.messages import (
     Wanted,
 )
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, PeerError
 from resiliency.testing.storage import FaultyStorage, StorageFault, StorageFaultKind
 from tests.checkpoint.peer_builders import QUICK, commit_step, save_name, table_of, tree
@@ -182,7 +183,12 @@ class CountingThrottle(Throttle):
 
     sent_bytes = 0
 
-    def wait(self, size_bytes: int, every_s: float, meanwhile: Callable[[], None]) -> None:
+    def wait(
+        self,
+        size_bytes: int,
+        every_s: float = threading.TIMEOUT_MAX,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         super().wait(size_bytes, every_s, meanwhile)
         self.sent_bytes += size_bytes
 
@@ -467,6 +473,30 @@ def test_the_throttle_lets_through_what_it_was_told() -> None:
     for _ in range(6):
         throttle.wait(64 << 10, 1.0, lambda: None)
     assert time.monotonic() - began >= 5 / 16
+
+
+def test_later_bytes_do_not_pay_for_what_passed_while_the_limit_was_lifted() -> None:
+    throttle = Throttle(1)
+    passed = threading.Event()
+
+    def move() -> None:
+        throttle.wait(LARGE)
+        throttle.lift()
+        for _ in range(100):
+            throttle.wait(LARGE)
+        throttle.restore()
+        throttle.wait(LARGE)
+        passed.set()
+        throttle.wait(LARGE)  # pays for the one before, for months
+
+    thread = threading.Thread(target=move, daemon=True)
+    thread.start()
+    assert passed.wait(60)
+    thread.join(0.2)
+    assert thread.is_alive(), "the limit does not count again"
+    throttle.lift()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_another_limit_counts_at_once() -> None:
