@@ -129,6 +129,7 @@ class Checkpointer:
         self._delivery = Delivery(
             context.directory,
             self._attach,
+            self._capturer,
             emit=self._emit,
             options=options.link,
             on_commit=self._schedule.add_commit,
@@ -443,7 +444,6 @@ class Checkpointer:
             left = self._end.time_left(otherwise=_LAST_COPIES) if self._end else _LAST_COPIES
             self._delivery.await_last_copies(min(left, _LAST_COPIES))
         self._capturer.close()
-        self._delivery.end_captures(self._options.close_timeout)
         spent = finished and self._delivery.is_spent
         if finished and not spent:
             logger.error(

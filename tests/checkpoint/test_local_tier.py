@@ -320,13 +320,12 @@ def delivering(arena: Path, rank: int, settings: Settings) -> Iterator[tuple[Del
     slots = RankArena(arena, rank=rank, world_size=4, slots=3, run_id="s")
     capturer = Capturer(slots)
     options = LinkOptions(grace=timedelta(seconds=5))
-    delivery = Delivery(arena, attach, emit=lambda *_, **__: None, options=options)
+    delivery = Delivery(arena, attach, capturer, emit=lambda *_, **__: None, options=options)
     try:
         assert delivery.link.wait_for_agent()
         yield delivery, capturer
     finally:
         capturer.close()
-        delivery.end_captures(SOON)
         delivery.link.close(detach=True)
         slots.close(remove=True)
 

@@ -273,7 +273,7 @@ class Capturer:
         self._last: Capture | None = None
         self._running: set[SlotFile] = set()
         self._closed = False
-        self._queue: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._publisher = threading.Thread(target=self._publish, name="resiliency-publish", daemon=True)
         self._publisher.start()
 
@@ -323,11 +323,18 @@ class Capturer:
                 raise
             self._last = capture
             self._running.add(slot)
-            self._queue.put(capture)
+            self._queue.put(capture._settle)
             capture.hold_for_eager()
             return capture
         finally:
             self._held(time.monotonic() - began)
+
+    def call_after_captures(self, task: Callable[[], None]) -> None:
+        """The publisher calls `task` once all captures begun before are published or dropped.  Never blocks.
+
+        In the order of these calls; after `close` none is made.  `task` must not wait: later captures do.
+        """
+        self._queue.put(task)
 
     def fence(self, timeout: timedelta = FENCE_TIMEOUT) -> bool:
         """Fence the capture under way, if any; see `Capture.fence`."""
@@ -509,8 +516,9 @@ class Capturer:
         return area
 
     def _publish(self) -> None:
-        while (capture := self._queue.get()) is not None:
-            capture._settle()
+        while (task := self._queue.get()) is not None:
+            task()
+            del task  # while this waits for the next one, it holds nothing of the last
 
     def _held(self, seconds: float) -> None:
         self.stats.held_s += seconds

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of captures: handed to the agent once they are whole, and followed until all tiers reported.
 
-A thread waits for captures, another for the agent; training waits for neither.
+The capturer's publisher passes captures on, the link's thread hears the agent; training waits for neither.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from resiliency.checkpoint.agent.client import AgentLink, LinkOptions
 from resiliency.checkpoint.agent.protocol import Attach, Copies, Done, SaveRequest, Skip
-from resiliency.checkpoint.capture.capturer import Capture, Outcome
+from resiliency.checkpoint.capture.capturer import Capture, Capturer, Outcome
 from resiliency.checkpoint.names import TierName, TierTry
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveLog, SaveState, TierOutcomes
 from resiliency.events import EventType
@@ -43,6 +43,7 @@ class Delivery:
 
     Args:
         arena: of the job.
+        capturer: makes the captures; closed before `link` is.
         emit: reports events, from any thread.
         on_commit: hears, from any thread, how long a save took from its capture until a tier had it.
         options: of the link to the agent.
@@ -52,12 +53,14 @@ class Delivery:
         self,
         arena: Path,
         attach: Attach,
+        capturer: Capturer,
         *,
         emit: Callable[..., None],
         options: LinkOptions,
         on_commit: Callable[[TierName, float], None] = lambda tier, commit_s: None,
     ) -> None:
         self._attach = attach
+        self._capturer = capturer
         self._emit = emit
         self._on_commit = on_commit
         self.log = SaveLog()
@@ -74,9 +77,6 @@ class Delivery:
         self._under_way: dict[TierTry, _Saving] = {}
         #: Of them, those that a second agent was asked for.
         self._asked_again: set[TierTry] = set()
-        self._captures: queue.SimpleQueue[_Saving | Skip | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._deliver, name="resiliency-delivery", daemon=True)
-        self._thread.start()
         self.link = AgentLink(
             arena,
             attach,
@@ -118,14 +118,15 @@ class Delivery:
                 self._local_saves[step] = (*before, handle)
             if len(self._local_saves) > _REMEMBERED:
                 del self._local_saves[min(self._local_saves)]
-        self._captures.put(saving)
+        self._capturer.call_after_captures(partial(self._post, saving))
 
     def not_captured(self, handle: SaveHandle, state: SaveState, why: str, held_s: float) -> None:
         """A save ended before it began; the agent tells the other ranks."""
         # After the captures before it: the agent takes a rank's steps to come in order.
         reason = f"rank {self._attach.rank}: {why}"
         tiers, number = handle.record.tiers, handle.try_number
-        self._captures.put(Skip(step=handle.step, tiers=tiers, reason=reason, try_number=number))
+        skip = Skip(step=handle.step, tiers=tiers, reason=reason, try_number=number)
+        self._capturer.call_after_captures(partial(self.link.request, skip))
         logger.warning("save of step %d %s: %s", handle.step, state.value, why)
         self._emit(EventType.SAVE_FAILED, handle.step, cause=why, outcome=state.value)
         self.log.add(replace(handle.record, state=state, why=why, held_s=held_s))
@@ -158,43 +159,33 @@ class Delivery:
         if last is not None and "local" in last.record.committed_in and not last.wait_complete(timeout):
             logger.error("step %d still lacks copies on other hosts", last.step)
 
-    def end_captures(self, timeout: timedelta) -> None:
-        """No capture comes any more: see those off that have come."""
-        self._captures.put(None)
-        self._thread.join(timeout.total_seconds())
-
     def metrics_text(self) -> str:
         """Counters of this rank's saves in Prometheus' text format."""
         return self.log.metrics_text(rank=self._attach.rank, agent_losses=self.link.losses)
 
     # --- the threads -----------------------------------------------------------------------------
 
-    def _deliver(self) -> None:
-        """In the delivery thread: tell the agent of each capture once it is whole."""
-        while (item := self._captures.get()) is not None:
-            if isinstance(item, Skip):
-                self.link.request(item)
-                continue
-            capture, tiers, number = item.capture, item.handle.record.tiers, item.handle.try_number
-            capture.wait(timedelta(days=1))  # the capturer settles every capture, by its own deadlines
-            if capture.outcome is Outcome.CAPTURED:
-                self.captured_step = capture.step
-                item.handle.update(state=SaveState.CAPTURED)
-                self.link.request(
-                    SaveRequest(
-                        step=capture.step,
-                        slot=capture.slot_path.name,
-                        tiers=tiers,
-                        try_number=number,
-                        patient=item.patient,
-                    )
+    def _post(self, saving: _Saving) -> None:
+        """In the publisher's thread: tell the agent what became of a capture."""
+        capture, tiers, number = saving.capture, saving.handle.record.tiers, saving.handle.try_number
+        if capture.outcome is Outcome.CAPTURED:
+            self.captured_step = capture.step
+            saving.handle.update(state=SaveState.CAPTURED)
+            self.link.request(
+                SaveRequest(
+                    step=capture.step,
+                    slot=capture.slot_path.name,
+                    tiers=tiers,
+                    try_number=number,
+                    patient=saving.patient,
                 )
-            else:
-                why = f"rank {self._attach.rank}: its capture was dropped: {capture.error}"
-                skip = Skip(step=capture.step, tiers=tiers, reason=why, try_number=number)
-                self.link.request(skip)
-                for tried in skip.tries:
-                    self._finish(tried, why)
+            )
+        else:
+            why = f"rank {self._attach.rank}: its capture was dropped: {capture.error}"
+            skip = Skip(step=capture.step, tiers=tiers, reason=why, try_number=number)
+            self.link.request(skip)
+            for tried in skip.tries:
+                self._finish(tried, why)
 
     def _done(self, done: Done) -> None:
         """In the link's thread: the agent reports the end of a save in one tier."""

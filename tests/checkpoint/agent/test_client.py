@@ -148,7 +148,7 @@ def test_a_save_made_while_the_loss_of_an_agent_is_seen_to_comes_after_those_tha
         assert goes_on.wait(SOON.total_seconds())
 
     first = agent_of(tmp_path / "arena")
-    delivery = Delivery(tmp_path / "arena", second_rank(tmp_path), emit=emit, options=PATIENT)
+    delivery = Delivery(tmp_path / "arena", second_rank(tmp_path), capturer, emit=emit, options=PATIENT)
 
     def save(step: int) -> None:
         capture = capturer.begin({"weights": torch.full((1000,), float(step))}, step, wait=SOON)
@@ -165,14 +165,13 @@ def test_a_save_made_while_the_loss_of_an_agent_is_seen_to_comes_after_those_tha
         assert loses.wait(SOON.total_seconds())
         second = agent_of(tmp_path / "arena")
         save(3)
-        delivery.end_captures(SOON)  # now the link has them all
+        capturer.close(SOON)  # now the link has them all
         goes_on.set()
         second.attach()
         heard = [request for request in second.hear(5) if isinstance(request, SaveRequest | Skip)]
     finally:
         goes_on.set()
         capturer.close()
-        delivery.end_captures(SOON)
         delivery.link.close(detach=False)
         arena.close(remove=True)
     by_tier = {tier: [(type(r), r.step) for r in heard if tier in r.tiers] for tier in BOTH}
@@ -188,7 +187,7 @@ def test_what_an_agent_says_or_takes_with_it_of_a_first_try_does_not_end_the_sec
     capturer = Capturer(arena)
     agent = agent_of(tmp_path / "arena")
     delivery = Delivery(
-        tmp_path / "arena", second_rank(tmp_path), emit=lambda *_, **__: None, options=PATIENT
+        tmp_path / "arena", second_rank(tmp_path), capturer, emit=lambda *_, **__: None, options=PATIENT
     )
 
     def done(number: int, error: str) -> Done:
@@ -233,7 +232,6 @@ def test_what_an_agent_says_or_takes_with_it_of_a_first_try_does_not_end_the_sec
         assert (third.record.copies_on, third.record.complete) == (("h2",), True)  # said once
     finally:
         capturer.close()
-        delivery.end_captures(SOON)
         delivery.link.close(detach=False)
         arena.close(remove=True)
 
