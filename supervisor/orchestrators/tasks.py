@@ -14,8 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class LoggedTasks:
-    """Args:
-    owner: as the log names it.
+    """Tasks that are started by code that does not wait for them.
+
+    Args:
+        owner: as the log names it.
     """
 
     def __init__(self, owner: str) -> None:
