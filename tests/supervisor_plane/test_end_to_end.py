@@ -131,10 +131,15 @@ def ended(status: Status, kind: CommandKind) -> CommandStatus | None:
 def check_losses(log: str) -> set[int]:
     """Work out again all that a rank said, at the sizes that it ran with; returns the sizes."""
     states: dict[int, torch.Tensor] = {0: Model().weights}
-    model, sizes = Model(), set()
+    model, sizes, size, number = Model(), set[int](), 0, 0
     for line in log.splitlines():
         if begins := re.fullmatch(r"rank \d of (\d+) begins at step (\d+) from \w+", line):
-            model = Model(states[int(begins[2])])
+            start = int(begins[2])
+            if start not in states and start == number + 1:
+                # The rank was ended in this step after the others had its part, and they have saved the step.
+                model.step([model.part(start, rank) for rank in range(size)])
+                states[start] = model.weights
+            model, size, number = Model(states[start]), int(begins[1]), start
         elif step := re.fullmatch(r"rank \d of (\d+) step (\d+) loss (\S+)", line):
             size, number = int(step[1]), int(step[2])
             assert model.step([model.part(number, rank) for rank in range(size)]) == step[3], line
