@@ -73,7 +73,9 @@ class Journal:
             if length < len(data):
                 os.truncate(self.path, length)
             if self.entries:
-                self._open()
+                # A process that was killed may have written what it had no time to sync.
+                os.fsync(self._open().fileno())
+                sync_dir(self.path.parent)
         except BlockingIOError:
             self.close()
             raise ConfigError(f"another process keeps the journal {self.path}.") from None
@@ -109,9 +111,8 @@ class Journal:
             os.close(self._lock)
             self._lock = -1
 
-    def _open(self) -> None:
+    def _open(self) -> BinaryIO:
         if self._file is not None:
             self._file.close()
         self._file = self.path.open("ab")
-        os.fsync(self._file.fileno())
-        sync_dir(self.path.parent)
+        return self._file
