@@ -164,6 +164,27 @@ def test_ranks_that_restored_different_checkpoints_are_refused_with_both_steps()
         book.rollback(1, states[0])
 
 
+@pytest.mark.parametrize("from_scratch", [True, False])
+def test_a_model_that_goes_back_without_a_new_attempt_is_refused_and_loses_nothing(
+    from_scratch: bool,
+) -> None:
+    book = Book(samples(40))
+    state = None
+    if not from_scratch:
+        book.done("a", 0, granted(book), step=1)
+        state = book.commit(1, 0)
+        book.rollback(1, state)
+    attempt = book.attempt
+    lost = granted(book, attempt=attempt)
+    book.done("a", attempt, lost, step=2)
+    book.rollback(attempt, state)  # a late rank, before the collective that ends step 2
+    book.commit(2, attempt)
+    with pytest.raises(ConfigError, match=r"went on from step -?1 to step 2, and step -?1 was named again"):
+        book.rollback(attempt, state)
+    book.rollback(attempt + 1, state)
+    assert granted(book, attempt=attempt + 1).start == lost.start
+
+
 def test_a_step_whose_state_is_kept_is_gone_back_to_by_its_number() -> None:
     book = Book(samples(40))
     for step in range(3):

@@ -260,8 +260,8 @@ class Book:
             state: of `commit`; None: the model starts from scratch.
         Raises:
             StaleRange: the attempt is over.
-            ConfigError: another state was named in this attempt, or the state is of other data; the text has
-                both values.
+            ConfigError: another state was named in this attempt, or a later step was committed in it, or the
+                state is of other data; the text has both values.
         """
         there = self._state_of_start() if state is None else self._checked(state)
         if check_whole("attempt", attempt) == self.attempt and self._placed is not None:
@@ -270,6 +270,13 @@ class Book:
                     f"attempt {attempt} is at step {self._placed['step']}, and step {there['step']} was "
                     "named.",
                     hint="To go back to another step, begin a new attempt: pass a higher number.",
+                )
+            if self.committed > cast(int, there["step"]):
+                # A late rank cannot be the reason: it took part in that step. To go on would lose its ranges.
+                raise ConfigError(
+                    f"attempt {attempt} went on from step {there['step']} to step {self.committed}, and step "
+                    f"{there['step']} was named again.",
+                    hint="To go back, begin a new attempt: pass a higher number.",
                 )
             return
         self.new_attempt(attempt)
