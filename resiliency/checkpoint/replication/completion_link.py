@@ -436,8 +436,7 @@ class CompletionLink:
         return max(at - time.monotonic(), 0.0)
 
     def _later(self) -> None:
-        longest = self._timeouts.longest_pause.total_seconds()
-        self._pause_s = min(max(2 * self._pause_s, self._timeouts.pause.total_seconds()), longest)
+        self._pause_s = self._timeouts.next_pause_s(self._pause_s)
         self._dial_at = time.monotonic() + self._pause_s
 
     def _add(self, link: Link) -> None:

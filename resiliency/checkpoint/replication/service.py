@@ -338,8 +338,7 @@ class PeerService:
                 continue
             if self._copy_queue.failed(save) and not self._closing.is_set():  # told once, not in each round
                 self._emit(NotReplicated(step=save.step, save_id=save.save_id, why=why, is_final=False))
-            longest = self._timeouts.longest_pause.total_seconds()
-            pause_s = min(max(2 * pause_s, self._timeouts.pause.total_seconds()), longest)
+            pause_s = self._timeouts.next_pause_s(pause_s)
             # News may be what helps: other hosts, or a newer save that makes this one obsolete.
             if self._news.wait(pause_s):
                 self._news.clear()
@@ -439,6 +438,7 @@ class PeerService:
         is_own = push.owner == directory_name(self._host)
         usual = self._root if is_own else self._root / REPLICAS / push.owner
         source: CopySource | None = None
+        pause_s = self._timeouts.next_pause_s(0.0)
         with ExitStack() as opened:
             for number in range(1, _REPAIR_ROUNDS + 1):
                 table = self._table
@@ -452,12 +452,9 @@ class PeerService:
                     self._sender.send(source, push.owner, table, target)
                     return
                 except (PeerError, SourceUnavailable) as error:
-                    pause_s = min(
-                        self._timeouts.pause.total_seconds() * 2**number,
-                        self._timeouts.longest_pause.total_seconds(),
-                    )
                     if number == _REPAIR_ROUNDS:
                         raise
+                    pause_s = self._timeouts.next_pause_s(pause_s)
                     logger.info("%s is sent to %s again: %s", push.owner, push.target, error)
                     if self._closing.wait(pause_s):
                         raise

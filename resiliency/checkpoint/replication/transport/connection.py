@@ -60,6 +60,10 @@ class CallDeadline:
     def beat_s(self) -> float:
         return self.silence.total_seconds() / 4
 
+    def next_pause_s(self, before_s: float) -> float:
+        """Pause before the next try; `before_s`: the pause before the last one, 0: there was none."""
+        return min(max(2 * before_s, self.pause.total_seconds()), self.longest_pause.total_seconds())
+
 
 class Link:
     """One connection.  One thread at a time sends, and one receives; `cut` may come from any."""
