@@ -47,6 +47,7 @@ from resiliency.checkpoint.names import TierTry
 from resiliency.checkpoint.storage.posix import SHORTAGES
 from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import AGENT_HOST_ENV
+from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,9 @@ class AgentLink:
         self._on_copies = on_copies
         self._options = options or LinkOptions()
         self._request_queue = RequestQueue(attach.rank, is_alone=attach.world_size == 1)
-        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._news = WakePipe()
         # A signal handler may call `request` while this thread is in it.
         self._wake_lock = threading.RLock()
-        self._is_open = True
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._attached = threading.Event()
@@ -166,7 +166,7 @@ class AgentLink:
         """End the connection.  Idempotent.
 
         Args:
-            goodbye: this rank ended well.  Else the agent rescues its captures and waits for it to return.
+            detach: this rank ended well.  Else the agent commits its captures and waits for it to return.
             timeout: for the thread to end, and for an agent that this process started and that has
                 nothing left to do.
         """
@@ -192,15 +192,12 @@ class AgentLink:
             self._agent.returncode = 0
         with self._wake_lock:
             if not self._thread.is_alive():  # else it may still look at them
-                self._is_open = False
-                os.close(self._wake_out)
-                os.close(self._wake_in)
+                self._news.close()
 
     def _wake(self) -> None:
         # Whoever asks for something may be late: the descriptor may be another file's by then.
-        with self._wake_lock, contextlib.suppress(BlockingIOError):
-            if self._is_open:
-                os.write(self._wake_out, b"r")
+        with self._wake_lock:
+            self._news.wake()
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -375,9 +372,8 @@ class AgentLink:
             self._pass_on(channel)
             if closing:
                 return
-            ready = _readable(channel.fileno(), self._wake_in, timeout_s=BEAT_S / 2)
-            if self._wake_in in ready:
-                os.read(self._wake_in, 4096)
+            ready = _readable(channel.fileno(), self._news.fileno(), timeout_s=BEAT_S / 2)
+            self._news.clear()
             now = time.monotonic()
             if channel.fileno() in ready:
                 message = channel.receive(_AT_ONCE)

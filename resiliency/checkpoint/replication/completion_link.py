@@ -9,13 +9,11 @@ and one whose agent is stopped are noticed alike, and hold up nobody but themsel
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import selectors
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -34,6 +32,7 @@ from resiliency.checkpoint.replication.transport.messages import (
     Sealed,
 )
 from resiliency.errors import PeerError
+from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +105,8 @@ class CompletionLink:
         self._leads = False
         self._closing = False
         self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._news = WakePipe()
+        self._selector.register(self._news, selectors.EVENT_READ)
         #: Held to write to the pipe or close it: its number may soon be another file's.
         self._pipe = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="resiliency-peer-roll", daemon=True)
@@ -158,9 +157,8 @@ class CompletionLink:
         self._wake()
 
     def _wake(self) -> None:
-        with self._pipe, suppress(BlockingIOError):  # full: it will wake
-            if self._wake_out >= 0:
-                os.write(self._wake_out, b"w")
+        with self._pipe:
+            self._news.wake()
 
     # --- everything below runs in the thread ---------------------------------------------------------
 
@@ -180,9 +178,7 @@ class CompletionLink:
             self._hang_up()
             self._selector.close()
             with self._pipe:
-                os.close(self._wake_out)
-                self._wake_out = -1
-            os.close(self._wake_in)
+                self._news.close()
             while not self._tasks.empty():
                 task = self._tasks.get()
                 if isinstance(task, Link):
@@ -193,7 +189,7 @@ class CompletionLink:
             if source in self._heard:
                 self._listen(source)
             return
-        os.read(self._wake_in, 4096)
+        self._news.clear()
         while not self._tasks.empty():
             task = self._tasks.get()
             if isinstance(task, HostTable):
