@@ -2,9 +2,9 @@
 """Messages as small dataclasses, and as the JSON that carries them from process to process.
 
 A protocol is a set of frozen dataclasses, each with a `kind`.  Their fields are plain values (`bool`,
-`int`, `float`, `str`), tuples of those, or records of such fields.  What arrives is believed only if it
-has exactly these fields, of exactly these types; nothing that another process says raises anything but
-`PeerError`, and none of it appears in an error at length.
+`int`, `float`, `str`), enums, records of such fields, or tuples of all these.  What arrives is believed
+only if it has exactly these fields, of exactly these types; nothing that another process says raises
+anything but `PeerError`, and none of it appears in an error at length.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, fields, is_dataclass
+from enum import Enum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_args, get_type_hints
 
 from resiliency.errors import PeerError
@@ -76,6 +77,19 @@ class MessageCodec(Generic[_Message]):
 _Read = TypeVar("_Read")
 
 
+def decode_record(cls: type[_Read], data: bytes | str) -> _Read:
+    """A record on its own, from the JSON object of its fields.
+
+    Raises:
+        PeerError: its fields are not exactly those that it must have.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise PeerError(f"not JSON: {_shown(data[:_SHOWN_CHARS])} ({_shown(error)}).") from None
+    return _record(cls, body)
+
+
 def _record(cls: type[_Read], body: object) -> _Read:
     known: Any = cls  # mypy takes not every type for hashable
     wanted = _fields_of(known)
@@ -92,22 +106,24 @@ def _fields_of(cls: type[Any]) -> Mapping[str, Any]:
 
 
 def _value(where: str, wanted: Any, found: object) -> object:
-    if is_dataclass(wanted):
-        assert isinstance(wanted, type)
-        return _record(wanted, found)
     try:
         return _plain(wanted, found)
-    except TypeError:
+    except (TypeError, ValueError):
         name = str(wanted) if get_args(wanted) else wanted.__name__
         raise PeerError(f"{where} must be {name}, found {_shown(found)}.") from None
 
 
 def _plain(wanted: Any, found: object) -> object:
-    """`found` as JSON has it, as `wanted`, which is a plain type or a tuple of such.
+    """`found` as JSON has it, as `wanted`, which is a type of a field.
 
     Raises:
-        TypeError: it is something else.
+        TypeError, ValueError: it is something else.
+        PeerError: the same of a record.
     """
+    if isinstance(wanted, type) and is_dataclass(wanted):
+        return _record(wanted, found)
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        return wanted(found)
     items = get_args(wanted)
     if items and isinstance(found, list):
         if items[-1] is Ellipsis:

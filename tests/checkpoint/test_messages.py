@@ -10,7 +10,10 @@ from types import ModuleType
 import pytest
 
 from resiliency.checkpoint.agent import protocol as wire
+from resiliency.checkpoint.messages import decode_record
+from resiliency.checkpoint.replication.hosts import HostTable
 from resiliency.checkpoint.replication.transport import messages
+from resiliency.checkpoint.stop.stop_link import StopMessage
 from resiliency.errors import PeerError
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [wire, messages], ids=["agent", "peers"])
@@ -113,3 +116,32 @@ def test_long_texts_are_cut_for_the_agent_and_never_for_other_hosts() -> None:
     assert said == wire.RequestRefused(reason="x" * wire.TEXT_CHARS)
     sealed = messages.Sealed(step=1, save_id="x" * 5000)
     assert messages.decode(messages.encode(sealed)) == sealed
+
+
+@pytest.mark.parametrize(
+    ("record", "data", "found"),
+    [
+        (StopMessage, "[", "not JSON"),
+        (StopMessage, "[" * 30_000, "not JSON"),
+        (StopMessage, '{"kind":"stop"}', "left_s"),
+        (
+            StopMessage,
+            '{"kind":"dance","number":1,"left_s":1,"text":""}',
+            "StopMessage.kind must be StopKind",
+        ),
+        (StopMessage, '{"kind":[],"number":1,"left_s":1,"text":""}', "StopMessage.kind must be StopKind"),
+        (StopMessage, '{"kind":"stop","number":"1","left_s":1,"text":""}', "StopMessage.number must be int"),
+        (
+            HostTable,
+            '{"session":"s","run_id":"r","token":"t","leader":"a","replicas":1,"bytes_per_s":0,"keep":1,'
+            '"peers":[{"host":"a","address":"","port":"7","ranks":[],"domains":[],"groups":[]}]}',
+            "Peer.port must be int",
+        ),
+    ],
+)
+def test_a_record_that_is_not_what_it_must_be_is_refused_by_field(
+    record: type[object], data: str, found: str
+) -> None:
+    text = refusal(lambda content: decode_record(record, content), data.encode())
+    assert found in text
+    assert len(text) < 250

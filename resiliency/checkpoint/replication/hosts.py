@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from resiliency.checkpoint.messages import decode_record
 from resiliency.checkpoint.names import save_id_of
 from resiliency.checkpoint.replication.placement import Peer
-from resiliency.errors import ConfigError
+from resiliency.errors import ConfigError, PeerError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,10 @@ class HostTable:
             ConfigError: it is not a table of this release.
         """
         try:
-            record = json.loads(text)
-            return cls(**{**record, "peers": tuple(_peer(item) for item in record["peers"])})
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return decode_record(cls, text)
+        except PeerError as error:
             raise ConfigError(
-                f"this is not a table of peers: {type(error).__name__}: {error}.",
+                f"this is not a table of peers: {error}",
                 hint="All ranks and agents must run the same release.",
             ) from error
 
@@ -108,17 +107,3 @@ class HostTable:
             raise ConfigError(
                 f"cannot read the table of peers {path}: {error}.", path=str(path), errno=error.errno
             ) from error
-
-
-def _peer(item: Mapping[str, object]) -> Peer:
-    peer = Peer(
-        **{  # type: ignore[arg-type]
-            **item,
-            "ranks": tuple(item["ranks"]),  # type: ignore[arg-type]
-            "domains": tuple((label, value) for label, value in item["domains"]),  # type: ignore[attr-defined]
-            "groups": tuple(item["groups"]),  # type: ignore[arg-type]
-        }
-    )
-    if not isinstance(peer.host, str) or not isinstance(peer.address, str) or not isinstance(peer.port, int):
-        raise TypeError(f"a peer has a host, an address and a port, found {item}")
-    return peer

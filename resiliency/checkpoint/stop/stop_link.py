@@ -5,7 +5,7 @@ They are silent until somebody asks for a stop.  A connection ends with its proc
 died is known at once, and nobody waits for its answer.  A key-value store was the alternative: it does
 not tell who is dead, and a thread that waits in it cannot be woken.
 
-A word is one JSON object in a line.
+A message is one JSON object in a line.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from datetime import timedelta
 from enum import Enum
 
 from resiliency.checkpoint.machine import make_room_for
+from resiliency.checkpoint.messages import decode_record
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.errors import ConfigError, PeerError, ResiliencyError
 from resiliency.forks import call_in_child
@@ -61,23 +62,6 @@ class StopMessage:
     left_s: float = 0.0
     text: str = ""
 
-    def encode(self) -> bytes:
-        return json.dumps({**asdict(self), "kind": self.kind.value}).encode() + b"\n"
-
-    @classmethod
-    def decode(cls, line: bytes) -> StopMessage:
-        """Raises: PeerError: not a word."""
-        try:
-            body = json.loads(line)
-            return cls(
-                kind=StopKind(body["kind"]),
-                number=int(body["number"]),
-                left_s=float(body["left_s"]),
-                text=str(body["text"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise PeerError(f"another rank said {line[:80]!r}: {error!r}.") from None
-
 
 class StopPeer:
     """One end of a connection to another rank."""
@@ -100,7 +84,7 @@ class StopPeer:
         """Say it if the other rank can still be reached; its end is noticed by `receive`."""
         with suppress(OSError):
             self._socket.settimeout(1.0)  # some bytes on a connection that never carries more
-            self._socket.sendall(word.encode())
+            self._socket.sendall(json.dumps(asdict(word)).encode() + b"\n")
 
     def receive(self, timeout: timedelta = timedelta(0)) -> list[StopMessage]:
         """What came; waits for something to come.
@@ -120,7 +104,7 @@ class StopPeer:
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         if len(self._unread) > LINE_BYTES:
             raise PeerError("another rank sends a line without end.")
-        return [StopMessage.decode(line) for line in lines]
+        return [decode_record(StopMessage, line) for line in lines]
 
     def close(self) -> None:
         self._socket.close()
