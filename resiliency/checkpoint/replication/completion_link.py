@@ -14,8 +14,8 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from resiliency.checkpoint.replication.completion import HostState, LeaderState, SaveName
 from resiliency.checkpoint.replication.hosts import HostTable
@@ -42,26 +42,6 @@ _WARN_S = 30.0
 _NAMED = 8
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Committed here, and about to be sealed."""
-
-    save: SaveName
-
-
-@dataclass(frozen=True)
-class _LostHere:
-    save: SaveName
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Saves that this host had when it began to work for a session."""
-
-    session: str
-    saves: frozenset[SaveName]
-
-
 class CompletionLink:
     """One host's part in finding out which saves are complete.
 
@@ -83,9 +63,7 @@ class CompletionLink:
         self._on_complete = on_complete
         self._on_given_up = on_given_up
         self._timeouts = timeouts
-        self._tasks: queue.SimpleQueue[HostTable | SaveName | _Held | _LostHere | _Found | Link] = (
-            queue.SimpleQueue()
-        )
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         #: What this host had when the session began, if it has led since then: see `LeaderState.before`.
         self._before: frozenset[SaveName] | None = None
         self._led_from_the_start = False
@@ -115,31 +93,31 @@ class CompletionLink:
     def update(self, table: HostTable) -> None:
         """Whose seals count from now on.  Does not wait."""
         self._leads = table.leader == self._host
-        self._tell(table)
+        self._tell(partial(self._begin, table))
 
     def seal(self, save: SaveName) -> None:
         """This host has committed `save`, and its copies are verified.  Does not wait."""
-        self._tell(save)
+        self._tell(partial(self._seal, save))
 
     def hold(self, save: SaveName) -> None:
         """This host has committed `save`, and makes its copies.  Does not wait."""
-        self._tell(_Held(save))
+        self._tell(partial(self._hold, save))
 
     def lose(self, save: SaveName) -> None:
         """This host has no part of `save`, or gave up its copies.  Does not wait."""
-        self._tell(_LostHere(save))
+        self._tell(partial(self._lose, save))
 
     def found(self, session: str, saves: Collection[SaveName]) -> None:
         """What this host had before it committed anything for `session`; some of that may be among it.
 
         Only the first time in a session counts.  Without a save id: what could not be read.
         """
-        self._tell(_Found(session, frozenset(saves)))
+        self._tell(partial(self._note_found, session, frozenset(saves)))
 
     def join(self, link: Link) -> bool:
         """Take over the link of a host that wants to seal; False if this host does not lead."""
         if self._leads and not self._closing:
-            self._tell(link)
+            self._tell(partial(self._welcome, link))
             return True
         return False
 
@@ -152,7 +130,7 @@ class CompletionLink:
         self._wake()
         self._thread.join(timeout.total_seconds())
 
-    def _tell(self, task: HostTable | SaveName | _Held | _LostHere | _Found | Link) -> None:
+    def _tell(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
         self._wake()
 
@@ -179,10 +157,8 @@ class CompletionLink:
             self._selector.close()
             with self._pipe:
                 self._news.close()
-            while not self._tasks.empty():
-                task = self._tasks.get()
-                if isinstance(task, Link):
-                    task.close()
+            self._table = self._leader_state = None
+            self._carry_out()  # of what is left this closes the links of hosts that joined
 
     def _handle(self, source: object) -> None:
         if isinstance(source, Link):
@@ -190,23 +166,14 @@ class CompletionLink:
                 self._listen(source)
             return
         self._news.clear()
+        self._carry_out()
+
+    def _carry_out(self) -> None:
         while not self._tasks.empty():
-            task = self._tasks.get()
-            if isinstance(task, HostTable):
-                self._begin(task)
-            elif isinstance(task, SaveName):
-                self._seal(task)
-            elif isinstance(task, _Held):
-                self._hold(task.save)
-            elif isinstance(task, _LostHere):
-                self._lose(task.save)
-            elif isinstance(task, _Found):
-                self._note_found(task)
-            else:
-                self._welcome(task)
+            self._tasks.get()()
 
     def _begin(self, table: HostTable) -> None:
-        if table == self._table:
+        if table == self._table or self._closing:
             return
         leads = table.leader == self._host
         if self._table is None or table.session != self._table.session:
@@ -260,15 +227,15 @@ class CompletionLink:
         elif self._leader is not None:
             self._say(self._leader, Lost(step=save.step, save_id=save.save_id))
 
-    def _note_found(self, found: _Found) -> None:
+    def _note_found(self, session: str, saves: frozenset[SaveName]) -> None:
         # A host that took the lead later does not know what the one before it had counted.
-        if self._table is None or found.session != self._table.session or not self._led_from_the_start:
+        if self._table is None or session != self._table.session or not self._led_from_the_start:
             return
         if self._before is not None:  # a later look also finds what was saved since
             return
-        self._before = found.saves
+        self._before = saves
         if self._leader_state is not None:
-            self._leader_state.before = found.saves
+            self._leader_state.before = saves
             self._give_up_what_is_too_much()
 
     def _welcome(self, link: Link) -> None:
