@@ -73,12 +73,8 @@ class SaveJob:
         """Whether agents of other hosts wait for this host's part."""
         return len(self.voters) > len(self.ranks)
 
-    def failed(self, why: str, *, left_out: bool = False, hangs: bool = False) -> Done:
-        """The report that it came to nothing."""
-        return self.ended(why, left_out=left_out, hangs=hangs)
-
     def ended(self, error: str = "", *, left_out: bool = False, hangs: bool = False) -> Done:
-        """The report that there is nothing (more) to do for it."""
+        """The report that there is nothing (more) to do for it; with an `error`, that it came to nothing."""
         return Done(
             step=self.step,
             session=self.session,

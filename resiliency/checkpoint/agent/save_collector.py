@@ -401,7 +401,7 @@ class SaveCollector:
         refused = replace(job, loan=Loan({}), missing=why)
         if job.concerns_others:
             worker.try_put(RefuseJob(save=refused, why=why))
-        self._on_done(refused, refused.failed(why, left_out=left_out, hangs=bool(hang)))
+        self._on_done(refused, refused.ended(why, left_out=left_out, hangs=bool(hang)))
 
 
 def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:

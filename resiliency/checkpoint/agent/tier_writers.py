@@ -169,7 +169,7 @@ class Worker:
             work.storage.give_up_files()
             logger.error("the %s tier hangs: %s", self._tier.value, why)
             if isinstance(work.job, SaveJob) and self._may_report(work):
-                self._on_done(work.job, work.job.failed(why, hangs=True))
+                self._on_done(work.job, work.job.ended(why, hangs=True))
         for job in self._take_waiting_saves():
             self.leave_out(job, why)
 
@@ -179,7 +179,7 @@ class Worker:
         left = replace(job, loan=Loan({}))
         if job.concerns_others:
             self.try_put(RefuseJob(save=left, why=why))
-        self._on_done(left, left.failed(why, left_out=True, hangs=True))
+        self._on_done(left, left.ended(why, left_out=True, hangs=True))
 
     def close(self, timeout: timedelta) -> None:
         """End after what is queued; with an empty queue at once.
