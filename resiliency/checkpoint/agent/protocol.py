@@ -42,12 +42,12 @@ class Settings:
 
     Attributes:
         directory: of the persistent tier; empty: there is none.
-        format: who shall be able to read what is in it without this library, one of `FORMATS`.
+        format: of its files, one of `FORMATS`; the library of that name reads them without this one.
         local_directory: of the local tier, on this host; empty: there is none.
         replicas: hosts that get a copy of what this host has in its local tier.
         replication_bytes_per_s: bandwidth of these copies.
-        local_backlog: complete generations beyond `local_keep` that may wait to be handed over; 0: nobody
-            hands them over, so none waits.
+        local_backlog: complete local checkpoints beyond `local_keep` that may wait for the hand-off to a
+            replicator; 0: there is none.
     """
 
     directory: str
@@ -73,8 +73,8 @@ class Attach:
     """A rank introduces itself, or what it said before changed.
 
     `session` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
-    with a checkpoint of another takes over its run; `restored_step` is where it goes on, 0 if it begins
-    anew.  All three are the same on all ranks.  `host` is this host's name among the others,
+    with a checkpoint of another takes over its run; `restored_step` is where it goes on, 0 if it starts
+    from scratch.  All three are the same on all ranks.  `host` is this host's name among the others,
     `peer_address` where they reach it (empty: anywhere).
     """
 
@@ -147,7 +147,7 @@ class SaveRequest:
     """The capture of `step` in the slot file `slot` of this rank is whole and lent: persist it in `tiers`.
 
     `patient`: the slot may stay lent while a tier still writes an earlier save; else such a tier is left
-    out, for the sake of the others.  `again`: an agent that is gone was told before, and may have done it.
+    out, for the sake of the others.  `again`: an earlier agent had the same request, and may have done it.
     `try_number`: of this step, from 1, the same on all ranks.
     """
 
@@ -166,7 +166,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """This rank has no capture of `step` for this try, so nobody's can become a checkpoint in `tiers`."""
+    """This rank has no capture of `step` for this try, so no rank's becomes a checkpoint in `tiers`."""
 
     kind: ClassVar[str] = "skip"
     step: int
@@ -232,7 +232,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Detach:
-    """This rank ends well and will not come back: its captures need no rescue."""
+    """This rank ends well and will not come back: its captures need no emergency commit."""
 
     kind: ClassVar[str] = "bye"
 
@@ -341,8 +341,8 @@ class Channel:
         try:
             return self._socket.recv(PACKET_BYTES)
         except ConnectionResetError:
-            # The other side closed before it read all that we said.  That is told once, and first: what it
-            # said itself, maybe goodbye, is still to be read, and its end comes after that.
+            # The other side closed before it read all messages of this one.  The kernel reports that once,
+            # and first: its own messages, maybe a `Detach`, are still to be read; its end comes after them.
             return self._socket.recv(PACKET_BYTES)
 
     def close(self) -> None:
@@ -388,9 +388,9 @@ def connect(directory: Path) -> Channel | None:
 
 
 def connect_to(name: str) -> Channel | None:
-    """A connection to whoever listens at the abstract address `name`; None if nobody does.
+    """A connection to the process that listens at the abstract address `name`; None if there is none.
 
-    None, too, where this process has no descriptor left: that may pass, and who asks tries again.
+    None, too, where this process has no descriptor left: that may pass, and the caller tries again.
     """
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

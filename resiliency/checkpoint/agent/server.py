@@ -3,13 +3,13 @@
 
 It outlives trainers.  Ranks attach over a socket, name the slots that hold a step, and hear how the
 save ended in each tier; the agent borrows the slots, commits, copies to other hosts, prunes and gives
-the slots back.  It never touches a GPU and runs no training code.  What happens when somebody dies:
+the slots back.  It never touches a GPU and runs no training code.  What happens when a process dies:
 
 * a rank dies: the newest step that all ranks of this host have whole in memory is committed,
   also if its save was never requested.  If a tier fails at that, or is found to hang, the other one gets it,
   where this host is the whole job.  Then the agent waits for the ranks to come back;
 * all come back within the grace: they attach as a new session, with their captures still there;
-* nobody does: the agent leaves, and takes the captures along if they are all committed;
+* no rank does: the agent leaves, and takes the captures along if they are all committed;
 * the agent dies: its locks vanish, its trainers notice, report the save as failed and start another;
 * storage hangs: the save is reported as failed, later ones as skipped until it answers, and the agent
   leaves when it is time to, without the thread that waits (`resiliency.checkpoint.agent.tier_writers`).
@@ -58,11 +58,11 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 _SILENCE_S = 30.0
-#: How long ranks may take to leave after the agent was told to.
+#: How long ranks may take to leave after the agent was asked to end.
 _LAST_RANKS_S = 60.0
 #: How long one call of the storage may take from then on, also if it was made before.
 _LAST_CALL = timedelta(seconds=60)
-#: How long a last step may take to get its copies when everybody else has left.
+#: How long a last step may take to get its copies when all ranks have left.
 _LAST_COPIES_S = 60.0
 _AT_ONCE = timedelta(0)
 #: After a connection that could not be taken.
@@ -70,7 +70,7 @@ _ACCEPT_PAUSE_S = 0.2
 
 
 class Agent:
-    """Serves the ranks of one job on this host until they say goodbye, or stay away for `grace`.
+    """Serves the ranks of one job on this host until they detach, or stay away for `grace`.
 
     Args:
         directory: arena of the job.
@@ -105,7 +105,7 @@ class Agent:
         self._said_detach: set[int] = set()
         self._deserted_at = time.monotonic()
         self._has_to_commit = False  # and could not, the last time it tried
-        #: Steps, each with a tier that it did not get into: of what failed since a rescue began.
+        #: Steps, each with a tier that it did not get into: of what failed since an emergency commit began.
         self._gave_up: set[tuple[int, TierName]] = set()
         self._terminated = False
         self._leave_by: float | None = None  # once terminated: with ranks or without
@@ -142,13 +142,13 @@ class Agent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def close(self) -> None:
-        """Give everything back; the captures go too if nobody needs them any more."""
+        """Give everything back; the captures go too if no rank needs them any more."""
         self._replication.close()
         self._collector.close(timedelta(seconds=30))
         for channel in list(self._members):
             channel.close()
         self._selector.close()
-        removable = self._everybody_left() or self._collector.captures_are_spent()
+        removable = self._all_ranks_left() or self._collector.captures_are_spent()
         self._job.close()
         if removable:
             remove_when_dead(self._directory)
@@ -230,7 +230,7 @@ class Agent:
         elif isinstance(message, Repair):
             self._replication.repair(message)
         elif isinstance(message, LiftBandwidthCap):
-            logger.warning("rank %d is told to end: committing what is captured at full speed", member.rank)
+            logger.warning("rank %d asked to end: committing what is captured at full speed", member.rank)
             self._lift_bandwidth_cap()
         elif isinstance(message, Detach):
             self._said_detach.add(member.rank)
@@ -276,7 +276,7 @@ class Agent:
         member = self._members[channel]
         self._drop(channel)
         if member is not None:
-            logger.warning("rank %d is gone without goodbye: %s", member.rank, error)
+            logger.warning("rank %d left without detach: %s", member.rank, error)
             self._commit_emergency()
 
     def _drop(self, channel: Channel) -> None:
@@ -359,7 +359,7 @@ class Agent:
             self._try_commit_emergency()
 
     def _is_bereft(self, last: Attach) -> bool:
-        """Whether memory may hold all that is left: ranks are gone without goodbye, or all are to go."""
+        """Whether memory may hold all that is left: ranks left without detach, or all are to go."""
         there = {member.rank for member in self._members.values() if member is not None}
         return self._terminated or not (there | self._said_detach).issuperset(last.local_ranks)
 
@@ -397,11 +397,11 @@ class Agent:
             return False
         if self._leave_by is not None:
             return not self._members and not self._has_to_commit
-        return self._everybody_left() or now >= self._deserted_at + self._grace_s
+        return self._all_ranks_left() or now >= self._deserted_at + self._grace_s
 
     def _is_deserted(self) -> bool:
         """Whether there were ranks and none is left, though they have not come to their end."""
-        return self._last is not None and not self._members and not self._everybody_left()
+        return self._last is not None and not self._members and not self._all_ranks_left()
 
-    def _everybody_left(self) -> bool:
+    def _all_ranks_left(self) -> bool:
         return self._last is not None and self._said_detach >= set(self._last.local_ranks)

@@ -238,7 +238,7 @@ def test_a_goodbye_is_heard_of_a_rank_that_left_words_of_the_agent_unread(job: s
         channel.send(Detach())
         channel.close()
         assert agent.wait(timeout=SOON_S) == 0
-    assert "without goodbye" not in agent.output
+    assert "without detach" not in agent.output
 
 
 def test_a_goodbye_that_a_rank_left_behind_is_heard_when_a_report_does_not_reach_it(job: str) -> None:
@@ -324,7 +324,7 @@ def test_what_a_rank_left_is_committed_once_the_agent_has_descriptors_for_it(
     with Command(argv) as agent:
         rank = attached(connected(arena), settings)
         with no_descriptor_left(agent.pid):
-            rank.close()  # without goodbye
+            rank.close()  # without detach
             agent.wait_for_line("what ranks left in memory cannot be read for now", timeout=SOON_S)
         wait_until_equal(lambda: complete(tmp_path), [1])
         agent.signal(signal.SIGTERM)
@@ -373,7 +373,7 @@ def test_what_a_rank_left_goes_to_the_other_tier_once_the_first_is_found_not_to_
     slots, capturer, _ = captured(arena)
     with Command(argv, env={"TMPDIR": str(tmp_path)}) as agent:
         rank = attached(connected(arena), settings)
-        rank.close()  # without goodbye
+        rank.close()  # without detach
         wait_until(lambda: complete(persistent) == [1], "nothing is committed")
         if trouble == "hangs":
             hang.end()  # else its agent would wait for it before it leaves
