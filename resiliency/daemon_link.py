@@ -8,7 +8,7 @@ memory of what was lost.
 
     program: {"hello": {...}}                  daemon: {"welcome": {...}} or {"refused": "sentence"}
     program: {"report": {...}} at a change,    daemon: {"ack": sequence}
-             and each second                   daemon: {"command": {...}}
+             and each second                   daemon: {"command": {...}}, {"domains": "zone=z"}
     program: {"outcome": {...}}, {"detach": true}
 
 Lines of JSON over TCP on the loopback interface; ages instead of times; standard library only, no gRPC and
@@ -120,6 +120,10 @@ class DaemonLink:
         self._changed = True
         #: Whether the daemon has welcomed this program, and still listens.
         self.connected = False
+        #: Failure domains of this host as the daemon last said, such as ``subblock=s,zone=z``.
+        self.domains = ""
+        #: Set once the daemon has answered, or is known to be missing.
+        self.tried = threading.Event()
         self._warned = False
         self._socket: socket.socket | None = None
         self._news = WakePipe()
@@ -177,6 +181,7 @@ class DaemonLink:
                     )
                 if self.connected:
                     pause_s = 0.0
+                self.tried.set()
             finally:
                 self.connected = False
                 if self._socket is not None:
@@ -253,12 +258,20 @@ class DaemonLink:
             raise _Outage(f"it refused this program: {message['refused']}")
         if "welcome" in message:
             self.connected, self._changed = True, True
+            self._take_domains(message["welcome"])
+            self.tried.set()
             if self._warned:
                 logger.info("host daemon at port %d: connected", self._port)
                 self._warned = False
         elif "command" in message and self._on_command is not None:
             self._on_command(message["command"])
+        self._take_domains(message)
         return int(message.get("ack", 0))
+
+    def _take_domains(self, said: Any) -> None:
+        domains = said.get("domains") if isinstance(said, dict) else None
+        if isinstance(domains, str):
+            self.domains = domains
 
     def _wait(self, read: list[Any], write: list[Any], timeout_s: float) -> bool:
         """Wait for a socket, a wake-up or the time; whether a socket can be read."""

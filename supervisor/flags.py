@@ -15,8 +15,8 @@ _LATER = {
     "watchdog_interval_s": "watchdogs run in the host daemon",
     "watchdog_notification_cooldown_s": "watchdogs run in the host daemon",
     "enable_standalone_mode": "standalone mode is not built yet",
-    "enable_topology_aware_scheduling": "topology is not built yet",
-    "project": "the lookup of a host's place in a cloud project is not built yet",
+    "enable_topology_aware_scheduling": "host daemons learn the places of their hosts",
+    "project": "a host's place comes from its metadata server and node labels, without a project",
 }
 
 
@@ -36,7 +36,10 @@ def spelled(word: str, separator: str) -> str:
 
 
 #: Those of them that the host daemon takes.
-WATCHDOG_FLAGS = ("watchdogs", "watchdog_interval_s", "watchdog_notification_cooldown_s")
+DAEMON_FLAGS = (
+    *("watchdogs", "watchdog_interval_s", "watchdog_notification_cooldown_s"),
+    "enable_topology_aware_scheduling",
+)
 
 
 def add_later(parser: argparse.ArgumentParser, separator: str, *, taken: Sequence[str] = ()) -> None:

@@ -8,10 +8,17 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from supervisor.values import Change, Command, Evidence, OutcomeStatus
+from supervisor.values import Change, Command, Evidence, HostFacts, OutcomeStatus
 
 #: Tells the sensor what the orchestrator did to a host: id, change, and the orchestrator's word on it.
 TellChange = Callable[[str, Change, Evidence], None]
+#: Tells the daemon of a host, by the host's name, what the orchestrator knows of it.
+TellFacts = Callable[[str, HostFacts], None]
+
+
+def ignore_facts(host: str, facts: HostFacts) -> None:
+    """For those who have no daemons to tell."""
+    del host, facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,4 +53,6 @@ class Orchestrator(Protocol):
 class RunningOrchestrator(Orchestrator, Protocol):
     """One with tasks of its own, which run within `running`."""
 
-    def running(self, tell: TellChange) -> AbstractAsyncContextManager[None]: ...
+    def running(
+        self, tell: TellChange, tell_facts: TellFacts = ignore_facts
+    ) -> AbstractAsyncContextManager[None]: ...

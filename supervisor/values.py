@@ -295,6 +295,22 @@ class HostInfo(Value):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts(Value):
+    """What the orchestrator knows of a host; the actuator tells its daemon, which has no rights there.
+
+    Attributes:
+        subblock, superblock, zone: as in `HostInfo`; empty where it does not say.
+    """
+
+    subblock: str = ""
+    superblock: str = ""
+    zone: str = ""
+
+    def __post_init__(self) -> None:
+        check_names(self, "subblock", "superblock", "zone", required=False)
+
+
 def host_state(states: tuple[DeviceState, ...], workers_per_host: int) -> DeviceState:
     """State of a host: spare until all workers are known, failed with one of them, complete with all."""
     if DeviceState.FAILED in states:

@@ -30,7 +30,14 @@ from resiliency.launch.protection import Protection
 from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox
 from resiliency.progress import STEP_PAGE_ENV, StepPage
-from resiliency.runtime import AGENT_HOST_ENV, JOB_ENV, RUN_DIR_ENV, STOP_NOTES_ENV, SystemClock
+from resiliency.runtime import (
+    AGENT_HOST_ENV,
+    FAILURE_DOMAINS_ENV,
+    JOB_ENV,
+    RUN_DIR_ENV,
+    STOP_NOTES_ENV,
+    SystemClock,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +79,13 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
 
         _compat.prepare(protection.private_dir, signals.handle, start_worker, page)
         specs = _compat.make_logs_specs(options.args, log_dir)
-        logs = _compat.TracedLogs(specs, lambda env: _adjust(env, options, agents, protection, page))
+        reporter: WorkerStateReporter = NullReporter()
+        logs = _compat.TracedLogs(
+            specs, lambda env: _adjust(env, options, agents, protection, page, reporter)
+        )
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
             handler, serves = _meet(options, signals)
-            reporter: WorkerStateReporter = NullReporter()
             if page is not None:
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
             agent = ResilientAgent(
@@ -216,8 +225,12 @@ def _adjust(
     agents: AgentHost,
     protection: Protection,
     page: StepPage | None,
+    reporter: WorkerStateReporter,
 ) -> None:
     """What a worker's environment has beyond torchrun's."""
+    # What the user says goes first.
+    if not os.environ.get(FAILURE_DOMAINS_ENV) and (domains := reporter.failure_domains()):
+        env[FAILURE_DOMAINS_ENV] = domains
     if page is not None:
         env[STEP_PAGE_ENV] = page.variable(int(env["LOCAL_RANK"]))
     env[AGENT_HOST_ENV] = agents.address

@@ -28,6 +28,7 @@ from resiliency.runtime import SystemClock
 from resiliency.tasks import end_tasks, wait_for
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
+from supervisor.daemon.topology import find_place, merge_facts
 from supervisor.daemon.workers import HostWorkers
 from supervisor.plain import InvalidValue
 from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
@@ -38,7 +39,7 @@ from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.limits import Backoff
 from supervisor.transport.server import serve
 from supervisor.transport.services import ACTUATOR_CONNECT, SENSOR_CONNECT, Probe, daemon_service
-from supervisor.values import Finding, HostInfo, Outcome, OutcomeStatus, cut_text
+from supervisor.values import Finding, HostFacts, HostInfo, Outcome, OutcomeStatus, cut_text
 from supervisor.watchdogs.pending import PendingFindings
 from supervisor.watchdogs.runner import WatchdogRunner
 
@@ -69,6 +70,8 @@ class HostDaemon:
         self._fence_path = settings.state_dir / f"fence-{settings.host}-{settings.launcher_port}.json"
         self._fence = _load_fence(self._fence_path)
         self._findings = PendingFindings(settings.state_dir / f"findings-{settings.host}.json")
+        #: What the metadata server and the orchestrator said about this host.
+        self._metadata, self._facts = HostFacts(), HostFacts()
         self._wakers: set[asyncio.Event] = set()
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue(1024)
         self._commands: set[asyncio.Task[None]] = set()
@@ -111,6 +114,8 @@ class HostDaemon:
                 streams = [_forever()]
             if settings.watchdogs.names:
                 streams.append(self._watch())
+            if settings.metadata is not None:
+                streams.append(self._find_place(settings.metadata))
             await _first_of(*streams)
 
     async def _watch(self) -> None:
@@ -125,6 +130,25 @@ class HostDaemon:
 
     def _take_findings(self, findings: Sequence[Finding]) -> None:
         if self._findings.add(findings):
+            self._changed()
+
+    async def _find_place(self, metadata: tuple[str, int]) -> None:
+        self._metadata = await find_place(metadata) or HostFacts()
+        self._set_place()
+        await _forever()
+
+    def _set_place(self) -> None:
+        """The labels of the node go first: a person may have set them."""
+        if self._settings.metadata is None:
+            return
+        place = merge_facts(self._facts, self._metadata)
+        host = replace(
+            self._workers.host, subblock=place.subblock, superblock=place.superblock, zone=place.zone
+        )
+        if host != self._workers.host:
+            self._workers.host = host
+            logger.info("place of this host: %s", ", ".join(host.domains) or "unknown")
+            self._local.tell_domains()
             self._changed()
 
     # --------------------------------------------------------------------------------------- to the sensor
@@ -202,12 +226,15 @@ class HostDaemon:
     async def _read_commands(self, stream: ClientStream) -> None:
         while True:
             order = await stream.receive()
-            if order.WhichOneof("body") != "command":
-                continue
             try:
+                if order.WhichOneof("body") == "facts":
+                    self._facts = from_message(HostFacts, order.facts)
+                    self._set_place()
+                if order.WhichOneof("body") != "command":
+                    continue
                 command = from_message(HostCommand, order.command)
             except InvalidValue as error:
-                logger.warning("command of the actuator refused: %s", error)
+                logger.warning("order of the actuator refused: %s", error)
                 continue
             task = asyncio.create_task(self._execute(command))
             self._commands.add(task)

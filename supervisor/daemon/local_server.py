@@ -100,6 +100,15 @@ class LocalServer:
         finally:
             del self._pending[command.id]
 
+    def tell_domains(self) -> None:
+        """The place of this host has changed: for the ranks that launchers start from now on."""
+        for writer in self._writers.values():
+            with suppress(OSError):
+                _send(writer, {"domains": self._domains()})
+
+    def _domains(self) -> str:
+        return ",".join(self._workers.host.domains)
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -136,7 +145,7 @@ class LocalServer:
         )
         ended = False
         try:
-            _send(writer, {"welcome": {"protocol": LOCAL_PROTOCOL}})
+            _send(writer, {"welcome": {"protocol": LOCAL_PROTOCOL, "domains": self._domains()}})
             self._changed()
             rate = RateLimit(per_s=LINES_PER_S, burst=LINES_BURST)
             while not ended and (message := await _read(reader)) is not None:

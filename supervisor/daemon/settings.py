@@ -13,7 +13,8 @@ from pathlib import Path
 
 from resiliency.daemon_link import DEFAULT_PORT, PORT_ENV
 from resiliency.errors import ConfigError
-from supervisor.flags import WATCHDOG_FLAGS, Parser, add_later, refuse_later, spelled
+from supervisor.daemon.topology import metadata_address
+from supervisor.flags import DAEMON_FLAGS, Parser, add_later, refuse_later, spelled
 from supervisor.settings import HOST_DAEMON_PORT, Settings, make_own_directory, read_whole
 from supervisor.transport.security import Security, TokenFile
 from supervisor.watchdogs.runner import WatchdogSettings
@@ -37,6 +38,7 @@ class DaemonSettings:
         address: at which the sensor and the actuator reach `port`, for the second path.
         launcher_port: for launchers and programs of this host, on the loopback interface.
         state_dir: for the fence, which must survive the daemon.
+        metadata: address of the server that knows where this host is; None: nobody is asked where it is.
     """
 
     host: str
@@ -50,6 +52,7 @@ class DaemonSettings:
     security: Security
     environment: Settings
     watchdogs: WatchdogSettings
+    metadata: tuple[str, int] | None
 
     @classmethod
     def parse(cls, argv: Sequence[str], env: Mapping[str, str]) -> DaemonSettings:
@@ -61,7 +64,7 @@ class DaemonSettings:
         """
         environment = Settings.from_env(env)
         args = _parser().parse_args([spelled(word, "_") for word in argv])
-        refuse_later(args, "_", taken=WATCHDOG_FLAGS)
+        refuse_later(args, "_", taken=DAEMON_FLAGS)
         port = _port("--port", args.port, environment.host_daemon_port)
         default = read_whole(env, PORT_ENV, 1, 65535, DEFAULT_PORT)
         launcher_port = _port("--launcher_port", args.launcher_port, default)
@@ -95,6 +98,7 @@ class DaemonSettings:
             security=Security.from_env(env, plaintext=args.plaintext),
             environment=environment,
             watchdogs=_watchdogs(args),
+            metadata=metadata_address(env) if args.enable_topology_aware_scheduling else None,
         )
 
 
@@ -135,9 +139,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--state_dir", metavar="DIR", help="Keeps which commands were carried out, across restarts."
     )
+    parser.add_argument(
+        "--enable_topology_aware_scheduling",
+        action="store_true",
+        help="Learn the host's place from the cloud's metadata server and the labels of its node: spares are "
+        "chosen and copies of checkpoints placed by it.",
+    )
     parser.add_argument("--plaintext", action="store_true", help="No TLS.  For one machine and for tests.")
     _add_watchdogs(parser)
-    add_later(parser, "_", taken=WATCHDOG_FLAGS)
+    add_later(parser, "_", taken=DAEMON_FLAGS)
     return parser
 
 

@@ -27,7 +27,7 @@ from signal import SIGTERM
 from resiliency.daemon_link import GENERATION_ENV
 from resiliency.errors import ConfigError
 from resiliency.files import write_durably
-from supervisor.orchestrator import Answer, TellChange
+from supervisor.orchestrator import Answer, TellChange, TellFacts, ignore_facts
 from supervisor.orchestrators.job_file import JobFile
 from supervisor.orchestrators.processes import (
     Mark,
@@ -151,8 +151,9 @@ class LocalOrchestrator:
         self._state = self._load()
 
     @asynccontextmanager
-    async def running(self, tell: TellChange) -> AsyncIterator[None]:
+    async def running(self, tell: TellChange, tell_facts: TellFacts = ignore_facts) -> AsyncIterator[None]:
         """Start what is wanted and is not there, and watch it; processes outlive the context."""
+        del tell_facts  # all hosts are this machine
         self._tell = tell
         self._tasks.start(self._watch())
         for workload in self._jobs:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from supervisor.orchestrator import Answer, TellChange
+from supervisor.orchestrator import Answer, TellChange, TellFacts, ignore_facts
 from supervisor.values import Command, CommandKind, OutcomeStatus
 
 #: Without an object to write it on, a cordon is in the controller's state alone, which all decisions look at;
@@ -18,8 +18,8 @@ class NoOrchestrator:
     """Refuses what needs an orchestrator, with a sentence."""
 
     @asynccontextmanager
-    async def running(self, tell: TellChange) -> AsyncIterator[None]:
-        del tell
+    async def running(self, tell: TellChange, tell_facts: TellFacts = ignore_facts) -> AsyncIterator[None]:
+        del tell, tell_facts
         yield
 
     def perform(self, command: Command, answer: Callable[[Answer], None]) -> None:

@@ -26,7 +26,7 @@ from supervisor.transport.host_streams import HostStreams
 from supervisor.transport.limits import Backoff
 from supervisor.transport.server import Service
 from supervisor.transport.services import actuator_service, ask_evidence, send_change, send_outcomes
-from supervisor.values import Change, Command, CommandKind, Evidence, Outcome, OutcomeStatus
+from supervisor.values import Change, Command, CommandKind, Evidence, HostFacts, Outcome, OutcomeStatus
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,10 @@ class ActuatorPart:
             dropped, change, _ = self._changes.pop(next(iter(self._changes)))
             logger.error("change %s of %s dropped: %d newer ones wait", change.value, dropped, MOST_CHANGES)
         self._changed.set()
+
+    def tell_facts(self, host: str, facts: HostFacts) -> None:
+        """What the orchestrator knows of a host goes to its daemon."""
+        self._hosts.tell_facts(host, facts)
 
     async def _send_changes(self) -> None:
         """In their order; repeated, one is the same by its evidence's id."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands for all hosts of a job, over the streams that their daemons hold open to the actuator."""
+"""Commands and facts for hosts, over the streams that their daemons hold open to the actuator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from resiliency.tasks import end_tasks, wait_for
 from supervisor.orchestrator import Answer
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.transport.host_streams import HostStreams
-from supervisor.values import Command, HostInfo, Outcome, OutcomeStatus, Value, cut_text
+from supervisor.values import Command, HostFacts, HostInfo, Outcome, OutcomeStatus, Value, cut_text
 
 
 class HostCommands:
@@ -22,11 +22,19 @@ class HostCommands:
 
     def __init__(self) -> None:
         self._hosts: dict[str, HostInfo] = {}  # by name
+        self._facts: dict[str, HostFacts] = {}  # of hosts that are connected or not, by name
         self._waiting: dict[tuple[str, str], asyncio.Future[Outcome]] = {}  # by host name and command id
 
     def host_connected(self, host: HostInfo, incarnation: str) -> None:
         del incarnation
         self._hosts[host.name] = host
+        if host.name in self._facts:
+            self.streams.try_send_facts(host.name, self._facts[host.name])
+
+    def tell_facts(self, host: str, facts: HostFacts) -> None:
+        """Send `facts` to `host` now, if it is connected, and each time that it connects."""
+        self._facts[host] = facts
+        self.streams.try_send_facts(host, facts)
 
     def host_message(self, host: str, value: Value) -> None:
         if isinstance(value, HostInfo):

@@ -48,7 +48,7 @@ async def run_parts(settings: PartSettings) -> None:
         if "actuator" in settings.parts:
             orchestrator = make_orchestrator(settings)
             actuator = ActuatorPart(settings, orchestrator)
-            await stack.enter_async_context(orchestrator.running(actuator.tell_change))
+            await stack.enter_async_context(orchestrator.running(actuator.tell_change, actuator.tell_facts))
             running.append(actuator)
         if "controller" in settings.parts:
             log = EventLog.open(settings.state_dir / LOG_NAME, first_epoch=time.time_ns() // 10**6)

@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source 852e7ee4cbecadb77c772da569323e5872c7fd56eb46229dd4c30fb4f2cd6ad2
-# body 14917ffe8f27d35c2c47c0b18072d7c6de0010657fece356b0eb0a0a6046b77f
+# source 50b05510ec8655d2204fe56bd0a64db3b6e45aad3e5c5d5a33c7a871fac03043
+# body 4bc0e56063f52af6a63acbc32d6a3d16cbdb525843116cf16fe5a55d4f7a73ec
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -284,15 +284,27 @@ class HostMessage(_message.Message):
     outcome: Outcome
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., host: _Optional[_Union[HostInfo, _Mapping]] = ..., workload: _Optional[_Union[WorkloadInfo, _Mapping]] = ..., report: _Optional[_Union[DaemonReport, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
 
+class HostFacts(_message.Message):
+    __slots__ = ("subblock", "superblock", "zone")
+    SUBBLOCK_FIELD_NUMBER: _ClassVar[int]
+    SUPERBLOCK_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
+    subblock: str
+    superblock: str
+    zone: str
+    def __init__(self, subblock: _Optional[str] = ..., superblock: _Optional[str] = ..., zone: _Optional[str] = ...) -> None: ...
+
 class HostOrder(_message.Message):
-    __slots__ = ("welcome", "resend", "command")
+    __slots__ = ("welcome", "resend", "command", "facts")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESEND_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     resend: bool
     command: HostCommand
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resend: bool = ..., command: _Optional[_Union[HostCommand, _Mapping]] = ...) -> None: ...
+    facts: HostFacts
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resend: bool = ..., command: _Optional[_Union[HostCommand, _Mapping]] = ..., facts: _Optional[_Union[HostFacts, _Mapping]] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("events", "hosts", "workloads", "progress", "complete", "silence")

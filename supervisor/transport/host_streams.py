@@ -24,7 +24,7 @@ from supervisor.protocol.host_commands import HostCommand
 from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.limits import RateLimit
 from supervisor.transport.server import ServerStream
-from supervisor.values import DaemonReport, HostInfo, Outcome, Value, WorkloadInfo
+from supervisor.values import DaemonReport, HostFacts, HostInfo, Outcome, Value, WorkloadInfo
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,10 @@ class HostStreams:
     def try_send_command(self, host: str, command: HostCommand) -> bool:
         """Queue `command` for `host`; False when the host is not connected."""
         return self._order(host, fleet_pb2.HostOrder(command=to_message(command)))
+
+    def try_send_facts(self, host: str, facts: HostFacts) -> bool:
+        """Queue `facts` for `host`; False when the host is not connected."""
+        return self._order(host, fleet_pb2.HostOrder(facts=to_message(facts)))
 
     def try_ask_resend(self, host: str) -> bool:
         """Ask `host` for all that it knows; False when it is not connected."""

@@ -18,7 +18,7 @@ from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
 from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Call, Cluster, Fault
 from supervisor.testing.kubernetes.hosts import GPU
-from supervisor.values import Change, Command, CommandKind, Evidence
+from supervisor.values import Change, Command, CommandKind, Evidence, HostFacts
 from tests.supervisor.orchestrators import carry_out, look_at, try_once
 from tests.waiting import WAIT_S
 
@@ -87,6 +87,7 @@ class Adapter:
     def __init__(self, cluster: Cluster, token: str, times: Times = TIMES) -> None:
         self.cluster, self.token = cluster, token
         self.changes: list[tuple[str, Change]] = []
+        self.facts: dict[str, HostFacts] = {}
         self.orchestrator = GkeOrchestrator(JOBS, OWN, times=times, connect=self._connect)
         self._stack = AsyncExitStack()
 
@@ -100,7 +101,7 @@ class Adapter:
             assert evidence.witness == "orchestrator"
             self.changes.append((host, change))
 
-        await self._stack.enter_async_context(self.orchestrator.running(tell))
+        await self._stack.enter_async_context(self.orchestrator.running(tell, self.facts.__setitem__))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -76,9 +76,9 @@ def test_each_threshold_is_a_flag_with_either_spelling_and_has_a_row_in_the_docs
         (
             ["--enable-topology-aware-scheduling"],
             {},
-            "--enable-topology-aware-scheduling is refused: topology is not built yet.",
+            "--enable-topology-aware-scheduling is refused: host daemons learn the places of their hosts.",
         ),
-        (["--project=p"], {}, "--project is refused: the lookup of a host's place"),
+        (["--project=p"], {}, "--project is refused: a host's place comes from"),
         (["--orchestrator=local"], {}, "--job-file and --orchestrator local go together"),
         (["--job-file=x"], {}, "--job-file and --orchestrator local go together"),
         (["--orchestrator=ray"], {}, "invalid choice: 'ray'"),

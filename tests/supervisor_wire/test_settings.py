@@ -151,11 +151,7 @@ def parse(*argv: str, **env: str) -> DaemonSettings:
         ),
         (
             ["--project=p"],
-            "--project is refused: the lookup of a host's place in a cloud project is not built",
-        ),
-        (
-            ["--enable-topology-aware-scheduling"],
-            "--enable_topology_aware_scheduling is refused: topology is not built yet.",
+            "--project is refused: a host's place comes from its metadata server and node labels",
         ),
         (
             ["--enable_standalone_mode"],

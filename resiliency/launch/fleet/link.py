@@ -79,6 +79,13 @@ class WorkerStateReporter(Protocol):
 
     def finish_command(self, command: HostCommand, *, done: bool, text: str) -> None: ...
 
+    def failure_domains(self) -> str:
+        """Of this host, as RESILIENCY_FAILURE_DOMAINS has them; empty where the daemon does not know.
+
+        Waits for the daemon's first answer, two seconds at most in the launcher's life.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -101,6 +108,9 @@ class NullReporter:
 
     def finish_command(self, command: HostCommand, *, done: bool, text: str) -> None:
         del command, done, text
+
+    def failure_domains(self) -> str:
+        return ""
 
     def close(self) -> None:
         pass

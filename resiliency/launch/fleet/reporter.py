@@ -26,6 +26,7 @@ from resiliency.daemon_link import (
     to_fleet_attempt,
     to_launcher_attempt,
 )
+from resiliency.errors import ConfigError
 from resiliency.launch.fleet.link import (
     HostCommand,
     HostCommandKind,
@@ -36,12 +37,15 @@ from resiliency.launch.fleet.link import (
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import StepPage
+from resiliency.runtime import FAILURE_DOMAINS_ENV, RunInfo
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
 #: An outcome travels in a message with a limit.
 _MOST_TEXT_CHARS = 2000
+#: Ranks wait so long for the daemon's first answer, which says where this host is.
+_FIRST_ANSWER_S = 2.0
 
 
 class DaemonReporter:
@@ -110,6 +114,17 @@ class DaemonReporter:
                 "text": _printable(text),
             }
         )
+
+    def failure_domains(self) -> str:
+        if not self._link.tried.wait(_FIRST_ANSWER_S):
+            self._link.tried.set()
+        domains = self._link.domains
+        try:
+            RunInfo.from_env({FAILURE_DOMAINS_ENV: domains})
+        except ConfigError as error:
+            logger.warning("failure domains of the host daemon ignored: %s", error)
+            return ""
+        return domains
 
     def close(self) -> None:
         self._link.close()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from supervisor.orchestrators.gke.names import Object, condition, labels_of
-from supervisor.values import Change
+from supervisor.values import Change, HostFacts
 
 #: Taints of a machine that will go at a time that was announced.
 _LEAVING = {
@@ -40,6 +40,16 @@ def is_silent(node: Object) -> bool:
 
 def is_leaving(node: Object) -> bool:
     return any(taint.get("key") in _LEAVING for taint in _taints(node))
+
+
+def facts(node: Object) -> HostFacts:
+    """Where its labels say that it is: GKE's for blocks, Kubernetes' own for the zone."""
+    labels = labels_of(node)
+    return HostFacts(
+        subblock=labels.get("cloud.google.com/gce-topology-subblock", ""),
+        superblock=labels.get("cloud.google.com/gce-topology-block", ""),
+        zone=labels.get("topology.kubernetes.io/zone", ""),
+    )
 
 
 def changes(before: Object | None, after: Object | None) -> list[tuple[str, Change, str]]:

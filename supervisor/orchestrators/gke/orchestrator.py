@@ -16,9 +16,9 @@ from dataclasses import replace
 from kubernetes_asyncio.client import Configuration
 
 from resiliency.tasks import wait_for
-from supervisor.orchestrator import Answer, TellChange
+from supervisor.orchestrator import Answer, TellChange, TellFacts, ignore_facts
 from supervisor.orchestrators.gke import jobsets, nodes
-from supervisor.orchestrators.gke.client import LEASES, NODES, Api, ApiError, Object, find_cluster
+from supervisor.orchestrators.gke.client import LEASES, NODES, WATCH_S, Api, ApiError, Object, find_cluster
 from supervisor.orchestrators.gke.hosts import HostActions
 from supervisor.orchestrators.gke.jobs import JobActions
 from supervisor.orchestrators.gke.lease import Fenced, NotHolder, WriterLease
@@ -26,7 +26,7 @@ from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of, seco
 from supervisor.orchestrators.gke.records import Records
 from supervisor.orchestrators.gke.view import ClusterView, Refused, TimedOut, Times
 from supervisor.orchestrators.tasks import LoggedTasks
-from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus, cut_text
+from supervisor.values import Change, Command, CommandKind, Evidence, HostFacts, OutcomeStatus, cut_text
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 NODE_LEASES = "kube-node-lease"
 #: For the first list of everything.
 LIST_S = 30.0
+#: Facts about hosts are looked at so long after a change.
+FACTS_S = 0.2
 #: Commands whose deadline is known to their later tries; few are under way at once.
 REMEMBERED_ENDS = 1024
 
@@ -71,7 +73,7 @@ class GkeOrchestrator:
         self._tell: TellChange = lambda host, change, evidence: None
 
     @asynccontextmanager
-    async def running(self, tell: TellChange) -> AsyncIterator[None]:
+    async def running(self, tell: TellChange, tell_facts: TellFacts = ignore_facts) -> AsyncIterator[None]:
         """Watch the cluster, hold the Lease, and finish what another adapter left unfinished.
 
         Raises:
@@ -80,6 +82,7 @@ class GkeOrchestrator:
         self._tell = tell
         async with Api(await self._connect()) as api:
             self._begin(api)
+            self._tasks.start(self._tell_facts(tell_facts))
             try:
                 yield
             finally:
@@ -266,6 +269,19 @@ class GkeOrchestrator:
             except (ApiError, Refused, TimedOut) as error:
                 return str(error)
         return ""
+
+    async def _tell_facts(self, tell: TellFacts) -> None:
+        """Each host's facts, and again when they have changed."""
+        told: dict[str, HostFacts] = {}
+        await self._all_listed()
+        while True:
+            known = {node["metadata"]["name"]: nodes.facts(node) for node in self._view.nodes.all()}
+            for name, facts in known.items():
+                if facts != told.get(name):
+                    tell(name, facts)
+            told = known
+            await self._view.changes.wait(WATCH_S)
+            await asyncio.sleep(FACTS_S)  # changes come in crowds
 
     def _node_changed(self, before: Object | None, after: Object | None) -> None:
         said = nodes.changes(before, after)

@@ -32,6 +32,7 @@ def main() -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     report_step(0)
+    say(f"is in {os.environ.get('RESILIENCY_FAILURE_DOMAINS', 'no known domain')}")
     say(f"pid {os.getpid()} ready")
     steps, longest_s = train_forever(ended)
     say(f"made {steps} steps, the longest report took {longest_s:.4f} s")
