@@ -14,7 +14,7 @@ _LATER = {
     "watchdogs": "watchdogs run in the host daemon",
     "watchdog_interval_s": "watchdogs run in the host daemon",
     "watchdog_notification_cooldown_s": "watchdogs run in the host daemon",
-    "enable_standalone_mode": "standalone mode is not built yet",
+    "enable_standalone_mode": "host daemons learn the jobs of their hosts",
     "enable_topology_aware_scheduling": "host daemons learn the places of their hosts",
     "project": "a host's place comes from its metadata server and node labels, without a project",
 }
@@ -38,7 +38,7 @@ def spelled(word: str, separator: str) -> str:
 #: Those of them that the host daemon takes.
 DAEMON_FLAGS = (
     *("watchdogs", "watchdog_interval_s", "watchdog_notification_cooldown_s"),
-    "enable_topology_aware_scheduling",
+    *("enable_standalone_mode", "enable_topology_aware_scheduling"),
 )
 
 

@@ -296,16 +296,46 @@ class HostInfo(Value):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PodFacts(Value):
+    """A pod whose annotations say what its job is, as the orchestrator sees it.
+
+    Attributes:
+        id: another one for each pod.
+        workload, namespace: of the object that the job is.
+        hosts, index: how many pods train beside it, itself included, and which of them it is.
+        state: SPARE before its container runs, FAILED until another pod takes its place.
+        annotations: ``job-name=workers``, ..., unchecked.
+    """
+
+    id: str
+    workload: str
+    namespace: str = ""
+    hosts: int = 1
+    index: int = 0
+    state: DeviceState = DeviceState.SPARE
+    annotations: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_names(self, "id", "workload")
+        _check_names(self, "namespace", required=False)
+        _check_counts(self, "hosts", least=1)
+        _check_counts(self, "index")
+        _check_items(self, "annotations")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts(Value):
     """What the orchestrator knows of a host; the actuator tells its daemon, which has no rights there.
 
     Attributes:
         subblock, superblock, zone: as in `HostInfo`; empty where it does not say.
+        pod: the one that trains there, where its annotations say what its job is.
     """
 
     subblock: str = ""
     superblock: str = ""
     zone: str = ""
+    pod: PodFacts | None = None
 
     def __post_init__(self) -> None:
         check_names(self, "subblock", "superblock", "zone", required=False)

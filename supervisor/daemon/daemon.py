@@ -28,6 +28,7 @@ from resiliency.runtime import SystemClock
 from resiliency.tasks import end_tasks, wait_for
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
+from supervisor.daemon.standalone import read_annotations
 from supervisor.daemon.topology import find_place, merge_facts
 from supervisor.daemon.workers import HostWorkers
 from supervisor.plain import InvalidValue
@@ -72,6 +73,7 @@ class HostDaemon:
         self._findings = PendingFindings(settings.state_dir / f"findings-{settings.host}.json")
         #: What the metadata server and the orchestrator said about this host.
         self._metadata, self._facts = HostFacts(), HostFacts()
+        self._sentences: tuple[str, ...] = ()  # about the pod's annotations
         self._wakers: set[asyncio.Event] = set()
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue(1024)
         self._commands: set[asyncio.Task[None]] = set()
@@ -150,6 +152,19 @@ class HostDaemon:
             logger.info("place of this host: %s", ", ".join(host.domains) or "unknown")
             self._local.tell_domains()
             self._changed()
+
+    def _set_pod(self) -> None:
+        pod = self._facts.pod
+        if not self._settings.standalone or pod == self._workers.pod:
+            return
+        workload, sentences = read_annotations(pod) if pod is not None else (None, ())
+        for sentence in sentences:
+            if sentence not in self._sentences:
+                logger.warning("pod of %s: %s", workload.workload if workload else "", sentence)
+        self._sentences = sentences
+        self._workers.take_pod(pod, workload)
+        logger.info("pod of this host: %s", f"{pod.workload}, {pod.state.value}" if pod else "none")
+        self._changed()
 
     # --------------------------------------------------------------------------------------- to the sensor
 
@@ -230,6 +245,7 @@ class HostDaemon:
                 if order.WhichOneof("body") == "facts":
                     self._facts = from_message(HostFacts, order.facts)
                     self._set_place()
+                    self._set_pod()
                 if order.WhichOneof("body") != "command":
                     continue
                 command = from_message(HostCommand, order.command)

@@ -39,6 +39,7 @@ class DaemonSettings:
         launcher_port: for launchers and programs of this host, on the loopback interface.
         state_dir: for the fence, which must survive the daemon.
         metadata: address of the server that knows where this host is; None: nobody is asked where it is.
+        standalone: the job is learnt from the annotations of its pod.
     """
 
     host: str
@@ -53,6 +54,7 @@ class DaemonSettings:
     environment: Settings
     watchdogs: WatchdogSettings
     metadata: tuple[str, int] | None
+    standalone: bool
 
     @classmethod
     def parse(cls, argv: Sequence[str], env: Mapping[str, str]) -> DaemonSettings:
@@ -99,6 +101,7 @@ class DaemonSettings:
             environment=environment,
             watchdogs=_watchdogs(args),
             metadata=metadata_address(env) if args.enable_topology_aware_scheduling else None,
+            standalone=args.enable_standalone_mode,
         )
 
 
@@ -138,6 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--state_dir", metavar="DIR", help="Keeps which commands were carried out, across restarts."
+    )
+    parser.add_argument(
+        "--enable_standalone_mode",
+        action="store_true",
+        help="Learn the job from the annotations of the pod that trains on this host, for jobs that another "
+        "launcher starts.",
     )
     parser.add_argument(
         "--enable_topology_aware_scheduling",

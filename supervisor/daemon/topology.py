@@ -15,7 +15,6 @@ import asyncio
 import ipaddress
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from resiliency.errors import ConfigError
 from resiliency.tasks import wait_for
@@ -81,8 +80,11 @@ async def find_place(
 
 def merge_facts(first: HostFacts, second: HostFacts) -> HostFacts:
     """What `first` says, and what `second` says where that says nothing."""
-    names = [field.name for field in fields(HostFacts)]
-    return HostFacts(**{name: getattr(first, name) or getattr(second, name) for name in names})
+    return HostFacts(
+        subblock=first.subblock or second.subblock,
+        superblock=first.superblock or second.superblock,
+        zone=first.zone or second.zone,
+    )
 
 
 def _label(text: str) -> str:

@@ -19,6 +19,7 @@ from supervisor.values import (
     DeviceState,
     HostInfo,
     LauncherState,
+    PodFacts,
     WorkerInfo,
     WorkerReport,
     WorkloadInfo,
@@ -58,6 +59,9 @@ class HostWorkers:
     incarnation: str
     clock: Clock
     reporters: dict[str, Reporter] = field(default_factory=dict)
+    #: Of a job without a launcher: its pod, which speaks where nobody else does (standalone mode).
+    pod: PodFacts | None = None
+    _pod: Reporter | None = None
     _sequence: int = -1
 
     def join(self, key: str, kind: str, workload: WorkloadInfo) -> Reporter:
@@ -99,6 +103,33 @@ class HostWorkers:
             known = self.reporters[key] = Reporter(kind, workload)
         known.connected, known.ended, known.workload = True, False, workload
         return known
+
+    def take_pod(self, pod: PodFacts | None, workload: WorkloadInfo | None) -> None:
+        """The orchestrator's word on this host's pod, and what its annotations say; None: it has none."""
+        if pod is not None and (self.pod is None or self.pod.id != pod.id):
+            # What programs of an earlier pod said is of no interest any more.
+            self.reporters = {key: one for key, one in self.reporters.items() if one.connected}
+        self.pod, self._pod = pod, None
+        if pod is None or workload is None:
+            return
+        # A pod that failed may have another in its place soon: its workers are silent from now on.
+        state = DeviceState.COMPLETE if pod.state is DeviceState.COMPLETE else DeviceState.RUNNING
+        count = 0 if pod.state is DeviceState.SPARE else self.host.workers_per_host
+        workers = tuple(
+            WorkerReport(
+                local_rank=rank, global_rank=pod.index * count + rank, state=state, heartbeat_age_s=0.0
+            )
+            for rank in range(count)
+        )
+        self._pod = Reporter("pod", workload, workers=workers, at=self.clock.monotonic())
+
+    def _speakers(self) -> list[Reporter]:
+        """Reporters; without any the pod, whose workers live as long as it runs."""
+        if self.reporters or self._pod is None or self.pod is None:
+            return list(self.reporters.values())
+        if self.pod.state is DeviceState.RUNNING:
+            self._pod.at = self.clock.monotonic()
+        return [self._pod]
 
     def update(self, reporter: Reporter, said: Mapping[str, Any]) -> None:
         """Take in one report.
@@ -158,8 +189,16 @@ class HostWorkers:
     @property
     def workload(self) -> WorkloadInfo | None:
         """Of the reporters; None before the first, and when all have said that they end."""
-        active = [one for one in self.reporters.values() if not one.ended]
-        return active[-1].workload if active else None
+        active = [one for one in self._speakers() if not one.ended]
+        if not active:
+            return None
+        last = active[-1]
+        if last.kind == "pod":  # it tells no steps, so that their absence means nothing
+            return replace(last.workload, downtime_threshold_s=0.0)
+        said = self._pod.workload if self._pod is not None else None
+        if said is not None and last.kind == "worker" and said.workload == last.workload.workload:
+            return said  # programs know its name only
+        return last.workload
 
     def host_info(self) -> HostInfo:
         """This host with its workers, as it is now."""
@@ -171,7 +210,7 @@ class HostWorkers:
                 global_rank=worker.global_rank,
                 state=worker.state,
             )
-            for one in self.reporters.values()
+            for one in self._speakers()
             for worker in one.workers
         )
         states = tuple(worker.state for worker in workers)
@@ -193,7 +232,7 @@ class HostWorkers:
 
     def _report(self, sequence: int) -> DaemonReport:
         now = self.clock.monotonic()
-        ordered = list(self.reporters.values())
+        ordered = self._speakers()
         launchers = [one for one in ordered if one.kind == "launcher"]
         return DaemonReport(
             host=self.host.id,

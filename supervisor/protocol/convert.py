@@ -24,7 +24,7 @@ MESSAGES: dict[type[Value], Any] = {
         for kind in (
             *(values.WorkerInfo, values.HostInfo, values.WorkloadInfo, values.Evidence, values.Finding),
             *(values.WorkerReport, values.DaemonReport, values.Event, values.Command, values.Outcome),
-            *(values.Progress, values.Silence, values.HostFacts),
+            *(values.Progress, values.Silence, values.HostFacts, values.PodFacts),
         )
     },
     HostCommand: fleet_pb2.HostCommand,

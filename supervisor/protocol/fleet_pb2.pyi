@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source 50b05510ec8655d2204fe56bd0a64db3b6e45aad3e5c5d5a33c7a871fac03043
-# body 4bc0e56063f52af6a63acbc32d6a3d16cbdb525843116cf16fe5a55d4f7a73ec
+# source cf13097f9e87c2d2e4196ba90cec8c8c08aa260aca7900fc3a60d74bb9bb5162
+# body 5511007a3ec4cc5232e7838285057f2a5fe124877c2225ad11c7a80e5a496123
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -284,15 +284,35 @@ class HostMessage(_message.Message):
     outcome: Outcome
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., host: _Optional[_Union[HostInfo, _Mapping]] = ..., workload: _Optional[_Union[WorkloadInfo, _Mapping]] = ..., report: _Optional[_Union[DaemonReport, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
 
+class PodFacts(_message.Message):
+    __slots__ = ("id", "workload", "namespace", "hosts", "index", "state", "annotations")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    WORKLOAD_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ANNOTATIONS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    workload: str
+    namespace: str
+    hosts: int
+    index: int
+    state: str
+    annotations: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., workload: _Optional[str] = ..., namespace: _Optional[str] = ..., hosts: _Optional[int] = ..., index: _Optional[int] = ..., state: _Optional[str] = ..., annotations: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class HostFacts(_message.Message):
-    __slots__ = ("subblock", "superblock", "zone")
+    __slots__ = ("subblock", "superblock", "zone", "pod")
     SUBBLOCK_FIELD_NUMBER: _ClassVar[int]
     SUPERBLOCK_FIELD_NUMBER: _ClassVar[int]
     ZONE_FIELD_NUMBER: _ClassVar[int]
+    POD_FIELD_NUMBER: _ClassVar[int]
     subblock: str
     superblock: str
     zone: str
-    def __init__(self, subblock: _Optional[str] = ..., superblock: _Optional[str] = ..., zone: _Optional[str] = ...) -> None: ...
+    pod: PodFacts
+    def __init__(self, subblock: _Optional[str] = ..., superblock: _Optional[str] = ..., zone: _Optional[str] = ..., pod: _Optional[_Union[PodFacts, _Mapping]] = ...) -> None: ...
 
 class HostOrder(_message.Message):
     __slots__ = ("welcome", "resend", "command", "facts")

@@ -29,6 +29,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-cert-manager": ('tls.mode="secrets"', 'tls.secrets={"control":"control-tls","host":"host-tls"}'),
     "cert-manager": ('tls.mode="certManager"', "podMonitor.enabled=true"),
     "no-store": ("store.enabled=false",),
+    "standalone": ("daemon.standaloneMode=true",),
     "topology-aware": ("daemon.topologyAware=true",),
     "other-namespace": ('workloadNamespace="training"',),
     "least": (
@@ -134,6 +135,7 @@ def test_every_program_takes_the_flags_and_the_environment_that_it_is_given(
             daemon = DaemonSettings.parse(args, env)
             assert daemon.watchdogs.names
             assert daemon.environment.sensor_address.endswith("-sensor.fleet.svc:60061")
+            assert daemon.standalone == (variant == "standalone")
             assert (daemon.metadata is not None) == (variant == "topology-aware")
         elif command.endswith("rendezvous_store"):
             assert args == ["--port=29400"]
@@ -297,7 +299,6 @@ def test_the_thresholds_are_the_programs_flags() -> None:
         ('orchestrator="slurm"', "value must be one of 'gke', 'none'"),
         ("daemon.port=0", "minimum: got 0, want 1"),
         ('thresholds={"max-cordon":1}', "invalid propertyName 'max-cordon'"),
-        ("daemon.standaloneMode=true", "daemon.standaloneMode is not built yet: leave it false"),
         ('tls.mode="secrets"', "tls.secrets.control must name a Secret when tls.mode is secrets"),
     ],
 )

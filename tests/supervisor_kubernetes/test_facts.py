@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from supervisor.values import HostFacts
-from tests.supervisor_kubernetes.fleet import Adapter, cluster_of, run
+from typing import Any
+
+from supervisor.daemon.standalone import read_annotations
+from supervisor.values import DeviceState, HostFacts, PodFacts
+from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, jobset, run, submit
 
 LABELS = {
     "cloud.google.com/gce-topology-block": "b1",
@@ -27,5 +30,67 @@ def test_labels_of_nodes_are_told_when_they_are_seen_and_when_they_change() -> N
                 node["metadata"]["labels"]["topology.kubernetes.io/zone"] = "us-east5-b"
                 cluster.store.update("nodes", node)
                 await cluster.until(lambda: adapter.facts["plain"].zone == "us-east5-b", "no change is told")
+
+    run(work())
+
+
+SAID = {
+    "supervisor/job-name": "workers",
+    "supervisor/container-name": "trainer",
+    "supervisor/max-workload-restarts": "3",
+    "supervisor/num-nodes-per-dp": "1",
+}
+
+
+def annotated(name: str, *, hosts: int, jobs: int = 1) -> dict[str, Any]:
+    thing = jobset(name, hosts=hosts, jobs=jobs)
+    template = thing["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    template["metadata"] = {"annotations": {**SAID, "supervisor/generation-base": "7", "team": "llm"}}
+    return thing
+
+
+def test_a_pod_with_annotations_is_told_to_its_host_and_one_without_is_not() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, annotated("a", hosts=2, jobs=2))
+            await submit(cluster, jobset("b", hosts=1))
+
+            def told() -> list[PodFacts]:
+                return [facts.pod for facts in adapter.facts.values() if facts.pod is not None]
+
+            await cluster.until(
+                lambda: [pod.state for pod in told()] == [DeviceState.RUNNING] * 2, "pods are not told"
+            )
+            assert {pod.index for pod in told()} == {0, 1}
+            assert {(pod.workload, pod.namespace, pod.hosts) for pod in told()} == {("a", JOBS, 2)}
+            (said,) = {pod.annotations for pod in told()}
+            assert {f"supervisor/{one}" for one in said} == {f"{name}={text}" for name, text in SAID.items()}
+            workload, sentences = read_annotations(told()[0])
+            assert sentences == ()
+            assert (workload.replicas, workload.max_workload_restarts, workload.job) == (2, 3, "workers")
+
+    run(work())
+
+
+def test_the_newest_pod_of_an_index_is_told_and_nothing_once_its_job_is_gone() -> None:
+    async def work() -> None:
+        async with cluster_of("n1") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, annotated("a", hosts=1))
+
+            def pod() -> PodFacts | None:
+                return adapter.facts["n1"].pod if "n1" in adapter.facts else None
+
+            def runs() -> bool:
+                now = pod()
+                return now is not None and now.state is DeviceState.RUNNING
+
+            await cluster.until(runs, "not told")
+            first = pod()
+            (failed,) = cluster.pods(node="n1")
+            failed["status"] = {"phase": "Failed"}
+            cluster.store.update("pods", failed, JOBS, checked=False)
+            await cluster.until(lambda: runs() and pod() != first, "the next pod is not told")
+            cluster.store.delete("jobsets", "a", JOBS)
+            await cluster.until(lambda: pod() is None, "a job that is gone is told")
 
     run(work())

@@ -71,7 +71,7 @@ def test_each_threshold_is_a_flag_with_either_spelling_and_has_a_row_in_the_docs
         (
             ["--enable_standalone_mode"],
             {},
-            "--enable-standalone-mode is refused: standalone mode is not built yet.",
+            "--enable-standalone-mode is refused: host daemons learn the jobs of their hosts.",
         ),
         (
             ["--enable-topology-aware-scheduling"],

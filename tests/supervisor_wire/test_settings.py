@@ -153,10 +153,6 @@ def parse(*argv: str, **env: str) -> DaemonSettings:
             ["--project=p"],
             "--project is refused: a host's place comes from its metadata server and node labels",
         ),
-        (
-            ["--enable_standalone_mode"],
-            "--enable_standalone_mode is refused: standalone mode is not built yet.",
-        ),
         (["--launcher_token_file=/nothing"], "--launcher_token_file: cannot read /nothing"),
         (["--state_dir=/proc/nothing"], "--state_dir: cannot write to /proc/nothing"),
         (["--colour"], "unrecognized arguments: --colour.  See --help."),

@@ -18,6 +18,7 @@ from kubernetes_asyncio.client import Configuration
 from resiliency.tasks import wait_for
 from supervisor.orchestrator import Answer, TellChange, TellFacts, ignore_facts
 from supervisor.orchestrators.gke import jobsets, nodes
+from supervisor.orchestrators.gke.annotated import annotated_pods
 from supervisor.orchestrators.gke.client import LEASES, NODES, WATCH_S, Api, ApiError, Object, find_cluster
 from supervisor.orchestrators.gke.hosts import HostActions
 from supervisor.orchestrators.gke.jobs import JobActions
@@ -275,7 +276,10 @@ class GkeOrchestrator:
         told: dict[str, HostFacts] = {}
         await self._all_listed()
         while True:
-            known = {node["metadata"]["name"]: nodes.facts(node) for node in self._view.nodes.all()}
+            view = self._view
+            trains = annotated_pods(view.jobsets.all(), view.jobs.all(), view.pods.all())
+            names = {node["metadata"]["name"]: node for node in view.nodes.all()}
+            known = {name: replace(nodes.facts(node), pod=trains.get(name)) for name, node in names.items()}
             for name, facts in known.items():
                 if facts != told.get(name):
                     tell(name, facts)
