@@ -316,11 +316,11 @@ class PodFacts(Value):
     annotations: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_names(self, "id", "workload")
-        _check_names(self, "namespace", required=False)
-        _check_counts(self, "hosts", least=1)
-        _check_counts(self, "index")
-        _check_items(self, "annotations")
+        check_names(self, "id", "workload")
+        check_names(self, "namespace", required=False)
+        check_counts(self, "hosts", least=1)
+        check_counts(self, "index")
+        check_items(self, "annotations")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
