@@ -7,7 +7,8 @@ from typing import Any
 
 from supervisor.daemon.standalone import read_annotations
 from supervisor.values import DeviceState, HostFacts, PodFacts
-from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, jobset, run, submit
+from tests.asynchronous import run
+from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, jobset, submit
 
 LABELS = {
     "cloud.google.com/gce-topology-block": "b1",

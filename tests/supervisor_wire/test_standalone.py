@@ -14,7 +14,8 @@ from resiliency.testing import ManualClock
 from supervisor.daemon.standalone import read_annotations
 from supervisor.daemon.workers import HostWorkers
 from supervisor.values import DaemonReport, DeviceState, HostFacts, HostInfo, PodFacts, WorkloadInfo
-from tests.supervisor_wire.fleet import Fleet, run
+from tests.asynchronous import run
+from tests.supervisor_wire.fleet import Fleet
 
 ALL = {
     "container-name": "trainer",

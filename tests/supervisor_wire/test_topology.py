@@ -15,9 +15,10 @@ from supervisor.daemon.settings import DaemonSettings
 from supervisor.daemon.topology import find_place, merge_facts, metadata_address
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.values import HostFacts, HostInfo
+from tests.asynchronous import run
 from tests.launch.conftest import WAIT, Launch, launch, leaves_nothing, ready, temporary
 from tests.ports import free_ports
-from tests.supervisor_wire.fleet import Fleet, run
+from tests.supervisor_wire.fleet import Fleet
 from tests.supervisor_wire.metadata import VALUES, metadata_server
 
 __all__ = ["launch", "leaves_nothing", "temporary"]  # fixtures
