@@ -62,6 +62,18 @@ REPAIRS: Mapping[str, Callable[[Any], None]] = {
 }
 
 
+#: What the repairs read of a rank's environment, by launchers of all kinds.
+_NUMBERS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"),
+    *("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
+)
+
+
+def not_numbers(env: Mapping[str, str | None]) -> list[str]:
+    """Variables in `env` that no repair could read: such a program starts cold, and says what is wrong."""
+    return [name for name in _NUMBERS if (text := env.get(name)) is not None and not text.strip().isdecimal()]
+
+
 def failing(modules: Mapping[str, ModuleType], tried: set[str]) -> dict[str, str]:
     """Try the repairs of `modules` that are not in `tried`; those that are not as expected, and why.
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from resiliency.template.program import Program, PythonCommand, set_scene, show_in_proc
 from resiliency.template.record import Entry, RecordReader, file_of
-from resiliency.template.repairs import failing
+from resiliency.template.repairs import failing, not_numbers
 from resiliency.template.safety import Beginning, ImportWatch, LeftOut, differences, is_read_by_libraries
 
 #: A template that had to leave out more and more this often is not worth its while.
@@ -371,6 +371,8 @@ class TemplateServer:
         env = {**env, **{name: self._environment.get(name) for name, _ in passed_on}}
         if names := differences(self._environment, env):
             return f"{', '.join(names)} is different from when the template was started"
+        if names := not_numbers(env):
+            return f"{', '.join(names)} is no whole number"
         if why := self._watch.contradiction(env):
             return why
         if request["check_files"]:

@@ -92,6 +92,12 @@ def test_a_variable_that_was_read_when_the_template_started_must_not_differ(
         run(template, "-c", "", env=environment(**{name: "/other"}))
 
 
+@pytest.mark.parametrize("value", ["first", "", "-1"])
+def test_a_rank_that_is_no_number_is_refused(template: Template, value: str) -> None:
+    with pytest.raises(ForkRefused, match="LOCAL_RANK is no whole number"):
+        run(template, "-c", "", env=environment(LOCAL_RANK=value))
+
+
 def test_another_interpreter_is_refused(template: Template) -> None:
     with pytest.raises(ForkRefused, match="no program for a running interpreter"):
         template.popen(["/usr/bin/python3", "-c", ""], env=environment())
