@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from resiliency.checkpoint.format import file_manifest as manifest
-from resiliency.checkpoint.format.catalog import quarantine
 from resiliency.checkpoint.format.lease import try_lease
 from resiliency.checkpoint.format.manifest import index_name
-from resiliency.checkpoint.format.marker import MARKER_SUFFIX, parse_step, step_directory
+from resiliency.checkpoint.format.marker import MARKER_SUFFIX, parse_step, split_path, step_directory
 from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.locations import ShardRequest
 from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.recovery.complaints import Complaint, try_quarantine
 from resiliency.checkpoint.storage.chunked_file import FileRecord, check_size, verify_file
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
@@ -136,23 +138,33 @@ def verify_together(directory: Path, *, skim: bool = False) -> list[str]:
     """
     ranks = RankGroup.of_process_group()
     mine = find_problem(directory, part=ranks.rank, parts=ranks.world_size, skim=skim)
-    found = [problem for problem in ranks.gather(mine) if problem is not None]
-    if found and ranks.rank == 0:
-        _hide_if_bad(directory, found)
+    gathered = ranks.gather((socket.gethostname(), mine))
+    found = [problem for _, problem in gathered if problem is not None]
+    if any(problem.is_content for problem in found):
+        needs = [
+            ShardRequest(rank=rank, host=host, world_size=ranks.world_size)
+            for rank, (host, _) in enumerate(gathered)
+        ]
+        complaint = Complaint(ranks.rank, mine.file) if mine is not None and mine.is_content else None
+        root, step = split_path(directory)
+        try_quarantine(ranks, LocalStorage(root), step, complaint, needs, find_proof=_find_proof)
     return sorted({problem.text for problem in found})
 
 
-def _hide_if_bad(directory: Path, found: Sequence[Problem]) -> None:
-    """In one rank, which reads again what any rank found bad: the fault may be theirs."""
-    for file, why in {problem.file: problem.text for problem in found if problem.is_content}.items():
-        again = find_problem(directory, only=file)
+def _find_proof(storage: Storage, step: int, here: Collection[Complaint], _ends: float) -> str | None:
+    """Read again what any rank found bad: the fault may be theirs."""
+    directory = Path(storage.describe(step_directory(step)))
+    for complaint in here:
+        again = find_problem(directory, only=complaint.name)
         if again is None:
-            logger.warning("a rank found %s bad that is good here; does its host see it?  %s", directory, why)
+            logger.warning(
+                "a rank found %s bad that is good here: does its host see it?", directory / complaint.name
+            )
         elif not again.is_content:
             logger.warning("%s was not read again: %s", directory, again.text)
         else:
-            hide(directory, again.text)
-            return
+            return again.text
+    return None
 
 
 def saved_ranks(directory: Path) -> int | None:
@@ -197,27 +209,16 @@ def in_use(directory: Path) -> Iterator[None]:
     """
     step = parse_step(directory.name)
     is_first = RankGroup.of_process_group().rank == 0
-    if not is_first or step is None or not os.path.isdir(directory) or _is_marked(directory):
+    if (
+        not is_first
+        or step is None
+        or not os.path.isdir(directory)
+        or os.path.lexists(f"{directory}{MARKER_SUFFIX}")
+    ):
         yield
         return
     with try_lease(LocalStorage(directory.parent), step):
         yield
-
-
-def hide(directory: Path, reason: str) -> None:
-    """Hide a checkpoint that was found bad from all readers; it stays for people to look at."""
-    step = parse_step(directory.name)
-    assert step is not None
-    if _is_marked(directory) or not os.path.isdir(directory):
-        return  # somebody has done so, or it is gone
-    try:
-        quarantine(LocalStorage(directory.parent), step, reason)
-    except CheckpointError as error:  # then it is found bad again
-        logger.warning("%s", error)
-
-
-def _is_marked(directory: Path) -> bool:
-    return os.path.lexists(f"{directory}{MARKER_SUFFIX}")
 
 
 def _file_of(directory: Path, error: ResiliencyError) -> str:

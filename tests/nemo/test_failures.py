@@ -149,8 +149,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def test_a_disk_that_fills_up_ends_the_job_and_leaves_older_checkpoints_whole(
     new_job: Callable[[Layout], Job], small_disk: Callable[[int], Path]
 ) -> None:
-    from resiliency.checkpoint.format import file_manifest as manifest
+    from resiliency.checkpoint.format.file_manifest import complete_checkpoints
     from resiliency.model import MODELS
+    from resiliency.plugins.checkpoint_kinds import verify
 
     job = new_job(ONE_RANK)
     disk = small_disk(MODELS["tiny"].checkpoint_bytes() * 2)
@@ -166,7 +167,7 @@ def test_a_disk_that_fills_up_ends_the_job_and_leaves_older_checkpoints_whole(
     assert "could not be written" in command.output
     assert "bytes are free" in command.output
     command.assert_no_orphans(timeout=120)
-    complete = manifest.complete_checkpoints(disk / "job" / "checkpoint")
+    complete = complete_checkpoints(disk / "job" / "checkpoint")
     assert complete, command.output
-    assert [manifest.verify(path) for path in complete] == [None] * len(complete)
+    assert [verify(path) for path in complete] == [None] * len(complete)
     assert job.events(EventType.SAVE_FAILED)

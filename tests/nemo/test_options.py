@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.events import EventType
+from resiliency.plugins.checkpoint_kinds import verify
 from tests.nemo.conftest import ATTEMPT_S, JOB_NAME, ROOT, STEPS, TWO_REPLICAS, Finished, run_python
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
@@ -30,7 +30,7 @@ print(json.dumps({tag: [[e.step, e.value] for e in events.Scalars(tag)] for tag 
 def test_only_the_newest_checkpoints_are_left_and_they_are_whole(finished: Finished) -> None:
     assert sorted(path.name for path in finished.checkpoints.iterdir()) == ["step=40", "step=60"]
     for path in finished.checkpoints.iterdir():
-        assert manifest.verify(path) is None
+        assert verify(path) is None
     assert "deleted checkpoint" in finished.output
 
 

@@ -8,7 +8,7 @@
     step=40-unfinished           stands beside the directory until the manifest is durable
 
 Stock readers ignore the extra files.  A checkpoint without a manifest is either unfinished (then
-its marker stands beside it) or was written by another tool; `verify` tells the two apart.
+its marker stands beside it) or was written by another tool; `check` tells the two apart.
 """
 
 from __future__ import annotations
@@ -152,27 +152,12 @@ def seal(directory: Path, *, step: int, world_size: int) -> FileManifest:
     return manifest
 
 
-def verify(directory: Path, *, part: int = 0, parts: int = 1) -> str | None:
-    """Read every file of part `part` of `parts` and compare it with the manifest.
-
-    Several processes share the work by calling this with different parts.
-
-    Returns:
-        None when all is well, else one sentence that says what is wrong.
-    """
-    try:
-        check(directory, part=part, parts=parts)
-    except (CheckpointCorrupt, CheckpointIncomplete) as error:
-        return str(error)
-    except OSError as error:
-        return f"{directory} cannot be read: {error}"
-    return None
-
-
 def check(
     directory: Path, *, part: int = 0, parts: int = 1, only: str | None = None, sizes_only: bool = False
 ) -> None:
-    """`verify`, for those who must know more of what is wrong than a sentence.
+    """Read every file of part `part` of `parts` and compare it with the manifest.
+
+    Several processes share the work by calling this with different parts.
 
     Args:
         only: of all files, the one of that name, if it is one of the checkpoint.

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 READ_AGAIN_WITHIN = timedelta(minutes=2)
 #: Longest time for writing the marker of a checkpoint that is proven bad, likewise.
 HIDE_WITHIN = timedelta(seconds=30)
+#: Reads again what there are complaints about, until a monotonic time; the proof that one is right, or None.
+FindProof = Callable[[Storage, int, Collection["Complaint"], float], str | None]
 #: Of one file that many ranks find bad at many places, as many are read before the rest.
 _MOST_OFFSETS = 16
 
@@ -110,6 +112,7 @@ def try_quarantine(
     mine: Complaint | None,
     needs: Sequence[ShardRequest],
     *,
+    find_proof: FindProof | None = None,
     within: timedelta = READ_AGAIN_WITHIN,
     hide_within: timedelta = HIDE_WITHIN,
 ) -> bool:
@@ -117,6 +120,7 @@ def try_quarantine(
 
     Args:
         mine: what this rank complains about; None: nothing.
+        find_proof: for a checkpoint that is not in the engine's own form.
         within: time to read again; what is not read by then stays.
         hide_within: time to write the marker, after that.
     Raises:
@@ -126,7 +130,7 @@ def try_quarantine(
     complaints = {rank: complaint for rank, complaint in enumerate(gathered) if complaint is not None}
     readers = choose_readers(complaints, needs)
     here = [complaint for complaint, rank in readers.items() if rank == rank_group.rank]
-    proof = _read_again(storage, step, here, within) if here else None
+    proof = _read_again(storage, step, here, within, find_proof or _find_proof) if here else None
     proofs = {rank: proof for rank, proof in enumerate(rank_group.gather(proof)) if proof}
     # Whoever has proven it sees the storage.  One alone, for markers of two could be mixed into one.
     if proof and rank_group.rank == min(proofs):
@@ -134,12 +138,23 @@ def try_quarantine(
     return bool(proofs)
 
 
-def _read_again(storage: Storage, step: int, here: Collection[Complaint], within: timedelta) -> str | None:
+def _read_again(
+    storage: Storage, step: int, here: Collection[Complaint], within: timedelta, find_proof: FindProof
+) -> str | None:
     """The proof that one of the complaints is right, or None.  Never raises: all ranks wait for it."""
     name = storage.describe(step_directory(step))
     ends = time.monotonic() + within.total_seconds()
+
+    def look() -> str | None:
+        if not storage.exists(step_directory(step)):
+            logger.warning("%s is gone since it was listed", name)
+            return None
+        # Hidden already, or its marker cannot be read.
+        is_hidden = try_read_marker(storage, step) is not None
+        return None if is_hidden else find_proof(storage, step, here, ends)
+
     try:
-        return _aside(lambda: _find_proof(storage, step, here, ends), within)
+        return _aside(look, within)
     except Unanswered:
         logger.warning("%s was not read again within %s: it is not hidden", name, within)
     except Exception as error:  # such as a process that may have no more threads or memory
@@ -172,13 +187,7 @@ def _aside(work: Callable[[], _T], within: timedelta) -> _T:
 
 
 def _find_proof(storage: Storage, step: int, here: Collection[Complaint], ends: float) -> str | None:
-    directory = step_directory(step)
-    name = storage.describe(directory)
-    if not storage.exists(directory):
-        logger.warning("%s is gone since it was listed", name)
-        return None
-    if try_read_marker(storage, step) is not None:  # hidden already, or its marker cannot be read
-        return None
+    name = storage.describe(step_directory(step))
 
     def pace(_size: int) -> None:
         if time.monotonic() > ends:

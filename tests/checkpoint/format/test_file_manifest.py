@@ -16,6 +16,7 @@ from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.checkpoint.format.marker import Marker, MarkerState, lift_marker, parse_step, put_marker
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointIncomplete
+from resiliency.plugins.checkpoint_kinds import verify
 from resiliency.testing import warm
 from tests.checkpoint.file_checkpoints import FILES, write_checkpoint
 
@@ -32,7 +33,7 @@ def sealed(tmp_path: Path) -> Path:
 
 
 def test_a_sealed_checkpoint_is_whole_and_its_manifest_says_what_it_is(sealed: Path) -> None:
-    assert manifest.verify(sealed) is None
+    assert verify(sealed) is None
     found = manifest.FileManifest.load(sealed)
     assert found is not None
     assert (found.step, found.world_size) == (10, 2)
@@ -50,7 +51,7 @@ def test_one_flipped_bit_anywhere_in_a_file_is_found(data: st.DataObject, lastin
     damaged[position // 8] ^= 1 << position % 8
     path.write_bytes(damaged)
     try:
-        problem = manifest.verify(lasting)
+        problem = verify(lasting)
     finally:
         path.write_bytes(whole)
     assert problem is not None
@@ -69,7 +70,7 @@ def test_one_flipped_bit_in_the_manifest_is_found_unless_it_says_the_same(
     damaged[position // 8] ^= 1 << position % 8
     path.write_bytes(damaged)
     try:
-        problem = manifest.verify(lasting)
+        problem = verify(lasting)
         same = problem is None and manifest.FileManifest.load(lasting) == before
     finally:
         path.write_bytes(whole)
@@ -86,7 +87,7 @@ def test_a_lost_or_resized_file_is_named(sealed: Path, name: str, damage: str) -
         path.mkdir()
     elif damage != "missing":
         path.write_bytes({"truncated": whole[:-1], "longer": whole + b"\0", "empty": b""}[damage])
-    problem = manifest.verify(sealed)
+    problem = verify(sealed)
     assert problem is not None
     assert str(path) in problem
     assert ("missing" if damage in ("missing", "a directory") else f"{len(whole)} were committed") in problem
@@ -95,7 +96,7 @@ def test_a_lost_or_resized_file_is_named(sealed: Path, name: str, damage: str) -
 def test_files_that_the_manifest_does_not_name_are_no_business_of_it(sealed: Path) -> None:
     (sealed / manifest.WEIGHTS / "note.txt").write_text("left by somebody")
     (sealed / "README").write_text("left by somebody")
-    assert manifest.verify(sealed) is None
+    assert verify(sealed) is None
 
 
 @given(length=st.integers(0, 10_000))
@@ -104,7 +105,7 @@ def test_a_torn_manifest_is_refused_at_every_length(length: int, lasting: Path) 
     whole = path.read_bytes()
     path.write_bytes(whole[: length % len(whole)])
     try:
-        problem = manifest.verify(lasting)
+        problem = verify(lasting)
     finally:
         path.write_bytes(whole)
     assert problem is not None
@@ -122,19 +123,19 @@ def test_a_torn_manifest_is_refused_at_every_length(length: int, lasting: Path) 
 )
 def test_a_manifest_that_is_something_else_is_refused(sealed: Path, text: str) -> None:
     (sealed / manifest.MANIFEST).write_bytes(text.encode("latin-1"))
-    problem = manifest.verify(sealed)
+    problem = verify(sealed)
     assert problem is not None
     assert "is not a readable manifest" in problem
 
 
 def test_a_manifest_of_another_step_is_refused_with_its_step(sealed: Path) -> None:
     moved = sealed.rename(sealed.with_name("step=20"))
-    assert manifest.verify(moved) == f"{moved} holds a manifest of step 10."
+    assert verify(moved) == f"{moved} holds a manifest of step 10."
 
 
 def test_a_checkpoint_of_another_tool_is_accepted_when_its_last_files_are_there(sealed: Path) -> None:
     (sealed / manifest.MANIFEST).unlink()
-    assert manifest.verify(sealed) is None
+    assert verify(sealed) is None
 
 
 @pytest.mark.parametrize("lacking", ["metadata.json", ".metadata"])
@@ -143,16 +144,16 @@ def test_without_a_manifest_and_without_megatrons_last_files_it_was_never_finish
 ) -> None:
     (sealed / manifest.MANIFEST).unlink()
     (sealed / manifest.WEIGHTS / lacking).unlink()
-    problem = manifest.verify(sealed)
+    problem = verify(sealed)
     assert problem is not None
     assert f"lacks {lacking}" in problem
     assert "never finished" in problem
 
 
 def test_a_directory_that_does_not_exist_is_a_problem_not_an_exception(tmp_path: Path) -> None:
-    assert "never finished" in (manifest.verify(tmp_path / "step=1") or "")
+    assert "never finished" in (verify(tmp_path / "step=1") or "")
     (tmp_path / "step=2").touch()
-    assert "cannot be read" in (manifest.verify(tmp_path / "step=2") or "")
+    assert "cannot be read" in (verify(tmp_path / "step=2") or "")
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
@@ -161,11 +162,11 @@ def test_the_parts_of_a_shared_verification_cover_every_file_once(sealed: Path, 
         path = sealed / manifest.WEIGHTS / name
         whole = path.read_bytes()
         path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        found = list(filter(None, (manifest.verify(sealed, part=part, parts=parts) for part in range(parts))))
+        found = list(filter(None, (verify(sealed, part=part, parts=parts) for part in range(parts))))
         path.write_bytes(whole)
         assert len(found) == 1, name
         assert str(path) in found[0]
-    assert not any(manifest.verify(sealed, part=part, parts=parts) for part in range(parts))
+    assert not any(verify(sealed, part=part, parts=parts) for part in range(parts))
 
 
 def test_sealing_refuses_a_file_that_nobody_checksummed(tmp_path: Path) -> None:
