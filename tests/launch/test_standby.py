@@ -28,8 +28,11 @@ READY = r"standby ready: .* forked from process (\d+)"
 
 @pytest.fixture
 def launch(launch: Launch) -> Launch:
-    """With an interpreter of its own, a launcher prepares the template that these tests are about."""
-    return partial(launch, cold=True)
+    """With an interpreter of its own, a launcher prepares the template that these tests are about.
+
+    Also where the other tests run without one, under PET_STANDBY=off.
+    """
+    return partial(launch, cold=True, PET_STANDBY="auto")
 
 
 def says(command: Command, rank: int, attempt: int, timeout: float = WAIT) -> dict[str, Any]:
