@@ -9,26 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
+from resiliency.prometheus import Metric, Sample, to_text
 from supervisor.values import CommandKind, DeviceState
 from supervisor.view.status import JobStatus, Status
 from supervisor.view.words import STATES
 
 PREFIX = "resiliency_supervisor_"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One family.  `name` is without the prefix."""
-
-    name: str
-    kind: str
-    help: str
 
 
 #: Every family, in the order in which it is written.
@@ -73,31 +63,21 @@ METRICS = (
     Metric("records_total", "counter", "Records written to the event log."),
 )
 
-Sample = tuple[Mapping[str, str], float]
-
 
 def metrics_text(status: Status) -> str:
     """`status` as one exposition; a gauge of which nothing is known has no sample."""
-    samples: dict[str, list[Sample]] = {metric.name: [] for metric in METRICS}
-    for name, labels, value in (*_fleet(status), *_jobs(status.jobs), *_counters(status)):
-        if value is not None:
-            samples.setdefault(name, []).append((labels, value))
-    known = {metric.name: metric for metric in METRICS}
-    lines: list[str] = []
-    for name, found in samples.items():
-        metric = known.get(name) or Metric(name, "counter", "A count of the controller.")
-        if found:
-            lines.append(f"# HELP {PREFIX}{name} {_escape_help(metric.help)}")
-            lines.append(f"# TYPE {PREFIX}{name} {metric.kind}")
-            lines += [f"{PREFIX}{name}{_labels(labels)} {_number(value)}" for labels, value in found]
-    return "\n".join(lines) + "\n"
+    counters = tuple(_counters(status))
+    known = {metric.name for metric in METRICS}
+    others = [
+        Metric(name, "counter", "A count of the controller.")
+        for name in dict.fromkeys(name for name, _, _ in counters)
+        if name not in known
+    ]
+    return to_text(PREFIX, (*METRICS, *others), (*_fleet(status), *_jobs(status.jobs), *counters))
 
 
-Named = tuple[str, Mapping[str, str], float | None]
-
-
-def _fleet(status: Status) -> Iterator[Named]:
-    def fleet(name: str, value: float | None, **labels: str) -> Named:
+def _fleet(status: Status) -> Iterator[Sample]:
+    def fleet(name: str, value: float | None, **labels: str) -> Sample:
         return name, labels, value
 
     hosts = status.hosts
@@ -132,7 +112,7 @@ def _fleet(status: Status) -> Iterator[Named]:
         yield fleet("commands_in_flight", under_way[kind], kind=kind.value)
 
 
-def _jobs(jobs: Iterable[JobStatus]) -> Iterator[Named]:
+def _jobs(jobs: Iterable[JobStatus]) -> Iterator[Sample]:
     for job in jobs:
         label = {"workload": job.workload}
         yield "job_hosts", label, len(job.hosts)
@@ -152,26 +132,9 @@ def _jobs(jobs: Iterable[JobStatus]) -> Iterator[Named]:
         yield "job_given_up", label, bool(job.verdict)
 
 
-def _counters(status: Status) -> Iterator[Named]:
+def _counters(status: Status) -> Iterator[Sample]:
     for counter in status.counters:
         # A name that Prometheus refuses would make it refuse the whole page.
         if _NAME.fullmatch(counter.name) and all(_NAME.fullmatch(label.name) for label in counter.labels):
             labels = {label.name: label.value for label in counter.labels}
             yield f"{counter.name}_total", labels, counter.value
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
-    return f"{{{pairs}}}" if pairs else ""
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def _escape_help(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(float(value))

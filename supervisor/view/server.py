@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.prometheus import CONTENT_TYPE
 from resiliency.tasks import end_tasks, wait_for
 from supervisor.view import metrics
 from supervisor.view.page import CONTENT_SECURITY_POLICY, status_page
@@ -167,6 +168,6 @@ def _json(status: Status) -> _Answer:
 _PATHS: dict[str, Callable[[Status], _Answer]] = {
     "/": lambda status: _Answer("200 OK", status_page(status), "text/html; charset=utf-8"),
     "/status.json": _json,
-    "/metrics": lambda status: _Answer("200 OK", metrics.metrics_text(status), metrics.CONTENT_TYPE),
+    "/metrics": lambda status: _Answer("200 OK", metrics.metrics_text(status), CONTENT_TYPE),
     "/healthz": _health,
 }

@@ -11,6 +11,8 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from resiliency.prometheus import Metric, to_text
+
 
 class SaveState(str, Enum):
     QUEUED = "queued"  # being captured
@@ -21,6 +23,32 @@ class SaveState(str, Enum):
 
 
 FINAL = frozenset({SaveState.COMMITTED, SaveState.FAILED, SaveState.SKIPPED})
+
+_METRICS = (
+    Metric("saves_total", "counter", "Saves that ended, by outcome."),
+    Metric("tier_saves_total", "counter", "Saves that ended in a tier, by outcome."),
+    Metric("held_seconds_total", "counter", "Time that training stood still for saves."),
+    Metric(
+        "delayed_seconds_total",
+        "counter",
+        "Of that, waiting for a slot: storage is slower than the interval.",
+    ),
+    Metric(
+        "excess_seconds",
+        "gauge",
+        "Time that the steps after saves took beyond undisturbed ones; may be negative.",
+    ),
+    Metric(
+        "commit_seconds_total", "counter", "Time from the begin of writing until it was durable on all ranks."
+    ),
+    Metric("committed_bytes_total", "counter", "Bytes of this rank that were committed."),
+    Metric("last_committed_step", "gauge", "Newest step that is committed in a tier."),
+    Metric("agent_losses_total", "counter", "Times that the checkpoint agent was lost."),
+    Metric("copies_verified_total", "counter", "Copies on other hosts that were verified."),
+    Metric("copies_missing_total", "counter", "Steps whose copies could not be made."),
+    Metric("last_complete_step", "gauge", "Newest step that every host has, with its copies."),
+    Metric("hung_tiers", "gauge", "Tiers whose storage does not answer."),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,32 +255,23 @@ class SaveLog:
     def metrics_text(self, *, rank: int, agent_losses: int) -> str:
         """Prometheus' text format."""
         with self._lock:
-            counts = {state: self._counts[state] for state in SaveState if state in FINAL}
-            tiers = dict(sorted(self._tiers.items()))
-            values = {
-                "held_seconds_total": ("counter", round(self._held_s, 6)),
-                "delayed_seconds_total": ("counter", round(self._delayed_s, 6)),
-                # A gauge: steps may also have become faster.
-                "excess_seconds": ("gauge", round(self._excess_s, 6)),
-                "commit_seconds_total": ("counter", round(self._commit_s, 6)),
-                "committed_bytes_total": ("counter", self._bytes),
-                "last_committed_step": ("gauge", self._last_step),
-                "agent_losses_total": ("counter", agent_losses),
-                "copies_verified_total": ("counter", self._copies),
-                "copies_missing_total": ("counter", self._missing_copies),
-                "last_complete_step": ("gauge", self._complete_step),
-                "hung_tiers": ("gauge", self._hung),
-            }
-        lines = ["# TYPE resiliency_checkpoint_saves_total counter"]
-        for state, count in counts.items():
-            labels = f'rank="{rank}",outcome="{state.value}"'
-            lines.append(f"resiliency_checkpoint_saves_total{{{labels}}} {count}")
-        if tiers:
-            lines.append("# TYPE resiliency_checkpoint_tier_saves_total counter")
-        for (tier, outcome), count in tiers.items():
-            labels = f'rank="{rank}",tier="{tier}",outcome="{outcome}"'
-            lines.append(f"resiliency_checkpoint_tier_saves_total{{{labels}}} {count}")
-        for name, (kind, value) in values.items():
-            lines.append(f"# TYPE resiliency_checkpoint_{name} {kind}")
-            lines.append(f'resiliency_checkpoint_{name}{{rank="{rank}"}} {value}')
-        return "\n".join(lines) + "\n"
+            samples: list[tuple[str, dict[str, str], float]] = [
+                *(("saves_total", {"outcome": s.value}, self._counts[s]) for s in SaveState if s in FINAL),
+                *(
+                    ("tier_saves_total", {"tier": str(tier), "outcome": str(outcome)}, count)
+                    for (tier, outcome), count in sorted(self._tiers.items())
+                ),
+                ("held_seconds_total", {}, round(self._held_s, 6)),
+                ("delayed_seconds_total", {}, round(self._delayed_s, 6)),
+                ("excess_seconds", {}, round(self._excess_s, 6)),
+                ("commit_seconds_total", {}, round(self._commit_s, 6)),
+                ("committed_bytes_total", {}, self._bytes),
+                ("last_committed_step", {}, self._last_step),
+                ("agent_losses_total", {}, agent_losses),
+                ("copies_verified_total", {}, self._copies),
+                ("copies_missing_total", {}, self._missing_copies),
+                ("last_complete_step", {}, self._complete_step),
+                ("hung_tiers", {}, self._hung),
+            ]
+        of_rank = ((name, {"rank": str(rank), **labels}, value) for name, labels, value in samples)
+        return to_text("resiliency_checkpoint_", _METRICS, of_rank)

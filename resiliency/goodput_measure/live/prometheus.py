@@ -12,58 +12,49 @@ from pathlib import Path
 
 from resiliency.errors import ConfigError
 from resiliency.goodput_measure.jobs import JobResult
+from resiliency.prometheus import CONTENT_TYPE, Metric, Sample, to_text
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "resiliency_goodput_"
-#: Metric -> its help.  All are gauges: a kept step may be lost later.
-_HELP = {
-    "ratio": "Kept steps as a part of all rank time.",
-    "window_ratio": "The same over the newest window.",
-    "ettr": "Part of wall time with a kept step on any rank.",
-    "rank_seconds": "Rank time by cause; adds up to wall time x ranks.",
-    "wall_seconds": "From the first event of the job to its end, or to now.",
-    "ranks": "Ranks that the job ever had.",
-    "incidents": "Interruptions so far.",
-    "mttf_seconds": "Mean time of training to a failure.",
-    "mttr_seconds": "Mean time from a failure to the first new step.",
-    "save_interval_steps": "Steps between saves: the job's own, and what would have cost least.",
-}
+#: All are gauges: a kept step may be lost later.
+_METRICS = (
+    Metric("ratio", "gauge", "Kept steps as a part of all rank time."),
+    Metric("window_ratio", "gauge", "The same over the newest window."),
+    Metric("ettr", "gauge", "Part of wall time with a kept step on any rank."),
+    Metric("rank_seconds", "gauge", "Rank time by cause; adds up to wall time x ranks."),
+    Metric("wall_seconds", "gauge", "From the first event of the job to its end, or to now."),
+    Metric("ranks", "gauge", "Ranks that the job ever had."),
+    Metric("incidents", "gauge", "Interruptions so far."),
+    Metric("mttf_seconds", "gauge", "Mean time of training to a failure."),
+    Metric("mttr_seconds", "gauge", "Mean time from a failure to the first new step."),
+    Metric(
+        "save_interval_steps", "gauge", "Steps between saves: the job's own, and what would have cost least."
+    ),
+)
 
 
 def as_metrics(results: Iterable[JobResult]) -> str:
     """The jobs that have a ledger; a value that is not known is left out."""
-    samples: dict[str, list[str]] = {name: [] for name in _HELP}
-    for result in results:
-        for name, labels, value in _samples(result):
-            if value is not None:
-                given = {"job": result.report.job_name, **labels}
-                inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in given.items())
-                samples[name].append(f"{_PREFIX}{name}{{{inside}}} {value!r}")
-    return "".join(
-        f"# HELP {_PREFIX}{name} {_HELP[name]}\n# TYPE {_PREFIX}{name} gauge\n" + "\n".join(lines) + "\n"
-        for name, lines in samples.items()
-        if lines
-    )
+    return to_text(_PREFIX, _METRICS, (sample for result in results for sample in _samples(result)))
 
 
-def _samples(result: JobResult) -> Iterator[tuple[str, dict[str, str], float | None]]:
+def _samples(result: JobResult) -> Iterator[Sample]:
     if result.measured is None:
         return
-    job, found = result.measured, result.measured.reliability
-    yield "ratio", {}, job.ledger.goodput
-    yield "window_ratio", {"window": f"{job.window_us / 1e6:g}s"}, job.newest.goodput
-    yield "ettr", {}, job.ledger.ettr
+    job, found, name = result.measured, result.measured.reliability, {"job": result.report.job_name}
+    yield "ratio", name, job.ledger.goodput
+    yield "window_ratio", {**name, "window": f"{job.window_us / 1e6:g}s"}, job.newest.goodput
+    yield "ettr", name, job.ledger.ettr
     for bucket, total in job.ledger.totals.items():
-        yield "rank_seconds", {"cause": bucket.value}, total / 1e6
-    yield "wall_seconds", {}, job.ledger.wall_us / 1e6
-    yield "ranks", {}, len(job.ledger.lanes)
-    yield "incidents", {}, len(job.ledger.incidents)
-    yield "mttf_seconds", {}, found.mttf_s
-    yield "mttr_seconds", {}, found.mttr_s
+        yield "rank_seconds", {**name, "cause": bucket.value}, total / 1e6
+    yield "wall_seconds", name, job.ledger.wall_us / 1e6
+    yield "ranks", name, len(job.ledger.lanes)
+    yield "incidents", name, len(job.ledger.incidents)
+    yield "mttf_seconds", name, found.mttf_s
+    yield "mttr_seconds", name, found.mttr_s
     for cost in job.costs:
         for which in ("as it was", "best"):
             if which in cost.note:
-                yield "save_interval_steps", {"which": which.replace(" ", "_")}, cost.interval_steps
+                yield "save_interval_steps", {**name, "which": which.replace(" ", "_")}, cost.interval_steps
 
 
 def write_metrics(text: str, path: str | os.PathLike[str]) -> None:
@@ -135,7 +126,3 @@ def serving(port: int, address: str = "127.0.0.1") -> Iterator[MetricsServer]:
         server._server.shutdown()
         server._server.server_close()
         thread.join(timeout=10)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
