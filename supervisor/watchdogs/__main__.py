@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from supervisor.watchdogs.ecc import EccWatchdog
-from supervisor.watchdogs.nic import NicWatchdog
-from supervisor.watchdogs.nvml import NvmlGpus
+from supervisor.watchdogs.links import LinkWatchdog
+from supervisor.watchdogs.nic import Ports
+from supervisor.watchdogs.nvml import NvmlGpus, NvmlLinks
 from supervisor.watchdogs.testing import FileGpus
 from supervisor.watchdogs.watchdog import Cooldown, Look, UnknownHealth, Watchdog
 from supervisor.watchdogs.xid import XidWatchdog
@@ -35,7 +36,7 @@ def make_watchdog(order: Mapping[str, Any]) -> Watchdog:
         return XidWatchdog(host, order["kernel_log"], memory)
     if order["name"] == "ecc":
         return EccWatchdog(host, FileGpus(Path(order["gpus"])) if order["gpus"] else NvmlGpus(), memory)
-    return NicWatchdog(host, memory)
+    return LinkWatchdog(host, order["name"], Ports() if order["name"] == "nic" else NvmlLinks(), memory)
 
 
 def look_once(watchdog: Watchdog, cooldown: Cooldown) -> dict[str, Any]:

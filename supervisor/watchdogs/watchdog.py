@@ -18,7 +18,7 @@ MOST_FINDINGS = 32
 TEXT_CHARS = 300
 
 #: Names that `--watchdogs` takes.
-NAMES = ("ecc", "nic", "xid")
+NAMES = ("ecc", "nic", "nvlink", "xid")
 
 
 class UnknownHealth(Exception):

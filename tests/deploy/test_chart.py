@@ -295,7 +295,7 @@ def test_the_thresholds_are_the_programs_flags() -> None:
     ("value", "sentence"),
     [
         ('colour="red"', "additional properties 'colour' not allowed"),
-        ('daemon.watchdogs=["gpu"]', "value must be one of 'ecc', 'nic', 'xid'"),
+        ('daemon.watchdogs=["gpu"]', "value must be one of 'ecc', 'nic', 'nvlink', 'xid'"),
         ('orchestrator="slurm"', "value must be one of 'gke', 'none'"),
         ("daemon.port=0", "minimum: got 0, want 1"),
         ('thresholds={"max-cordon":1}', "invalid propertyName 'max-cordon'"),

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from supervisor.policy.xid import Remedy, remedy
 from supervisor.values import EventType
 from supervisor.watchdogs.ecc import EccWatchdog, GpuHealth
-from supervisor.watchdogs.nic import NicWatchdog
-from supervisor.watchdogs.nvml import NvmlGpus
+from supervisor.watchdogs.links import Link, LinkWatchdog
+from supervisor.watchdogs.nic import Ports
+from supervisor.watchdogs.nvml import NvmlGpus, NvmlLinks
 from supervisor.watchdogs.testing import FileGpus
 from supervisor.watchdogs.watchdog import Look, UnknownHealth
 
@@ -168,14 +171,20 @@ def test_without_a_driver_nvml_says_so() -> None:
 class Driver(ModuleType):
     """A binding of NVML that knows two GPUs and few questions; those in `lost` are off the bus."""
 
-    NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_GPU_IS_LOST = 3, 15
+    NVML_FEATURE_ENABLED, NVML_NVLINK_MAX_LINKS = 1, 18
+    NVML_NVLINK_ERROR_DL_REPLAY, NVML_NVLINK_ERROR_DL_RECOVERY = 0, 1  # older than the other counters
 
     class NVMLError(Exception):
-        value = 15
+        def __init__(self, value: int = 15) -> None:
+            self.value = value
 
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.lost: set[int] = set()
+        #: (GPU, link) -> whether it is active; there are no others.
+        self.links: dict[tuple[int, int], bool] = {}
+        self.replays = 0
 
     def nvmlInit(self) -> None:
         pass
@@ -191,6 +200,16 @@ class Driver(ModuleType):
     def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(busId=f"00000000:{handle:02X}:00.0".encode())
 
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if (handle, link) not in self.links:
+            raise self.NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
+        return self.links[handle, link]
+
+    def nvmlDeviceGetNvLinkErrorCounter(self, handle: int, link: int, counter: int) -> int:
+        if counter != self.NVML_NVLINK_ERROR_DL_REPLAY:
+            raise self.NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
+        return self.replays
+
 
 def test_a_gpu_whose_handle_the_driver_refuses_is_lost_and_hides_no_other(
     monkeypatch: pytest.MonkeyPatch,
@@ -204,6 +223,39 @@ def test_a_gpu_whose_handle_the_driver_refuses_is_lost_and_hides_no_other(
         GpuHealth(device="0000:00:00"),
         GpuHealth(device="0000:01:00", lost=True),
     ]
+
+
+def test_an_nvlink_that_stays_down_is_a_finding_and_one_that_counts_errors_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    driver.links = {(0, 0): True, (0, 5): False, (1, 0): True}
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    watchdog = LinkWatchdog("h", "nvlink", NvmlLinks(), {}, boot="b")
+    assert watchdog.look() == Look()
+    driver.links[1, 0] = False
+    driver.replays = 7
+    assert set(watchdog.look().notes) == {
+        f"NVLink {place}: replay went from 0 to 7"
+        for place in ("0000:00:00/0", "0000:00:00/5", "0000:01:00/0")
+    }
+    found = [found.evidence for _ in range(4) for found in watchdog.look().findings]
+    assert [(one.device, one.text) for one in found] == [
+        ("0000:01:00/0", "NVLink 0000:01:00/0 was active and is INACTIVE now")
+    ]
+
+
+def test_the_nvlinks_of_a_lost_gpu_are_not_listed_and_a_host_without_any_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    driver.links = {(0, 0): True, (1, 0): True}
+    driver.lost = {1}
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert NvmlLinks().read() == [Link(name="NVLink 0000:00:00/0", state="ACTIVE", counters={"replay": 0})]
+    driver.links.clear()
+    with pytest.raises(UnknownHealth, match="no GPU has NVLinks"):
+        NvmlLinks().read()
 
 
 @pytest.mark.gpu
@@ -223,8 +275,8 @@ def test_a_real_driver_answers_what_it_is_asked() -> None:
 # ---------------------------------------------------------------- ports
 
 
-class Ports:
-    """Adapters as the kernel shows them."""
+class Adapters:
+    """As the kernel shows them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -236,48 +288,51 @@ class Ports:
         (path / "state").write_text(f"{state}\n")
         (path / "counters" / "link_downed").write_text(f"{link_downed}\n")
 
+    def watchdog(self, memory: Mapping[str, Any] | None = None) -> LinkWatchdog:
+        return LinkWatchdog("h", "nic", Ports(self.root), memory or {}, boot="b")
+
 
 @pytest.fixture
-def ports(tmp_path: Path) -> Ports:
-    return Ports(tmp_path / "infiniband")
+def adapters(tmp_path: Path) -> Adapters:
+    return Adapters(tmp_path / "infiniband")
 
 
 def test_a_port_that_was_active_and_stays_down_is_a_finding_and_one_that_never_was_is_none(
-    ports: Ports,
+    adapters: Adapters,
 ) -> None:
-    watchdog = NicWatchdog("h", {}, root=ports.root, boot="b")
-    ports.set("mlx5_0/1", "4: ACTIVE")
-    ports.set("mlx5_1/1", "1: DOWN")
+    watchdog = adapters.watchdog()
+    adapters.set("mlx5_0/1", "4: ACTIVE")
+    adapters.set("mlx5_1/1", "1: DOWN")
     assert watchdog.look() == Look()
-    ports.set("mlx5_0/1", "1: DOWN")
+    adapters.set("mlx5_0/1", "1: DOWN")
     assert [len(watchdog.look().findings) for _ in range(5)] == [0, 0, 1, 0, 0]
-    ports.set("mlx5_0/1", "4: ACTIVE")
+    adapters.set("mlx5_0/1", "4: ACTIVE")
     assert watchdog.look().notes == ("port mlx5_0/1 is up again",)
-    ports.set("mlx5_0/1", "2: INIT")
+    adapters.set("mlx5_0/1", "2: INIT")
     ids = {found.evidence.id for _ in range(4) for found in watchdog.look().findings}
     assert ids == {"h/nic/b-mlx5_0/1-2"}  # another time than the first
 
 
-def test_a_link_that_trained_again_is_a_note(ports: Ports) -> None:
-    watchdog = NicWatchdog("h", {}, root=ports.root, boot="b")
-    ports.set("mlx5_0/1", "4: ACTIVE", link_downed=3)
+def test_a_link_that_trained_again_is_a_note(adapters: Adapters) -> None:
+    watchdog = adapters.watchdog()
+    adapters.set("mlx5_0/1", "4: ACTIVE", link_downed=3)
     watchdog.look()
-    ports.set("mlx5_0/1", "1: DOWN", link_downed=4)
+    adapters.set("mlx5_0/1", "1: DOWN", link_downed=4)
     assert watchdog.look() == Look(notes=("port mlx5_0/1: link_downed went from 3 to 4",))
-    ports.set("mlx5_0/1", "4: ACTIVE", link_downed=4)
+    adapters.set("mlx5_0/1", "4: ACTIVE", link_downed=4)
     assert watchdog.look() == Look()
 
 
-def test_a_watchdog_that_was_started_again_knows_which_ports_were_active(ports: Ports) -> None:
-    ports.set("mlx5_0/1", "4: ACTIVE")
-    first = NicWatchdog("h", {}, root=ports.root, boot="b")
+def test_a_watchdog_that_was_started_again_knows_which_ports_were_active(adapters: Adapters) -> None:
+    adapters.set("mlx5_0/1", "4: ACTIVE")
+    first = adapters.watchdog()
     first.look()
-    ports.set("mlx5_0/1", "1: DOWN")
-    second = NicWatchdog("h", json.loads(json.dumps(first.memory())), root=ports.root, boot="b")
+    adapters.set("mlx5_0/1", "1: DOWN")
+    second = adapters.watchdog(json.loads(json.dumps(first.memory())))
     (found,) = [found for _ in range(3) for found in second.look().findings]
     assert (found.type, found.evidence.device) == (EventType.NODE_CHECK, "mlx5_0/1")
 
 
 def test_a_host_without_adapters_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(UnknownHealth, match="no network adapters under"):
-        NicWatchdog("h", {}, root=tmp_path / "none").look()
+        Ports(tmp_path / "none").read()

@@ -140,7 +140,7 @@ def parse(*argv: str, **env: str) -> DaemonSettings:
             "argument --workers_per_host: invalid int value: 'many'.  See --help.",
         ),
         (["--address", "two words"], "--address must be 1 to 200 printable characters, found 'two words'."),
-        (["--watchdogs", "xid", "gpu"], "--watchdogs must be of ecc, nic, xid, found 'gpu'."),
+        (["--watchdogs", "xid", "gpu"], "--watchdogs must be of ecc, nic, nvlink, xid, found 'gpu'."),
         (
             ["--watchdog_interval_s=0"],
             "--watchdog_interval_s must be seconds above 0 and at most a day, found 0.",
