@@ -18,9 +18,10 @@ from resiliency.errors import ConfigError
 from supervisor.orchestrator import Answer
 from supervisor.orchestrators import local
 from supervisor.orchestrators.job_file import JobFile, read_job_file
-from supervisor.orchestrators.local import LocalOrchestrator
+from supervisor.orchestrators.local import LocalMachines, LocalOrchestrator
 from supervisor.orchestrators.none import NoOrchestrator
 from supervisor.orchestrators.processes import Marked, kill_all, marked_processes
+from supervisor.orchestrators.wanted import Seen
 from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus
 from tests.asynchronous import run, until
 from tests.ports import free_ports
@@ -158,7 +159,7 @@ def test_a_command_that_was_cut_short_is_carried_on_by_the_next_actuator(tmp_pat
             await is_up(first, "ab", daemons=3)
             before = first.launchers()
         reset = Command(epoch=2, id="c1", kind=CommandKind.WORKLOAD_RESET, workload="job")
-        wanted = first.orchestrator._apply(reset)
+        wanted = first.orchestrator._apply(reset, Seen(processes=()))
         first.orchestrator._save(wanted)
         async with Local(fleet, file).running() as second:
             for host in "ab":
@@ -224,7 +225,7 @@ def test_a_watch_goes_on_after_an_error_of_the_machine_and_a_task_that_fails_is_
     tmp_path: Path, fleet: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work() -> None:
-        in_the_way = fleet / "hosts"  # where a directory must be made for each daemon
+        in_the_way = fleet / "logs"  # where a directory must be made for each daemon
         in_the_way.write_text("")
         here = Local(fleet, job_file(tmp_path, hosts=("a",), replicas=1))
         async with here.running():
@@ -246,24 +247,25 @@ def test_a_watch_goes_on_after_an_error_of_the_machine_and_a_task_that_fails_is_
 
 
 def test_a_process_table_that_cannot_be_read_is_an_error_and_no_loss(fleet: Path, tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    here = Local(fleet, job_file(tmp_path))
-    answers: list[bool | None] = []
-    held = [os.open(os.devnull, os.O_RDONLY)]
-    # The next descriptor is the last: the table can be listed, and no process in it be read.
-    top = max(int(name) for name in os.listdir("/proc/self/fd"))
-    while held[-1] < top:
-        held.append(os.open(os.devnull, os.O_RDONLY))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
-        with pytest.raises(OSError, match="Too many open files"):
-            marked_processes(str(fleet))
-        here.orchestrator.look("a", answers.append)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in held:
-            os.close(fd)
-    assert answers == [None]
+    async def work() -> None:
+        here = Local(fleet, job_file(tmp_path))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held = [os.open(os.devnull, os.O_RDONLY)]
+        # The next descriptor is the last: the table can be listed, and no process in it be read.
+        top = max(int(name) for name in os.listdir("/proc/self/fd"))
+        while held[-1] < top:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
+            with pytest.raises(OSError, match="Too many open files"):
+                marked_processes(str(fleet))
+            assert await here.look("a") is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in held:
+                os.close(fd)
+
+    run(work())
 
 
 def test_a_launcher_that_ended_alone_is_started_again_by_an_in_job_reset(tmp_path: Path, fleet: Path) -> None:
@@ -306,7 +308,7 @@ def test_a_full_disk_fails_a_command_that_is_tried_again(
         file = job_file(tmp_path, ("a",), replicas=1)
         async with Local(fleet, file).running() as here:
             await is_up(here, "a", daemons=1)
-            monkeypatch.setattr(local, "STATE_NAME", "missing/local.json")
+            monkeypatch.setattr(LocalMachines, "name", "missing/local")
             failed = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
             assert (failed.status, failed.passing) == (OutcomeStatus.FAILED, True)
             assert here.started("a") == ["a 0/1 1 0 {{kept}}"]
@@ -318,9 +320,11 @@ def test_a_full_disk_fails_a_command_that_is_tried_again(
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, fleet: Path) -> None:
-    state = fleet / local.STATE_NAME
+    state = fleet / "local.json"
     state.write_text('{"epoch": "x"}')
-    with pytest.raises(ConfigError, match=r"local.json cannot be read: LocalState.epoch must be of type int"):
+    with pytest.raises(
+        ConfigError, match=r"local.json cannot be read: WantedState.epoch must be of type int"
+    ):
         LocalOrchestrator(job_file(tmp_path), fleet, {})
     seats = [{"host": "x", "start": 1, "started": True}]
     state.write_text(json.dumps({"jobs": [{"workload": "job", "seats": seats, "replicas": 1}]}))

@@ -1,0 +1,570 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that are a daemon and a launcher each, wherever their processes are.
+
+What is wanted (which hosts work for which job, at which size, at which start of it) is in one file, replaced
+as a whole.  A command changes what is wanted and keeps its id there in the same write; then processes are
+stopped and started until what is there is what is wanted (`_settle`).  So a command that is repeated, by
+another actuator too, goes on where it was, and has its effect once.
+
+A host is *gone* when its daemon and all of its launcher's processes have ended, as after the loss of a
+machine.  A daemon that ended alone is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from signal import SIGTERM, Signals
+from typing import Protocol
+
+from resiliency.daemon_link import GENERATION_ENV
+from resiliency.errors import ConfigError
+from resiliency.files import write_durably
+from supervisor.orchestrator import Answer, TellChange, TellFacts, ignore_facts
+from supervisor.orchestrators.job_file import JobFile
+from supervisor.orchestrators.processes import Mark, Marked
+from supervisor.orchestrators.tasks import LoggedTasks
+from supervisor.plain import InvalidValue, from_plain, to_plain
+from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus
+
+logger = logging.getLogger(__name__)
+
+#: How often processes that were signalled are looked at.
+_LOOK_S = 0.1
+#: Longest wait for the end of processes that were killed.
+KILL_S = 10.0
+#: Command ids that are remembered; the controller repeats none that is older.
+REMEMBERED = 1024
+
+_DAEMON = Path(__file__).parents[1] / "host_daemon.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """All hosts at one moment.
+
+    Attributes:
+        processes: that live on hosts which could be looked at.
+        unseen: hosts that could not; nothing is concluded about them.
+        absent: hosts that have no machine: nothing lives there, and nothing can be started.
+        addresses: of the others, where they are reached.
+    """
+
+    processes: Sequence[Marked]
+    unseen: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+    addresses: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, part: str) -> list[Marked]:
+        return [one for one in self.processes if one.mark.part == part]
+
+
+class Machines(Protocol):
+    """Where the processes of hosts are.  OSError is a trouble that may pass.
+
+    Attributes:
+        name: as logs and answers say it; also names the file of what is wanted.
+        watch_s: how often hosts are looked at.
+        returns: a lost host that has a machine again is used again by itself, and not when it is uncordoned.
+    """
+
+    name: str
+    watch_s: float
+    returns: bool
+
+    def running(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def scan(self) -> Seen: ...
+
+    async def start(self, argv: Sequence[str], mark: Mark, environment: Mapping[str, str], log: Path) -> None:
+        """Start a process on the host of `mark`; its output is added to the file `log` there."""
+
+    async def signal_roots(self, processes: Sequence[Marked], number: Signals) -> None:
+        """Signal those that none of the others started."""
+
+    async def kill(self, processes: Sequence[Marked]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One host of a job, in the order of node ranks.
+
+    Attributes:
+        start: number of the launcher's start that is wanted here; 0 is none, on a host that was drained.
+        started: that one was started; a launcher that ends is not started again under the same number.
+    """
+
+    host: str
+    start: int
+    started: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """One job as it is wanted.  `generation`: starts of the whole job so far."""
+
+    workload: str
+    seats: tuple[Seat, ...]
+    replicas: int
+    generation: int = 0
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(seat.host for seat in self.seats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedState:
+    """All that is wanted, and what was done.
+
+    Attributes:
+        starts: numbers given so far.
+        gone: hosts that are lost.
+        applied: ids of commands whose change of this state is in it.
+    """
+
+    epoch: int = 0
+    starts: int = 0
+    jobs: tuple[JobState, ...] = ()
+    gone: tuple[str, ...] = ()
+    cordoned: tuple[str, ...] = ()
+    applied: tuple[str, ...] = ()
+
+    def job(self, workload: str) -> JobState | None:
+        return next((job for job in self.jobs if job.workload == workload), None)
+
+    def with_job(self, job: JobState) -> WantedState:
+        """Put `job` in the place of the one with its name, or behind the others."""
+        others = tuple(one for one in self.jobs if one.workload != job.workload)
+        return replace(self, jobs=(*others, job))
+
+    def with_seats(self, job: JobState, hosts: Sequence[str], keep: Collection[str] = ()) -> WantedState:
+        """`job` on `hosts`, each with a new start, but those of `keep` go on with theirs."""
+        known = {seat.host: seat for seat in job.seats}
+        state, seats = self, []
+        for host in hosts:
+            if host in keep:
+                seats.append(known[host])
+            else:
+                state = replace(state, starts=state.starts + 1)
+                seats.append(Seat(host=host, start=state.starts))
+        return state.with_job(replace(job, seats=tuple(seats)))
+
+    @property
+    def busy(self) -> set[str]:
+        """Hosts that a job holds."""
+        return {seat.host for job in self.jobs for seat in job.seats}
+
+
+class _Refusal(Exception):
+    """The command cannot be done; its text says why."""
+
+
+class WantedOrchestrator:
+    """See the module.
+
+    Args:
+        state_dir: of this fleet; a second one with another directory runs beside it.
+        environment: of all that is started, with the addresses of sensor and actuator.
+    Raises:
+        ConfigError: the state that was kept cannot be read, or does not fit the job file.
+    """
+
+    def __init__(
+        self, file: JobFile, state_dir: Path, environment: Mapping[str, str], machines: Machines
+    ) -> None:
+        self._file = file
+        self._dir = state_dir.resolve()
+        self._environment = environment
+        self._machines = machines
+        self._jobs = {job.workload: job for job in file.jobs}
+        self._tasks = LoggedTasks(f"{machines.name} orchestrator")
+        self._starting = asyncio.Lock()
+        self._tell: TellChange = lambda host, change, evidence: None
+        self._state = self._load()
+
+    @asynccontextmanager
+    async def running(self, tell: TellChange, tell_facts: TellFacts = ignore_facts) -> AsyncIterator[None]:
+        """Start what is wanted and is not there, and watch it; processes outlive the context."""
+        del tell_facts  # neither machines of one room nor of a Ray cluster say where they are
+        self._tell = tell
+        async with self._machines.running():
+            self._tasks.start(self._watch())
+            for workload in self._jobs:
+                self._tasks.start(self._settle_at_start(workload))
+            try:
+                yield
+            finally:
+                await self._tasks.end()
+
+    # ------------------------------------------------------------------------------------- the seam
+
+    def perform(self, command: Command, answer: Callable[[Answer], None]) -> None:
+        self._tasks.start(self._perform(command, answer))
+
+    def look(self, host: str, answer: Callable[[bool | None], None]) -> None:
+        self._tasks.start(self._look(host, answer))
+
+    async def _look(self, host: str, answer: Callable[[bool | None], None]) -> None:
+        try:
+            answer(self._is_there(self._name_of(host), await self._machines.scan()))
+        except OSError as error:
+            logger.warning("host %s cannot be looked at: %s", host, error)
+            answer(None)
+
+    def _is_there(self, name: str, seen: Seen) -> bool | None:
+        if name not in self._file.hosts or name in seen.unseen:
+            return None
+        if name in self._state.gone:
+            return False
+        if any(one.mark.host == name for one in seen.processes):
+            return True
+        # A spare is its daemon alone, which is started again; nobody can tell that from a lost machine.
+        return False if name in self._state.busy else None
+
+    async def _perform(self, command: Command, answer: Callable[[Answer], None]) -> None:
+        try:
+            seen = await self._machines.scan()
+            if command.epoch < self._state.epoch:
+                text = f"epoch {command.epoch} refused: this orchestrator has seen {self._state.epoch}"
+                answer(Answer(status=OutcomeStatus.FENCED, text=text))
+                return
+            workload = command.workload or self._workload_on(self._name_of(command.host))
+            if command.id not in self._state.applied:
+                wanted = self._apply(command, seen)
+                applied = (*wanted.applied, command.id)[-REMEMBERED:]
+                self._save(replace(wanted, epoch=command.epoch, applied=applied))
+            elif command.epoch > self._state.epoch:
+                self._save(replace(self._state, epoch=command.epoch))
+            text = await self._settle(workload) if workload else "noted"
+            if command.kind is CommandKind.DRAIN_HOST and workload:
+                # The job must go on without it: the controller decides how.
+                word = f"{self._name_of(command.host)} was drained"
+                evidence = Evidence(
+                    id=f"{self._machines.name}:{command.id}", witness="orchestrator", text=word
+                )
+                self._tell(command.host, Change.GONE, evidence)
+            answer(Answer(status=OutcomeStatus.DONE, text=text))
+        except _Refusal as error:
+            answer(Answer(status=OutcomeStatus.FAILED, text=str(error)))
+        except OSError as error:
+            answer(Answer(status=OutcomeStatus.FAILED, text=str(error), passing=True))
+
+    # ------------------------------------------------------------------------------------- what is wanted
+
+    def _apply(self, command: Command, seen: Seen) -> WantedState:
+        """The state with `command` in it.
+
+        Raises:
+            _Refusal: it cannot be done.
+        """
+        state, kind = self._state, command.kind
+        host = self._name_of(command.host)
+        if command.host and host not in self._file.hosts:
+            raise _Refusal(f"the job file has no host {host}")
+        if kind is CommandKind.CORDON_HOST:
+            return replace(state, cordoned=tuple(dict.fromkeys((*state.cordoned, host))))
+        if kind is CommandKind.DRAIN_HOST:
+            return self._drain(state, host)
+        if kind is CommandKind.UNCORDON_HOST:
+            cordoned = tuple(one for one in state.cordoned if one != host)
+            return replace(state, cordoned=cordoned, gone=tuple(one for one in state.gone if one != host))
+        job = state.job(command.workload)
+        if job is None:
+            raise _Refusal(f"the job file has no job {command.workload}")
+        if kind is CommandKind.IN_JOB_RESET:
+            return self._revive(state, job, seen)
+        if kind in (CommandKind.WORKLOAD_RESET, CommandKind.WORKLOAD_RECREATION):
+            return state.with_seats(replace(job, generation=job.generation + 1), job.hosts)
+        if kind is CommandKind.HOT_SWAP:
+            return self._swap(state, job, host, self._name_of(command.spare), seen)
+        if kind in (CommandKind.SCALE_DOWN, CommandKind.SCALE_UP) and command.replicas is not None:
+            return self._resize(state, job, host, command.replicas, seen)
+        raise _Refusal(f"the {self._machines.name} orchestrator has no {kind.value}")
+
+    def _revive(self, state: WantedState, job: JobState, seen: Seen) -> WantedState:
+        """A launcher that ended alone is started again, and meets the others in their rendezvous."""
+        running = {one.mark.host for one in seen.of("launcher")}
+        ended = {seat.host for seat in job.seats if seat.started} - running - set(state.gone) - seen.unseen
+        if len(ended) == len(job.seats):
+            raise _Refusal(f"no launcher of {job.workload} is left: the whole job must be started again")
+        return state.with_seats(job, job.hosts, keep=set(job.hosts) - ended)
+
+    def _drain(self, state: WantedState, host: str) -> WantedState:
+        state = replace(state, cordoned=tuple(dict.fromkeys((*state.cordoned, host))))
+        for job in state.jobs:
+            seats = tuple(replace(seat, start=0) if seat.host == host else seat for seat in job.seats)
+            state = state.with_job(replace(job, seats=seats))
+        return state
+
+    def _swap(self, state: WantedState, job: JobState, host: str, spare: str, seen: Seen) -> WantedState:
+        if host not in job.hosts:
+            raise _Refusal(f"{host} does not work for {job.workload}; {', '.join(job.hosts)} do")
+        if spare == host and host not in state.gone:
+            # It was lost, and has another machine by now.
+            return state.with_seats(job, job.hosts, keep=set(job.hosts) - {host})
+        if spare not in self._free(state, seen):
+            raise _Refusal(f"{spare} is no spare: it is busy, cordoned or gone")
+        hosts = [spare if one == host else one for one in job.hosts]
+        survivors = set(job.hosts) - {host}
+        return self._without(state, host, seen).with_seats(job, hosts, keep=survivors)
+
+    def _resize(self, state: WantedState, job: JobState, host: str, replicas: int, seen: Seen) -> WantedState:
+        """The whole job starts again, because its launchers are told the size when they start."""
+        wanted = replicas * self._jobs[job.workload].nodes_per_replica
+        hosts = [one for one in job.hosts if one != host]
+        if replicas > job.replicas:
+            hosts += self._free(state, seen)
+        if len(hosts) < wanted:
+            raise _Refusal(f"{replicas} replicas need {wanted} hosts, and there are {len(hosts)}")
+        if host:
+            state = self._without(state, host, seen)
+        resized = replace(job, replicas=replicas, generation=job.generation + 1)
+        return state.with_seats(resized, hosts[:wanted])
+
+    def _without(self, state: WantedState, host: str, seen: Seen) -> WantedState:
+        """A host that a job is taken from; if nothing of it is left it counts as gone."""
+        if host in state.gone or host in seen.unseen or any(one.mark.host == host for one in seen.processes):
+            return state
+        return replace(state, gone=(*state.gone, host))
+
+    def _free(self, state: WantedState, seen: Seen) -> list[str]:
+        taken = state.busy | set(state.gone) | set(state.cordoned) | seen.unseen | seen.absent
+        return [host for host in self._file.hosts if host not in taken]
+
+    # ------------------------------------------------------------------------------------- what is there
+
+    async def _settle(self, workload: str) -> str:
+        """Stop and start launchers until those of `workload` are the wanted ones; says what was done."""
+        stopped: set[str] = set()
+        while True:
+            async with self._starting:  # a launcher that was not seen yet would be started twice
+                seen = await self._machines.scan()
+                job = self._state.job(workload)
+                assert job is not None
+                wanted = {seat.host: _start_text(workload, seat.start) for seat in job.seats}
+                mine = [one for one in seen.of("launcher") if _workload_of(one.mark) == workload]
+                stale = [one for one in mine if one.mark.start != wanted.get(one.mark.host)]
+                if not stale:
+                    there = {one.mark.host for one in mine}
+                    started = await self._start_missing(job, there, seen)
+                    break
+            stopped |= {one.mark.host for one in stale}
+            await self._stop(stale, self._jobs[workload].grace_s)
+            # What is wanted may have changed meanwhile.
+        said = [f"stopped on {', '.join(sorted(stopped))}"] if stopped else []
+        said += [f"started on {', '.join(started)}"] if started else []
+        return ", ".join(said) or "as wanted"
+
+    async def _start_missing(self, job: JobState, there: Collection[str], seen: Seen) -> list[str]:
+        """Start the launchers of `job` that are not `there`; returns their hosts.
+
+        Raises:
+            OSError: one cannot be started now.
+        """
+        begun: list[Seat] = []
+        missing: list[str] = []
+        for rank, seat in enumerate(job.seats):
+            if not seat.start or seat.started:
+                continue
+            if seat.host not in there:
+                if seat.host in seen.unseen or seat.host in seen.absent:
+                    raise OSError(f"host {seat.host} cannot be reached")
+                await self._start_launcher(job, rank, seat, seen)
+                missing.append(seat.host)
+            begun.append(seat)
+            # Another command may have changed what is wanted meanwhile.
+            now = self._state.job(job.workload)
+            assert now is not None
+            seats = tuple(replace(one, started=True) if one in begun else one for one in now.seats)
+            self._save(self._state.with_job(replace(now, seats=seats)))
+        return missing
+
+    async def _stop(self, processes: Sequence[Marked], grace_s: float) -> None:
+        """SIGTERM to the launchers, SIGKILL to what is left of them after `grace_s`.
+
+        Raises:
+            OSError: processes are left that nothing ends.
+        """
+        starts = {(one.mark.host, one.mark.start) for one in processes}
+
+        async def left() -> list[Marked]:
+            seen = await self._machines.scan()
+            return [one for one in seen.processes if (one.mark.host, one.mark.start) in starts]
+
+        await self._machines.signal_roots(processes, SIGTERM)
+        end = time.monotonic() + grace_s
+        while await left() and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+        end = time.monotonic() + KILL_S
+        while remaining := await left():
+            if time.monotonic() >= end:
+                pids = ", ".join(str(one.pid) for one in remaining[:8])
+                raise OSError(f"processes {pids} do not end after SIGKILL")
+            await self._machines.kill(remaining)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _start_launcher(self, job: JobState, rank: int, seat: Seat, seen: Seen) -> None:
+        settings, port = self._jobs[job.workload], self._file.launcher_port(seat.host)
+        values = {
+            "python": sys.executable,
+            "host": seat.host,
+            "address": seen.addresses.get(seat.host, "127.0.0.1"),
+            "node_rank": rank,
+            "nnodes": len(job.seats),
+            "replicas": job.replicas,
+            "generation": job.generation,
+            "daemon_port": port,
+            "state_dir": self._dir,
+        }
+        argv = [_fill(word, values) for word in settings.command]
+        environment = {name: _fill(text, values) for name, text in settings.environment.items()}
+        environment[GENERATION_ENV] = str(job.generation)
+        start = _start_text(job.workload, seat.start)
+        logger.info("launcher of %s on %s starts: %s", job.workload, seat.host, " ".join(argv))
+        mark = Mark(fleet=self._fleet, host=seat.host, part="launcher", start=start)
+        await self._start(argv, mark, environment)
+
+    async def _start_daemon(self, host: str, seen: Seen) -> None:
+        argv = [
+            *(sys.executable, str(_DAEMON)),
+            f"--launcher_port={self._file.launcher_port(host)}",
+            f"--port={self._file.probe_port(host)}",
+            f"--workers_per_host={self._file.workers_per_host}",
+            f"--state_dir={self._dir / 'hosts' / host}",
+            f"--address={seen.addresses.get(host, '127.0.0.1')}",
+        ]
+        logger.info("daemon of %s starts", host)
+        await self._start(argv, Mark(fleet=self._fleet, host=host, part="daemon"), {"NODE_NAME": host})
+
+    async def _start(self, argv: Sequence[str], mark: Mark, environment: Mapping[str, str]) -> None:
+        log = self._dir / "logs" / f"{mark.host}-{mark.part}.log"
+        await self._machines.start(argv, mark, {**self._environment, **environment}, log)
+
+    async def _watch(self) -> None:
+        """Keep daemons running, notice lost hosts, and start what could not be started before."""
+        name, suspects, problem = self._machines.name, set[str](), ""
+        while True:
+            try:
+                suspects = await self._look_at_hosts(suspects, await self._machines.scan())
+                if problem:
+                    logger.warning("%s orchestrator watches its hosts again", name)
+                problem = ""
+            except OSError as error:  # a full disk, no free process or descriptor: these pass
+                if not problem:
+                    logger.error("%s orchestrator cannot look after its hosts: %s; trying again", name, error)
+                problem = str(error)
+            await asyncio.sleep(self._machines.watch_s)
+
+    async def _look_at_hosts(self, suspects: set[str], seen: Seen) -> set[str]:
+        """Act upon hosts of `suspects` that are without a daemon; returns those to look at again.
+
+        Twice, because the parts of a host that is lost do not all end in the same instant.
+        """
+        running: dict[str, set[str]] = {}
+        for one in seen.processes:
+            running.setdefault(one.mark.host, set()).add(one.mark.part)
+        missing = {
+            host
+            for host in self._file.hosts
+            if "daemon" not in running.get(host, ())
+            and host not in seen.unseen
+            and (host not in self._state.gone or (self._machines.returns and host not in seen.absent))
+        }
+        for host in missing & suspects:
+            if host in self._launched and host not in running and host not in self._state.gone:
+                logger.warning("host %s is gone: its daemon and its launcher have ended", host)
+                self._save(replace(self._state, gone=(*self._state.gone, host)))
+            elif host not in seen.absent:
+                if host in self._state.gone:
+                    logger.warning("host %s has a machine again", host)
+                    self._save(replace(self._state, gone=tuple(o for o in self._state.gone if o != host)))
+                await self._start_daemon(host, seen)
+        return missing - suspects
+
+    @property
+    def _launched(self) -> set[str]:
+        """Hosts that a launcher was started on."""
+        return {seat.host for job in self._state.jobs for seat in job.seats if seat.started}
+
+    # ------------------------------------------------------------------------------------- small parts
+
+    @property
+    def _fleet(self) -> str:
+        return str(self._dir)
+
+    @property
+    def _path(self) -> Path:
+        return self._dir / f"{self._machines.name}.json"
+
+    def _name_of(self, host: str) -> str:
+        """A daemon's id is its host's name, a dot, and the start of the machine."""
+        return host if host in self._file.hosts else host.rpartition(".")[0]
+
+    def _workload_on(self, host: str) -> str:
+        return next((job.workload for job in self._state.jobs if host in job.hosts), "")
+
+    async def _settle_at_start(self, workload: str) -> None:
+        try:
+            logger.info("job %s: %s", workload, await self._settle(workload))
+        except OSError as error:
+            logger.error("job %s is not as wanted: %s", workload, error)
+
+    def _load(self) -> WantedState:
+        path = self._path
+        try:
+            state = from_plain(WantedState, json.loads(path.read_text()))
+        except FileNotFoundError:
+            state = WantedState()
+        except (OSError, ValueError, InvalidValue) as error:
+            raise ConfigError(
+                f"--state-dir: {path} cannot be read: {error}.",
+                hint="Stop what the orchestrator started, remove the file, and start again.",
+                flag="--state-dir",
+                path=str(path),
+            ) from error
+        unknown = state.busy - set(self._file.hosts) | {job.workload for job in state.jobs} - set(self._jobs)
+        if unknown:
+            raise ConfigError(
+                f"--job-file has not {', '.join(sorted(unknown))}, which {path} has.",
+                hint="Use the job file of before, or another --state-dir.",
+                flag="--job-file",
+            )
+        for settings in self._file.jobs:
+            if state.job(settings.workload) is None:
+                free = [host for host in self._file.hosts if host not in state.busy | set(state.gone)]
+                hosts = free[: settings.replicas * settings.nodes_per_replica]
+                job = JobState(workload=settings.workload, seats=(), replicas=settings.replicas)
+                state = state.with_seats(job, hosts)
+        return state
+
+    def _save(self, state: WantedState) -> None:
+        """Replace the file; what is in it counts from then on.
+
+        Raises:
+            OSError: it cannot be written; what is wanted is what it was.
+        """
+        write_durably(self._path, json.dumps(to_plain(state)).encode())
+        self._state = state
+
+
+def _start_text(workload: str, start: int) -> str:
+    return f"{workload}:{start}"
+
+
+def _workload_of(mark: Mark) -> str:
+    return mark.start.rpartition(":")[0]
+
+
+def _fill(text: str, values: Mapping[str, object]) -> str:
+    """`text` with its placeholders replaced; other braces stay, because arguments may be JSON."""
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
