@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from contextlib import suppress
@@ -17,12 +18,10 @@ def free_ports(count: int) -> list[int]:
     One that it gives away could be taken before the test serves there; and a client that keeps trying while
     nobody serves could get it for its own end, and connect to itself.
     """
-    lowest, highest = map(int, _GIVEN_AWAY.read_text().split())
-    some = range(10_000, 20_000)  # above these, checkpoint agents choose theirs
-    kept = [port for port in some if not lowest <= port <= highest] or some
+    some = _range_of_this_process()
     found: list[int] = []
-    for port in random.sample(kept, len(kept)):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+    for port in random.sample(some, len(some)):
+        if _is_free(port):
             found.append(port)
         if len(found) == count:
             return found
@@ -31,3 +30,30 @@ def free_ports(count: int) -> list[int]:
 
 def free_port() -> int:
     return free_ports(1)[0]
+
+
+def free_row(count: int) -> int:
+    """The first of `count` such ports in a row, as the hosts of a job file have them."""
+    some = _range_of_this_process()
+    for first in random.sample(some, len(some)):
+        if first + count - 1 in some and all(_is_free(port) for port in range(first, first + count)):
+            return first
+    raise AssertionError(f"this machine has no {count} free ports in a row")
+
+
+def _is_free(port: int) -> bool:
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def _range_of_this_process() -> range:
+    """Every process of pytest has its own: a port that is free now is served a while later."""
+    first, last = 10_000, 20_000  # above these, checkpoint agents choose theirs
+    lowest = int(_GIVEN_AWAY.read_text().split()[0])
+    if first < lowest < last:
+        last = lowest
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    index = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    size = (last - first) // processes
+    return range(first + index * size, first + (index + 1) * size)

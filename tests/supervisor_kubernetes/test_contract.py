@@ -31,7 +31,7 @@ from supervisor.orchestrators.local import LocalOrchestrator
 from supervisor.orchestrators.processes import marked_processes
 from supervisor.values import Command, CommandKind, OutcomeStatus
 from tests.asynchronous import run
-from tests.ports import free_ports
+from tests.ports import free_row
 from tests.supervisor.orchestrators import carry_out, local_fleet, look_at
 from tests.supervisor_kubernetes.fleet import Adapter, cluster_of, host, jobset, submit
 from tests.waiting import WAIT_S
@@ -71,8 +71,7 @@ async def local(tmp_path: Path) -> AsyncIterator[Subject]:
     fleet, path = tmp_path / "fleet", tmp_path / "job.json"
     waiter = [sys.executable, "-c", "import signal; signal.pause()"]
     job = {"workload": "a", "replicas": 2, "command": waiter, "grace_s": 5}
-    port = min(free_ports(8))
-    path.write_text(json.dumps({"hosts": ["n1", "n2", "n3"], "first_port": port, "jobs": [job]}))
+    path.write_text(json.dumps({"hosts": ["n1", "n2", "n3"], "first_port": free_row(6), "jobs": [job]}))
     environment = {**os.environ, "SUPERVISOR_PLAINTEXT": "1"}
 
     async def starts() -> set[str]:

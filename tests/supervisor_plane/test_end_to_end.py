@@ -22,7 +22,7 @@ from supervisor.orchestrators.local import stop_all
 from supervisor.orchestrators.processes import Marked, kill_all, marked_processes
 from supervisor.values import CommandKind, OutcomeStatus, Request
 from supervisor.view.status import CommandStatus, Status
-from tests.ports import free_ports
+from tests.ports import free_port, free_row
 from tests.supervisor_plane.plane import PATIENCE_S, ROOT, Plane, host_of, job_of, open_plane
 from tests.supervisor_plane.scripts.train import Model
 
@@ -40,7 +40,7 @@ class Training:
     def __init__(self, plane: Plane, stack: ExitStack, tmp_path: Path) -> None:
         self.plane, self.tmp_path = plane, tmp_path
         self.fleet = str(plane.state_dir.resolve())
-        store_port = free_ports(1)[0]
+        store_port = free_port()
         argv = [sys.executable, "-m", "resiliency.launch.rendezvous_store"]
         store = Program([*argv, "--host=127.0.0.1", f"--port={store_port}"], cwd=ROOT)
         stack.enter_context(store)
@@ -70,7 +70,7 @@ class Training:
             "environment": environment,
         }
         self.job_file = tmp_path / "job.json"
-        first_port = free_ports(1)[0]
+        first_port = free_row(2 * len(HOSTS))
         self.job_file.write_text(json.dumps({"hosts": list(HOSTS), "first_port": first_port, "jobs": [job]}))
         store.wait_for_line("rendezvous store listens", timeout=PATIENCE_S)
         self.flags = ("--orchestrator=local", f"--job-file={self.job_file}")

@@ -27,7 +27,7 @@ from supervisor.orchestrators.processes import Marked, kill_all, marked_processe
 from supervisor.parts.run import LOG_NAME
 from supervisor.values import CommandKind, OutcomeStatus, Request
 from supervisor.view.status import Status
-from tests.ports import free_ports
+from tests.ports import free_row
 from tests.supervisor_plane.plane import PARTS, PATIENCE_S, ROOT, Plane, host_of, job_of, open_plane
 from tests.waiting import wait_until
 
@@ -50,7 +50,7 @@ class Twins:
         job = {"workload": "job", "replicas": 2, "grace_s": 5, "command": command}
         file = plane.tmp_path / "job.json"
         hosts = ["a", "b", "spare"]
-        file.write_text(json.dumps({"hosts": hosts, "first_port": free_ports(1)[0], "jobs": [job]}))
+        file.write_text(json.dumps({"hosts": hosts, "first_port": free_row(2 * len(hosts)), "jobs": [job]}))
         self.flags = {"actuator": ("--orchestrator=local", f"--job-file={file}")}
 
     def start(self, part: str) -> Program:

@@ -24,7 +24,7 @@ from supervisor.orchestrators.processes import Marked, kill_all, marked_processe
 from supervisor.orchestrators.wanted import Seen
 from supervisor.values import Change, Command, CommandKind, Evidence, OutcomeStatus
 from tests.asynchronous import run, until
-from tests.ports import free_ports
+from tests.ports import free_row
 from tests.supervisor.orchestrators import local_fleet, look_at, try_once
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
@@ -36,7 +36,7 @@ VALUES = "{host} {node_rank}/{nnodes} {replicas} {generation} {{kept}}"
 
 def job_file(tmp_path: Path, hosts: tuple[str, ...] = ("a", "b", "c"), **job: object) -> JobFile:
     path = tmp_path / "job.json"
-    port = min(free_ports(8), default=0)
+    port = free_row(2 * len(hosts))
     command = ["{python}", "-c", WAITER, VALUES]
     jobs = [{"workload": "job", "replicas": 2, "command": command, "grace_s": 5, **job}]
     path.write_text(json.dumps({"hosts": hosts, "first_port": port, "jobs": jobs}))

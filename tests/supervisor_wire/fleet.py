@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -28,6 +29,8 @@ from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Security(plaintext=True)
+
+_Told = TypeVar("_Told")
 
 
 class Fleet:
@@ -82,11 +85,15 @@ class Fleet:
 
     async def reported(self, look: Callable[[DaemonReport], bool]) -> DaemonReport:
         """The first report that `look` accepts, among those that are still to come, too."""
+        return await self.told(DaemonReport, look)
+
+    async def told(self, kind: type[_Told], look: Callable[[_Told], bool]) -> _Told:
+        """The first value of `kind` that the sensor was or is told and that `look` accepts."""
         seen = 0
         while True:
             for _, _, value in self.sensor.told[seen:]:
                 seen += 1
-                if isinstance(value, DaemonReport) and look(value):
+                if isinstance(value, kind) and look(value):
                     return value
             await self.sensor.wait_for_more()
 

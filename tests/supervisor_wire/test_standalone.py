@@ -141,8 +141,8 @@ def test_a_daemon_in_standalone_mode_reports_the_job_of_its_pod(tmp_path: Path) 
                 assert fleet.actuator_streams.try_send_facts("host-1", facts)
                 report: DaemonReport = await fleet.reported(lambda report: len(report.workers) == 2)
                 assert {worker.state for worker in report.workers} == {DeviceState.RUNNING}
-                told = [value for _, _, value in fleet.sensor.told if isinstance(value, WorkloadInfo)]
-                assert (told[-1].workload, told[-1].replicas, told[-1].max_workload_restarts) == ("a", 2, 0)
+                job = await fleet.told(WorkloadInfo, lambda workload: workload.workload == "a")
+                assert (job.replicas, job.max_workload_restarts) == (2, 0)
                 line = "annotation supervisor/max-workload-restarts must be a whole number from 0 on"
                 await asyncio.to_thread(daemon.wait_for_line, line, timeout=60.0)
 
