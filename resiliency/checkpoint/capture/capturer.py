@@ -438,8 +438,8 @@ class Capturer:
 
     def _skip(self, step: int, why: str) -> None:
         self.stats.skipped += 1
-        # What becomes of the save is reported with the reason by who asked for it.
-        logger.info("save of step %d skipped, %d so far: %s.", step, self.stats.skipped, why)
+        # Its caller reports the save with the reason.
+        logger.debug("save of step %d skipped, %d so far: %s.", step, self.stats.skipped, why)
 
     def _await_memory(
         self, slot: SlotFile, snapshot: Snapshot, step: int, began: float, wait: timedelta | None
@@ -517,7 +517,10 @@ class Capturer:
 
     def _publish(self) -> None:
         while (task := self._queue.get()) is not None:
-            task()
+            try:
+                task()
+            except Exception:  # the border of this thread: a save failed, the next may not
+                logger.exception("what follows from a capture failed")
             del task  # while this waits for the next one, it holds nothing of the last
 
     def _held(self, seconds: float) -> None:

@@ -56,6 +56,7 @@ from resiliency.errors import (
     PeerError,
     ResiliencyError,
 )
+from resiliency.files import write_durably
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -148,8 +149,11 @@ class Replicator:
             self._forget_earlier_start()
             self._failure = None
             self._hidden.clear()  # the replicator deletes all that was not handed over
-            self._write_config(config)
+            # Whole or not at all: the replicator ends when it finds the file empty.
+            write_durably(config, self.job.to_yaml().encode())
         except OSError as error:
+            with suppress(OSError):  # it may be there, though not durably
+                config.unlink(missing_ok=True)
             raise ConfigError(
                 f"{self._root} cannot be written: {error.strerror or error}.", path=str(self._root)
             ) from error
@@ -354,15 +358,6 @@ class Replicator:
                 logger.warning("the replicator reported to an earlier start: %s", text)
         for path in (self._root / PRERESTORE, *self._root.glob(f"*{RESTORE_SUFFIX}")):
             path.unlink(missing_ok=True)
-
-    def _write_config(self, config: Path) -> None:
-        """Whole or not at all: the replicator ends when it finds the file empty."""
-        temporary = config.with_name(f".{CONFIG}.{os.getpid()}")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(self.job.to_yaml())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, config)
 
     def _take(self, name: str) -> str | None:
         """Read and remove a report; None when there is none."""

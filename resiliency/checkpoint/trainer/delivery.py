@@ -167,25 +167,38 @@ class Delivery:
 
     def _post(self, saving: _Saving) -> None:
         """In the publisher's thread: tell the agent what became of a capture."""
-        capture, tiers, number = saving.capture, saving.handle.record.tiers, saving.handle.try_number
-        if capture.outcome is Outcome.CAPTURED:
-            self.captured_step = capture.step
-            saving.handle.update(state=SaveState.CAPTURED)
-            self.link.request(
-                SaveRequest(
-                    step=capture.step,
-                    slot=capture.slot_path.name,
-                    tiers=tiers,
-                    try_number=number,
-                    patient=saving.patient,
-                )
-            )
-        else:
-            why = f"rank {self._attach.rank}: its capture was dropped: {capture.error}"
-            skip = Skip(step=capture.step, tiers=tiers, reason=why, try_number=number)
+        try:
+            why = self._pass_on(saving)
+        except Exception as error:  # a border: this save fails by name, and the publisher goes on
+            logger.exception("the capture of step %d was not passed on", saving.handle.step)
+            why = f"its capture was not passed on: {error!r}"
+        if not why:
+            return
+        handle, reason = saving.handle, f"rank {self._attach.rank}: {why}"
+        skip = Skip(step=handle.step, tiers=handle.record.tiers, reason=reason, try_number=handle.try_number)
+        try:
             self.link.request(skip)
+        finally:
             for tried in skip.tries:
-                self._finish(tried, why)
+                self._finish(tried, reason)
+
+    def _pass_on(self, saving: _Saving) -> str:
+        """Ask the agent for a save; returns why there is none to ask for."""
+        capture, handle = saving.capture, saving.handle
+        if capture.outcome is not Outcome.CAPTURED:
+            return f"its capture was dropped: {capture.error}"
+        self.captured_step = capture.step
+        handle.update(state=SaveState.CAPTURED)
+        self.link.request(
+            SaveRequest(
+                step=capture.step,
+                slot=capture.slot_path.name,
+                tiers=handle.record.tiers,
+                try_number=handle.try_number,
+                patient=saving.patient,
+            )
+        )
+        return ""
 
     def _done(self, done: Done) -> None:
         """In the link's thread: the agent reports the end of a save in one tier."""

@@ -236,6 +236,42 @@ def test_what_an_agent_says_or_takes_with_it_of_a_first_try_does_not_end_the_sec
         arena.close(remove=True)
 
 
+class CannotBeCaptured(SaveHandle):
+    """A save whose capture is not passed on."""
+
+    def update(self, **changes: object) -> None:
+        if changes.get("state") is SaveState.CAPTURED:
+            raise MemoryError("none is left")
+        super().update(**changes)
+
+
+def test_a_capture_that_cannot_be_passed_on_fails_its_save_by_name_and_the_next_one_is_saved(
+    tmp_path: Path, agent_of: Callable[[Path], StandIn]
+) -> None:
+    arena = RankArena(tmp_path / "arena", rank=1, world_size=2, slots=2, run_id="s")
+    capturer = Capturer(arena)
+    agent = agent_of(tmp_path / "arena")
+    delivery = Delivery(
+        tmp_path / "arena", second_rank(tmp_path), capturer, emit=lambda *_, **__: None, options=PATIENT
+    )
+    handles = [CannotBeCaptured(1, BOTH), CannotBeCaptured(2, BOTH), SaveHandle(3, BOTH)]
+    try:
+        agent.attach()
+        for handle in handles:  # more than there are slots: a save that failed has given its own back
+            capture = capturer.begin({"weights": torch.ones(1000)}, handle.step, wait=SOON)
+            assert capture is not None
+            capturer.fence()
+            delivery.send(handle, capture, patient=False)
+        told = [request for request in agent.hear(3) if isinstance(request, SaveRequest | Skip)]
+    finally:
+        capturer.close()
+        delivery.link.close(detach=False)
+        arena.close(remove=True)
+    assert [(type(request), request.step) for request in told] == [(Skip, 1), (Skip, 2), (SaveRequest, 3)]
+    assert [handle.state for handle in handles[:2]] == [SaveState.FAILED] * 2
+    assert "rank 1: its capture was not passed on: MemoryError('none is left')" in handles[0].record.why
+
+
 def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(
     tmp_path: Path, agent_of: Callable[[Path], StandIn]
 ) -> None:

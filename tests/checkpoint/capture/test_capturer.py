@@ -163,6 +163,22 @@ def test_a_copy_that_fails_drops_the_capture_and_training_goes_on(make: Make) ->
     assert [header.step for _, header in peek(arena.directory, 0)] == [2]
 
 
+def test_a_task_that_fails_after_a_capture_does_not_end_the_publishing(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena, capturer = make()
+
+    def fail() -> None:
+        raise OSError("no such luck")
+
+    capturer.call_after_captures(fail)
+    capture = capturer.begin({"w": torch.ones(1000)}, 1)
+    assert capture is not None
+    assert capture.wait(SOON)
+    assert [header.step for _, header in peek(arena.directory, 0)] == [1]
+    assert "what follows from a capture failed" in caplog.text
+
+
 def test_what_the_forward_mutates_is_copied_before_begin_returns(make: Make) -> None:
     gate = Gate()
     arena, capturer = make(before_piece=gate, threads=1, eager=lambda entry: entry.key.endswith("position"))
@@ -191,7 +207,7 @@ def test_a_save_without_a_free_slot_is_skipped_counted_and_reported(
     arena, capturer = make()
     state = {"w": torch.ones(100)}
     kept = [capturer.begin(state, step, keep=True) for step in (1, 2)]
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     assert capturer.begin(state, 3) is None
     assert capturer.stats.skipped == 1
     assert "save of step 3 skipped" in caplog.text

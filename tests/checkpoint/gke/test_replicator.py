@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -166,6 +167,21 @@ def test_a_replicator_that_takes_nothing_is_named_and_the_config_taken_back(tmp_
         serving(tmp_path, fault=ReplicatorFault.IGNORES_CONFIG),
         pytest.raises(ReplicatorSilent, match=text),
     ):
+        Replicator(job(tmp_path)).start(BRIEF)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_cannot_be_made_durable_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a broken disk does when names are synced: a replicator that came later would clean the volume."""
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ConfigError, match="cannot be written: Input/output error"):
         Replicator(job(tmp_path)).start(BRIEF)
     assert list(tmp_path.iterdir()) == []
 
