@@ -30,17 +30,11 @@ from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.checkpoint.agent.protocol import Attach, Settings
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.capturer import Capturer
-from resiliency.checkpoint.commit.retention import (
-    HANDED_OVER,
-    awaiting,
-    delete_superseded,
-    give_up,
-    locked,
-    retire,
-)
+from resiliency.checkpoint.commit.retention import BEING_TAKEN, delete_superseded, retire
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.format.manifest import Manifest, write_manifest
 from resiliency.checkpoint.format.marker import put_marker
+from resiliency.checkpoint.gke.hand_off import HandOffQueue, awaiting, give_up, locked
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.delivery import Delivery
@@ -466,7 +460,7 @@ def test_a_generation_whose_removal_failed_goes_when_the_next_one_is_complete(tm
     troubled = TroubledStorage(storage, StorageTrouble(step=1, operation="remove_tree"))
     with pytest.raises(CheckpointWriteFailed, match="step=1"):
         retire(troubled, run_id="run", complete={3: "a-3"}, keep=2)
-    put_marker(storage, 2, HANDED_OVER)
+    put_marker(storage, 2, BEING_TAKEN)
     assert retire(troubled, run_id="run", complete={3: "a-3"}, keep=2) == [1]
     assert storage.list("") == ["step=2", "step=2-unfinished", "step=3"]
 
@@ -505,14 +499,14 @@ def test_a_generation_stays_until_it_is_handed_over_or_given_up(tmp_path: Path) 
     storage = generations(tmp_path, s1="b", s2="b", s3="a", s4="b", s5="b")
     known = {step: f"b-{step}" for step in (1, 2, 4, 5)}  # of step 3 another host lost its part
     give_up(storage, 1)
-    assert retire(storage, run_id="run", complete=known, keep=1, backlog=9) == [1, 3]
+    assert retire(storage, run_id="run", complete=known, keep=1, hook=HandOffQueue(storage, 9)) == [1, 3]
     assert awaiting(storage, known) == [2, 4, 5]
     assert complete(tmp_path) == [2, 4, 5]
     give_up(storage, 4)
     for step in (2, 5):
         os.rename(tmp_path / f"step={step}", tmp_path / str(step))
     # The newest is with the replicator, and vouches for what goes all the same.
-    assert retire(storage, run_id="run", complete=known, keep=1, backlog=9) == [4]
+    assert retire(storage, run_id="run", complete=known, keep=1, hook=HandOffQueue(storage, 9)) == [4]
 
 
 def test_a_generation_that_was_overtaken_does_not_wait(tmp_path: Path) -> None:
@@ -520,7 +514,7 @@ def test_a_generation_that_was_overtaken_does_not_wait(tmp_path: Path) -> None:
     known = {step: f"b-{step}" for step in (1, 2, 3, 4)}
     os.rename(tmp_path / "step=2", tmp_path / "2")
     assert awaiting(storage, known) == [3, 4]
-    assert retire(storage, run_id="run", complete=known, keep=1, backlog=9) == [1]
+    assert retire(storage, run_id="run", complete=known, keep=1, hook=HandOffQueue(storage, 9)) == [1]
 
 
 def test_of_too_many_that_wait_the_oldest_is_given_up_and_its_note_stays_for_who_hands_over(
@@ -528,12 +522,12 @@ def test_of_too_many_that_wait_the_oldest_is_given_up_and_its_note_stays_for_who
 ) -> None:
     storage = generations(tmp_path, s1="b", s2="b", s3="b", s4="b")
     known = {step: f"b-{step}" for step in (1, 2, 3, 4)}
-    assert retire(storage, run_id="run", complete=known, keep=1, backlog=2) == [1]
+    assert retire(storage, run_id="run", complete=known, keep=1, hook=HandOffQueue(storage, 2)) == [1]
     assert awaiting(storage, known) == [2, 3, 4]
     assert "step 1 is given up: more than 3 steps wait" in caplog.text
     assert "step=1.given-up" in os.listdir(tmp_path)
     del known[1]
-    assert retire(storage, run_id="run", complete=known, keep=1, backlog=2) == []
+    assert retire(storage, run_id="run", complete=known, keep=1, hook=HandOffQueue(storage, 2)) == []
     assert "step=1.given-up" not in os.listdir(tmp_path)
 
 
@@ -543,7 +537,7 @@ def test_on_a_full_disk_what_is_given_up_makes_room_though_no_note_can_say_so(tm
     full = TroubledStorage(
         LocalStorage(tmp_path), StorageTrouble(step=1, operation="create", errno=errno.ENOSPC)
     )
-    assert retire(full, run_id="run", complete=known, keep=1, backlog=1) == [1]
+    assert retire(full, run_id="run", complete=known, keep=1, hook=HandOffQueue(full, 1)) == [1]
     assert full.is_over
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from resiliency.checkpoint.commit.retention import give_up
 from resiliency.checkpoint.format.catalog import Condition, inspect
 from resiliency.checkpoint.format.lease import Lease
 from resiliency.checkpoint.format.local import LocalFormat
+from resiliency.checkpoint.gke.hand_off import give_up
 from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveState

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what the ranks of a host say of their steps to jobs for the workers, one per tier.
 
-A step is handed over to a tier once every rank of the host has said what it has for that tier: it may
+A step is passed to a tier once every rank of the host has said what it has for that tier: it may
 have given the step up in one and not in another.  One capture serves all its tiers.  A step may be tried
 several times: ranks number their tries alike, and what they say of one counts for that one alone.  Each
 tier reports each try once; what it said is remembered for a while, for ranks that ask again.
@@ -76,7 +76,7 @@ class _PendingSave:
 
 
 class SaveCollector:
-    """Gathers steps and hands them over; used by the agent's main thread.
+    """Gathers steps and passes them on; used by the agent's main thread.
 
     Args:
         arena: of the job.
@@ -345,7 +345,7 @@ class SaveCollector:
         return None
 
     def _submit(self, attach: Attach, tried: TierTry) -> None:
-        """Hand a try over to its tier once all ranks of this host have spoken."""
+        """Pass a try to its tier once all ranks of this host have spoken."""
         pending = self._pending[tried]
         if pending.ranks != set(attach.local_ranks):
             return
@@ -373,9 +373,9 @@ class SaveCollector:
         if is_committed:  # by an earlier try, of which some ranks were not told
             self._report_committed(job)
         else:
-            self._hand_over(job, patient=pending.patient)
+            self._pass_to_worker(job, patient=pending.patient)
 
-    def _hand_over(self, job: SaveJob, *, patient: bool) -> None:
+    def _pass_to_worker(self, job: SaveJob, *, patient: bool) -> None:
         self.in_work += 1
         worker = self._workers[job.tier]
         worker.overtake(job.session)

@@ -33,7 +33,6 @@ from resiliency.checkpoint.commit.retention import (
     clean_tier,
     committed_save,
     delete_superseded,
-    locked,
     remove_given_up,
     retire,
 )
@@ -50,6 +49,7 @@ from resiliency.checkpoint.format.dcp_values import PlainLeaves
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.manifest import RankIndex
 from resiliency.checkpoint.format.megatron import MegatronFormat
+from resiliency.checkpoint.gke.hand_off import HandOffQueue, locked
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.replication.retirement import retire_replicas_alone
 from resiliency.checkpoint.state.layout import Shard
@@ -406,7 +406,7 @@ def _clean(storage: WatchedStorage, job: CleanJob, tier: TierName) -> list[int]:
 
 @contextmanager
 def _kept_from_trainers(storage: WatchedStorage, settings: Settings) -> Iterator[None]:
-    """For the time in which generations are deleted: where they are handed over, a trainer renames them."""
+    """For the time in which generations are deleted: where they are handed off, a trainer renames them."""
     with ExitStack() as stack:
         if settings.local_backlog:
             with storage.noted("lock", ""):
@@ -423,7 +423,7 @@ def _retire(storage: WatchedStorage, job: RetireJob) -> None:
             run_id=job.run_id,
             complete=job.complete,
             keep=settings.local_keep,
-            backlog=settings.local_backlog,
+            hook=HandOffQueue(storage, settings.local_backlog) if settings.local_backlog else None,
             alone=job.alone,
             restored_step=job.restored_step,
         )

@@ -6,21 +6,15 @@ other hosts, so nothing goes because something newer is here: it goes when somet
 be complete everywhere, or when the hosts have agreed that it never will be
 (`resiliency.checkpoint.replication.completion`).
 
-Where complete generations are handed over to somebody who renames them away
-(`resiliency.checkpoint.gke.replicator`), each of them stays until that is done, or given up: then a note
-``step=N.given-up`` says so.  No more than so many wait: the oldest is given up for the newest, as a tier
-that took nothing new would cost every host of the job more with each step.
+A program beside the job may want complete generations for itself, and rename them away.  What retention needs
+to know of that it asks a `RetentionHook`; `resiliency.checkpoint.gke.hand_off` has the only one.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
@@ -38,25 +32,37 @@ from resiliency.checkpoint.format.marker import (
     Marker,
     MarkerState,
     lift_marker,
-    parse_step,
     step_directory,
     try_read_marker,
 )
-from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.names import save_id_of, session_of
 from resiliency.checkpoint.storage.interface import Storage
-from resiliency.checkpoint.storage.posix import write_failed
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed, ConfigError
 
 logger = logging.getLogger(__name__)
 
-#: End of the name of the note that a generation is not handed over any more.
-GIVEN_UP = ".given-up"
-#: Hides a generation while it is handed over.  What still stands behind it is whole.
-HANDED_OVER = Marker(state=MarkerState.REMOVING, reason="handed over")
-#: Longest wait for who deletes or hands over generations just now.
-_LOCK = timedelta(seconds=5)
-_POLL_S = 0.02
+#: Hides a generation while another program takes it.  What still stands behind it is whole.
+BEING_TAKEN = Marker(state=MarkerState.REMOVING, reason="handed over")
+
+
+class RetentionHook(Protocol):
+    """A program that takes complete generations away, as retention sees it."""
+
+    def has_taken(self, step: int) -> bool:
+        """Whether a complete generation may be gone because the program has it: it vouches for newer ones."""
+        ...
+
+    def wanted(self, complete: Collection[int], *, keep: int) -> Collection[int]:
+        """Of the complete generations those that may not be deleted, for the program has yet to take them.
+
+        Args:
+            keep: complete generations that the tier keeps for itself.
+        """
+        ...
+
+    def forget(self, *, below: int) -> None:
+        """Generations below that step are not asked for any more."""
+        ...
 
 
 def retire(
@@ -65,7 +71,7 @@ def retire(
     run_id: str,
     complete: Mapping[int, str],
     keep: int,
-    backlog: int = 0,
+    hook: RetentionHook | None = None,
     alone: bool = False,
     restored_step: int = 0,
 ) -> list[int]:
@@ -76,29 +82,28 @@ def retire(
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
-        backlog: complete ones go by being handed over; so many that wait for it stay beyond `keep`.  0:
-            nobody takes any.
+        hook: of the program that takes complete ones away; None: there is none.
         alone: this host is the whole job, so what the session of the newest one committed is complete.
         restored_step: where this start of the job went on; it was complete, and newer ones of an earlier
             start may not have been.  0: nowhere.
     """
     newest = max(complete)
-    is_elsewhere = backlog > 0 and not storage.exists(step_directory(newest))
-    if committed_save(storage, newest) != complete[newest] and not is_elsewhere:
+    is_taken = hook is not None and hook.has_taken(newest)
+    if committed_save(storage, newest) != complete[newest] and not is_taken:
         return []  # replaced or gone meanwhile: it vouches for nothing any more
     if alone:
         complete = _saved_by(storage, session_of(complete[newest], newest), before=newest) | dict(complete)
-    waiting = _still_waiting(storage, complete, most=keep + backlog) if backlog else ()
+    wanted = () if hook is None else hook.wanted(complete, keep=keep)
     older = []
     for step in list_steps(storage)[1]:
         manifest = try_read_committed(storage, step) if step < newest else None
         if manifest is not None and manifest.run_id == run_id:
             older.append((step == restored_step or complete.get(step) == manifest.save_id, step))
-    needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in waiting}
+    needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted}
     needless.update(step for step in half_removed(storage) if step < newest)
     gone = remove_checkpoints(storage, needless)
-    if backlog:
-        _forget_notes(storage, below=min(complete))
+    if hook is not None:
+        hook.forget(below=min(complete))
     return gone
 
 
@@ -114,90 +119,23 @@ def remove_given_up(storage: Storage, saves: Mapping[int, str]) -> list[int]:
     )
 
 
-@contextmanager
-def locked(directory: Path, timeouts: timedelta = _LOCK) -> Iterator[None]:
-    """Keep other processes of this host from deleting or handing over generations in `directory`.
-
-    Raises:
-        CheckpointWriteFailed: somebody else does, and does not come to an end.
-    """
-    try:
-        lock = FileLock(directory, directory=True)
-    except OSError as error:
-        raise write_failed(error, "open", str(directory)) from error
-    try:
-        _wait_for(lock, timeouts.total_seconds())
-        yield
-    finally:
-        lock.close()
-
-
-def _wait_for(lock: FileLock, wait_s: float) -> None:
-    deadline = time.monotonic() + wait_s
-    try:
-        while not lock.try_lock(exclusive=True):
-            if time.monotonic() >= deadline:
-                raise CheckpointWriteFailed(
-                    f"another process of this host has been at {lock.path} for {wait_s:g} s.",
-                    path=str(lock.path),
-                    errno=errno.EBUSY,
-                )
-            time.sleep(_POLL_S)  # the kernel tells nobody when a lock is free, but who waits without end
-    except OSError as error:
-        raise write_failed(error, "lock", str(lock.path)) from error
-
-
-def awaiting(storage: Storage, complete: Collection[int]) -> list[int]:
-    """Of the complete generations those that wait to be handed over, oldest first.
-
-    By their names alone: what cannot be read just now waits as well.  As they go in order, what is older than
-    one that has gone was overtaken, and does not wait: nobody would ever free its place.
-    """
-    names = set(storage.list(""))
-    last = max((step for step in complete if step_directory(step) not in names), default=-1)
-    return [step for step in sorted(complete) if step > last and step_directory(step) + GIVEN_UP not in names]
-
-
-def give_up(storage: Storage, step: int) -> None:
-    """Note that a generation is not handed over any more: it goes like others."""
-    storage.create(step_directory(step) + GIVEN_UP).close()
-
-
 def clean_tier(storage: Storage) -> list[int]:
     """Delete what unfinished saves and removals left in a local tier; returns the steps that went.
 
-    What was hidden to be handed over, and was not, is shown instead: it may be the last good one, and other
-    hosts may have handed over theirs.  On a full disk its marker is empty.  So may be that of a save at a
-    power cut, which nobody can tell from it: a generation with a manifest, the last of its files, then stays.
-
-    Where generations are handed over call it `locked`: another process may be about to rename one.
+    What was hidden to be taken away, and was not, is shown instead: it may be the last good one, and those of
+    other hosts may have been taken.  On a full disk its marker is empty.  So may be that of a save at a power
+    cut, which nobody can tell from it: a generation with a manifest, the last of its files, then stays.
     """
     unclear = set()
     for step in marked_steps(storage):
         marker = try_read_marker(storage, step)
-        if marker == HANDED_OVER:
+        if marker == BEING_TAKEN:
             lift_marker(storage, step)
-            logger.info("%s was not handed over, and is shown again", storage.describe(step_directory(step)))
+            logger.info("%s was not taken away, and is shown again", storage.describe(step_directory(step)))
         elif marker is not None and marker.state is MarkerState.UNKNOWN:
             unclear.add(step)
     keep = {step for step in unclear if storage.exists(f"{step_directory(step)}/{MANIFEST}")}
     return clean_unfinished(storage, keep=keep)
-
-
-def _still_waiting(storage: Storage, complete: Collection[int], *, most: int) -> list[int]:
-    """What waits to be handed over, when the oldest beyond `most` have been given up."""
-    waiting = awaiting(storage, complete)
-    for step in waiting[:-most]:
-        logger.error(
-            "step %d is given up: more than %d steps wait in %s to be handed over.  The log of this host's"
-            " first rank says what keeps them.",
-            *(step, most, storage.describe()),
-        )
-        try:
-            give_up(storage, step)
-        except CheckpointWriteFailed as error:  # the disk may be full: the more reason to free its place
-            logger.warning("that step %d is given up could not be noted: %s", step, error)
-    return waiting[-most:]
 
 
 def _saved_by(storage: Storage, session: str, *, before: int) -> dict[int, str]:
@@ -206,16 +144,6 @@ def _saved_by(storage: Storage, session: str, *, before: int) -> dict[int, str]:
     return {
         step: save for step, save in found.items() if save is not None and save == save_id_of(session, step)
     }
-
-
-def _forget_notes(storage: Storage, *, below: int) -> None:
-    """Remove notes on generations that are gone.  Newer ones stay: who hands over may come to them."""
-    names = set(storage.list(""))
-    for name in names:
-        directory = name.removesuffix(GIVEN_UP)
-        step = parse_step(directory) if directory != name else None
-        if step is not None and step < below and directory not in names:
-            storage.remove(name)
 
 
 def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:

@@ -32,7 +32,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from resiliency.checkpoint.commit import retention as generations
+from resiliency.checkpoint.commit.retention import BEING_TAKEN
 from resiliency.checkpoint.format.catalog import Condition, inspect
 from resiliency.checkpoint.format.lease import leased_steps
 from resiliency.checkpoint.format.manifest import read_manifest
@@ -44,6 +44,7 @@ from resiliency.checkpoint.format.marker import (
     step_directory,
     try_read_marker,
 )
+from resiliency.checkpoint.gke import hand_off
 from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.storage.interface import Storage
@@ -235,9 +236,9 @@ class Replicator:
         Raises:
             CheckpointError, OSError: ask again, or it stays there.
         """
-        with generations.locked(self._root):
+        with hand_off.locked(self._root):
             self._show_hidden()
-            generations.give_up(self._storage, step)
+            hand_off.give_up(self._storage, step)
 
     def check(self) -> None:
         """Log what the replicator complains about, once, and raise if it failed.
@@ -266,7 +267,7 @@ class Replicator:
 
     def _hand_over(self, step: int, despite_readers: bool) -> bool:
         self.check()
-        with generations.locked(self._root):  # the local tier may give it up meanwhile, and delete it
+        with hand_off.locked(self._root):  # the local tier may give it up meanwhile, and delete it
             self._show_hidden()
             is_ours = self._is_ours(step)
             return self._rename(step, despite_readers) if is_ours else True
@@ -275,7 +276,7 @@ class Replicator:
         """Whether the replicator lacks the step, and may have it now."""
         directory = step_directory(step)
         names = self._storage.list("")
-        if directory + generations.GIVEN_UP in names:
+        if directory + hand_off.GIVEN_UP in names:
             raise StepGivenUp(
                 f"step {step} is not handed over: the local tier gave it up, as too many steps waited.",
                 step=step,
@@ -329,7 +330,7 @@ class Replicator:
     def _hide(self, step: int) -> None:
         """As for a removal: a reader takes its lease first and looks at the marker second."""
         try:
-            put_marker(self._storage, step, generations.HANDED_OVER)
+            put_marker(self._storage, step, BEING_TAKEN)
         except CheckpointWriteFailed as error:
             # The replicator frees what is older when it gets this: where there is no room it must get it.  An
             # empty marker hides as well.
@@ -340,7 +341,7 @@ class Replicator:
         for step in sorted(self._hidden):
             marker = try_read_marker(self._storage, step)
             # Not that of a removal: the local tier may have shown the step since, and begun to delete it.
-            if marker is None or marker == generations.HANDED_OVER or marker.state is MarkerState.UNKNOWN:
+            if marker is None or marker == BEING_TAKEN or marker.state is MarkerState.UNKNOWN:
                 lift_marker(self._storage, step)
             self._hidden.discard(step)
 

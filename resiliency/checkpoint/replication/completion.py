@@ -23,7 +23,7 @@ has said that it will not seal it; else the one that hosts whose copies are slow
 
 A save that an earlier leader found complete is never given up, though only some hosts may have heard of it
 and have deleted what is older: the leader's own host had sealed it, so its part was on that host's disk
-when this leader began, or had been handed over.  So nothing is given up but saves that the leader's own
+when this leader began, or had been taken away.  So nothing is given up but saves that the leader's own
 host has committed, or failed to commit, since then: where the disk of that host hangs, nothing is given up.
 
 Nothing needs to be kept on disk.  Hosts repeat what they know to be complete or given up, and what they have

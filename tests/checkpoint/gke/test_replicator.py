@@ -19,11 +19,11 @@ import pytest
 from resiliency.checkpoint.agent.jobs import CleanJob
 from resiliency.checkpoint.agent.protocol import Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
-from resiliency.checkpoint.commit.retention import locked
 from resiliency.checkpoint.format.catalog import Condition, inspect, quarantine
 from resiliency.checkpoint.format.lease import Lease
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker
+from resiliency.checkpoint.gke.hand_off import locked
 from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
 from resiliency.checkpoint.gke.replicator import (
     NotHandedOver,
