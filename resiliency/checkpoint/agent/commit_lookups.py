@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 
-from resiliency.checkpoint.agent.jobs import JobKey
 from resiliency.checkpoint.agent.protocol import Attach
 from resiliency.checkpoint.commit.retention import committed_save
-from resiliency.checkpoint.names import TierTry, save_id_of
+from resiliency.checkpoint.names import save_id_of
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.threads import TaskThread
 from resiliency.errors import CheckpointError
@@ -24,68 +21,49 @@ from resiliency.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CommitLookup:
-    """The question whether one try is committed already.  `until`: when to stop asking, monotonic, in s."""
+    """The question whether a session has committed a step already, by any try.
 
-    member: Attach
-    tried: TierTry
-    look: Future[str | None]
-    until: float
+    Args:
+        timeout_s: when to stop asking.
+    """
+
+    def __init__(self, look: Future[str | None], session: str, step: int, timeout_s: float) -> None:
+        self._look = look
+        self._session = session
+        self._step = step
+        self._until = time.monotonic() + timeout_s
+
+    def is_over(self) -> bool:
+        """Whether there is an answer, or none comes, which counts as no."""
+        return self._look.done() or time.monotonic() >= self._until
+
+    def is_committed(self) -> bool:
+        """The answer; once it is over."""
+        if not self._look.done():
+            logger.error(
+                "the local tier does not answer: whether an earlier agent committed step %d is not known",
+                self._step,
+            )
+            return False
+        try:
+            return self._look.result() == save_id_of(self._session, self._step)
+        except CheckpointError as error:
+            logger.warning("the local tier cannot be looked at: %s", error)
+            return False
 
 
 class CommitLookups:
-    """The questions that are open.  For one thread, which never waits here."""
+    """Asks.  For one thread, which never waits here."""
 
     def __init__(self) -> None:
         self._looks = TaskThread("resiliency-look")
-        self._open: dict[JobKey, CommitLookup] = {}
 
-    def ask(self, member: Attach, tried: TierTry) -> None:
-        """Whether this session has committed a step, by any try; nothing new if that is asked already."""
-        key = (member.session, tried)
-        if key in self._open:
-            return
+    def ask(self, member: Attach, step: int) -> CommitLookup:
         storage = LocalStorage(member.settings.local_directory)
-        self._open[key] = CommitLookup(
-            member=member,
-            tried=tried,
-            look=self._looks.submit(lambda: committed_save(storage, tried.step)),
-            until=time.monotonic() + member.settings.save_timeout_s,
-        )
-
-    def is_open(self, key: JobKey) -> bool:
-        return key in self._open
-
-    def drop(self, key: JobKey) -> None:
-        """Whatever the answer, nobody needs it."""
-        self._open.pop(key, None)
-
-    def drop_all(self) -> None:
-        self._open.clear()
-
-    def take_answered(self) -> Iterator[tuple[CommitLookup, bool]]:
-        """Those that have their answer, or get none, which counts as no."""
-        now = time.monotonic()
-        for key, lookup in list(self._open.items()):
-            if lookup.look.done() or now >= lookup.until:
-                self.drop(key)
-                yield lookup, _is_there(lookup)
+        look = self._looks.submit(lambda: committed_save(storage, step))
+        return CommitLookup(look, member.session, step, member.settings.save_timeout_s)
 
     def close(self) -> None:
         """Leave the thread behind if its disk hangs; it keeps nobody."""
         self._looks.close()
-
-
-def _is_there(lookup: CommitLookup) -> bool:
-    if not lookup.look.done():
-        logger.error(
-            "the local tier does not answer: whether an earlier agent committed step %d is not known",
-            lookup.tried.step,
-        )
-        return False
-    try:
-        return lookup.look.result() == save_id_of(lookup.member.session, lookup.tried.step)
-    except CheckpointError as error:
-        logger.warning("the local tier cannot be looked at: %s", error)
-        return False

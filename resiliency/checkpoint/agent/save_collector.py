@@ -60,6 +60,8 @@ class _PendingSave:
         self.patient = False
         self.slots: dict[int, CapturedSlot] = {}
         self.missing: dict[int, str] = {}
+        #: Whether an agent before this one has committed it; None: that is not asked.
+        self.lookup: CommitLookup | None = None
 
     @property
     def ranks(self) -> set[int]:
@@ -103,7 +105,6 @@ class SaveCollector:
         for pending in incomplete.values():
             pending.close()
         self._pending.clear()
-        self._commit_lookups.drop_all()
         # What earlier sessions had in work is reported to nobody.
         self._handled = {
             key: done
@@ -134,11 +135,11 @@ class SaveCollector:
         missed = []
         for tried in save.tries:
             key = (member.session, tried)
-            if save.again and tried.tier == TierName.LOCAL.value and key not in self._handled:
-                # An agent before this one may have committed it, and died before all heard of it.
-                self._commit_lookups.ask(member, tried)
             if key not in self._handled:
                 pending = self._pending_of(member, tried)
+                if save.again and tried.tier == TierName.LOCAL.value and pending.lookup is None:
+                    # An agent before this one may have committed it, and died before all heard of it.
+                    pending.lookup = self._commit_lookups.ask(member, tried.step)
                 pending.patient |= save.patient
                 self._add(pending, member, save)
                 self._submit(member, tried)
@@ -151,13 +152,17 @@ class SaveCollector:
 
         What is committed is reported once more, as if it had been now: to all ranks, and for its copies.
         """
-        for lookup, is_there in self._commit_lookups.take_answered():
-            if is_there:
-                if lookup.tried in self._pending:
-                    self._pending.pop(lookup.tried).close()
-                self._report_committed(_committed_job(lookup))
-            elif lookup.tried in self._pending:
-                self._submit(lookup.member, lookup.tried)
+        for tried, pending in list(self._pending.items()):
+            lookup = pending.lookup
+            # It may have gone since, with a newer one.
+            if lookup is None or not lookup.is_over() or self._pending.get(tried) is not pending:
+                continue
+            pending.lookup = None
+            if lookup.is_committed():
+                self._pending.pop(tried).close()
+                self._report_committed(_save_job(pending.member, tried, Loan({})))
+            else:
+                self._submit(pending.member, tried)
         for tried in sorted(tried for tried, one in self._pending.items() if time.monotonic() > one.until):
             if (pending := self._pending.get(tried)) is not None:  # else it went with a newer one
                 self._end_pending(tried, pending)
@@ -349,11 +354,9 @@ class SaveCollector:
         pending = self._pending[tried]
         if pending.ranks != set(attach.local_ranks):
             return
-        key = (pending.session, tried)
-        if pending.missing and self._commit_lookups.is_open(key):
+        if pending.missing and pending.lookup is not None:
             return  # it may be committed all the same: ranks that were told so say no more of it
-        self._commit_lookups.drop(key)  # a commit finds what is there, too
-        del self._pending[tried]
+        del self._pending[tried]  # and with it the question: a commit finds what is there, too
         # Ranks pass the tries of a tier in order, so an older one that is still incomplete never will be
         # whole.  Of another tier it may be: after the loss of an agent they speak of one tier at a time.
         older = [other for other in self._pending if other.tier == tried.tier and other < tried]
@@ -407,11 +410,6 @@ class SaveCollector:
 def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
     """The number of the newest of `step` in `tier`; 0: none."""
     return max((tried.number for tried in tries if (tried.step, tried.tier) == (step, tier)), default=0)
-
-
-def _committed_job(lookup: CommitLookup) -> SaveJob:
-    """What an earlier agent did, as a job with nothing to do."""
-    return _save_job(lookup.member, lookup.tried, Loan({}))
 
 
 def _save_job(member: Attach, tried: TierTry, loan: Loan, *, missing: str = "") -> SaveJob:

@@ -28,14 +28,18 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 16
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Saving:
-    """One capture on its way into its tiers."""
+    """One capture on its way into its tiers.
+
+    `asked_again`: a second agent was asked to save it to the local tier.
+    """
 
     handle: SaveHandle
     capture: Capture
     patient: bool
     outcomes: TierOutcomes
+    asked_again: bool = False
 
 
 class Delivery:
@@ -75,8 +79,6 @@ class Delivery:
         self._complete_step = -1
         self._lock = threading.Lock()
         self._under_way: dict[TierTry, _Saving] = {}
-        #: Of them, those that a second agent was asked for.
-        self._asked_again: set[TierTry] = set()
         self.link = AgentLink(
             arena,
             attach,
@@ -237,9 +239,9 @@ class Delivery:
         step, number, tier = tried
         with self._lock:
             saving = self._under_way.get(tried)
-            if saving is None or saving.capture.outcome is not Outcome.CAPTURED or tried in self._asked_again:
+            if saving is None or saving.capture.outcome is not Outcome.CAPTURED or saving.asked_again:
                 return None
-            self._asked_again = {other for other in self._asked_again if other in self._under_way} | {tried}
+            saving.asked_again = True
         logger.info("the next agent is asked to save step %d to the local tier", step)
         slot = saving.capture.slot_path.name
         return SaveRequest(step=step, slot=slot, tiers=(tier,), try_number=number, patient=True, again=True)
