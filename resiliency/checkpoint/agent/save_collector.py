@@ -164,8 +164,8 @@ class SaveCollector:
             else:
                 self._submit(pending.member, tried)
         for tried in sorted(tried for tried, one in self._pending.items() if time.monotonic() > one.until):
-            if (pending := self._pending.get(tried)) is not None:  # else it went with a newer one
-                self._end_pending(tried, pending)
+            if tried in self._pending:  # else it went with a newer one
+                self._end_pending(tried, self._pending[tried])
 
     def _end_pending(self, tried: TierTry, pending: _PendingSave) -> None:
         """Fail a try of which some ranks have said nothing for the time of a save: their slots are lent."""
