@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.checkpoint.agent.jobs import CleanJob, Loan, SaveJob
+from resiliency.checkpoint.agent.jobs import CleanJob, SaveJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.capture.arena import RankArena, open_captured
@@ -104,7 +104,7 @@ class Bench:
                 run_id="run",
                 world_size=1,
                 ranks=(0,),
-                loan=Loan({0: slot}),
+                slots={0: slot},
                 settings=self.settings,
             )
         )

@@ -17,21 +17,11 @@ from resiliency.checkpoint.names import TierName, TierTry, save_id_of
 JobKey: TypeAlias = "tuple[str, TierTry]"
 
 
-class Loan:
-    """The slots of one save, read by the worker of one tier: another has borrowed them for itself."""
-
-    def __init__(self, slots: Mapping[int, CapturedSlot]) -> None:
-        self.slots = slots
-
-    def give_back(self) -> None:
-        for slot in self.slots.values():
-            slot.close()
-
-
 @dataclass(frozen=True, kw_only=True)
 class SaveJob:
     """This host's part of one save in one tier.
 
+    `slots`: lent to the worker of this tier, by rank; that of another tier has borrowed them for itself.
     `restored_step`: where this start of the job went on; 0: nowhere.
     `missing`: why there is nothing to write; then nobody's part can become a checkpoint in this tier.
     """
@@ -42,8 +32,8 @@ class SaveJob:
     run_id: str
     world_size: int
     ranks: tuple[int, ...]
-    loan: Loan
     settings: Settings
+    slots: Mapping[int, CapturedSlot] = field(default_factory=dict)
     try_number: int = 1
     restored_step: int = 0
     missing: str = ""
@@ -72,6 +62,11 @@ class SaveJob:
     def concerns_others(self) -> bool:
         """Whether agents of other hosts wait for this host's part."""
         return len(self.voters) > len(self.ranks)
+
+    def give_back(self) -> None:
+        """End the loan of its slots."""
+        for slot in self.slots.values():
+            slot.close()
 
     def ended(self, error: str = "", *, left_out: bool = False, hangs: bool = False) -> Done:
         """The report that there is nothing (more) to do for it; with an `error`, that it came to nothing."""

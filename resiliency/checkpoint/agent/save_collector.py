@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from resiliency.checkpoint.agent.jobs import (
     FreeJob,
     GiveUpJob,
     JobKey,
-    Loan,
     RefuseJob,
     RetireJob,
     SaveJob,
@@ -126,7 +124,7 @@ class SaveCollector:
     def _refuse(self, tried: TierTry, pending: _PendingSave) -> None:
         """Tell other hosts, which may wait, that this one's part of a save will not come."""
         why = f"{name_ranks(pending.absent)} ended before having it."
-        job = _save_job(pending.member, tried, Loan({}), missing=why)
+        job = _save_job(pending.member, tried, missing=why)
         if job.concerns_others:
             self._workers[job.tier].try_put(RefuseJob(save=job, why=why))
 
@@ -160,7 +158,7 @@ class SaveCollector:
             pending.lookup = None
             if lookup.is_committed():
                 self._pending.pop(tried).close()
-                self._report_committed(_save_job(pending.member, tried, Loan({})))
+                self._report_committed(_save_job(pending.member, tried))
             else:
                 self._submit(pending.member, tried)
         for tried in sorted(tried for tried, one in self._pending.items() if time.monotonic() > one.until):
@@ -367,8 +365,9 @@ class SaveCollector:
             self._submit(attach, other)  # those that wait for it are told
         is_committed = self._is_committed(pending.session, tried.step, tried.tier)
         missing = "" if is_committed else "; ".join(pending.missing.values())
-        loan = Loan({} if missing or is_committed else pending.slots)
-        job = _save_job(attach, tried, loan, missing=missing)
+        job = _save_job(
+            attach, tried, slots={} if missing or is_committed else pending.slots, missing=missing
+        )
         if missing or is_committed or job.key in self._handled:
             pending.close()
         if job.key in self._handled:
@@ -384,7 +383,7 @@ class SaveCollector:
         worker.overtake(job.session)
         hang = worker.why_hung()
         if hang and not job.missing:
-            worker.leave_out(job, hang)
+            worker.refuse(job, hang, left_out=True, hangs=True)
             return
         why, left_out = job.missing, False
         if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving(job.session):
@@ -400,11 +399,7 @@ class SaveCollector:
             del self._handled[job.key]
             why = "too many saves wait for storage"
         # Nothing is remembered of it: what was not even begun may still be rescued.
-        job.loan.give_back()
-        refused = replace(job, loan=Loan({}), missing=why)
-        if job.concerns_others:
-            worker.try_put(RefuseJob(save=refused, why=why))
-        self._on_done(refused, refused.ended(why, left_out=left_out, hangs=bool(hang)))
+        worker.refuse(job, why, left_out=left_out, hangs=bool(hang))
 
 
 def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
@@ -412,7 +407,9 @@ def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
     return max((tried.number for tried in tries if (tried.step, tried.tier) == (step, tier)), default=0)
 
 
-def _save_job(member: Attach, tried: TierTry, loan: Loan, *, missing: str = "") -> SaveJob:
+def _save_job(
+    member: Attach, tried: TierTry, *, slots: Mapping[int, CapturedSlot] | None = None, missing: str = ""
+) -> SaveJob:
     return SaveJob(
         tier=TierName(tried.tier),
         step=tried.step,
@@ -420,7 +417,7 @@ def _save_job(member: Attach, tried: TierTry, loan: Loan, *, missing: str = "") 
         run_id=member.run_id,
         world_size=member.world_size,
         ranks=tuple(sorted(member.local_ranks)),
-        loan=loan,
+        slots=slots or {},
         settings=member.settings,
         try_number=tried.number,
         restored_step=member.restored_step,

@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
 
-from resiliency.checkpoint.agent.jobs import CleanJob, FreeJob, GiveUpJob, Loan, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.agent.jobs import CleanJob, FreeJob, GiveUpJob, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.capture.arena import free_others
 from resiliency.checkpoint.capture.limits import check_tier_in_memory
@@ -171,15 +171,15 @@ class Worker:
             if isinstance(work.job, SaveJob) and self._may_report(work):
                 self._on_done(work.job, work.job.ended(why, hangs=True))
         for job in self._take_waiting_saves():
-            self.leave_out(job, why)
+            self.refuse(job, why, left_out=True, hangs=True)
 
-    def leave_out(self, job: SaveJob, why: str) -> None:
-        """Report a save that is not written because the storage hangs."""
-        job.loan.give_back()
-        left = replace(job, loan=Loan({}))
+    def refuse(self, job: SaveJob, why: str, *, left_out: bool, hangs: bool) -> None:
+        """Report a save that is not written, also to the agents of other hosts; see `Done`."""
+        job.give_back()
+        refused = replace(job, slots={}, missing=why)
         if job.concerns_others:
-            self.try_put(RefuseJob(save=left, why=why))
-        self._on_done(left, left.ended(why, left_out=True, hangs=True))
+            self.try_put(RefuseJob(save=refused, why=why))
+        self._on_done(refused, refused.ended(why, left_out=left_out, hangs=hangs))
 
     def close(self, timeout: timedelta) -> None:
         """End after what is queued; with an empty queue at once.
@@ -267,7 +267,7 @@ class Worker:
     def _run_save(self, work: _Work, job: SaveJob) -> None:
         done = self._save(work, job)
         # The slots first: who hears that the save is done may want them.
-        job.loan.give_back()
+        job.give_back()
         self._count(job, -1)
         if self._may_report(work):
             self._on_done(job, done)
@@ -315,12 +315,10 @@ class Worker:
             _try(lambda: free_failed(storage))
         # A step that the job went on from is the one to save, and stays.
         if self._tier is TierName.LOCAL and (job.step != job.restored_step or is_damaged(storage, job.step)):
-            size = sum(
-                slot.header.tensor_bytes + slot.header.values_bytes for slot in job.loan.slots.values()
-            )
+            size = sum(slot.header.tensor_bytes + slot.header.values_bytes for slot in job.slots.values())
             check_tier_in_memory(Path(job.settings.local_directory), size)
             delete_superseded(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
-        shards = {rank: slot.shard for rank, slot in job.loan.slots.items()}
+        shards = {rank: slot.shard for rank, slot in job.slots.items()}
         return commit(
             storage,
             self._format(job.settings),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.agent.jobs import CleanJob, Loan, RefuseJob, SaveJob
+from resiliency.checkpoint.agent.jobs import CleanJob, RefuseJob, SaveJob
 from resiliency.checkpoint.agent.protocol import Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.commit.commit import open_save
@@ -45,7 +45,6 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
         run_id="run",
         world_size=2,
         ranks=(rank,),
-        loan=Loan({}),
         settings=settings,
         queued=time.monotonic() - 61,
     )
