@@ -40,6 +40,7 @@ _HARMLESS_FILES = ("/dev/null", "/dev/urandom")
 _PASSED_ON = re.compile(
     r"^(Umask|[UG]id|Groups|Sig(?:Blk|Ign)|Cap\w+|NoNewPrivs|Seccomp|Cpus_allowed|Mems_allowed):(.*)$", re.M
 )
+_OF_GLIBC = 1 << 31 | 1 << 32  # signals 32 and 33
 
 
 class LeftOut(BaseException):  # not for programs that try imports and catch their errors
@@ -64,8 +65,12 @@ def is_read_by_libraries(name: str) -> bool:
 
 def passed_on() -> dict[str, object]:
     """What a process that this thread starts has from it, besides environment, directory and descriptors."""
+    status = dict(_PASSED_ON.findall(_read("/proc/thread-self/status")))
+    if ignored := status.get("SigIgn"):
+        # glibc's own two: `posix_spawn` ignores them in the child, and the first thread takes one back.
+        status["SigIgn"] = f"{int(ignored, 16) & ~_OF_GLIBC:x}"
     return {
-        **dict(_PASSED_ON.findall(_read("/proc/thread-self/status"))),
+        **status,
         **{name: _read(f"/proc/self/{name}") for name in ("limits", "cgroup", "oom_score_adj")},
         "scheduling": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
     }

@@ -194,6 +194,26 @@ def test_what_the_owner_would_pass_on_by_now_must_be_what_the_template_got(
     assert run(template, "-c", "").code == 0
 
 
+def test_what_glibc_does_with_signals_of_its_own_is_no_change(tmp_path: Path) -> None:
+    """It ignores two in a child of `posix_spawn`, as the local orchestrator uses, until the first thread."""
+    text = """
+import threading
+from resiliency.template.safety import passed_on
+before = passed_on()
+thread = threading.Thread(target=int)
+thread.start()
+thread.join()
+print({name for name, value in passed_on().items() if value != before[name]})
+"""
+    said = tmp_path / "said"
+    actions = [(os.POSIX_SPAWN_OPEN, 1, str(said), os.O_WRONLY | os.O_CREAT, 0o600)]
+    child = os.posix_spawn(
+        sys.executable, [sys.executable, "-c", text], dict(os.environ), file_actions=actions
+    )
+    assert os.waitpid(child, 0)[1] == 0
+    assert said.read_text() == "set()\n"
+
+
 def test_large_environments_and_arguments_arrive(template: Template) -> None:
     env = environment(**{f"LARGE_{number}": f"{number}" * 100_000 for number in range(10)})
     code = (
