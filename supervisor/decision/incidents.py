@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from supervisor.decision.state import Incident, Mark
 from supervisor.decision.turn import EventReport, Turn
-from supervisor.values import Event, EventType, Progress
+from supervisor.values import CommandKind, Event, EventType, Progress
 
 
 def take_progress(turn: Turn, progress: Progress) -> None:
@@ -76,6 +76,7 @@ def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
         )
         turn.notes.append(f"incident {number} opened: {event.type.value} of {event.host or subject}")
         return
+    incident = _without_vain_reset(turn, incident, event, soon)
     # What waited for something else is looked at again with the news.
     turn.put(
         "incidents",
@@ -87,6 +88,21 @@ def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
             decide_at=min(incident.decide_at, soon) if incident.reports else soon,
         ),
     )
+
+
+def _without_vain_reset(turn: Turn, incident: Incident, event: Event, decide_at: float) -> Incident:
+    """Ranks that are restarted in place meet on all hosts: without one of them that never ends.
+
+    The ranks of the other hosts fail first, as a rule, and the silence of the host is noticed after that.
+    """
+    flight = turn.state.commands.get(incident.command)
+    lost = event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR)
+    if not lost or flight is None or flight.command.kind is not CommandKind.IN_JOB_RESET:
+        return incident
+    turn.put("commands", incident.command, None)
+    turn.notes.append(f"in_job_reset {incident.command} is not waited for: {event.host} is lost")
+    reports = incident.past + incident.reports
+    return replace(incident, command="", reports=reports, past=(), decide_at=decide_at)
 
 
 def downtime_s(turn: Turn, name: str) -> float:

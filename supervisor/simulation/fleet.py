@@ -267,13 +267,20 @@ class SimOrchestrator:
             return Answer(status=OutcomeStatus.FENCED, text="a newer controller has spoken")
         self._highest_epoch = max(self._highest_epoch, command.epoch)
         if self.is_repeated(command):
-            return Answer(status=OutcomeStatus.DONE, text="was done before")
+            return self._answer_of(command, "was done before")
         refusal = self._effect(command)
         if refusal:
             return Answer(status=OutcomeStatus.FAILED, text=refusal)
         self._done.add(command.id)
         self._witness(command)
-        return Answer(status=OutcomeStatus.DONE)
+        return self._answer_of(command)
+
+    def _answer_of(self, command: Command, text: str = "") -> Answer:
+        """Launchers that restart their ranks in place answer when all hosts of the job have met again."""
+        job = self.fleet.jobs.get(command.workload)
+        if command.kind is CommandKind.IN_JOB_RESET and job is not None and not self.fleet.is_whole(job):
+            return Answer(status=OutcomeStatus.FAILED, text="no launcher answered", passing=True)
+        return Answer(status=OutcomeStatus.DONE, text=text)
 
     def _effect(self, command: Command) -> str:
         fleet, kind = self.fleet, command.kind

@@ -19,6 +19,7 @@ from supervisor.values import (
     DeviceState,
     EventType,
     LauncherState,
+    Outcome,
     OutcomeStatus,
     Request,
     Silence,
@@ -86,6 +87,25 @@ def test_a_host_that_came_back_before_the_decision_is_used_again() -> None:
     fleet.give(fleet.event(EventType.HOST_HB))
     fleet.give(_host("h1", "train", DeviceState.RUNNING))
     assert fleet.wait(LIMITS.coalesce_s) == [IN_JOB]
+
+
+def test_a_reset_in_place_is_not_waited_for_once_a_host_of_the_job_is_lost() -> None:
+    fleet = Controller(max_in_job_restarts=3)
+    # The ranks of the host that stays fail at once; that the other one is silent is seen later.
+    assert fleet.happens(EventType.WORKER_HB, "h0") == [IN_JOB]
+    (reset,) = fleet.sent
+    fleet.wait(LIMITS.heartbeat_timeout_s)
+    assert fleet.happens(EventType.HOST_HB, "h1") == [SWAP]
+    swap = fleet.sent[-1]
+    assert (swap.host, swap.spare, list(fleet.state.commands)) == ("h1", "s0", [swap.id])
+    # Its outcome comes when the launchers have met on the spare; it changes nothing any more.
+    late = Outcome(command=reset.id, epoch=7, status=OutcomeStatus.DONE)
+    assert fleet.give(late) == []
+    assert list(fleet.state.commands) == [swap.id]
+    fleet.end()
+    fleet.wait(1.0)
+    fleet.advance(501, attempt=1)
+    assert fleet.state.incidents == {}
 
 
 def test_two_hosts_lost_together_are_one_incident_and_two_swaps_one_after_the_other() -> None:
