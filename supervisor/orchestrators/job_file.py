@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job file of the local orchestrator: which hosts there are, and how a job is started on one of them.
+"""The job file of the orchestrators local and ray: which hosts there are, and how a job is started on one.
 
     {"hosts": ["a", "b", "c"],
      "workers_per_host": 1,
@@ -8,8 +8,9 @@
                            "--nnodes={nnodes}", "--rdzv-id=demo-{generation}", "...", "train.py"]}]}
 
 A command and its environment may hold ``{python}``, ``{host}``, ``{node_rank}``, ``{nnodes}``,
-``{replicas}``, ``{generation}`` (starts of the whole job so far), ``{daemon_port}`` and ``{state_dir}``;
-other braces stay.
+``{replicas}``, ``{generation}`` (starts of the whole job so far), ``{daemon_port}``, ``{address}`` (of the
+host) and ``{state_dir}``; other braces stay.  With Ray, ``"resources": {"GPU": 8}`` is what a host needs of a
+node.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,14 @@ class JobFile:
 
     Attributes:
         first_port: hosts' daemons listen from here on, two ports each.
+        resources: what a host needs of a node, in Ray's words; empty with other orchestrators.
     """
 
     hosts: tuple[str, ...]
     jobs: tuple[LocalJob, ...]
     workers_per_host: int = 1
     first_port: int = 61000
+    resources: Mapping[str, float] = field(default_factory=dict)
 
     def launcher_port(self, host: str) -> int:
         return self.first_port + 2 * self.hosts.index(host)
@@ -76,7 +79,9 @@ def read_job_file(path: Path) -> JobFile:
     def refuse(field: str, why: str) -> ConfigError:
         return ConfigError(f"--job-file: {path}: {field} {why}.", flag="--job-file", field=field)
 
-    fields = _fields(data, "the file", {"hosts", "jobs", "workers_per_host", "first_port"}, refuse)
+    fields = _fields(
+        data, "the file", {"hosts", "jobs", "workers_per_host", "first_port", "resources"}, refuse
+    )
     hosts = fields.get("hosts")
     if not isinstance(hosts, list) or not hosts or len(set(map(str, hosts))) < len(hosts):
         raise refuse("hosts", "must be a list of different names")
@@ -91,6 +96,7 @@ def read_job_file(path: Path) -> JobFile:
         jobs=tuple(_job(job, number, refuse) for number, job in enumerate(jobs)),
         workers_per_host=_whole(fields, "workers_per_host", 1, 1, 1024, refuse),
         first_port=_whole(fields, "first_port", 61000, 1024, 65535 - 2 * len(hosts), refuse),
+        resources=_resources(fields.get("resources", {}), refuse),
     )
     names = [job.workload for job in file.jobs]
     if len(set(names)) < len(names):
@@ -99,6 +105,16 @@ def read_job_file(path: Path) -> JobFile:
     if needed > len(hosts):
         raise refuse("hosts", f"are {len(hosts)}, and the jobs need {needed}")
     return file
+
+
+def _resources(data: Any, refuse: Any) -> dict[str, float]:
+    good = isinstance(data, dict) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e6
+        for value in data.values()
+    )
+    if not good:
+        raise refuse("resources", f"must be a table of numbers above 0, found {data!r:.80}")
+    return {name: float(value) for name, value in data.items()}
 
 
 def _job(data: Any, number: int, refuse: Any) -> LocalJob:

@@ -31,6 +31,7 @@ class LocalMachines:
     """All hosts are this machine.  `fleet`: the state directory, which marks their processes."""
 
     name, watch_s, returns = "local", 0.5, False
+    python, supervisor = sys.executable, str(Path(__file__).parents[1])
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet

@@ -99,6 +99,9 @@ def start_process(argv: Sequence[str], *, mark: Mark, environment: Mapping[str, 
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,
+        # A worker of Ray blocks SIGINT, and Python ignores the others: a fresh process does not.
+        setsigmask=(),
+        setsigdef=(signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ),
     )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -43,8 +42,6 @@ KILL_S = 10.0
 #: Command ids that are remembered; the controller repeats none that is older.
 REMEMBERED = 1024
 
-_DAEMON = Path(__file__).parents[1] / "host_daemon.py"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
@@ -55,12 +52,14 @@ class Seen:
         unseen: hosts that could not; nothing is concluded about them.
         absent: hosts that have no machine: nothing lives there, and nothing can be started.
         addresses: of the others, where they are reached.
+        boots: and, where a host may move to another machine, the start of the one that it is on now.
     """
 
     processes: Sequence[Marked]
     unseen: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     addresses: Mapping[str, str] = field(default_factory=dict)
+    boots: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, part: str) -> list[Marked]:
         return [one for one in self.processes if one.mark.part == part]
@@ -73,11 +72,14 @@ class Machines(Protocol):
         name: as logs and answers say it; also names the file of what is wanted.
         watch_s: how often hosts are looked at.
         returns: a lost host that has a machine again is used again by itself, and not when it is uncordoned.
+        python, supervisor: interpreter, and folder of this package, on a host.
     """
 
     name: str
     watch_s: float
     returns: bool
+    python: str
+    supervisor: str
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -214,15 +216,17 @@ class WantedOrchestrator:
 
     async def _look(self, host: str, answer: Callable[[bool | None], None]) -> None:
         try:
-            answer(self._is_there(self._name_of(host), await self._machines.scan()))
+            answer(self._is_there(host, await self._machines.scan()))
         except OSError as error:
             logger.warning("host %s cannot be looked at: %s", host, error)
             answer(None)
 
-    def _is_there(self, name: str, seen: Seen) -> bool | None:
+    def _is_there(self, host: str, seen: Seen) -> bool | None:
+        name = self._name_of(host)
+        boot = host.removeprefix(name).removeprefix(".")
         if name not in self._file.hosts or name in seen.unseen:
             return None
-        if name in self._state.gone:
+        if name in self._state.gone or (boot and seen.boots.get(name, boot) != boot):
             return False
         if any(one.mark.host == name for one in seen.processes):
             return True
@@ -308,7 +312,7 @@ class WantedOrchestrator:
         if host not in job.hosts:
             raise _Refusal(f"{host} does not work for {job.workload}; {', '.join(job.hosts)} do")
         if spare == host and host not in state.gone:
-            # It was lost, and has another machine by now.
+            # The host of before and the spare are one name: it has another machine by now.
             return state.with_seats(job, job.hosts, keep=set(job.hosts) - {host})
         if spare not in self._free(state, seen):
             raise _Refusal(f"{spare} is no spare: it is busy, cordoned or gone")
@@ -377,6 +381,9 @@ class WantedOrchestrator:
             if seat.host not in there:
                 if seat.host in seen.unseen or seat.host in seen.absent:
                     raise OSError(f"host {seat.host} cannot be reached")
+                if seat.host not in {one.mark.host for one in seen.of("daemon")}:
+                    # Before it: a launcher that ends at once would leave nothing, as a lost host does.
+                    await self._start_daemon(seat.host, seen)
                 await self._start_launcher(job, rank, seat, seen)
                 missing.append(seat.host)
             begun.append(seat)
@@ -414,7 +421,7 @@ class WantedOrchestrator:
     async def _start_launcher(self, job: JobState, rank: int, seat: Seat, seen: Seen) -> None:
         settings, port = self._jobs[job.workload], self._file.launcher_port(seat.host)
         values = {
-            "python": sys.executable,
+            "python": self._machines.python,
             "host": seat.host,
             "address": seen.addresses.get(seat.host, "127.0.0.1"),
             "node_rank": rank,
@@ -434,7 +441,7 @@ class WantedOrchestrator:
 
     async def _start_daemon(self, host: str, seen: Seen) -> None:
         argv = [
-            *(sys.executable, str(_DAEMON)),
+            *(self._machines.python, f"{self._machines.supervisor}/host_daemon.py"),
             f"--launcher_port={self._file.launcher_port(host)}",
             f"--port={self._file.probe_port(host)}",
             f"--workers_per_host={self._file.workers_per_host}",
@@ -453,7 +460,8 @@ class WantedOrchestrator:
         name, suspects, problem = self._machines.name, set[str](), ""
         while True:
             try:
-                suspects = await self._look_at_hosts(suspects, await self._machines.scan())
+                async with self._starting:
+                    suspects = await self._look_at_hosts(suspects, await self._machines.scan())
                 if problem:
                     logger.warning("%s orchestrator watches its hosts again", name)
                 problem = ""
@@ -512,10 +520,16 @@ class WantedOrchestrator:
         return next((job.workload for job in self._state.jobs if host in job.hosts), "")
 
     async def _settle_at_start(self, workload: str) -> None:
-        try:
-            logger.info("job %s: %s", workload, await self._settle(workload))
-        except OSError as error:
-            logger.error("job %s is not as wanted: %s", workload, error)
+        problem = ""
+        while True:
+            try:
+                logger.info("job %s: %s", workload, await self._settle(workload))
+                return
+            except OSError as error:  # as in `_watch`
+                if str(error) != problem:
+                    logger.error("job %s is not as wanted: %s; trying again", workload, error)
+                problem = str(error)
+            await asyncio.sleep(self._machines.watch_s)
 
     def _load(self) -> WantedState:
         path = self._path

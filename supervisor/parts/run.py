@@ -19,6 +19,8 @@ from supervisor.orchestrator import RunningOrchestrator
 from supervisor.orchestrators.job_file import read_job_file
 from supervisor.orchestrators.local import LocalOrchestrator
 from supervisor.orchestrators.none import NoOrchestrator
+from supervisor.orchestrators.ray.machines import RayMachines
+from supervisor.orchestrators.wanted import WantedOrchestrator
 from supervisor.parts.actuator import ActuatorPart
 from supervisor.parts.controller import ControllerPart
 from supervisor.parts.sensor import SensorPart
@@ -86,16 +88,30 @@ def make_orchestrator(settings: PartSettings) -> RunningOrchestrator:
         return _make_gke(settings)
     if settings.job_file is None:
         return NoOrchestrator()
-    environment = {
-        **os.environ,
+    file = read_job_file(settings.job_file)
+    addresses = {
         "SENSOR_ADDRESS": settings.addresses["sensor"],
         "ACTUATOR_ADDRESS": settings.addresses["actuator"] or f"127.0.0.1:{settings.ports['actuator']}",
         **({PLAINTEXT_ENV: "1"} if settings.security.plaintext else {}),
     }
+    if settings.orchestrator == "ray":
+        # Of other machines: their environment is their own, but for what leads to the supervisor.
+        ours = {
+            name: text for name, text in os.environ.items() if name.startswith(("SUPERVISOR_", "HEARTBEAT_"))
+        }
+        for name, address in addresses.items():
+            if address.startswith(("127.", "localhost:", "[::1]")):
+                logger.warning("%s is %s: hosts on other machines cannot reach it.", name, address)
+        fleet = str(settings.state_dir.resolve())
+        machines = RayMachines(file, settings.ray_address, fleet)
+        return WantedOrchestrator(file, settings.state_dir, {**ours, **addresses}, machines)
+    if file.resources:
+        raise ConfigError("--job-file: resources are for --orchestrator ray.", flag="--job-file")
+    environment = {**os.environ, **addresses}
     # Of this process, and no daemon's.
     for name in ("PORT", "HOST_DAEMON_PORT"):
         environment.pop(name, None)
-    return LocalOrchestrator(read_job_file(settings.job_file), settings.state_dir, environment)
+    return LocalOrchestrator(file, settings.state_dir, environment)
 
 
 def _make_gke(settings: PartSettings) -> RunningOrchestrator:

@@ -44,8 +44,9 @@ class PartSettings:
         addresses: at which each part is reached, also those of other processes; empty where unknown.
         report_period_s: how often hosts report.
         state_dir: of the event log and of the local orchestrator.
-        orchestrator: ``none``, ``local`` or ``gke``.
-        job_file: of the local orchestrator; None with another one.
+        orchestrator: ``none``, ``local``, ``ray`` or ``gke``.
+        job_file: of the orchestrators local and ray; None with another one.
+        ray_address: of the cluster.
         status_listen, status_port: of the page for operators; no page without a port.
     """
 
@@ -62,6 +63,7 @@ class PartSettings:
     policy: type[BaseController]
     orchestrator: str
     job_file: Path | None
+    ray_address: str
     status_listen: str
     status_port: int | None
 
@@ -80,9 +82,9 @@ class PartSettings:
         refuse_later(args, "-")
         orchestrator = getattr(args, "orchestrator", "none")
         job_file = getattr(args, "job_file", None)
-        if (orchestrator == "local") != (job_file is not None):
+        if (orchestrator in ("local", "ray")) != (job_file is not None):
             raise ConfigError(
-                "--job-file and --orchestrator local go together: the file names hosts and jobs.",
+                "--job-file and --orchestrator local or ray go together: the file names hosts and jobs.",
                 flag="--job-file",
             )
         return cls(
@@ -99,6 +101,7 @@ class PartSettings:
             policy=_policy(getattr(args, "policy", "")),
             orchestrator=orchestrator,
             job_file=Path(job_file) if job_file else None,
+            ray_address=getattr(args, "ray_address", "auto"),
             status_listen=getattr(args, "status_listen", ""),
             status_port=_status_port(getattr(args, "status_port", "off")),
         )
@@ -136,17 +139,24 @@ def _parser(parts: Sequence[str]) -> argparse.ArgumentParser:
     if "actuator" in parts:
         parser.add_argument(
             "--orchestrator",
-            choices=("none", "local", "gke"),
+            choices=("none", "local", "ray", "gke"),
             default="none",
-            help="What owns the hosts: none (restarts in place only), local (processes of this machine), gke "
-            "(JobSets of a Kubernetes cluster, see docs/gke.md).",
+            help="What owns the hosts: none (restarts in place only), local (processes of this machine), ray "
+            "(nodes of a Ray cluster, see docs/ray.md), gke (JobSets of a Kubernetes cluster, see "
+            "docs/gke.md).",
         )
         parser.add_argument(
-            "--job-file", metavar="FILE", help="Hosts and jobs of --orchestrator local (JSON)."
+            "--job-file", metavar="FILE", help="Hosts and jobs of --orchestrator local or ray (JSON)."
+        )
+        parser.add_argument(
+            "--ray-address",
+            default="auto",
+            metavar="HOST:PORT",
+            help="Of the cluster of --orchestrator ray (%(default)s: the one that this machine is part of).",
         )
     if "controller" in parts or "actuator" in parts:
         parser.add_argument(
-            "--state-dir", metavar="DIR", help="Keeps the event log, and what the local orchestrator started."
+            "--state-dir", metavar="DIR", help="Keeps the event log, and what the orchestrator started."
         )
     if "sensor" in parts or "controller" in parts:
         _add_thresholds(parser)

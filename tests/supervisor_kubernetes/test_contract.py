@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every orchestrator owes the actuator, over processes, the API server in memory, and a real one.
+"""What every orchestrator owes the actuator, over processes, Ray, the API server in memory, and a real one.
 
 The real one is that of KUBECONFIG: it needs the JobSet controller, three nodes, of which one may be cordoned,
 and the namespace CONTRACT_NAMESPACE (``default``).  The job asks for no GPU.
@@ -13,8 +13,8 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,19 @@ from supervisor.orchestrators.gke.client import JOBSETS, NODES, PODS, Api, find_
 from supervisor.orchestrators.gke.names import JOBSET_NAME
 from supervisor.orchestrators.gke.nodes import host_id, is_cordoned, is_ready
 from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
-from supervisor.orchestrators.job_file import read_job_file
+from supervisor.orchestrators.job_file import JobFile, read_job_file
 from supervisor.orchestrators.local import LocalOrchestrator
 from supervisor.orchestrators.processes import marked_processes
+from supervisor.orchestrators.ray.machines import RayMachines
+from supervisor.orchestrators.wanted import WantedOrchestrator
 from supervisor.values import Command, CommandKind, OutcomeStatus
+from supervisor.watchdogs.watchdog import boot_id
 from tests.asynchronous import run
 from tests.ports import free_row
 from tests.supervisor.orchestrators import carry_out, local_fleet, look_at
 from tests.supervisor_kubernetes.fleet import Adapter, cluster_of, host, jobset, submit
+from tests.supervisor_ray.cluster import Cluster, ray_cluster
+from tests.supervisor_ray.cluster_program import HOST
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
@@ -67,28 +72,58 @@ class Subject:
 
 
 @asynccontextmanager
-async def local(tmp_path: Path) -> AsyncIterator[Subject]:
+async def of_job_file(
+    tmp_path: Path, file: dict[str, Any], make: Callable[[JobFile, Path], RunningOrchestrator]
+) -> AsyncIterator[Subject]:
     fleet, path = tmp_path / "fleet", tmp_path / "job.json"
-    waiter = [sys.executable, "-c", "import signal; signal.pause()"]
+    waiter = ["{python}", "-c", "import signal; signal.pause()"]
     job = {"workload": "a", "replicas": 2, "command": waiter, "grace_s": 5}
-    path.write_text(json.dumps({"hosts": ["n1", "n2", "n3"], "first_port": free_row(6), "jobs": [job]}))
-    environment = {**os.environ, "SUPERVISOR_PLAINTEXT": "1"}
+    hosts = {"hosts": ["n1", "n2", "n3"], "first_port": free_row(6), "jobs": [job]}
+    path.write_text(json.dumps(hosts | file))
 
     async def starts() -> set[str]:
         return {f"{one.pid}" for one in marked_processes(str(fleet)) if one.mark.part == "launcher"}
 
     with local_fleet(fleet):
         yield Subject(
-            make=lambda: LocalOrchestrator(read_job_file(path), fleet, environment),
+            make=lambda: make(read_job_file(path), fleet),
             workload="a",
-            hosts=("n1.boot", "n2.boot", "n3.boot"),
+            hosts=(f"n1.{boot_id()}", f"n2.{boot_id()}", f"n3.{boot_id()}"),
             starts=starts,
         )
 
 
+def local(tmp_path: Path, request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Subject]:
+    del request
+    environment = {**os.environ, "SUPERVISOR_PLAINTEXT": "1"}
+    return of_job_file(tmp_path, {}, lambda file, fleet: LocalOrchestrator(file, fleet, environment))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with ray_cluster(tmp_path_factory.mktemp("ray")) as started:
+        yield started
+
+
 @asynccontextmanager
-async def in_memory(tmp_path: Path) -> AsyncIterator[Subject]:
-    del tmp_path
+async def on_ray(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    address = request.getfixturevalue("cluster").address
+
+    def make(file: JobFile, fleet: Path) -> WantedOrchestrator:
+        machines = RayMachines(file, address, str(fleet))
+        return WantedOrchestrator(file, fleet, {"SUPERVISOR_PLAINTEXT": "1"}, machines)
+
+    async with of_job_file(tmp_path, {"resources": HOST}, make) as subject:
+        yield subject
+        # Its actors hold all nodes of the cluster.
+        stop = ["supervisor.orchestrators.ray", f"--stop={tmp_path / 'fleet'}", f"--ray-address={address}"]
+        done = await asyncio.create_subprocess_exec(sys.executable, "-m", *stop)
+        assert await done.wait() == 0
+
+
+@asynccontextmanager
+async def in_memory(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    del tmp_path, request
     async with cluster_of("n1", "n2", "n3") as cluster:
         await submit(cluster, jobset("a", hosts=2))
 
@@ -104,9 +139,9 @@ async def in_memory(tmp_path: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def real(tmp_path: Path) -> AsyncIterator[Subject]:
+async def real(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     """A JobSet of two pods that sleep, each on a node of its own, on the cluster of KUBECONFIG."""
-    del tmp_path
+    del tmp_path, request
     namespace = os.environ.get("CONTRACT_NAMESPACE", "default")
     name = f"contract-{uuid.uuid4().hex[:6]}"
     thing = jobset(name, hosts=2)
@@ -160,10 +195,18 @@ NEEDS_CLUSTER = pytest.mark.skipif(
 )
 SUBJECTS = [
     pytest.param(local, id="local"),
+    pytest.param(
+        on_ray,
+        id="ray",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.leaks("processes", reason="the cluster lives as long as the module"),
+        ],
+    ),
     pytest.param(in_memory, id="in memory"),
     pytest.param(real, id="KUBECONFIG", marks=NEEDS_CLUSTER),
 ]
-Maker = Callable[[Path], Any]
+Maker = Callable[[Path, pytest.FixtureRequest], Any]
 
 
 def new_epoch() -> int:
@@ -185,9 +228,11 @@ async def do(orchestrator: RunningOrchestrator, name: str, kind: CommandKind, **
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_a_command_has_its_effect_once_also_under_another_orchestrator(make: Maker, tmp_path: Path) -> None:
+def test_a_command_has_its_effect_once_also_under_another_orchestrator(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     async def work() -> None:
-        async with make(tmp_path) as subject:
+        async with make(tmp_path, request) as subject:
             reset = {"workload": subject.workload}
             async with running(subject) as orchestrator:
                 first = await subject.two_starts()
@@ -209,10 +254,10 @@ def test_a_command_has_its_effect_once_also_under_another_orchestrator(make: Mak
 @pytest.mark.slow
 @pytest.mark.parametrize("make", SUBJECTS)
 def test_an_epoch_below_the_highest_is_refused_by_the_next_orchestrator_too(
-    make: Maker, tmp_path: Path
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async def work() -> None:
-        async with make(tmp_path) as subject:
+        async with make(tmp_path, request) as subject:
             low = new_epoch()
             async with running(subject) as orchestrator:
                 before = await subject.two_starts()
@@ -230,9 +275,11 @@ def test_an_epoch_below_the_highest_is_refused_by_the_next_orchestrator_too(
 
 
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_a_swapped_host_leaves_the_others_as_they_are(make: Maker, tmp_path: Path) -> None:
+def test_a_swapped_host_leaves_the_others_as_they_are(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     async def work() -> None:
-        async with make(tmp_path) as subject, running(subject) as orchestrator:
+        async with make(tmp_path, request) as subject, running(subject) as orchestrator:
             before = await subject.two_starts()
             swap = {"workload": subject.workload, "host": subject.hosts[1], "spare": subject.hosts[2]}
             done = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
@@ -246,10 +293,10 @@ def test_a_swapped_host_leaves_the_others_as_they_are(make: Maker, tmp_path: Pat
 
 @pytest.mark.parametrize("make", SUBJECTS)
 def test_what_is_not_there_is_refused_and_a_host_is_there_or_cannot_be_told(
-    make: Maker, tmp_path: Path
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     async def work() -> None:
-        async with make(tmp_path) as subject, running(subject) as orchestrator:
+        async with make(tmp_path, request) as subject, running(subject) as orchestrator:
             done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, workload="nothing")
             assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
             assert "nothing" in done.text

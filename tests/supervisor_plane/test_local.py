@@ -221,6 +221,22 @@ def test_a_daemon_that_ended_alone_is_started_again_and_a_host_that_is_dead_is_n
     run(work())
 
 
+def test_a_launcher_that_ends_at_once_leaves_its_host_there(tmp_path: Path, fleet: Path) -> None:
+    async def work() -> None:
+        file = job_file(tmp_path, command=["{python}", "-c", "raise SystemExit(2)"])
+        async with Local(fleet, file).running() as here:
+            await until(
+                lambda: all(seat.started for seat in here.orchestrator._state.jobs[0].seats), "not started"
+            )
+            await until(lambda: not here.launchers(), "a launcher lives on")
+            # The spare's daemon is started by the watch, after its second look.
+            await until(lambda: here.processes("daemon", "c"), "no watch")
+            assert [len(here.processes("daemon", host)) for host in "ab"] == [1, 1]
+            assert here.orchestrator._state.gone == ()
+
+    run(work())
+
+
 def test_a_watch_goes_on_after_an_error_of_the_machine_and_a_task_that_fails_is_in_the_log(
     tmp_path: Path, fleet: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -357,6 +373,8 @@ GOOD = {"hosts": ["a"], "jobs": [{"workload": "j", "command": ["x"]}]}
         ({"spares": 1}, "the file has no field 'spares'; it may have first_port, hosts, jobs"),
         ({"first_port": 80}, "first_port must be a whole number from 1024 to 65533, found 80."),
         ({"workers_per_host": True}, "workers_per_host must be a whole number from 1 to 1024, found True."),
+        ({"resources": {"GPU": 0}}, "resources must be a table of numbers above 0, found {'GPU': 0}."),
+        ({"resources": ["GPU"]}, "resources must be a table of numbers above 0, found ['GPU']."),
         ({"jobs": [{"workload": "j"}]}, "jobs[0].command must be a list of words."),
         ({"jobs": [{"workload": "", "command": ["x"]}]}, "jobs[0].workload must be a name, found ''."),
         ({"jobs": ["j"]}, "jobs[0] must be a table of fields, found 'j'."),

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python3 -m supervisor.orchestrators.ray --stop DIR``: end a fleet on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+from supervisor.orchestrators.ray.order import namespace_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Kill the actors of a fleet; what they have started ends with them."""
+    parser = argparse.ArgumentParser(
+        prog="python3 -m supervisor.orchestrators.ray",
+        description="End all daemons, launchers and ranks of a fleet on a Ray cluster, and free its nodes.",
+    )
+    parser.add_argument("--stop", metavar="DIR", type=Path, required=True, help="The fleet's --state-dir.")
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", default="auto", help="Of the cluster (%(default)s)."
+    )
+    args = parser.parse_args(argv)
+    try:
+        ray.init(
+            args.ray_address,
+            namespace=namespace_of(str(args.stop.resolve())),
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except ConnectionError as error:
+        print(f"the Ray cluster at {args.ray_address} cannot be reached: {error}", file=sys.stderr)
+        return 1
+    hosts = ray.util.list_named_actors()
+    for host in hosts:
+        ray.kill(ray.get_actor(host), no_restart=True)
+    ray.shutdown()
+    print(f"{len(hosts)} hosts ended")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
