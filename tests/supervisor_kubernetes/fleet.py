@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kubernetes_asyncio.client import Configuration
@@ -198,3 +200,20 @@ def words(cluster: Cluster, name: str = "a") -> list[str]:
     (replicated,) = cluster.store.get("jobsets", name, JOBS)["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     return [*container["command"], *container["args"]]
+
+
+def kubeconfig(path: Path, url: str) -> Path:
+    """Write the file by which a program finds the API server at `url`, as the actuator."""
+    path.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+                "clusters": [{"name": "c", "cluster": {"server": url}}],
+                "users": [{"name": "u", "user": {"token": "actuator"}}],
+            }
+        )
+    )
+    return path

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -14,19 +13,19 @@ import pytest
 
 from tests.asynchronous import run
 from tests.ports import free_ports
-from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of
+from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of, kubeconfig
 from tests.supervisor_plane.plane import ROOT
 
 PROGRAM = [sys.executable, "-m", "supervisor", "--all-in-one", "--plaintext", "--status-port=off"]
 
 
-def environment(kubeconfig: Path) -> dict[str, str]:
+def environment(config: Path) -> dict[str, str]:
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("SUPERVISOR_", "KUBE"))}
     ports = dict(zip(("SENSOR", "CONTROLLER", "ACTUATOR"), free_ports(3), strict=True))
     return {
         **kept,
         **{f"{part}_ADDRESS": f"127.0.0.1:{port}" for part, port in ports.items()},
-        "KUBECONFIG": str(kubeconfig),
+        "KUBECONFIG": str(config),
         "WORKLOAD_NAMESPACE": JOBS,
         "JOB_NAMESPACE": OWN,
         "POD_NAME": "actuator-0",
@@ -37,22 +36,13 @@ def environment(kubeconfig: Path) -> dict[str, str]:
 def test_the_supervisor_holds_the_lease_while_it_runs_and_gives_it_back(tmp_path: Path) -> None:
     async def work() -> None:
         async with cluster_of("n1") as cluster:
-            config = {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "c",
-                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-                "clusters": [{"name": "c", "cluster": {"server": cluster.api.url}}],
-                "users": [{"name": "u", "user": {"token": "actuator"}}],
-            }
-            kubeconfig = tmp_path / "config"
-            kubeconfig.write_text(json.dumps(config))
+            config = kubeconfig(tmp_path / "config", cluster.api.url)
             program = await asyncio.create_subprocess_exec(
                 *PROGRAM,
                 "--orchestrator=gke",
                 f"--state-dir={tmp_path}",
                 cwd=ROOT,
-                env=environment(kubeconfig),
+                env=environment(config),
                 stderr=subprocess.PIPE,
             )
 

@@ -56,9 +56,9 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------- hosts
 
-    def add_node(self, name: str, **fields: Any) -> None:
+    def add_node(self, name: str, kubelet: Kubelet | None = None, **fields: Any) -> None:
         self.store.create("nodes", hosts.node(name, **fields))
-        self.kubelets[name] = Kubelet()
+        self.kubelets[name] = kubelet or Kubelet()
         self._renew(name)
 
     def lose_node(self, name: str, *, noticed: bool = True) -> None:

@@ -30,6 +30,20 @@ class Kubelet:
     bound_at: dict[str, float] = field(default_factory=dict)
     ending_at: dict[str, float] = field(default_factory=dict)
 
+    def start_pod(self, pod: Object) -> None:
+        """Its image is there.  A kubelet of a test may start processes."""
+
+    def exit_code(self, pod: Object) -> int | None:
+        """Of a pod that runs: None as long as it does."""
+        return None
+
+    def end_pod(self, pod: Object, now: float) -> float | None:
+        """Have a pod end that is deleted; when to look again, None once it has ended."""
+        meta = pod["metadata"]
+        limit = min(self.stop_s, meta.get("deletionGracePeriodSeconds", 0) or self.stop_s)
+        ends = self.ending_at.setdefault(meta["uid"], now + limit)
+        return ends if now < ends else None
+
 
 def node(name: str, *, gpus: int = 8, labels: dict[str, str] | None = None) -> Object:
     return {
@@ -110,12 +124,14 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
     meta = pod["metadata"]
     uid = meta["uid"]
     if "deletionTimestamp" in meta:
-        limit = min(kubelet.stop_s, meta.get("deletionGracePeriodSeconds", 0) or kubelet.stop_s)
-        ends = kubelet.ending_at.setdefault(uid, now + limit)
-        if now < ends:
-            return ends
+        again = kubelet.end_pod(pod, now)
+        if again is not None:
+            return again
         if meta.get("deletionGracePeriodSeconds"):
             store.delete("pods", meta["name"], meta["namespace"], uid=uid, grace_s=0)
+        return None
+    if pod["status"]["phase"] == "Running":
+        _look_at_end(store, kubelet, pod)
         return None
     if pod["status"]["phase"] != "Pending":
         return None
@@ -133,9 +149,21 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
     if started:
         new["status"]["phase"] = "Running"
         new["status"]["conditions"].append({"type": "Ready", "status": "True"})
+        kubelet.start_pod(pod)
     if new != pod:
         store.update("pods", new, meta["namespace"], checked=False)
     return None if started else runs
+
+
+def _look_at_end(store: Store, kubelet: Kubelet, pod: Object) -> None:
+    code = kubelet.exit_code(pod)
+    if code is None:
+        return
+    new = copy.deepcopy(pod)
+    new["status"]["phase"] = "Failed" if code else "Succeeded"
+    for status in new["status"]["containerStatuses"]:
+        status.update(ready=False, state={"terminated": {"exitCode": code}})
+    store.update("pods", new, pod["metadata"]["namespace"], checked=False)
 
 
 def _set_condition(store: Store, pod: Object, name: str, status: str, reason: str, message: str) -> None:
