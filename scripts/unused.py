@@ -46,6 +46,7 @@ ALLOWED = {
     "TPSLoggingCallback": "users of NeMo's recipes import it under this name",
     "awaited": "shows the state of a pure value to the tests that compare it",
     "elapsed_time": "Megatron calls it on what takes the place of a CUDA event",
+    "get_train_dataloader": "of a mixin: the trainer of transformers calls it",
     "pytest_configure": "pytest calls it",
     "set_timeout": "torch calls it on any of its stores",
     "reset_local": "for training loops of users; the module shows it",
