@@ -37,8 +37,9 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests come first, so that of two workers none is left with one at the end."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    """Files with the most slow tests come first, so that no worker is left with one at the end."""
+    marks = ("slow", "nemo")
+    slow = Counter(item.path for item in items if any(map(item.get_closest_marker, marks)))
     items.sort(key=lambda item: -slow[item.path])
 
 
