@@ -109,6 +109,8 @@ class Book:
         #: Whether ranges count by steps of a model, and the state that the model of this attempt has.
         self._has_steps = False
         self._placed: Plain | None = None
+        #: Workers that took a range since then.
+        self._took: set[str] = set()
 
     # -- what workers say
 
@@ -142,6 +144,7 @@ class Book:
         else:
             return Answer.END
         self.held.append(_HeldRange(part, worker))
+        self._took.add(worker)
         return part
 
     def done(self, worker: str, attempt: int, part: SampleRange, step: int | None = None) -> None:
@@ -205,6 +208,7 @@ class Book:
         now."""
         self.free.extendleft(held.part for held in reversed(self.held) if held.worker == worker)
         self.held = [held for held in self.held if held.worker != worker]
+        self._took.discard(worker)
 
     # -- what the job says
 
@@ -222,6 +226,7 @@ class Book:
         self.free.extendleft(reversed(coalesced(self._lacking(self.committed))))
         self.held.clear()
         self.used.clear()
+        self._took.clear()
         # What stopped the attempt before may have been repaired for this one.
         tries = self.policy.tries
         self._failures = {start: why for start, why in self._failures.items() if len(why) < tries}
@@ -251,17 +256,18 @@ class Book:
             del self._commits[old]
         return state
 
-    def rollback(self, attempt: int, state: Mapping[str, object] | None) -> None:
+    def rollback(self, attempt: int, state: Mapping[str, object] | None, worker: str = "") -> None:
         """The model is that of this state: what it was not trained on is free. All workers may say so.
 
         A job that goes back without new processes does it in a new attempt: it passes a higher number.
 
         Args:
             state: of `commit`; None: the model starts from scratch.
+            worker: who says so.
         Raises:
             StaleRange: the attempt is over.
-            ConfigError: another state was named in this attempt, or a later step was committed in it, or the
-                state is of other data; the text has both values.
+            ConfigError: another state was named in this attempt, or a later step was committed in it, or
+                this worker took ranges since; or the state is of other data. The text has both values.
         """
         there = self._state_of_start() if state is None else self._checked(state)
         if check_whole("attempt", attempt) == self.attempt and self._placed is not None:
@@ -271,10 +277,12 @@ class Book:
                     "named.",
                     hint="To go back to another step, begin a new attempt: pass a higher number.",
                 )
-            if self.committed > cast(int, there["step"]):
-                # A late rank cannot be the reason: it took part in that step. To go on would lose its ranges.
+            # A late rank cannot be the reason: it takes part in each step. To go on would lose ranges.
+            went_on = f"to step {self.committed}" if self.committed > cast(int, there["step"]) else ""
+            if went_on or worker in self._took:
+                went_on = went_on or f"(worker {worker!r} took ranges since)"
                 raise ConfigError(
-                    f"attempt {attempt} went on from step {there['step']} to step {self.committed}, and step "
+                    f"attempt {attempt} went on from step {there['step']} {went_on}, and step "
                     f"{there['step']} was named again.",
                     hint="To go back, begin a new attempt: pass a higher number.",
                 )
@@ -282,6 +290,7 @@ class Book:
         self.new_attempt(attempt)
         self.held.clear()
         self.used.clear()
+        self._took.clear()
         self._placed = there
         self._has_steps = True
         self.committed = cast(int, there["step"])
@@ -293,7 +302,7 @@ class Book:
         self.free = deque(map(SampleRange.of_plain, cast("list[object]", there["free"])))
         self.skipped = [SampleRange.of_plain(plain) for plain in cast("list[object]", there["skipped"])]
 
-    def rollback_to(self, attempt: int, step: int) -> None:
+    def rollback_to(self, attempt: int, step: int, worker: str = "") -> None:
         """`rollback` to the state of a step that was committed here, for jobs that keep no state of the book.
 
         Raises:
@@ -304,7 +313,7 @@ class Book:
                 f"the state of step {step} is not kept; kept are steps {sorted(self._commits)}.",
                 hint="Call rollback with the state in the checkpoint.",
             )
-        self.rollback(attempt, self._commits[step])
+        self.rollback(attempt, self._commits[step], worker)
 
     def extend(self, stops: Mapping[str, int], *, closed: bool = False) -> None:
         """Partitions grew, or will not grow any more.
@@ -337,6 +346,7 @@ class Book:
             "failures": [[list(start), reasons] for start, reasons in self._failures.items()],
             "has_steps": self._has_steps,
             "placed": self._placed,
+            "took": sorted(self._took),
         }
 
     @classmethod
@@ -370,6 +380,7 @@ class Book:
         book._failures = {(start[0], start[1], start[2]): reasons for start, reasons in failures}
         book._has_steps = bool(plain["has_steps"])
         book._placed = cast("Plain | None", plain["placed"])
+        book._took = set(cast("list[str]", plain.get("took", [])))  # books of the first release have none
         return book
 
     def continue_with(self, source: RangeSource, policy: PoisonPolicy) -> None:

@@ -145,11 +145,12 @@ class Bookkeeper:
         state = request.get("state")
         if state is not None and not isinstance(state, Mapping):
             raise ConfigError(f"the state of the book of ranges is a {type(state).__name__}, and no mapping.")
-        self.book.rollback(_attempt(request), state)
+        self.book.rollback(_attempt(request), state, _text(request, "worker"))
         return {"answer": "ok"}
 
     def _rollback_to(self, request: Mapping[str, object]) -> Plain:
-        self.book.rollback_to(_attempt(request), check_whole("step", request.get("step")))
+        step = check_whole("step", request.get("step"))
+        self.book.rollback_to(_attempt(request), step, _text(request, "worker"))
         return {"answer": "ok"}
 
     def _extend(self, request: Mapping[str, object]) -> Plain:
