@@ -53,7 +53,8 @@ def _training_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="samples per optimizer step; default: 2 per data-parallel replica, "
-        "and with a virtual pipeline as many as there are pipeline stages",
+        "and with a virtual pipeline as many as there are pipeline stages. A checkpoint goes on with the "
+        "number that it was saved with: give it where the number of replicas may change",
     )
     group.add_argument(
         "--max-steps",
@@ -281,5 +282,6 @@ def _fault_flags(group: argparse._ArgumentGroup) -> None:
         help="make one rank fail: rank_killed, rank_hung, rank_exception, rank_exit or "
         "rank_terminated, after DELAY seconds of training or at step=N; keys rank, attempt, "
         "phase, code; may be given several times.  Example: rank_killed,step=25.  "
-        "random,SECONDS[,seed=N]: in each attempt one fault as the simulator draws, after SECONDS on average",
+        "random,SECONDS[,seed=N][,duration=S]: in each attempt one fault that the simulator draws "
+        "and does, after SECONDS on average, for S seconds (30) if it ends",
     )

@@ -5,8 +5,8 @@
 
 The server is a process of its own; the clients are threads of a few others, each with a connection, which ask
 for a range and say at once that it is done.  Each of these requests is durable in the journal before it is
-answered, so the disk under --book is measured too: requests that arrive during one durable write share the
-next.
+answered, so the disk under --book is measured too, by such lines that are appended and synced one by
+one.  Requests that arrive during one durable write share the next.
 """
 
 from __future__ import annotations
@@ -66,6 +66,22 @@ def drive(number: int, clients: int, address: tuple[str, int], seconds: float, p
         client.close()
 
 
+def syncs_per_s(book: str, seconds: float) -> float:
+    """How often a line can be appended durably in the directory of the journal."""
+    path = Path(book) / "raw.journal"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with path.open("ab", buffering=0) as file:
+        start = time.monotonic()
+        while time.monotonic() < start + seconds:
+            file.write(b"x" * 120 + b"\n")
+            os.fdatasync(file.fileno())
+            count += 1
+        rate = count / (time.monotonic() - start)
+    path.unlink()
+    return rate
+
+
 def received(pipe: Connection, wait_s: float) -> object:
     if not pipe.poll(wait_s):
         raise SystemExit(f"a process of the benchmark said nothing within {wait_s:g} s")
@@ -84,6 +100,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as temporary:
         book = options.book or str(Path(temporary) / "book")
+        raw = syncs_per_s(book, min(options.seconds, 3.0))
         server_pipe, far = context.Pipe()
         server = context.Process(target=serve, args=(book, far), daemon=True)
         server.start()
@@ -111,6 +128,7 @@ def main() -> None:
         server.join(START_S)
     print(f"machine {machine()}; load {os.getloadavg()[0]:.1f}")
     print(f"{options.clients} clients in {options.processes} processes, {options.seconds:g} s")
+    print(f"raw syncs/s  {raw:10.0f}   (a line appended and synced, one at a time)")
     print(f"ranges/s     {len(dones) / options.seconds:10.0f}   (a grant and a done each)")
     for name, latencies in (("grant", grants), ("done", dones)):
         cuts = statistics.quantiles(latencies, n=100)

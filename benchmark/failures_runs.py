@@ -8,6 +8,7 @@ Contestants differ in launcher and saver alone: same training, same interval of 
 from __future__ import annotations
 
 import bisect
+import csv
 import itertools
 import math
 import os
@@ -18,11 +19,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from restart_runs import OURS as OURS_LAUNCHER
-from restart_runs import launchers
+from failures_jobs import EVENTS, UNDISTURBED, Contestant, Notes, Training
+from restart_runs import Launcher, launchers
 
 from resiliency.errors import ResiliencyError
 from resiliency.events import EventType, JsonValue, events_path
@@ -32,54 +33,58 @@ from resiliency.goodput_measure.windows import window_of
 from resiliency.launch.standby import CACHE_DIR_ENV
 from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, RunInfo
 from resiliency.testing.processes import Command
+from simulator.command_line import parse
+from simulator.faults import COLUMNS, PlannedFault
+from simulator.schedule import schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Its own: another measurement on this machine must not be injured.
 JOB = f"failures-{os.getpid()}"
 RANKS = 2
-_MEMORY = "/dev/shm"  # noqa: S108 (captures belong into memory)
-OURS = "ours"
+MEMORY = "/dev/shm"  # noqa: S108 (captures belong into memory)
 #: The simulator's journal, in the directory of a run.
 _STATE = "simulator"
-#: What launcher and ranks tell of themselves, beside it.
-_LAUNCHER = "launcher"
-#: How long a launcher may take to the first step, and to end.
-_START_S, _END_S = 180.0, 60.0
+#: How long a simulator may take to see a job, a job to come back after its window, and both to end.
+_LOOK_S, _BACK_S, END_S = 60.0, 60.0, 60.0
+#: By how much the ledger may differ from the count of rank 0's notes, as a share of a window.
+LEDGER_TOLERANCE = 0.001
 
 
 class RunFailed(ResiliencyError):
-    """A job ended before its window did."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """A launcher of `restart_runs`, and how its ranks save."""
-
-    launcher: str
-    save: str
-
-
-CONTESTANTS = {
-    OURS: Contestant(launcher="launcher.py", save="ours"),
-    "ours + local tier": Contestant(launcher="launcher.py", save="ours-local"),
-    "torchrun + DCP async": Contestant(launcher="torchrun", save="dcp"),
-    "ft_launcher + DCP async": Contestant(launcher="ft_launcher", save="dcp"),
-    "ft_launcher + NVRx async": Contestant(launcher="ft_launcher", save="nvrx"),
-    "launcher.py + DCP async": Contestant(launcher="launcher.py", save="dcp"),
-}
-#: Nothing fails, and nothing is saved: what was possible.
-UNDISTURBED = Contestant(launcher="torchrun", save="none")
+    """A run that cannot be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What happens in each run of a measurement; durations in seconds."""
+    """What happens in each run of a measurement; durations in seconds.
 
-    wall_s: float
+    Attributes:
+        faults: of each run, at the times of a Poisson process that has so many in the window.
+    """
+
+    training: Training
+    faults: int
     fault_interval_s: float
     kinds: str
     seed: int
     save_every: int
+
+    @property
+    def wall_s(self) -> float:
+        return self.faults * self.fault_interval_s
+
+    def schedule(self) -> list[PlannedFault]:
+        """The simulator's own, with the time at which one fault more would come as the end of the window."""
+        words = ["--job", JOB, "--gpus_per_node", str(RANKS), "--kinds", self.kinds, "--seed", str(self.seed)]
+        words += ["--fault_interval", f"{self.fault_interval_s:g}"]
+        drawn: list[PlannedFault] = []
+        length_s = self.wall_s
+        while len(drawn) <= self.faults:
+            length_s *= 2
+            options = parse([*words, "--duration_s", f"{length_s:g}"], {})
+            drawn = schedule(options.sources, options.shape)
+        scale = self.wall_s * 1e6 / drawn[self.faults].at_us
+        return [replace(one, at_us=round(one.at_us * scale)) for one in drawn[: self.faults]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +92,16 @@ class Run:
     """What became of one run.
 
     Attributes:
-        steps: made in the window; a step that was repeated counts once.
+        steps: made in the window and not lost in it; a step that was repeated counts once.
         faults: that the simulator injected, in seconds since the window began.
         recoveries_s: for each fault, the time to the first step that had not been made before it; None when
             the window ended first.
         kept_time_s: time in steps that lasted, as the notes of rank 0 tell.
         causes_s: where the window went on average over the ranks, as the ledger tells; empty for launchers
             and savers that write no events.
+        ended_s: when the job ended by itself, in seconds since the window began; None: it did not.
+        trains_on: it finished a step after its window.
+        incidents_s: of a supervisor, in their order: the parts of each and how long they took.
     """
 
     contestant: str
@@ -104,6 +112,10 @@ class Run:
     recoveries_s: Sequence[float | None] = field(default=())
     kept_time_s: float = 0.0
     causes_s: Mapping[str, float] = field(default_factory=dict)
+    planned: int = 0
+    ended_s: float | None = None
+    trains_on: bool = False
+    incidents_s: Sequence[Mapping[str, float]] = ()
     error: str = ""
 
     def kept_share(self, rate: float) -> float:
@@ -126,6 +138,10 @@ class Run:
             "lost_s": self.lost_s(rate),
             "kept_time_s": self.kept_time_s,
             "causes_s": dict(self.causes_s),
+            "ended_s": self.ended_s,
+            "trains_on": self.trains_on,
+            "incidents_s": [dict(spans) for spans in self.incidents_s],
+            "planned": self.planned,
             "incidents": len(self.faults),
             "faults_s": list(self.faults),
             "recoveries_s": list(self.recoveries_s),
@@ -135,34 +151,20 @@ class Run:
         }
 
 
-Notes = Sequence[tuple[float, int]]
-
-
-def read_notes(path: Path) -> list[tuple[float, int]]:
-    """(time, step) of each finished step; a last line that was torn by a kill is left out."""
-    lines = path.read_text().split("\n")[:-1]
-    return [(float(when), int(step)) for when, step in (line.split() for line in lines)]
-
-
-def steps_between(notes: Notes, begin: float, end: float) -> int:
-    """How far training came in a window: a step that was made again counts once."""
-    before = [step for when, step in notes if when <= begin]
-    until = [step for when, step in notes if when <= end]
-    return max(until, default=0) - max(before, default=0)
-
-
-def kept_time(notes: Notes, begin: float, end: float) -> float:
-    """Seconds of a window in steps that no later attempt began before.
+def kept(notes: Notes, begin: float, end: float) -> tuple[int, float]:
+    """Steps that a window ended, and seconds that it spent, in steps that no later attempt began before.
 
     The first note of an attempt is the step that it begins with.
     """
-    kept, least = 0.0, math.inf
-    for (before, last), (when, step) in reversed(list(itertools.pairwise(notes))):
-        if step != last + 1:
-            least = min(least, step)  # an attempt began here
-        elif step <= least:
-            kept += max(min(when, end) - max(before, begin), 0.0)
-    return kept
+    steps, seconds, least = 0, 0.0, math.inf
+    for before, note in reversed(list(itertools.pairwise(notes))):
+        if note.step != before.step + 1:
+            least = min(least, note.step)  # an attempt began here
+        elif note.step <= least:
+            began = before.time if note.began is None else note.began
+            steps += begin < note.time <= end
+            seconds += max(min(note.time, end) - max(began, begin), 0.0)
+    return steps, seconds
 
 
 def causes(logs: Iterable[Path], begin: float, end: float) -> dict[str, float]:
@@ -184,59 +186,122 @@ def causes(logs: Iterable[Path], begin: float, end: float) -> dict[str, float]:
 
 def recoveries(notes: Notes, faults: Sequence[float], end: float) -> list[float | None]:
     """For each fault the seconds to the first step beyond all that were made before it."""
-    times = [when for when, _ in notes]
+    times = [note.time for note in notes]
     furthest: list[int] = []
-    for _, step in notes:
-        furthest.append(max(step, furthest[-1] if furthest else 0))
+    for note in notes:
+        furthest.append(max(note.step, furthest[-1] if furthest else 0))
     found: list[float | None] = []
     for fault in faults:
         at = bisect.bisect_right(times, fault)
         reached = furthest[at - 1] if at else 0
         # The furthest step never goes back, so the first one beyond is found by halving.
         new = bisect.bisect_right(furthest, reached)
-        known = new < len(notes) and notes[new][0] <= end
-        found.append(notes[new][0] - fault if known else None)
+        known = new < len(notes) and notes[new].time <= end
+        found.append(notes[new].time - fault if known else None)
     return found
 
 
-def undisturbed_rate(directory: Path, wall_s: float) -> float:
-    """Steps a second without failures and saves."""
-    with _job(UNDISTURBED, directory, save_every=1, wall_s=wall_s) as job:
-        begin = _wait_for_first_step(job)
-        _wait(job, begin + wall_s)
+def undisturbed_rate(training: Training, directory: Path, wall_s: float) -> float:
+    """Steps a second without failures and saves.
+
+    Raises:
+        RunFailed, TimeoutError, EOFError: it cannot be measured.
+    """
+    with _job(training, UNDISTURBED, directory, save_every=1, wall_s=wall_s) as job:
+        begin = _wait_for_first_step(training, job)
+        if (ended := _wait(job, begin + wall_s)) is not None:
+            raise RunFailed(_ended_early(job, begin + wall_s - ended))
         _end(job)
-    return steps_between(read_notes(directory / "steps"), begin, begin + wall_s) / wall_s
+    return kept(training.notes(directory, JOB), begin, begin + wall_s)[0] / wall_s
 
 
 def run_once(name: str, number: int, plan: Plan, directory: Path) -> Run:
     """Run one contestant through the plan.
 
     Raises:
-        RunFailed: it ended before the window did, or the simulator failed.
+        RunFailed: the simulator failed, or the ledger does not add up.
         TimeoutError, EOFError: it did not start; the message quotes its output.
     """
-    with _job(CONTESTANTS[name], directory, plan.save_every, plan.wall_s) as job:
-        _wait_for_first_step(job)
+    training = plan.training
+    with _job(training, training.contestants[name], directory, plan.save_every, plan.wall_s) as job:
+        _wait_for_first_step(training, job)
         with simulating(plan, directory) as simulator:
-            simulator.wait_for_line("job is there", timeout=_START_S)
+            simulator.wait_for_line("job is there", timeout=_LOOK_S)
             begin = time.time()
-            _wait(job, begin + plan.wall_s)
+            end = begin + plan.wall_s
+            ended = _wait(job, end)
+        if ended is None:
+            _wait_until_back(training, directory, end)
         _end(job)
-    end = begin + plan.wall_s
-    path = events_path(RunInfo(job_name=JOB, run_dir=str(directory / "run")))
+    return counted(name, number, plan, directory, [directory / EVENTS], begin=begin, ended=ended)
+
+
+def log_of_faults(directory: Path) -> RunInfo:
+    """Where a simulator tells what it has injected into the run in `directory`."""
+    return RunInfo(job_name=JOB, run_dir=str(directory / "run"))
+
+
+def counted(
+    name: str,
+    number: int,
+    plan: Plan,
+    directory: Path,
+    told: Iterable[Path],
+    *,
+    begin: float,
+    ended: float | None,
+    incidents_s: Sequence[Mapping[str, float]] = (),
+) -> Run:
+    """A run by what its notes and events say.
+
+    Args:
+        told: run directories of those that write events.
+        begin, ended: of the window; of the job, if it ended by itself.
+
+    Raises:
+        RunFailed: the ledger does not add up.
+    """
+    path, end = events_path(log_of_faults(directory)), begin + plan.wall_s
     events = list(read_events(path, progress=False)) if path.exists() else []
     injected = [event.time.timestamp() for event in events if event.type is EventType.FAULT_INJECTED]
-    notes = read_notes(directory / "steps")
-    own = events_path(RunInfo(job_name=JOB, run_dir=str(directory / _LAUNCHER)))
-    return Run(
+    notes = plan.training.notes(directory, JOB)
+    logs = [events_path(RunInfo(job_name=JOB, run_dir=str(one))) for one in told]
+    logs = [log for log in logs if log.exists()]
+    steps, seconds = kept(notes, begin, end)
+    if steps > (different := len({note.step for note in notes if begin < note.time <= end})):
+        raise RunFailed(f"{steps} steps are counted, and rank 0 noted {different} different ones.")
+    run = Run(
         contestant=name,
         round=number,
         wall_s=plan.wall_s,
-        kept_time_s=kept_time(notes, begin, end),
-        causes_s=causes(filter(Path.exists, (own, path)), begin, end) if own.exists() else {},
-        steps=steps_between(notes, begin, end),
+        planned=plan.faults,
+        ended_s=None if ended is None else ended - begin,
+        incidents_s=incidents_s,
+        steps=steps,
+        kept_time_s=seconds,
+        causes_s=causes([*logs, *filter(Path.exists, [path])], begin, end) if logs else {},
         faults=[fault - begin for fault in injected],
         recoveries_s=recoveries(notes, injected, end),
+        trains_on=any(note.time > end for note in notes[-1:]),
+    )
+    return replace(run, error=_difference(run, plan.training.noted))
+
+
+def _difference(run: Run, noted: Iterable[str]) -> str:
+    """Two counts of the same time: by the notes of one rank, and by the events of all.
+
+    "" where they differ by `LEDGER_TOLERANCE` at most, or by one step at each end and for each incident.
+    """
+    if not run.causes_s or not run.steps:
+        return ""
+    told = sum(run.causes_s.get(cause, 0.0) for cause in noted)
+    step_s = run.kept_time_s / run.steps
+    allowed = max(run.wall_s * LEDGER_TOLERANCE, step_s * (2 + len(run.faults)))
+    if abs(told - run.kept_time_s) <= allowed:
+        return ""
+    return (
+        f"the ledger tells {told:.2f} s of kept steps, and rank 0 noted {run.kept_time_s:.2f} s of"
+        f" {run.wall_s:g} s."
     )
 
 
@@ -253,7 +318,7 @@ def simulating(plan: Plan, directory: Path) -> Iterator[Command]:
         finally:
             simulator.signal(signal.SIGTERM)
             with suppress(TimeoutError):
-                simulator.wait(timeout=_END_S)
+                simulator.wait(timeout=END_S)
         if simulator.returncode != 0:
             ended = "did not end" if simulator.returncode is None else f"ended with {simulator.returncode}"
             raise RunFailed(
@@ -268,78 +333,86 @@ def journals(root: Path) -> list[Path]:
 
 
 @contextmanager
-def _job(contestant: Contestant, directory: Path, save_every: int, wall_s: float) -> Iterator[Command]:
+def _job(
+    training: Training, contestant: Contestant, directory: Path, save_every: int, wall_s: float
+) -> Iterator[Command]:
     directory.mkdir(parents=True)
-    ends_at = time.monotonic() + 2 * _START_S + wall_s + _END_S
+    ends_at = time.monotonic() + 2 * training.start_s + wall_s + _BACK_S + END_S
     launcher = launchers(0.1)[contestant.launcher]
-    argv = ["1000" if before == "--max-restarts" else word for before, word in _pairs(launcher.argv)]
-    script = [str(ROOT / "benchmark" / "failures_workload.py"), "--directory", str(directory)]
     environment: Mapping[str, str] = {
         **launcher.env,
         JOB_ENV: JOB,
-        RUN_DIR_ENV: str(directory / _LAUNCHER),
+        RUN_DIR_ENV: str(directory / EVENTS),
+        "GOODPUT_USE_FILE_TRACKING": "1",
         "OMP_NUM_THREADS": "1",
         CACHE_DIR_ENV: str(directory.parent / "cache"),
     }
     # A job that did not finish leaves its captures there for the next start, which there is none of here.
-    with (
-        tempfile.TemporaryDirectory(prefix="failures-", dir=_MEMORY) as memory,
-        Command(
-            [
-                *argv,
-                *script,
-                "--save",
-                contestant.save,
-                "--save-every",
-                str(save_every),
-                "--memory",
-                memory,
-                "--ends-at",
-                str(ends_at),
-                *(["--events"] if contestant.launcher == OURS_LAUNCHER else []),
-            ],
-            env=environment,
-            cwd=directory,
-            log=directory / "output.txt",
-        ) as command,
-    ):
-        yield command
+    with tempfile.TemporaryDirectory(prefix="failures-", dir=MEMORY) as memory:
+        script = training.argv(
+            contestant, directory, job=JOB, save_every=save_every, memory=memory, ends_at=ends_at
+        )
+        with Command(
+            [*patient(launcher), *script], env=environment, cwd=directory, log=directory / "output.txt"
+        ) as command:
+            yield command
 
 
-def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Each word with the one before it."""
-    return list(zip(("", *words), words, strict=False))
+def patient(launcher: Launcher) -> list[str]:
+    """Its command line, with as many restarts as any schedule needs."""
+    before = ("", *launcher.argv)
+    return [
+        "1000" if flag == "--max-restarts" else word
+        for flag, word in zip(before, launcher.argv, strict=False)
+    ]
 
 
 def _simulator(plan: Plan, directory: Path) -> list[str]:
+    trace = directory / "schedule.csv"
+    with trace.open("w", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *(fault.row for fault in plan.schedule())])
     return [
         *(sys.executable, str(ROOT / "simulator" / "simulator_entrypoint.py"), "--job", JOB, "--yes"),
-        *("--gpus_per_node", str(RANKS), "--any_group_rank", "--kinds", plan.kinds),
-        *("--fault_interval", f"{plan.fault_interval_s:g}", "--duration_s", f"{plan.wall_s:g}"),
-        *("--seed", str(plan.seed), "--run_dir", str(directory / "run")),
+        *("--gpus_per_node", str(RANKS), "--any_group_rank", "--trace", str(trace)),
+        *("--duration_s", f"{plan.wall_s:g}", "--run_dir", str(directory / "run")),
         # Its own: a journal of a run that was killed is that run's.
         *("--state_dir", str(directory / _STATE)),
     ]
 
 
-def _wait_for_first_step(job: Command) -> float:
-    job.wait_for_line(r"^first step 1$", timeout=_START_S)
+def _wait_for_first_step(training: Training, job: Command) -> float:
+    job.wait_for_line(training.first_step, timeout=training.start_s)
     return time.time()
 
 
-def _wait(job: Command, until: float) -> None:
+def _wait(job: Command, until: float) -> float | None:
+    """When the job ended by itself; None: it did not before `until`."""
     with suppress(TimeoutError):
-        code = job.wait(timeout=max(until - time.time(), 0.0))
-        raise RunFailed(
-            f"the job ended {until - time.time():.0f} s before its window, with exit code {code}.",
-            hint="Its last lines:\n" + "\n".join(job.lines[-20:]),
-        )
+        job.wait(timeout=max(until - time.time(), 0.0))
+        return time.time()
+    return None
+
+
+def _ended_early(job: Command, seconds: float) -> str:
+    tail = "\n".join(job.lines[-20:])
+    return (
+        f"the job ended {seconds:.0f} s before its window, with exit code {job.returncode}; at last:\n{tail}"
+    )
+
+
+def _wait_until_back(training: Training, directory: Path, end: float) -> None:
+    """Until a step is noted that ended after the window: which steps were lost is known then."""
+    deadline = time.monotonic() + _BACK_S
+    while time.monotonic() < deadline:
+        if any(note.time > end for note in training.notes(directory, JOB)[-1:]):
+            return
+        time.sleep(0.2)
 
 
 def _end(job: Command) -> None:
     """In order, so that what a launcher keeps outside of its processes is removed."""
     job.signal(signal.SIGTERM)
     with suppress(TimeoutError):
-        job.wait(timeout=_END_S)
+        job.wait(timeout=END_S)
         # Agents commit what is captured, and free its memory, after their launcher has ended.
-        job.survivors(timeout=_END_S)
+        job.survivors(timeout=END_S)

@@ -33,14 +33,18 @@ def nothing(args: argparse.Namespace, state: State, events: EventStream | None) 
 def ours(
     args: argparse.Namespace, state: State, events: EventStream | None, *, local: bool = False
 ) -> tuple[int, Save]:
-    """Memory and the persistent tier; with `local` a checkpoint on the host's own disk in between."""
+    """Memory and the persistent tier; with `local` a checkpoint on the host's own disk in between.
+
+    Where there are other hosts, one of them gets a copy of it.
+    """
     from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier
 
+    args.memory.mkdir(parents=True, exist_ok=True)  # a new host has none
     checkpoints = Checkpointer(
         args.directory / "checkpoints",
         # As one does with both tiers: often to the host, seldom to the storage of all.
         every_steps=args.save_every * (LOCAL_SAVES if local else 1),
-        local=LocalTier(directory=args.directory / "local", every_steps=args.save_every) if local else None,
+        local=LocalTier(directory=args.disk, every_steps=args.save_every) if local else None,
         replicated=True,
         events=events,
         options=CheckpointerOptions(arena_root=args.memory),

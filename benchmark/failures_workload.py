@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--memory", type=Path, required=True, help="for captures; in memory")
+    parser.add_argument("--disk", type=Path, help="for the local tier; default: in --directory")
     parser.add_argument("--save", choices=list(SAVERS), required=True)
     parser.add_argument("--save-every", type=int, required=True, metavar="STEPS")
     parser.add_argument(
@@ -43,6 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--events", action="store_true", help="for the ledger, into RESILIENCY_RUN_DIR")
     args = parser.parse_args()
+    args.disk = args.disk or args.directory / "local"
     with ExitStack() as stack:
         events: EventStream | None = None
         if args.events:

@@ -13,19 +13,15 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from enum import Enum
-from fractions import Fraction
-from itertools import islice
 from pathlib import Path
 
 from command_line import build_parser
+from random_faults import RandomFault, draw_faults
 
 from resiliency.errors import ConfigError
 from resiliency.model import MODELS, ModelSize, ParallelLayout, check_layout
-from resiliency.testing.faults import Fault, FaultKind
-from simulator.faults import Kind, microseconds
-from simulator.schedule import Poisson, Shape, Share
+from resiliency.testing.faults import Fault
 
 
 class SaveMode(Enum):
@@ -79,6 +75,7 @@ class Workload:
     fault_tolerance: bool
     tensorboard: bool
     faults: tuple[Fault, ...]
+    random_faults: tuple[RandomFault, ...]
 
     @property
     def world_size(self) -> int:
@@ -127,14 +124,15 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
     _check_local_flags(args)
     device = _device(args.device, cuda_devices)
     num_nodes, ranks_per_node = _started_ranks(args, os.environ)
+    world_size = num_nodes * ranks_per_node
     size = MODELS[args.model]
     layout = _layout(args, size, on_cpu=device == "cpu")
-    replicas = check_layout(size, layout, world_size=num_nodes * ranks_per_node)
+    replicas = check_layout(size, layout, world_size=world_size)
     global_batch_size = args.global_bs or replicas * _default_microbatches(layout)
     check_layout(
         size,
         layout,
-        world_size=num_nodes * ranks_per_node,
+        world_size=world_size,
         global_batch_size=global_batch_size,
         optimizer_replicas=args.num_optimizer_replicas,
     )
@@ -176,7 +174,8 @@ def parse(argv: Sequence[str] | None = None, *, cuda_devices: int = 0) -> Worklo
         gc=args.enable_gc,
         fault_tolerance=_fault_tolerance(args.enable_fault_tolerance, os.environ),
         tensorboard=args.enable_tensorboard,
-        faults=_faults(args.sim_fault_desc, num_nodes * ranks_per_node, args.enable_fault_tolerance),
+        faults=_faults([text for text in args.sim_fault_desc if not _is_random(text)], world_size),
+        random_faults=_random_faults([text for text in args.sim_fault_desc if _is_random(text)], world_size),
     )
 
 
@@ -347,42 +346,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
 
 
-#: What a rank can do to itself of the simulator's kinds.
-_OWN_FAULTS = {Kind.KILL: FaultKind.KILLED, Kind.STOP: FaultKind.HUNG}
-#: Attempts for which faults are drawn.
-_RANDOM_ATTEMPTS = 100
+def _is_random(text: str) -> bool:
+    return text.partition(",")[0] == "random"
 
 
-def _random_faults(text: str, world_size: int, hangs_are_found: bool) -> tuple[Fault, ...]:
-    """``random,SECONDS[,seed=N]``: the simulator's draws, the N-th of them in the N-th attempt."""
-    mean, *options = text.split(",")[1:] or [""]
-    seed = options[0].removeprefix("seed=") if options else "42"
-    mean_us = Fraction(microseconds(mean, f"SECONDS of --sim-fault-desc {text}"))
-    if not mean_us or len(options) > 1 or not (seed.isascii() and seed.isdigit()):
-        raise ConfigError(
-            f"--sim-fault-desc {text}: cannot read it.",
-            hint="Write random,SECONDS[,seed=N]; SECONDS, the mean time to a fault, is above 0.",
-            flag="--sim-fault-desc",
-        )
-    kinds = _OWN_FAULTS if hangs_are_found else {Kind.KILL: FaultKind.KILLED}
-    source = Poisson(
-        mean_us=mean_us,
-        shares=[Share(kind) for kind in kinds],
-        seed=int(seed),
-        lasts_us=dict.fromkeys(Kind, 1),
-    )
-    shape = Shape(nnodes=1, gpus_per_node=world_size, length_us=int(mean_us * 10 * _RANDOM_ATTEMPTS))
-    faults, before_us = [], 0
-    for attempt, drawn in enumerate(islice(source.faults(shape), _RANDOM_ATTEMPTS)):
-        delay = timedelta(microseconds=drawn.at_us - before_us)
-        faults.append(Fault(kind=_OWN_FAULTS[drawn.kind], delay=delay, rank=drawn.gpu, attempt=attempt))
-        before_us = drawn.at_us
-    return tuple(faults)
-
-
-def _faults(texts: Sequence[str], world_size: int, hangs_are_found: bool) -> tuple[Fault, ...]:
-    random = [text for text in texts if text.partition(",")[0] == "random"]
-    texts = [text for text in texts if text not in random]
+def _faults(texts: Sequence[str], world_size: int) -> tuple[Fault, ...]:
     faults = tuple(Fault.parse(text) for text in texts)
     for text, fault in zip(texts, faults, strict=True):
         if fault.rank is not None and fault.rank >= world_size:
@@ -392,7 +360,11 @@ def _faults(texts: Sequence[str], world_size: int, hangs_are_found: bool) -> tup
                 hint=f"Choose a rank from 0 to {world_size - 1}, or leave rank= out for the last one.",
                 flag="--sim-fault-desc",
             )
-    return sum((_random_faults(text, world_size, hangs_are_found) for text in random), faults)
+    return faults
+
+
+def _random_faults(texts: Sequence[str], world_size: int) -> tuple[RandomFault, ...]:
+    return tuple(each for text in texts for each in draw_faults(text, world_size))
 
 
 def _default_microbatches(layout: ParallelLayout) -> int:

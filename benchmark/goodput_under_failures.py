@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launchers and checkpointers keep of the time under the same failures.
 
-    python3 benchmark/goodput_under_failures.py --rounds 3 --export failures.json --plot failures.png
+    python3 benchmark/goodput_under_failures.py --rounds 3 --export failures.json --markdown failures.md
+    python3 benchmark/goodput_under_failures.py --training nemo --rounds 1 --markdown failures-nemo.md
+    python3 benchmark/goodput_under_failures.py --hosts --rounds 1 --markdown failures-hosts.md
 
-The same light training runs under each contestant in turn for the same time, while the failure simulator
-injures it by the same seeded schedule.  Kept steps are compared with the possible ones: the undisturbed rate,
-without failures and saves, that is measured in the same round.  A run that fails is reported, makes the exit
-code 1, and does not stop the others.  With --wall-s 480 a round of six contestants takes about 50 minutes.
+The same training runs under each contestant in turn for the same time, while the failure simulator injures it
+by the same seeded schedule.  Kept steps are compared with the possible ones: the undisturbed rate, without
+failures and saves, that is measured in the same round.  A run that cannot be measured is reported, makes the
+exit code 1, and does not stop the others; --export is written after each run.
+
+With eight faults a run takes 8 minutes (light) or 16 (nemo), and a round of all contestants 50 or 90.
+With --hosts the light training has three hosts and a spare, and each of four faults takes a host with its
+disk and memory: a run takes 12 minutes, a round 40.
 """
 
 from __future__ import annotations
@@ -15,25 +21,27 @@ import argparse
 import json
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from failures_runs import CONTESTANTS, OURS, Plan, Run, journals, run_once, undisturbed_rate
+import failures_hosts
+import failures_runs
+from failures_jobs import HOST_LOSSES, TRAININGS, Training
+from failures_report import Report, as_markdown, as_text, draw, measured_with
+from failures_runs import Plan, Run, journals
 from measuring import count, machine
+from restart_runs import launchers
 from tqdm import tqdm
 
 from resiliency.errors import ResiliencyError
-from resiliency.events import JsonValue
 
 #: What a run may fail with without a bug of ours: it is reported, and the next one starts.
 _RUN_ERRORS = (ResiliencyError, TimeoutError, EOFError, OSError)
-Measured = Sequence[tuple[Run, float]]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,20 +50,25 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--training", choices=list(TRAININGS), default="light", help="what is trained (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hosts", action="store_true", help="lose whole hosts, and no ranks; for the light training"
+    )
     parser.add_argument("--rounds", type=count, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--wall-s",
-        type=_seconds,
-        default=480.0,
-        metavar="S",
-        help="window of each run (default: %(default)g)",
+        "--faults",
+        type=count,
+        metavar="N",
+        help="in the window of each run (default: 8; --hosts: 4)",
     )
     parser.add_argument(
         "--fault-interval-s",
         type=_seconds,
-        default=60.0,
         metavar="S",
-        help="mean time between failures, from the simulator's Poisson schedule (default: %(default)g)",
+        help="mean time between failures; a window is as long as --faults of them (default: 60; nemo: 120;"
+        " --hosts: 180)",
     )
     parser.add_argument(
         "--kinds",
@@ -66,9 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seed", type=int, default=42, metavar="N", help="of round 1; round 2 has the next one (%(default)s)"
     )
-    parser.add_argument(
-        "--save-every", type=count, default=50, metavar="STEPS", help="for all savers (default: %(default)s)"
-    )
+    parser.add_argument("--save-every", type=count, metavar="STEPS", help="for all savers (default: 50)")
     parser.add_argument(
         "--undisturbed-s",
         type=_seconds,
@@ -76,17 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long each round measures the undisturbed rate (default: %(default)g)",
     )
+    named = "; ".join(f"{one.name}: {', '.join(one.contestants)}" for one in TRAININGS.values())
+    named += f"; --hosts: {', '.join(HOST_LOSSES.contestants)}"
     parser.add_argument(
-        "--contestants",
-        nargs="+",
-        choices=list(CONTESTANTS),
-        default=list(CONTESTANTS),
-        metavar="NAME",
-        help=f"which of {', '.join(CONTESTANTS)} (default: all)",
+        "--contestants", nargs="+", metavar="NAME", help=f"which of these (default: all).  {named}"
     )
     parser.add_argument("--directory", type=Path, help="where jobs write; default: a temporary directory")
     parser.add_argument("--keep", action="store_true", help="keep what the jobs wrote, with their output")
     parser.add_argument("--export", type=Path, metavar="FILE.json", help="write every figure there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="write a dated note there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the lost time there")
     return parser
 
@@ -132,15 +141,29 @@ def _ending_by_signals() -> Iterator[None]:
 def _measure() -> int:
     parser = build_parser()
     args = parser.parse_args()
-    for path in filter(None, (args.export, args.plot)):
+    if args.hosts and (args.training != "light" or args.kinds != "kill"):
+        parser.error("--hosts is of the light training, and loses hosts: leave out --training and --kinds")
+    training = HOST_LOSSES if args.hosts else TRAININGS[args.training]
+    args.contestants = args.contestants or list(training.contestants)
+    if unknown := [name for name in args.contestants if name not in training.contestants]:
+        parser.error(
+            f"--contestants: {args.training} has no {unknown[0]!r}; it has {', '.join(training.contestants)}"
+        )
+    args.fault_interval_s = args.fault_interval_s or training.fault_interval_s
+    args.faults = args.faults or training.faults
+    args.save_every = args.save_every or training.save_every
+    for path in filter(None, (args.export, args.markdown, args.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(f"the directory of {path} does not exist")
     if args.directory:
         args.directory.mkdir(parents=True, exist_ok=True)
-    facts = machine()
+    report = Report(training=training, command=_command(args), machine=machine(), runs=())
     root = Path(tempfile.mkdtemp(prefix="failures-", dir=args.directory))
     try:
-        measured = run_all(args, root)
+        for so_far in measure_all(args, report, root):
+            report = so_far
+            if args.export:
+                args.export.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     finally:
         left = journals(root)
         for path in left:
@@ -151,122 +174,77 @@ def _measure() -> int:
             )
         if not args.keep and not left:
             shutil.rmtree(root)
-    print(as_text(measured))
-    if args.export:
-        args.export.write_text(json.dumps(to_json(measured, args, facts), indent=2) + "\n")
+    print(as_text(report))
+    if args.markdown:
+        args.markdown.write_text(as_markdown(report))
     if args.plot:
-        _draw(measured, args.plot)
+        draw(report).savefig(args.plot)
     if args.keep:
         print(f"Job directories: {root}")
-    return 1 if any(run.error for run, _ in measured) else 0
+    return 1 if report.failed else 0
 
 
-def run_all(args: argparse.Namespace, root: Path) -> list[tuple[Run, float]]:
-    """Every run, with the undisturbed rate of its round in steps a second."""
-    measured = []
-    with tqdm(total=args.rounds * (len(args.contestants) + 1), unit="run", file=sys.stderr) as bar:
+def _command(args: argparse.Namespace) -> str:
+    """What repeats this measurement; where this one wrote its files is left out."""
+    words = ["python3 benchmark/goodput_under_failures.py", f"--training {args.training}"]
+    words += ["--hosts"] if args.hosts else [f"--kinds {args.kinds}"]
+    words += [
+        f"--rounds {args.rounds}",
+        f"--faults {args.faults}",
+        f"--seed {args.seed}",
+    ]
+    words += [f"--fault-interval-s {args.fault_interval_s:g}", f"--save-every {args.save_every}"]
+    return " ".join([*words, f"--contestants {measured_with(args.contestants)}"])
+
+
+def measure_all(args: argparse.Namespace, report: Report, root: Path) -> Iterator[Report]:
+    """Every run; a report after each."""
+    names, left_out = _present(report.training, args.contestants)
+    report = replace(report, left_out={**left_out, **report.training.left_out})
+    # Either: how the undisturbed rate is measured, and a contestant.
+    measure = failures_hosts if report.training.hosts > 1 else failures_runs
+    with tqdm(total=args.rounds * (len(names) + 1), unit="run", file=sys.stderr) as bar:
         for number in range(1, args.rounds + 1):
             bar.set_description(f"round {number}, undisturbed")
-            rate = undisturbed_rate(root / f"{number}-undisturbed", args.undisturbed_s)
+            try:
+                rate = measure.undisturbed_rate(
+                    report.training, root / f"{number}-undisturbed", args.undisturbed_s
+                )
+            except _RUN_ERRORS as failure:
+                run = Run(
+                    contestant="undisturbed", round=number, wall_s=args.undisturbed_s, error=str(failure)
+                )
+                report = replace(report, runs=[*report.runs, (run, 1.0)])
+                bar.update(len(names) + 1)
+                yield report
+                continue
             bar.update()
             plan = Plan(
-                wall_s=args.wall_s,
+                training=report.training,
+                faults=args.faults,
                 fault_interval_s=args.fault_interval_s,
                 kinds=args.kinds,
                 seed=args.seed + number - 1,
                 save_every=args.save_every,
             )
-            for name in args.contestants:
+            for name in names:
                 bar.set_description(f"round {number}, {name}")
                 directory = root / f"{number}-{name.replace(' ', '-')}"
                 try:
-                    run = run_once(name, number, plan, directory)
+                    run = measure.run_once(name, number, plan, directory)
                 except _RUN_ERRORS as failure:
-                    run = Run(contestant=name, round=number, wall_s=args.wall_s, error=str(failure))
-                measured.append((run, rate))
+                    run = Run(contestant=name, round=number, wall_s=plan.wall_s, error=str(failure))
+                report = replace(report, runs=[*report.runs, (run, rate)])
                 bar.update()
-    return measured
+                yield report
 
 
-def as_text(measured: Measured) -> str:
-    """The table: medians over rounds, and the worst round."""
-    lines = [
-        f"{'contestant':26} {'kept':>7} {'worst':>7} {'lost s':>8} {'worst':>8} {'incidents':>9}"
-        "   to the next new step, s: mean median worst"
-    ]
-    lost = lost_by_contestant(measured)
-    for name, seconds in lost.items():
-        runs = [(run, rate) for run, rate in measured if run.contestant == name and not run.error]
-        kept = [run.kept_share(rate) for run, rate in runs]
-        back = [each for run, _ in runs for each in run.recoveries_s if each is not None]
-        times = f"{statistics.fmean(back):.2f} {statistics.median(back):.2f} {max(back):.2f}" if back else "-"
-        lines.append(
-            f"{name:26} {statistics.median(kept):7.1%} {min(kept):7.1%} {statistics.median(seconds):8.1f}"
-            f" {max(seconds):8.1f} {sum(len(run.faults) for run, _ in runs):9}   {times}"
-        )
-    if OURS in lost:
-        own = statistics.median(lost[OURS])
-        for name, seconds in lost.items():
-            if name != OURS and own > 0:
-                lines.append(f"{name} loses {statistics.median(seconds) / own:.2f} x as much time as {OURS}")
-    lines += _causes(measured)
-    failed = [run for run, _ in measured if run.error]
-    return "\n".join(
-        [*lines, *(f"FAILED round {run.round}, {run.contestant}: {run.error}" for run in failed)]
-    )
-
-
-def _causes(measured: Measured) -> list[str]:
-    """Where the time went, for contestants whose runs have a ledger: medians of rounds."""
-    lines = []
-    for name in dict.fromkeys(run.contestant for run, _ in measured):
-        runs = [run.causes_s for run, _ in measured if run.contestant == name and run.causes_s]
-        found = {cause: statistics.median(run.get(cause, 0.0) for run in runs) for cause in _words(runs)}
-        if found:
-            lines.append(
-                f"{name}, s by cause: " + ", ".join(f"{cause} {s:.1f}" for cause, s in found.items())
-            )
-    return lines
-
-
-def _words(runs: Iterable[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(cause for run in runs for cause in run))
-
-
-def lost_by_contestant(measured: Measured) -> dict[str, list[float]]:
-    """Lost seconds of each round; contestants that no round measured are left out."""
-    lost: dict[str, list[float]] = {}
-    for run, rate in measured:
-        if not run.error:
-            lost.setdefault(run.contestant, []).append(run.lost_s(rate))
-    return lost
-
-
-def to_json(
-    measured: Measured, args: argparse.Namespace, facts: dict[str, JsonValue]
-) -> dict[str, JsonValue]:
-    words = ("rounds", "wall_s", "fault_interval_s", "kinds", "seed", "save_every", "undisturbed_s")
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": facts,
-        "plan": {word: getattr(args, word) for word in words},
-        "undisturbed_steps_per_s": {str(run.round): rate for run, rate in measured},
-        "runs": [run.to_json(rate) for run, rate in measured],
-    }
-
-
-def _draw(measured: Measured, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    lost = lost_by_contestant(measured)
-    figure = Figure(figsize=(8, 1 + 0.6 * len(lost)), layout="constrained")
-    axes = figure.subplots()
-    names = list(lost)[::-1]
-    axes.barh(names, [statistics.median(lost[name]) for name in names], color="#4477aa")
-    for place, name in enumerate(names):
-        axes.plot(lost[name], [place] * len(lost[name]), "k|", markersize=12)
-    axes.set_xlabel("lost seconds: median of rounds, each round a mark")
-    figure.savefig(path)
+def _present(training: Training, wanted: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Contestants whose launcher is installed, and why the others take no part."""
+    known = launchers(0.1)
+    programs = {name: Path(known[training.contestants[name].launcher].argv[0]) for name in wanted}
+    left_out = {name: f"{path.name} is not installed" for name, path in programs.items() if not path.exists()}
+    return [name for name in wanted if name not in left_out], left_out
 
 
 if __name__ == "__main__":

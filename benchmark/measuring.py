@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every measurement asks and says: numbers of rounds and the like, and the machine that it ran on."""
+"""What every measurement asks, says and needs: numbers of rounds, the machine that it ran on, free ports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import socket
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,16 @@ def machine() -> dict[str, JsonValue]:
         except importlib.metadata.PackageNotFoundError:
             facts[package] = None
     return facts
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 def file_system(path: Path) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from flags import SaveMode, Workload
 from log_copier import LogCopier
+from random_faults import RankSimulators
 
 from resiliency import log
 from resiliency.errors import ResiliencyError
@@ -91,6 +92,8 @@ def _train(workload: Workload, info: RunInfo, events: EventStream, log_dir: Path
 
     injector = FaultInjector(workload.faults, info, events)
     injector.attach(events)
+    simulators = RankSimulators(workload.random_faults, info)
+    simulators.attach(events)
     model, data, optimizer = _model(workload), _data(workload), _optimizer(workload)
     trainer = _trainer(workload, info, events, log_dir)
     try:
@@ -104,6 +107,7 @@ def _train(workload: Workload, info: RunInfo, events: EventStream, log_dir: Path
         )
     finally:
         injector.close()
+        simulators.close()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -258,11 +262,13 @@ def _local_tier(workload: Workload) -> Any:
 def _callbacks(workload: Workload, events: EventStream, log_dir: Path) -> list[Any]:
     from nemo.lightning.pytorch.callbacks import GarbageCollectionCallback
 
+    from resiliency.callbacks.consumed_samples import ConsumedSamplesCallback
     from resiliency.callbacks.logging import StepLoggingCallback
     from resiliency.callbacks.run_events import RunEventsCallback
 
     loss_interval = 1 if workload.device == "cpu" else 10
     callbacks: list[Any] = [
+        ConsumedSamplesCallback(),
         RunEventsCallback(events, loss_interval_steps=loss_interval),
         StepLoggingCallback(
             tokens_per_step=workload.global_batch_size * workload.size.seq_length,

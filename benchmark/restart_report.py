@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from restart_runs import OURS, RANKS, Workload
+from restart_runs import OURS, RANKS, Failure, Workload, rendezvous_flags
 from restart_spans import LAUNCHER_SPANS, SPANS, Restart
 
 from resiliency.errors import ConfigError
@@ -42,18 +42,17 @@ class Report:
     command: str
     machine: Mapping[str, JsonValue]
 
-    def of(self, launcher: str) -> dict[int, Restart]:
-        """Round -> what was measured."""
+    def of(self, launcher: str, *, since: int = 1) -> dict[int, Restart]:
+        """Round -> what was measured, from round `since` on."""
         return {
             result.round: result.restart
             for result in self.results
-            if result.launcher == launcher and result.restart is not None
+            if result.launcher == launcher and result.restart is not None and result.round >= since
         }
 
     @property
     def title(self) -> str:
-        fault = "From a hang that was found" if self.workload.hung else "From a killed rank"
-        return f"{fault} to the first new step"
+        return f"{_FROM[self.workload.failure]} to the first new step"
 
     @property
     def failures(self) -> list[Result]:
@@ -88,10 +87,19 @@ class Report:
         }
 
 
+_FROM: dict[Failure, str] = {
+    "killed": "From a killed rank",
+    "hung": "From a hang that was found",
+    "host-lost": "From a killed host that is replaced",
+}
+
+
 def _span(name: str) -> Callable[[Restart], float]:
     return lambda run: run.spans_s[name]
 
 
+#: In round 1 our launcher does not know the imports yet.
+FIRST_START = "first start, from round 2 on: command to first step"
 #: Row of the table -> figure of a run.
 _ROWS: dict[str, Callable[[Restart], float | None]] = {
     **{text: _span(name) for name, text in SPANS.items()},
@@ -99,7 +107,7 @@ _ROWS: dict[str, Callable[[Restart], float | None]] = {
     "of it the launcher's part (first two)": lambda run: run.launcher_s,
     "steady step": lambda run: run.step_s,
     "training held by a save": lambda run: run.held_s,
-    "first start: command to first step": lambda run: run.first_step_s,
+    FIRST_START: lambda run: run.first_step_s,
     "memory of ranks and template, GiB (PSS)": lambda run: (run.memory_bytes or 0) / 2**30 or None,
 }
 
@@ -110,11 +118,13 @@ def rows(report: Report) -> Iterator[list[str]]:
     yield ["seconds, median (min..max)", *report.launchers, *(f"{OURS} / {other}" for other in others)]
     for text, figure in _ROWS.items():
         cells = []
+        since = 2 if text == FIRST_START else 1
         for launcher in report.launchers:
-            values = [value for run in report.of(launcher).values() if (value := figure(run)) is not None]
+            runs = report.of(launcher, since=since).values()
+            values = [value for run in runs if (value := figure(run)) is not None]
             cells.append(_spread(values, "{:.3f}"))
         for other in others:
-            ours, theirs = report.of(OURS), report.of(other)
+            ours, theirs = (report.of(name, since=since) for name in (OURS, other))
             pairs = [(figure(ours[number]), figure(theirs[number])) for number in ours if number in theirs]
             cells.append(_spread([a / b for a, b in pairs if a is not None and b], "{:.2f}"))
         yield [text, *cells]
@@ -182,15 +192,15 @@ def as_markdown(report: Report) -> str:
             "",
             f"Machine: {facts['cores']} cores ({facts['cpu']}), {facts['memory_gib']} GiB, "
             f"Linux {facts['kernel']}, load {facts['load_1min']} before; {versions}.",
-            f"Job: {work.description}; {RANKS} ranks on one host, {work.steps} steps, a save every "
-            f"{work.save_every}; the last rank gets {'SIGSTOP' if work.hung else 'SIGKILL'} after step "
-            f"{work.fault_step}, so step "
+            f"Job: {work.description}; {RANKS} ranks on {_place(work)}, {work.steps} steps, a save every "
+            f"{work.save_every}; the last {'host' if work.hosts > 1 else 'rank'} gets "
+            f"{'SIGSTOP' if work.hung else 'SIGKILL'} after step {work.fault_step}, so step "
             f"{work.restored_step} is restored.",
-            f"Launchers: monitor interval {report.monitor_interval_s:g} s for all; torchrun and ft_launcher "
-            "with `--standalone`; torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which a",
-            "restart can fail; ft_launcher with `--ft-enable-nic-monitor false`.  `standby off`: launcher.py",
-            "with `--standby off`; without it, ranks are forked from a template, which from round 2 on knows",
-            "the imports before the first start, too.",
+            f"Launchers: monitor interval {report.monitor_interval_s:g} s for all; {_rendezvous(work)};",
+            "torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which a restart can fail;",
+            "ft_launcher with `--ft-enable-nic-monitor false`.  `standby off`: launcher.py with",
+            "`--standby off`; without it, ranks are forked from a template, which from round 2 on knows the",
+            "imports before the first start, too: the first start is that of round 2 and later ones.",
             *(
                 [f"Zero is the end of the first rank that a launcher found hung ({flags})."]
                 if work.hung
@@ -204,7 +214,7 @@ def as_markdown(report: Report) -> str:
             *([f"What `{OURS}` reports of its own part: {own}."] if (own := own_spans(report)) else []),
             *(["", "Runs that failed:", "", *failures] if failures else []),
             "",
-            "Limits: one host, CPU and gloo, so no CUDA or NCCL start-up; the kernel tells the start of a",
+            "Limits: one machine, CPU and gloo, so no CUDA or NCCL start-up; the kernel tells the start of a",
             "process to 10 ms; torchrun and ft_launcher wait a random 0 to 0.3 s at a first restart, which",
             "launcher.py leaves out on one host; a stage counts as reached when the last rank has reached",
             "it.  How spans are told apart:",
@@ -212,6 +222,16 @@ def as_markdown(report: Report) -> str:
             "",
         ]
     )
+
+
+def _place(work: Workload) -> str:
+    return "one host" if work.hosts == 1 else f"{work.hosts} hosts (launchers on one machine)"
+
+
+def _rendezvous(work: Workload) -> str:
+    if work.hosts == 1:
+        return "torchrun and ft_launcher with `--standalone`"
+    return f"all with `{' '.join(rendezvous_flags('PORT', serves=True))}` (`is_host=0` on later hosts)"
 
 
 def as_png(report: Report) -> Any:
@@ -233,7 +253,7 @@ def as_png(report: Report) -> Any:
     _bars(part, report, measured, LAUNCHER_SPANS, "the launcher's part alone")
     part.set_xlabel(
         f"seconds after the fault, medians over {report.rounds} round(s) (min..max of the sum)  ·  "
-        f"{RANKS} ranks, one host",
+        f"{RANKS} ranks, {_place(report.workload)}",
         size=10, color=_QUIET,
     )  # fmt: skip
     figure.legend(

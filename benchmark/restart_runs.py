@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured run: a launcher, a training script, one killed rank, and what was seen of it.
+"""One measured run: a launcher, a training script, one killed rank or host, and what was seen of it.
 
 Launchers differ in their command line and in nothing else: same script, same environment, same
 number of ranks, same monitor interval, each run in a directory of its own.
@@ -11,16 +11,19 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import psutil
+from measuring import free_ports
 from restart_spans import Restart, Unmeasured, measure
 
-from resiliency.events import events_path
+from resiliency.events import RunEvent, events_path
 from resiliency.goodput_measure.reader import read_events
 from resiliency.launch.standby import CACHE_DIR_ENV
 from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, RunInfo
@@ -33,6 +36,11 @@ RANKS = 2
 TEMPLATE = str(Path("resiliency") / "template")
 #: The launcher that is compared with the others.
 OURS = "launcher.py"
+
+
+#: SIGKILL of the last rank; SIGSTOP, where time counts from its end, when it was found hung; SIGKILL of all
+#: processes of one of two hosts, in whose place another comes at once.
+Failure = Literal["killed", "hung", "host-lost"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +58,20 @@ class Workload:
     fault_step: int
     deadline_s: float
     description: str
-    #: The rank is stopped (SIGSTOP) instead of killed; time counts from its end, when it was found hung.
-    hung: bool = False
+    failure: Failure = "killed"
+
+    @property
+    def hung(self) -> bool:
+        return self.failure == "hung"
+
+    @property
+    def hosts(self) -> int:
+        return 2 if self.failure == "host-lost" else 1
 
     @property
     def fault(self) -> str:
-        return f"{'rank_hung' if self.hung else 'rank_killed'},step={self.fault_step}"
+        # A host is killed when its rank stands still, so that the others are no step ahead.
+        return f"{'rank_killed' if self.failure == 'killed' else 'rank_hung'},step={self.fault_step}"
 
     @property
     def launcher_flags(self) -> tuple[str, ...]:
@@ -67,20 +83,25 @@ class Workload:
         """The step that every launcher must come back to, or the runs did not do the same work."""
         return self.fault_step // self.save_every * self.save_every
 
-    def argv(self, directory: Path) -> list[str]:
+    def quick(self) -> Workload:
+        """The same with a fifth of the steps: it shows that all runs, and measures nothing."""
+        steps, save_every, fault_step = (n // 5 for n in (self.steps, self.save_every, self.fault_step))
+        return replace(self, steps=steps, save_every=save_every, fault_step=fault_step)
+
+    def argv(self, directory: Path, *, fault: bool = True) -> list[str]:
         """Script and arguments."""
         if self.name == "light":
             return [
                 str(ROOT / "benchmark" / "restart_workload.py"),
                 *("--checkpoint", str(directory / "checkpoint.pt"), "--steps", str(self.steps)),
-                *("--save-every", str(self.save_every), "--fault", self.fault),
+                *("--save-every", str(self.save_every), *(["--fault", self.fault] if fault else [])),
             ]
         return [
             str(ROOT / "benchmark" / "benchmark.py"),
             *("--device", "cpu", "--model", "tiny", "--job-name", JOB, "--max-steps", str(self.steps)),
             *("--persistent-ckpt-dir", str(directory / "storage")),
             *("--persistent-ckpt-interval", str(self.save_every), "--log-interval", "1"),
-            *("--log-dir", str(directory / "logs"), "--sim-fault-desc", self.fault),
+            *("--log-dir", str(directory / "logs"), *(["--sim-fault-desc", self.fault] if fault else [])),
             *(["--enable-fault-tolerance"] if self.hung else []),
         ]
 
@@ -116,14 +137,15 @@ class Launcher:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def launchers(monitor_interval_s: float) -> dict[str, Launcher]:
-    """Name -> launcher, ours first."""
+def launchers(monitor_interval_s: float, hosts: int = 1) -> dict[str, Launcher]:
+    """Name -> launcher of one of so many hosts, ours first."""
     flags = [
-        *("--nproc-per-node", str(RANKS), "--max-restarts", "1"),
+        *("--nproc-per-node", str(RANKS // hosts), "--max-restarts", "1"),
         *("--monitor-interval", f"{monitor_interval_s:g}"),
     ]
     programs = Path(sys.executable).parent
-    torchrun = (str(programs / "torchrun"), "--standalone", *flags)
+    alone = ("--standalone",) if hosts == 1 else ()
+    torchrun = (str(programs / "torchrun"), *alone, *flags)
     return {
         OURS: Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags)),
         "standby off": Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags, "--standby", "off")),
@@ -134,7 +156,7 @@ def launchers(monitor_interval_s: float) -> dict[str, Launcher]:
         "ft_launcher": Launcher(
             argv=(
                 str(programs / "ft_launcher"),
-                *("--standalone", *flags, "--ft-enable-nic-monitor", "false"),
+                *(*alone, *flags, "--ft-enable-nic-monitor", "false"),
             )
         ),
         "torchrun-as-shipped": Launcher(argv=torchrun),
@@ -147,6 +169,13 @@ DEFAULT_LAUNCHERS = (OURS, "standby off", "torchrun", "ft_launcher")
 WATCHFUL = (OURS, "standby off", "ft_launcher")
 
 
+def rendezvous_flags(port: int | str, *, serves: bool, nnodes: str = "2", job: str = JOB) -> list[str]:
+    """How launchers of several hosts meet: at the one that serves; a lost host is noticed in 6 s, not 15."""
+    conf = f"is_host={int(serves)},keep_alive_interval=1,keep_alive_max_attempt=6"
+    where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--rdzv-conf", conf]
+    return ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", job, *where]
+
+
 def run_once(launcher: Launcher, workload: Workload, directory: Path) -> Restart:
     """Start, watch, wait for success, and measure.
 
@@ -157,40 +186,88 @@ def run_once(launcher: Launcher, workload: Workload, directory: Path) -> Restart
         TimeoutError, EOFError: it did not get that far in time; the message quotes its output.
     """
     directory.mkdir(parents=True)
-    info = RunInfo(job_name=JOB, run_dir=str(directory))
-    environment = {
-        **launcher.env,
-        JOB_ENV: JOB,
-        RUN_DIR_ENV: str(directory),
-        "GOODPUT_USE_FILE_TRACKING": "1",
-        "OMP_NUM_THREADS": "1",
-        # Of all runs: after the first one, our launcher knows the script's imports.
-        CACHE_DIR_ENV: str(directory.parent / "cache"),
-    }
     started = time.monotonic()
-    with Command(
-        [*launcher.argv, *workload.launcher_flags, *workload.argv(directory)],
-        env=environment,
-        cwd=directory,
-        log=directory / "output.txt",
-    ) as command:
-        command.wait_for_line(r"\bstep 1\b", timeout=workload.deadline_s)
+    with ExitStack() as stack:
+        hosts = Hosts(launcher, workload, directory, stack)
+        first = hosts.commands[0]
+        first.wait_for_line(r"\bstep 1\b", timeout=workload.deadline_s)
         first_step_s = time.monotonic() - started
-        with WorkerEnds.of(command) as ends:
+        with WorkerEnds.of(hosts.commands) as ends:
+            zero = hosts.replace_last() if workload.hosts > 1 else None
             ended = ends.wait(timeout=workload.deadline_s)
-        command.wait_for_line(rf"\bstep {workload.fault_step + 1}\b", timeout=workload.deadline_s)
-        memory_bytes = _memory_bytes(command)
-        if (code := command.wait(timeout=workload.deadline_s)) != 0:
-            tail = "\n".join(command.lines[-20:])
-            raise Unmeasured(f"the job ended with exit code {code}, expected 0.  Its last lines:\n{tail}")
+        first.wait_for_line(rf"\bstep {workload.fault_step + 1}\b", timeout=workload.deadline_s)
+        memory_bytes = _memory_bytes(hosts.commands)
+        for command in hosts.commands:
+            if (code := command.wait(timeout=workload.deadline_s)) != 0:
+                tail = "\n".join(command.lines[-20:])
+                raise Unmeasured(f"a launcher ended with exit code {code}, not 0.  Its last lines:\n{tail}")
     restart = replace(
-        measure(list(read_events(events_path(info), progress=False)), ended, from_first_end=workload.hung),
+        measure(hosts.events(), ended, zero=min(ended.values()) if workload.hung else zero),
         first_step_s=first_step_s,
         memory_bytes=memory_bytes,
     )
     if restart.restored_step != workload.restored_step:
         raise Unmeasured(f"restored step {restart.restored_step}, expected {workload.restored_step}.")
     return restart
+
+
+class Hosts:
+    """The launchers of one job, one for each host: all on this machine, each in a directory of its own."""
+
+    def __init__(self, launcher: Launcher, workload: Workload, directory: Path, stack: ExitStack) -> None:
+        self._launcher = launcher
+        self._workload = workload
+        self._directory = directory
+        self._stack = stack
+        (self._port,) = free_ports(1)
+        self._infos: list[RunInfo] = []
+        self.commands = [self._start() for _ in range(workload.hosts)]
+
+    def _start(self) -> Command:
+        number, alone = len(self._infos), self._workload.hosts == 1
+        own = self._directory if alone else self._directory / f"host{number}"
+        own.mkdir(exist_ok=True)
+        self._infos.append(RunInfo(job_name=JOB, run_dir=str(own)))
+        environment = {
+            **self._launcher.env,
+            JOB_ENV: JOB,
+            RUN_DIR_ENV: str(own),
+            "GOODPUT_USE_FILE_TRACKING": "1",
+            "OMP_NUM_THREADS": "1",
+            # Of all runs: after the first one, our launcher knows the script's imports.
+            CACHE_DIR_ENV: str(self._directory.parent / "cache"),
+        }
+        meet = [] if alone else rendezvous_flags(self._port, serves=number == 0)
+        # torchrun counts attempts by host: in another host's first one the same fault would come again.
+        script = self._workload.argv(self._directory, fault=number < self._workload.hosts)
+        argv = [*self._launcher.argv, *meet, *self._workload.launcher_flags, *script]
+        return self._stack.enter_context(Command(argv, env=environment, cwd=own, log=own / "output.txt"))
+
+    def replace_last(self) -> datetime:
+        """Kill the last host once its rank has stopped, and start another; returns when it was killed."""
+        last = self.commands.pop()
+        deadline = time.monotonic() + self._workload.deadline_s
+        ranks = [psutil.Process(pid) for _, pid in _workers([last])]
+        while not any(rank.status() == psutil.STATUS_STOPPED for rank in ranks):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the last host's rank did not come to its fault: has it rank 0?")
+            time.sleep(0.01)
+        processes = processes_marked(last.id)
+        killed = datetime.now(timezone.utc)
+        for process in processes:
+            process.kill()
+        self.commands.append(self._start())
+        return killed
+
+    def events(self) -> list[RunEvent]:
+        """Of all hosts."""
+        found = []
+        for number, info in enumerate(self._infos):
+            for event in read_events(events_path(info), progress=False):
+                # See above: what a host that came later calls its first attempt is the job's second.
+                late = number >= self._workload.hosts and event.rank is not None
+                found.append(replace(event, attempt=1) if late else event)
+        return found
 
 
 class WorkerEnds:
@@ -210,13 +287,13 @@ class WorkerEnds:
             raise Unmeasured("a rank ended before its fault, so its end was not seen.") from error
 
     @classmethod
-    def of(cls, command: Command) -> WorkerEnds:
-        """Watch the ranks that run under `command`.
+    def of(cls, commands: Sequence[Command]) -> WorkerEnds:
+        """Watch the ranks that run under `commands`.
 
         Raises:
             Unmeasured: they are not all there.
         """
-        workers = dict(_workers(command))
+        workers = dict(_workers(commands))
         if sorted(workers) != list(range(RANKS)):
             raise Unmeasured(f"expected processes of ranks 0 to {RANKS - 1}, found {sorted(workers)}.")
         return cls(workers)
@@ -252,10 +329,10 @@ class WorkerEnds:
         self.close()
 
 
-def _memory_bytes(command: Command) -> int:
+def _memory_bytes(commands: Sequence[Command]) -> int:
     """Memory of the ranks, and of the template that they were forked from: what is shared counts once."""
     total = 0
-    for process in processes_marked(command.id):
+    for process in chain.from_iterable(processes_marked(command.id) for command in commands):
         try:
             if "RANK" in process.environ() or TEMPLATE in " ".join(process.cmdline()[:4]):
                 total += process.memory_full_info().pss
@@ -264,9 +341,9 @@ def _memory_bytes(command: Command) -> int:
     return total
 
 
-def _workers(command: Command) -> Iterator[tuple[int, int]]:
+def _workers(commands: Sequence[Command]) -> Iterator[tuple[int, int]]:
     """(rank, process) of each worker: it has a rank, and what started it has none."""
-    for process in processes_marked(command.id):
+    for process in chain.from_iterable(processes_marked(command.id) for command in commands):
         try:
             rank = process.environ().get("RANK")
             parent = process.parent()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one restart cost, span by span: a pure function of run events and of process ends.
 
-The zero is the moment at which the fault was injected, or found.  Every span is told by the same witness
-under every launcher: the training script's own events, and the ends of the old processes as the
-kernel reported them to the benchmark.  What only one launcher tells about itself is kept apart.
+The zero is the moment at which the fault was injected, or found, or a whole host was killed.  Every span
+is told by the same witness under every launcher: the training script's own events, and the ends of the
+old processes as the kernel reported them to the benchmark.  What only one launcher tells about itself is
+kept apart.
 
 A stage counts as reached when the last rank has reached it, and each piece of time belongs to the
 stage that ended it, so the spans add up to the total.
@@ -74,14 +75,14 @@ class Restart:
 
 
 def measure(
-    events: Sequence[RunEvent], ended: Mapping[int, datetime], *, from_first_end: bool = False
+    events: Sequence[RunEvent], ended: Mapping[int, datetime], *, zero: datetime | None = None
 ) -> Restart:
     """Measure the one restart in `events`.
 
     Args:
         events: all that training script and launcher wrote.
         ended: rank -> when its first process ended, as seen from outside.
-        from_first_end: the zero is the first of these ends: for faults that kill no process.
+        zero: when the restart begins; None: when the fault was injected.
     Raises:
         Unmeasured: the events do not hold exactly one fault and one complete restart after it.
     """
@@ -95,8 +96,7 @@ def measure(
             f"expected the same ranks before, after and among the ended processes, "
             f"found {sorted(old)}, {sorted(new)} and {sorted(ended)}."
         )
-    zero = to_us(min(ended.values()) if from_first_end else fault.time)
-    spans = _spans(zero, max(map(to_us, ended.values())), list(new.values()))
+    spans = _spans(to_us(zero or fault.time), max(map(to_us, ended.values())), list(new.values()))
     restored = _restored_step(list(new.values()))
     return Restart(
         spans_s=spans,

@@ -6,6 +6,8 @@
 The same training script runs under each launcher in turn (A B C A B C ...); its last rank kills
 itself after a checkpoint, and the restart is measured span by span.  With ``--fault hung`` it stops
 itself, and the restart is measured from the moment at which a launcher has found that out and ends it.
+With ``--fault host-lost`` each of two launchers has one rank; all processes of one are killed, and a launcher
+that takes its place is started at once: a restart is measured from that kill.
 A run that fails is reported, makes the exit code 1, and does not stop the others.
 """
 
@@ -21,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import get_args
 
 from measuring import count, machine
 from restart_report import Report, Result, as_markdown, as_png, as_text
@@ -29,6 +32,7 @@ from restart_runs import (
     OURS,
     WATCHFUL,
     WORKLOADS,
+    Failure,
     Launcher,
     Workload,
     launchers,
@@ -58,11 +62,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--fault",
-        choices=("killed", "hung"),
+        choices=get_args(Failure),
         default="killed",
-        help="what happens to the last rank; hung: for nemo, and for launchers that notice (%(default)s)",
+        help="what happens to the last rank; hung: for nemo, and for launchers that notice; host-lost: two "
+        "hosts of one rank, one of which is killed as a whole and replaced (default: %(default)s)",
     )
-    parser.add_argument("--runs", type=count, default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("--runs", type=count, metavar="N", help="rounds (default: 5)")
+    parser.add_argument(
+        "--quick", action="store_true",
+        help="does it run at all: a fifth of the steps, too few for what is prepared in the background, and "
+        "one round",
+    )  # fmt: skip
     parser.add_argument(
         "--launchers", nargs="+", choices=known, metavar="NAME",
         help=f"which of {', '.join(known)} (default: the first four, or those that notice the fault)",
@@ -90,11 +100,13 @@ def main() -> int:
     """Exit codes: 0 all runs were measured, 1 some were not."""
     parser = build_parser()
     args = parser.parse_args()
-    workload = replace(WORKLOADS[args.workload], hung=args.fault == "hung")
+    workload = WORKLOADS[args.workload]
+    workload = replace(workload.quick() if args.quick else workload, failure=args.fault)
+    args.runs = args.runs or (1 if args.quick else 5)
     args.launchers = args.launchers or (WATCHFUL if workload.hung else DEFAULT_LAUNCHERS)
     chosen = {
         name: launcher
-        for name, launcher in launchers(args.monitor_interval).items()
+        for name, launcher in launchers(args.monitor_interval, workload.hosts).items()
         if name == OURS or name in args.launchers  # ours is what all ratios are to
     }
     _check(parser, args, chosen)
@@ -149,7 +161,8 @@ def _publish(report: Report, args: argparse.Namespace) -> None:
 def _command(args: argparse.Namespace, chosen: Iterable[str]) -> str:
     """What repeats this measurement; where this one wrote its files is nobody's business."""
     words = ["python3 benchmark/restart_time.py", f"--workload {args.workload}", f"--runs {args.runs}"]
-    words += ["--fault hung"] if args.fault == "hung" else []
+    words += [f"--fault {args.fault}"] if args.fault != "killed" else []
+    words += ["--quick"] if args.quick else []
     words.append(f"--monitor-interval {args.monitor_interval:g}")
     words.append(f"--launchers {' '.join(chosen)}")
     return " ".join(words)

@@ -27,12 +27,12 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, required=True, metavar="STEPS")
-    parser.add_argument("--fault", type=Fault.parse, required=True)
+    parser.add_argument("--fault", type=Fault.parse, action="append", default=[])
     args = parser.parse_args()
     info = RunInfo.from_env()
     with open_event_stream(info) as events:
         events.emit(EventType.PROCESS_STARTED, time=process_start_time())
-        with FaultInjector([args.fault], info, events) as injector:
+        with FaultInjector(args.fault, info, events) as injector:
             train(args, info, events, injector)
 
 

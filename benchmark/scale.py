@@ -3,11 +3,12 @@
 
     python3 benchmark/scale.py --ranks 64 256 1024 4096 10000
 
-The code that runs is that of a job: the commit of a leader with its host's ranks and that of a follower host,
-the restart of rank 0 and of three other ranks with their inventory, plan and reading, and the pruning of old
-checkpoints.  Only what they talk to is simulated: the storage is in memory and counts, and the other ranks
-answer a collective as ranks of one program do.  So one small machine shows what 10,000 ranks would ask of
-their storage and of each other.  Seconds would say nothing here; processor time says what Python computes.
+The code that runs is that of a job: the commit of a leader with its host's ranks and that of a follower
+host, the restart of rank 0 and of three other ranks with their inventory, plan and reading, with as many
+ranks and with those of a host less, and the pruning of old checkpoints.  Only what they talk to is
+simulated: the storage is in memory and counts, and the other ranks answer a collective as ranks of one
+program do.  So one small machine shows what 10,000 ranks would ask of their storage and of each other.
+Seconds would say nothing here; processor time says what Python computes.
 
 Three ways to hold a state, each of --tensors small tensors:
 
@@ -21,6 +22,7 @@ and these actions, of the rank or host that the table names ("any other": the mo
   later save    the same, when no rank changed what it writes: nothing of it is computed again
   part of save  another host of the job writes its ranks' files and votes; its waiting is not counted
   restart       a rank lists what is left, agrees with all others, plans, and reads its state
+  fewer ranks   the same with the ranks of one host less: refused, where each rank holds a state of its own
   prune         rank 0's host deletes the checkpoint before, as after each save
 
 A column ends with the exponent by which it grows, fitted to all sizes: 0 is the same at any size, 1 grows as
@@ -56,11 +58,12 @@ from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.manifest import RankIndex, index_name, write_index
 from resiliency.checkpoint.format.marker import step_directory
 from resiliency.checkpoint.ranks import RankGroup
-from resiliency.checkpoint.recovery.restore import Restorer
+from resiliency.checkpoint.recovery.restore import Fill, Restorer
 from resiliency.checkpoint.state.layout import Shard, StateLayout, TensorEntry, align, contiguous_stride
 from resiliency.checkpoint.state.rank_sets import MESH, text_of_ranks
 from resiliency.checkpoint.storage.chunked_file import FileRecord
 from resiliency.checkpoint.storage.interface import Storage
+from resiliency.errors import LayoutMismatch
 from resiliency.testing.counting_storage import CountingStorage, StorageCounts
 from resiliency.testing.storage import MemoryStorage
 
@@ -255,7 +258,7 @@ def save(job: Job, storage: MemoryStorage, step: int, of_leader: DcpFormat) -> t
     )
 
 
-def restart(job: Job, storage: MemoryStorage, step: int) -> tuple[Cost, Cost]:
+def restart(job: Job, storage: MemoryStorage, step: int, *, saved_by: Job) -> tuple[Cost, Cost]:
     """Restore the newest step; the cost to rank 0, and the most to another rank.
 
     Raises:
@@ -263,7 +266,7 @@ def restart(job: Job, storage: MemoryStorage, step: int) -> tuple[Cost, Cost]:
     """
     words: list[object] = []
     costs = [
-        _restore(job, storage, step, rank, words)
+        _restore(job, storage, step, rank, words, saved_by)
         for rank in dict.fromkeys((0, 1, job.ranks // 2, job.ranks - 1))
     ]
     others = costs[1:]
@@ -271,7 +274,10 @@ def restart(job: Job, storage: MemoryStorage, step: int) -> tuple[Cost, Cost]:
     return costs[0], replace(others[0], **most)
 
 
-def _restore(job: Job, storage: MemoryStorage, step: int, rank: int, words: list[object]) -> Cost:
+def _restore(
+    job: Job, storage: MemoryStorage, step: int, rank: int, words: list[object], saved_by: Job
+) -> Cost:
+    is_refused = job.ranks != saved_by.ranks and not job.replicated
     counting, rank_group = CountingStorage(storage), SimulatedRanks(job, rank, words)
     expected = job.shard(rank, step)
 
@@ -292,17 +298,26 @@ def _restore(job: Job, storage: MemoryStorage, step: int, rank: int, words: list
             restorer = Restorer(arena, counting, rank_group, replicated=job.replicated, host=job.host(rank))
             gc.collect()
             began = time.process_time()
-            restored = restorer.restore(fill)
+            found = _step_of(restorer, fill)
             spent = time.process_time() - began
         finally:
             arena.close()
-    if restored.step != step:
-        raise SystemExit(f"rank {rank} of {job.ranks} ({job.layout}) got step {restored.step}, not {step}.")
+    if found != (None if is_refused else step):
+        raise SystemExit(f"rank {rank} of {job.ranks} ({job.layout}) got step {found}, not {step}.")
+    action = "restart" if job.ranks == saved_by.ranks else "fewer ranks"
     return replace(
-        _cost(job, "restart", "any other rank" if rank else "rank 0", counting.counts, spent),
+        _cost(saved_by, action, "any other rank" if rank else "rank 0", counting.counts, spent),
         collectives=rank_group.collectives,
         gathered_bytes=rank_group.gathered_bytes,
     )
+
+
+def _step_of(restorer: Restorer, fill: Fill) -> int | None:
+    """The step that was restored; None: refused, for another number of ranks."""
+    try:
+        return restorer.restore(fill).step
+    except LayoutMismatch:
+        return None
 
 
 def remove_old(job: Job, storage: MemoryStorage) -> Cost:
@@ -319,7 +334,9 @@ def measure(job: Job) -> Iterator[Cost]:
     first, _ = save(job, storage, 1, of_leader)
     later, part = save(job, storage, 2, of_leader)
     yield from (first, later, part)
-    yield from restart(job, storage, 2)
+    yield from restart(job, storage, 2, saved_by=job)
+    fewer = replace(job, ranks=job.ranks - job.ranks_per_host)
+    yield from restart(fewer, storage, 2, saved_by=job)
     yield remove_old(job, storage)
 
 

@@ -11,7 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from supervisor_plane import WAIT_S, Beat, BenchPlane, Job, open_plane
@@ -34,6 +34,7 @@ class Moments:
         harmed: what happened that should not have; empty where nothing did.
     """
 
+    suspected_s: float | None = None
     detected_s: float | None = None
     acted_s: float | None = None
     whole_s: float | None = None
@@ -94,7 +95,9 @@ def host_killed(plane: BenchPlane) -> Moments:
     plane.signal_hosts(("a", "c"), signal.SIGUSR2)
     began = time.time()
     plane.kill_host("b")
-    return _both(plane, began, since, "host_hb", "hot_swap")
+    suspected = plane.moment("sensor", "host b: its stream ended", since, within_s=WAIT_S)
+    moments = _both(plane, began, since, "host_hb", "hot_swap")
+    return replace(moments, suspected_s=suspected - began)
 
 
 def host_vanishes(plane: BenchPlane) -> Moments:
@@ -191,6 +194,7 @@ class FaultCell:
         peer: its figure of the same fault at a heartbeat, as text; "-" where none was measured.
         bar: what is promised, in words, and the seconds that `judged` may be, at a heartbeat.
         judged: name of the moment that the bar is about.
+        detected: the seconds that detection alone may take; the time in which echoes gather comes after it.
         every_beat: else it is measured at the first beat alone, because no heartbeat matters.
     """
 
@@ -199,6 +203,7 @@ class FaultCell:
     inflict: Callable[[BenchPlane], Moments]
     judged: str
     bar: Callable[[Beat], float | None]
+    detected: Callable[[Beat], float | None] = lambda beat: None
     peer: Callable[[Beat], str] = lambda beat: "-"
     flags: tuple[str, ...] = ()
     every_beat: bool = True
@@ -212,6 +217,17 @@ def _within(seconds: float) -> Callable[[Beat], float]:
     return lambda beat: seconds
 
 
+def _timeout_at_once(beat: Beat) -> float:
+    """A silence: what is left of the second after the timeout, once `--tick-s` of echoes is taken."""
+    return beat.timeout_s + 1.0 - Thresholds().tick_s
+
+
+#: From the end of a host's stream until it is suspected.
+SUSPECTED_S = 0.1
+#: A loss that a witness confirms: what is left of the 5 s until the action.
+_CONFIRMED_S = 5.0 - Thresholds().coalesce_s
+
+
 def _timeout_and_a_second(beat: Beat) -> float:
     """Where the timeout is short, a job counts as advancing (`--advancing-s`) for longer than that."""
     return max(beat.timeout_s, Thresholds().advancing_s) + 1.0
@@ -221,18 +237,22 @@ FAULTS = (
     FaultCell(
         name="worker-silent", what="worker silent, until the action", inflict=worker_silent,
         judged="acted_s", bar=_timeout_and_a_second, peer=_at_default("45 s (39-56)"),
+        detected=_timeout_at_once,
     ),
     FaultCell(
         name="launcher-killed", what="launcher and rank killed, until the action", inflict=launcher_killed,
         judged="acted_s", bar=_timeout_and_a_second,
+        detected=_timeout_at_once,
     ),
     FaultCell(
         name="host-killed", what="host killed, witness, until the action", inflict=host_killed,
         judged="acted_s", bar=_within(5.0), peer=_at_default("37-42 s"),
+        detected=_within(_CONFIRMED_S),
     ),
     FaultCell(
         name="host-vanishes", what="host silent, no witness, until the action", inflict=host_vanishes,
         judged="acted_s", bar=_timeout_and_a_second, peer=_at_default("37-42 s"),
+        detected=_timeout_at_once,
     ),
     FaultCell(
         name="rank-fails", what="rank failed, until the action", inflict=rank_fails,
@@ -248,6 +268,7 @@ FAULTS = (
     ),
     FaultCell(
         name="during-an-action", inflict=during_an_action, judged="acted_s", bar=_within(5.0),
+        detected=_within(_CONFIRMED_S),
         what=f"host killed during an action of {LONG_ACTION_S:g} s, until the action",
         peer=lambda beat: "77 s", every_beat=False,
     ),

@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from measuring import free_ports
+
 from resiliency.errors import ControlPlaneError
 from resiliency.testing.processes import Command
 from supervisor.orchestrators.local import stop_all
@@ -93,7 +95,7 @@ class BenchPlane:
 
         file = {
             "hosts": list(hosts),
-            "first_port": _free_range(2 * len(hosts)),
+            "first_port": free_range(2 * len(hosts)),
             "jobs": list(map(plain, jobs)),
         }
         self._dir.joinpath("job.json").write_text(json.dumps(file))
@@ -165,19 +167,11 @@ class BenchPlane:
         return sum(1 for line in lines if re.search(rf'"message": "{pattern}', line))
 
     def status(self) -> Status:
-        return self._ask(lambda controller: controller.status(timeout_s=WAIT_S))
+        return ask(self._ports["controller"], lambda controller: controller.status(timeout_s=WAIT_S))
 
     def drain(self, host: str) -> None:
         asked = ActRequest(request=Request.DRAIN, by="benchmark", host=host, why="measured")
-        self._ask(lambda controller: controller.act(asked, timeout_s=WAIT_S))
-
-    def _ask(self, ask: Callable[[RemoteController], Coroutine[Any, Any, T]]) -> T:
-        async def work() -> T:
-            address = f"127.0.0.1:{self._ports['controller']}"
-            async with Remote(address, Security(plaintext=True)) as remote:
-                return await ask(RemoteController(remote))
-
-        return asyncio.run(work())
+        ask(self._ports["controller"], lambda controller: controller.act(asked, timeout_s=WAIT_S))
 
     def is_whole(self) -> bool:
         """All hosts are connected, and all jobs have finished a step."""
@@ -203,6 +197,16 @@ class BenchPlane:
             time.sleep(LOOK_S)
 
 
+def ask(port: int, question: Callable[[RemoteController], Coroutine[Any, Any, T]]) -> T:
+    """Ask the controller at `port` of this machine, as an operator does."""
+
+    async def work() -> T:
+        async with Remote(f"127.0.0.1:{port}", Security(plaintext=True)) as remote:
+            return await question(RemoteController(remote))
+
+    return asyncio.run(work())
+
+
 @contextmanager
 def open_plane(directory: Path, beat: Beat, flags: Sequence[str] = ()) -> Iterator[BenchPlane]:
     """A plane that leaves no process behind.  `flags`: of sensor and controller."""
@@ -217,16 +221,7 @@ def open_plane(directory: Path, beat: Beat, flags: Sequence[str] = ()) -> Iterat
             stop_all(plane.state_dir)
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
-
-
-def _free_range(count: int) -> int:
+def free_range(count: int) -> int:
     """The first of so many ports in a row that were free a moment ago."""
     for first in range(20_000, 32_000, count):
         try:

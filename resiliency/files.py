@@ -18,13 +18,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import socket
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
-
-_SUFFIX = ".temp"
 
 
 @contextlib.contextmanager
@@ -33,7 +34,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The temporary file is in the same directory, has a name that no other writer has, and is removed if the
     block fails. What a kill left of such files is removed by the next writer of the same path on the same
-    host.
+    host: a lock tells whether a writer lives, and storage of several hosts may keep locks on each host alone.
 
     Raises:
         OSError: the directory does not exist or takes no files; the old file is as it was.
@@ -76,7 +77,7 @@ def sync_dir(path: str | os.PathLike[str]) -> None:
 def _create(target: Path) -> tuple[Path, int]:
     """A new temporary file, open and locked for as long as its writer lives."""
     while True:
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}{_SUFFIX}")
+        temporary = target.with_name(f".{target.name}.{_host()}-{secrets.token_hex(6)}.temp")
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         # Storage without locks answers with an error: leftovers stay there, as nobody can tell that they are.
         with contextlib.suppress(OSError):
@@ -87,9 +88,9 @@ def _create(target: Path) -> tuple[Path, int]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    prefix = f".{target.name}."
+    own = re.compile(rf"\.{re.escape(target.name)}\.{_host()}-[0-9a-f]{{12}}\.temp")
     for name in os.listdir(target.parent):
-        if not (name.startswith(prefix) and name.endswith(_SUFFIX)):
+        if not own.fullmatch(name):
             continue
         with contextlib.suppress(OSError):
             descriptor = os.open(target.parent / name, os.O_RDWR | os.O_CLOEXEC)
@@ -98,6 +99,12 @@ def _remove_leftovers(target: Path) -> None:
                 os.unlink(target.parent / name)
             finally:
                 os.close(descriptor)
+
+
+def _host() -> str:
+    """This host, in eight characters: its name may be as long as a file name may be."""
+    name = os.environ.get("NODE_NAME") or socket.gethostname()
+    return f"{zlib.crc32(name.encode()):08x}"
 
 
 class Files(Protocol):

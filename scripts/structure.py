@@ -52,11 +52,17 @@ def tests_that_import_tests(root: Path) -> list[str]:
     found = []
     for path in sorted((root / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests"):
+            if isinstance(node, ast.ImportFrom):
+                modules = [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
                 continue
-            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
-            if any(name.startswith("test_") for name in names):
-                found.append(f"{path.relative_to(root)}:{node.lineno} imports from {node.module}")
+            found += [
+                f"{path.relative_to(root)}:{node.lineno} imports {module}"
+                for module in modules
+                if module.startswith(("tests.", ".")) and ".test_" in module
+            ]
     return found
 
 

@@ -7,6 +7,7 @@ Names of modules, classes, functions and variables are looked at; texts are not.
 
 from __future__ import annotations
 
+import re
 import sys
 import tokenize
 from pathlib import Path
@@ -58,12 +59,8 @@ ALLOWED = {
 
 
 def words_of(name: str) -> str:
-    """``CopyQueue`` and ``_copy_queue`` as ``copy_queue``."""
-    out = "".join(
-        f"_{c.lower()}" if c.isupper() and i and not name[i - 1].isupper() else c.lower()
-        for i, c in enumerate(name)
-    )
-    return out.strip("_")
+    """``CopyQueue``, ``_copy_queue`` and ``COPY_QUEUE`` as ``copy_queue``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
 
 
 def retired_in(name: str) -> str | None:

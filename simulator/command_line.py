@@ -56,7 +56,9 @@ class Options:
     """A command line that can work.
 
     Attributes:
+        parent: number of the process that is injured instead of the job's workers: the one that started this.
         sources: of the schedule.
+        injectors: classes of the user as ``MODULE:CLASS``, before those that come with the simulator.
         notes: lines about them, for readers of a printed schedule.
         run_dir: of the job's event log; None writes no events.
     """
@@ -64,9 +66,11 @@ class Options:
     job: str
     node_rank: int
     any_group_rank: bool
+    parent: int | None
     shape: Shape
     seed: int
     sources: tuple[Source, ...]
+    injectors: tuple[str, ...]
     notes: tuple[str, ...]
     dry_run: bool
     undo_only: bool
@@ -109,6 +113,13 @@ def _job_flags(group: argparse._ArgumentGroup) -> None:
         "--any_group_rank",
         action="store_true",
         help="all workers of the job on this machine are this node's: where the rendezvous chooses ranks",
+    )
+    group.add_argument(
+        "--parent",
+        type=int,
+        metavar="PID",
+        help="injure the process that starts this simulator, whose number this is, and no other: for a"
+        " program that injures itself; --job is only a name then",
     )
     group.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the job (1)")
     group.add_argument("--gpus_per_node", type=int, default=8, metavar="N", help="GPUs or workers a node (8)")
@@ -185,6 +196,14 @@ def _when_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _how_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--injector",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="carry out kinds by a class of your own, made with the job (a simulator.job.Job), where it can;"
+        " repeatable, the first one that works on this host wins; see docs/simulator.md",
+    )
     group.add_argument("--dry_run", action="store_true", help="print the schedule of all nodes, do nothing")
     group.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     group.add_argument("--undo_only", action="store_true", help="undo what a killed simulator left, then end")
@@ -237,9 +256,11 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> Options:
         job=job,
         node_rank=node_rank,
         any_group_rank=args.any_group_rank,
+        parent=args.parent,
         shape=shape,
         seed=args.seed,
         sources=sources,
+        injectors=tuple(args.injector),
         notes=notes,
         dry_run=args.dry_run,
         undo_only=args.undo_only,

@@ -62,6 +62,8 @@ class Rule:
         unit: of the value, "" where the kind has none.
         choices: values that are drawn where none is given; the first one is the default of fixed faults.
         least, most: allowed values.
+        in_rank: a rank can do it to itself, with ``--parent``: its launcher, the host's kernel log, disks and
+            network stay whole.  The benchmark's ``--sim-fault-desc random`` draws from these.
     """
 
     on_gpu: bool
@@ -70,16 +72,29 @@ class Rule:
     choices: tuple[int, ...] = ()
     least: int = 0
     most: int = 0
+    in_rank: bool = False
 
 
 RULES: dict[Kind, Rule] = {
-    Kind.KILL: Rule(on_gpu=True, lasts=False),
-    Kind.STOP: Rule(on_gpu=True, lasts=True),
+    Kind.KILL: Rule(on_gpu=True, lasts=False, in_rank=True),
+    Kind.STOP: Rule(on_gpu=True, lasts=True, in_rank=True),
     Kind.SLOW: Rule(
-        on_gpu=True, lasts=True, unit="percent of one CPU", choices=(25, 10, 50), least=1, most=99
+        on_gpu=True,
+        lasts=True,
+        unit="percent of one CPU",
+        choices=(25, 10, 50),
+        least=1,
+        most=99,
+        in_rank=True,
     ),
     Kind.POWER_CAP: Rule(
-        on_gpu=True, lasts=True, unit="watts", choices=tuple(range(200, 701)), least=50, most=2000
+        on_gpu=True,
+        lasts=True,
+        unit="watts",
+        choices=tuple(range(200, 701)),
+        least=50,
+        most=2000,
+        in_rank=True,
     ),
     Kind.XID: Rule(on_gpu=True, lasts=False, unit="Xid code", choices=tuple(XID_REASONS), least=1, most=999),
     Kind.XID_CRASH: Rule(
@@ -87,7 +102,13 @@ RULES: dict[Kind, Rule] = {
     ),
     Kind.HOST_KILL: Rule(on_gpu=False, lasts=False),
     Kind.MEMORY: Rule(
-        on_gpu=False, lasts=True, unit="percent of available memory", choices=(50, 25, 75), least=1, most=90
+        on_gpu=False,
+        lasts=True,
+        unit="percent of available memory",
+        choices=(50, 25, 75),
+        least=1,
+        most=90,
+        in_rank=True,
     ),
     Kind.DISK_FULL: Rule(on_gpu=False, lasts=True, unit="MiB left free", choices=(0,), least=0, most=1 << 30),
     Kind.NETWORK_CUT: Rule(on_gpu=False, lasts=True),

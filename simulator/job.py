@@ -106,7 +106,7 @@ class Job:
     def members(self) -> list[Member]:
         """The living processes of the job on this node, workers and what they started."""
         found = [member for pid in _pids() if (member := self._member(pid)) is not None]
-        for member in self._workers(found):
+        for member in _topmost(found):
             launcher = Process.of(member.parent)
             if launcher is not None and self._may_be_launcher(member.parent):
                 self._launchers.add(launcher)
@@ -185,14 +185,52 @@ class Job:
         fields = stat_fields(pid)
         return Member(process, int(fields[1]), rank, local_rank) if fields else None
 
-    @staticmethod
-    def _workers(members: Iterable[Member]) -> list[Member]:
-        by_pid = {member.process.pid: member for member in members}
-        return [
-            member
-            for member in by_pid.values()
-            if member.parent not in by_pid or by_pid[member.parent].local_rank != member.local_rank
-        ]
+    def _workers(self, members: Iterable[Member]) -> list[Member]:
+        """The topmost ones, but not helpers that outlive the rank that started them: no launcher is above."""
+        launchers = {process.pid for process in self._launchers if process.alive}
+        found = _topmost(members)
+        return [one for one in found if launchers & ancestors(one.process.pid)] if launchers else found
+
+
+class ParentJob(Job):
+    """The process that started this simulator, as a job of one worker: a program that injures itself.
+
+    Whose it is needs no name: no process can be taken for the parent.
+
+    Args:
+        name: for log lines.
+        pid: of the parent; the simulator may be started after its end.
+        rank, local_rank: of the parent.
+    Raises:
+        ConfigError: another process started this one.
+    """
+
+    def __init__(self, name: str, pid: int, *, rank: int | None, local_rank: int) -> None:
+        super().__init__(name, None)
+        parent = Process.of(pid)
+        # The number is looked at again: only now it cannot have been given to another process before.
+        if parent is None or os.getppid() != pid:
+            raise ConfigError(
+                f"--parent {pid}: this simulator was started by process {os.getppid()}, which alone it may"
+                " injure.",
+                hint="Start it from the program that is to be injured, or give --job without --parent.",
+            )
+        self._parent = Member(parent, 0, rank, local_rank)
+
+    def members(self) -> list[Member]:
+        return [self._parent] if self._parent.process.alive else []
+
+    def owns(self, process: Process) -> bool:
+        return process == self._parent.process and process.alive
+
+
+def _topmost(members: Iterable[Member]) -> list[Member]:
+    by_pid = {member.process.pid: member for member in members}
+    return [
+        member
+        for member in by_pid.values()
+        if member.parent not in by_pid or by_pid[member.parent].local_rank != member.local_rank
+    ]
 
 
 def _pids() -> list[int]:

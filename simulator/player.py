@@ -16,7 +16,7 @@ from datetime import timedelta
 from resiliency.errors import ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import Clock, SystemClock
-from simulator.faults import FaultMissed, InjectionFailed, PlannedFault
+from simulator.faults import FaultMissed, InjectionFailed, Kind, PlannedFault
 from simulator.injectors import Injector
 from simulator.job import Job
 from simulator.journal import Journal, Record, Recovered
@@ -82,10 +82,8 @@ class Player:
         self._events = events
         self._grace_s = grace.total_seconds()
         self._clock = clock or SystemClock()
-        self._injectors = {
-            kind: next((each for each in injectors if kind in each.kinds and not each.refusal()), None)
-            for kind in {fault.kind for fault in faults}
-        }
+        self._all_injectors = injectors
+        self._injectors: dict[Kind, Injector | None] = {}
         #: Effects that end later: time, entry, injector, record, text.
         self._active: list[tuple[float, int, Injector, Record, str]] = []
         self._summary = Summary()
@@ -113,6 +111,11 @@ class Player:
 
     def play(self) -> Summary:
         """Play all faults until none is left, the job ends, or `wait` says so.  All is undone then."""
+        # Now that the job is there, they know whether they can work on it.
+        self._injectors = {
+            kind: next((one for one in self._all_injectors if kind in one.kinds and not one.refusal()), None)
+            for kind in {fault.kind for fault in self._pending}
+        }
         began = seen = self._clock.monotonic()
         try:
             while self._pending or self._active:
@@ -141,6 +144,10 @@ class Player:
             self._count(missed=1)
             logger.warning("fault missed: no injector for %s works on this host", fault.text)
             return
+        if not self._job.is_present():  # a fault of the host would hit the next job, or count for this one
+            self._count(missed=1)
+            logger.warning("%s missed: job %s is not on this node now", fault.text, self._job.name)
+            return
         try:
             record = injector.aim_fault(fault) | {"injector": injector.name, "fault": fault.text}
             number = self._journal.begin_effect(record)
@@ -156,7 +163,7 @@ class Player:
         effect = (end_s, number, injector, record, fault.text)
         try:
             injector.inject(record)
-        except (FaultMissed, InjectionFailed) as error:
+        except (FaultMissed, InjectionFailed, OSError) as error:  # no room for a process or a descriptor
             missed = isinstance(error, FaultMissed)
             self._count(missed=int(missed), failed=int(not missed))
             logger.warning("fault %s not injected: %s", fault.text, error)

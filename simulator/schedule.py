@@ -217,7 +217,11 @@ def read_trace(path: Path) -> list[tuple[str, Mapping[str, str]]]:
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if not line.startswith("#")]
+            lines = [
+                (number, line)
+                for number, line in enumerate(file, 1)
+                if line.strip() and not line.startswith("#")  # the reader leaves out empty lines, too
+            ]
         reader = csv.DictReader(line for _, line in lines)
         columns = list(reader.fieldnames or ())
         rows = list(reader)

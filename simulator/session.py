@@ -7,6 +7,7 @@ What a killed simulator left is undone before anything can refuse this run, or a
 from __future__ import annotations
 
 import csv
+import importlib
 import logging
 import signal
 import sys
@@ -20,12 +21,12 @@ from resiliency.errors import ConfigError
 from resiliency.events import EventStream, FileSink, events_path
 from resiliency.runtime import RunInfo
 from simulator.command_line import Options
-from simulator.faults import COLUMNS, PlannedFault, seconds
+from simulator.faults import COLUMNS, RULES, PlannedFault, seconds
 from simulator.injectors import Injector
 from simulator.injectors.gpu import Nvml, PowerCap, Xid
 from simulator.injectors.host import FullDisk, MemoryPressure, NetworkCut
 from simulator.injectors.processes import CpuQuota, Kill, Niceness, Stop
-from simulator.job import Job
+from simulator.job import Job, ParentJob
 from simulator.journal import Journal, Recovered
 from simulator.player import Player, recover
 from simulator.schedule import schedule
@@ -50,8 +51,8 @@ def run(options: Options) -> int:
         return 0
     log.configure(RunInfo(job_name=options.job, host=RunInfo.from_env().host))
     logging.getLogger("simulator").setLevel(logging.getLogger("resiliency").level)
-    job = Job(options.job, None if options.any_group_rank else options.node_rank)
-    injectors = standard_injectors(job, options)
+    job = _job(options)
+    injectors = all_injectors(job, options)
     left = _undo_leftovers(injectors, options).kept
     own = _possible([fault for fault in faults if fault.node == options.node_rank], injectors, options)
     if not options.yes and sys.stdin is not None and sys.stdin.isatty() and not _agreed(own, options):
@@ -71,8 +72,55 @@ def run(options: Options) -> int:
         return 1 if summary.kept or left else 0
 
 
+def _job(options: Options) -> Job:
+    if options.parent is None:
+        return Job(options.job, None if options.any_group_rank else options.node_rank)
+    # The environment of a program's child is the program's.
+    info = RunInfo.from_env()
+    return ParentJob(options.job, options.parent, rank=info.rank, local_rank=info.local_rank or 0)
+
+
+def all_injectors(job: Job, options: Options) -> list[Injector]:
+    """The user's, in the order of their flags, then those that come with the simulator.
+
+    Raises:
+        ConfigError: a class of the user cannot be loaded, is no injector, or has a name that is taken.
+    """
+    found = standard_injectors(job, options)
+    taken = {each.name for each in found}
+    own: list[Injector] = []
+    for text in options.injectors:
+        made = _made(text, job)
+        if made.name in taken:
+            raise ConfigError(
+                f"--injector {text}: its name is {made.name!r}, which another injector has.",
+                hint="Give it a name of its own: the journal tells by it which injector undoes an effect.",
+            )
+        taken.add(made.name)
+        own.append(made)
+    return own + found
+
+
+def _made(text: str, job: Job) -> Injector:
+    module, _, name = text.partition(":")
+    try:
+        made: Injector = getattr(importlib.import_module(module), name)(job)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--injector {text}: cannot make it: {error}.",
+            hint="Write MODULE:CLASS; the module is found on PYTHONPATH, and the class takes the job.",
+        ) from error
+    wanted = (*Injector.__annotations__, "refusal", "aim_fault", "inject", "end_effect")
+    if lacking := [each for each in wanted if not hasattr(made, each)]:
+        raise ConfigError(
+            f"--injector {text}: it is no injector, it has no {', '.join(lacking)}.",
+            hint="See simulator.injectors.Injector.",
+        )
+    return made
+
+
 def standard_injectors(job: Job, options: Options) -> list[Injector]:
-    """Those that come with the simulator; the first that works on a host wins."""
+    """Those that come with the simulator; the first one that works on a host wins."""
     gpus = Nvml()
     return [
         Kill(job, gpus),
@@ -81,8 +129,8 @@ def standard_injectors(job: Job, options: Options) -> list[Injector]:
         CpuQuota(job),
         Niceness(job),
         Xid(job, gpus, options.kernel_log),
-        MemoryPressure(job),
-        FullDisk(options.disk_dir, options.state_dir),
+        MemoryPressure(),
+        FullDisk(options.disk_dir, [options.state_dir, *([options.run_dir] if options.run_dir else [])]),
         NetworkCut(job),
     ]
 
@@ -90,7 +138,7 @@ def standard_injectors(job: Job, options: Options) -> list[Injector]:
 def _undo_only(options: Options) -> int:
     log.configure(RunInfo(job_name=options.job or "simulator", host=RunInfo.from_env().host))
     logging.getLogger("simulator").setLevel(logging.getLogger("resiliency").level)
-    found = _undo_leftovers(standard_injectors(Job(options.job or "none", None), options), options)
+    found = _undo_leftovers(all_injectors(Job(options.job or "none", None), options), options)
     left = len(_journals(options))
     print(f"{found.undone} effects undone; {left} journals of living simulators, or not undone, are left")
     return 1 if found.kept else 0
@@ -119,6 +167,8 @@ def _possible(
     refused: dict[str, str] = {}
     for kind in sorted({fault.kind for fault in faults}, key=lambda kind: kind.value):
         reasons = [each.refusal() for each in injectors if kind in each.kinds]
+        if options.parent is not None and not RULES[kind].in_rank:
+            reasons = ["it strikes more than the one process of --parent."]
         if all(reasons):
             refused[kind.value] = " ".join(reasons)
     if refused and not options.skip_impossible:

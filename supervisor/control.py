@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from supervisor.decision.controller import BaseController, Input
 from supervisor.event_log import EventLog, LogDeposed, LogError, Record, record_of
-from supervisor.values import Command
+from supervisor.values import Command, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,14 @@ class ControllerCore:
         """The log's clock at a reading of this process's."""
         return max(self._last, self._offset + monotonic)
 
+    def progress(self, monotonic: float) -> list[Progress]:
+        """How far each job has come, for a sensor that was started again."""
+        now = self.at(monotonic)
+        return [
+            Progress(workload=name, step=mark.step, attempt=mark.attempt, age_s=max(0.0, now - mark.at))
+            for name, mark in self.state.progress.items()
+        ]
+
     @property
     def now(self) -> float:
         """The last moment of the log's clock that something was decided at."""
@@ -68,11 +76,11 @@ class ControllerCore:
             LogError: no decision is in the log, so none was made; the state is what it was.
         """
         now = self.at(monotonic)
-        state = self.state
+        state, mine = self.state, set[str]()
         records: list[Record] = list(self._progress)
         commands: list[Command] = []
         for given in inputs:
-            decision = self.controller.decide(state, given, now, epoch=self.log.epoch)
+            decision = self.controller.decide(state, given, now, epoch=self.log.epoch, mine=mine)
             if decision.changes:
                 records.append(record_of(now, given, decision.changes, decision.notes))
             state = decision.state

@@ -8,7 +8,9 @@ applies changes, and what is left in that table may or may not have happened: it
 id.
 
 One writer: a file lock on one machine, and on top of it an epoch that grows with each opening and is compared
-in each append, because a lock of a network file system can be lost without a word.
+in each append, because a lock of a network file system can be lost without a word.  An epoch that refused a
+command of this log (a backup is older than the fleet) is exceeded by the next opening, and not before: a
+controller that was deposed must not raise its own.
 """
 
 from __future__ import annotations
@@ -273,14 +275,17 @@ class EventLog:
             (sound,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":
                 raise self._damaged(sound)
-            database.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
+            replayed = self._replay()
+            seen = replayed.state.fleet.get("", Fleet()).fenced_by
+            database.execute("UPDATE meta SET value = max(value, ?) + 1 WHERE key = 'epoch'", (seen,))
             if row is None and self._first_epoch:
                 fleet = Fleet(series=f"@{_in_letters(self._first_epoch)}")
                 self._insert([Record(0.0, "Tick", None, (("fleet", "", fleet),), ("a new log begins",))])
-            return self._epoch(), self._replay()
+                replayed = self._replay()
+            return self._epoch(), replayed
 
     def _replay(self) -> Replayed:
-        state, now, first = State.empty(), 0.0, 0
+        state, now, first, mine = State.empty(), 0.0, 0, set[str]()
         snapshot = self._connection.execute("SELECT seq, now, body, crc FROM snapshots").fetchone()
         if snapshot:
             first, now, body, crc = snapshot
@@ -291,7 +296,7 @@ class EventLog:
         )
         for seq, moment, body, crc in rows:
             changes = changes_from_plain(self._checked(body, crc, f"record {seq}")["changes"])
-            state, now, records = state.with_changes(changes), max(now, moment), records + 1
+            state, now, records = state.with_changes(changes, mine), max(now, moment), records + 1
         return Replayed(state, now, records)
 
     def _checked(self, body: str, crc: int, what: str) -> Any:

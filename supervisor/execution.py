@@ -7,7 +7,7 @@ submit -> [look at the evidence again] -> perform -> DONE
 
 A command id is carried out by one submission and answered to all of them with the same outcome.  A command
 below the highest epoch that was ever seen is refused: a controller that was deposed, and does not know it
-yet.
+yet.  A refusal says which epoch was seen, and is no outcome to a controller that is above it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 
 from supervisor.orchestrator import Answer
 from supervisor.policy.budget import backoff_s
-from supervisor.values import Command, Outcome, OutcomeStatus
+from supervisor.values import Command, CommandKind, Outcome, OutcomeStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,27 +86,40 @@ class Executor:
     def submit(self, command: Command, now: float) -> list[Act]:
         if command.epoch < self._highest_epoch:
             text = f"epoch {command.epoch} was followed by {self._highest_epoch}"
-            return [
-                Outcome(
-                    command=command.id, epoch=command.epoch, status=OutcomeStatus.FENCED, text=text, tries=0
-                )
-            ]
+            seen = self._highest_epoch
+            return [Outcome(command=command.id, epoch=seen, status=OutcomeStatus.FENCED, text=text, tries=0)]
         self._highest_epoch = command.epoch
         known = self._outcomes.get(command.id)
-        if known is not None:
+        if known is not None and known.status is not OutcomeStatus.FENCED:
             return [replace(known, epoch=command.epoch)]
+        if known is not None and command.epoch < known.epoch:
+            return [known]
         if command.id in self._jobs:
             self._jobs[command.id].command = command
             return []
+        withdrawn = self._withdraw_resets(command)
         self._jobs[command.id] = _Job(command, now)
-        return self._go_on(now)
+        return [*withdrawn, *self._go_on(now)]
+
+    def _withdraw_resets(self, command: Command) -> list[Act]:
+        """Ends restarts in place that `command` makes vain; the controller waits for none of them."""
+        if command.kind is CommandKind.IN_JOB_RESET or not command.kind.restarts:
+            return []
+        return [
+            self._end(job, OutcomeStatus.WITHDRAWN, f"{command.id} ({command.kind.value}) follows it")
+            for job in list(self._jobs.values())
+            if job.command.kind is CommandKind.IN_JOB_RESET and job.command.workload == command.workload
+        ]
 
     def looked(self, id: str, holds: bool | None, now: float) -> list[Act]:
-        """The sensor's answer; None is "cannot tell", and is asked again until the deadline."""
+        """The sensor's answer; None is "cannot tell", and is asked again until the deadline.
+
+        So is one that comes too late: this process was stopped meanwhile, and it tells of a time before that.
+        """
         job = self._jobs.get(id)
         if job is None or job.stage is not _Stage.LOOKING:
             return []
-        if holds is None:
+        if holds is None or now >= job.until:
             self._wait(job, now)
         elif not holds:
             return [
@@ -127,7 +140,7 @@ class Executor:
         if job.stage is not _Stage.PERFORMING or number != job.tries:
             return []
         if answer.status is OutcomeStatus.FENCED or not answer.passing:
-            return [self._end(job, answer.status, answer.text), *self._go_on(now)]
+            return [self._end(job, answer.status, answer.text, answer.epoch), *self._go_on(now)]
         job.text = answer.text
         self._wait(job, now)
         return self._go_on(now)
@@ -182,10 +195,11 @@ class Executor:
         wait = backoff_s(max(1, job.tries), base_s=self._pace.retry_s, limit_s=self._pace.retry_limit_s)
         job.stage, job.until = _Stage.WAITING, now + wait
 
-    def _end(self, job: _Job, status: OutcomeStatus, text: str) -> Outcome:
+    def _end(self, job: _Job, status: OutcomeStatus, text: str, seen: int = 0) -> Outcome:
         command = job.command
         del self._jobs[command.id]
-        outcome = Outcome(command=command.id, epoch=command.epoch, status=status, text=text, tries=job.tries)
+        epoch = max(seen, command.epoch)
+        outcome = Outcome(command=command.id, epoch=epoch, status=status, text=text, tries=job.tries)
         self._outcomes[command.id] = outcome
         if len(self._outcomes) > _REMEMBERED:
             del self._outcomes[next(iter(self._outcomes))]

@@ -28,11 +28,13 @@ class Answer:
     Attributes:
         status: DONE, FENCED, or FAILED.
         passing: of a failure: worth another try (a conflict, an overload, a connection that broke).
+        epoch: of FENCED: the higher one that was seen.
     """
 
     status: OutcomeStatus
     text: str = ""
     passing: bool = False
+    epoch: int = 0
 
 
 class Orchestrator(Protocol):

@@ -26,6 +26,9 @@ MAX_TEXT_CHARS = 2048
 #: Longest list in one value: ranks of a hang, workers of a host, evidence of an event.
 MAX_ITEMS = 100_000
 
+#: Witness of a silence: nobody saw more than that nothing came.
+STREAM = "stream"
+
 V = TypeVar("V", bound="Value")
 
 
@@ -97,7 +100,7 @@ class CommandKind(Enum):
     WORKLOAD_RECREATION = "workload_recreation"
     HOT_SWAP = "hot_swap"  # `host` leaves, `spare` joins, the others keep their processes' memory
     SCALE_DOWN = "scale_down"  # to `replicas`, without `host`
-    SCALE_UP = "scale_up"  # to `replicas`, at the next checkpoint
+    SCALE_UP = "scale_up"  # to `replicas`; nothing failed, so ranks can stop at one step and save it
     CORDON_HOST = "cordon_host"
     UNCORDON_HOST = "uncordon_host"
     DRAIN_HOST = "drain_host"
@@ -110,7 +113,7 @@ class CommandKind(Enum):
 
     @property
     def restarts(self) -> bool:
-        """True where the ranks of a job start again at once."""
+        """True where the ranks of a job that stands still start again; growth stops one that advances."""
         return self in (
             CommandKind.IN_JOB_RESET,
             CommandKind.WORKLOAD_RESET,
@@ -361,8 +364,8 @@ class WorkloadInfo(Value):
             `workload` is the job's name everywhere in the supervisor.
         replicas, min_replicas, max_replicas: data-parallel replicas now and the bounds of scaling.
         nodes_per_replica: hosts of one replica.
-        downtime_threshold_s: without progress that long, the job gets the next rung; 0 is off.
-        termination_threshold_s: a container that does not end in this time is killed; 0 is off.
+        downtime_threshold_s: without progress that long, the job gets the next rung; 0: the supervisor's own.
+        termination_threshold_s: an action must have ended by then; 0: the supervisor's own.
         max_in_job_restarts, max_workload_restarts: budgets, refilled by training progress.
     """
 
@@ -458,6 +461,7 @@ class WorkerReport(Value):
     Attributes:
         heartbeat_age_s: since the worker or its launcher gave a sign; None before the first.
         monitor_age_s: since its launcher's rank monitor got a heartbeat or section; None where it got none.
+            No decision rests on it: the monitor ends a rank that is late itself.
         step, step_age_s: the last finished step and the time since; None before the first.
     """
 
@@ -611,6 +615,13 @@ class Event(Value):
             "must be set to cordon, uncordon or drain",
         )
 
+    @property
+    def confirms_loss(self) -> bool:
+        """Whether somebody saw that the host is gone: it is not concluded from silence alone."""
+        if self.type is EventType.HOST_HB:
+            return any(found.witness != STREAM for found in self.evidence)
+        return self.type is EventType.ORCHESTRATOR and self.change is Change.GONE
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Silence(Value):
@@ -699,7 +710,11 @@ class Command(Value):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Value):
-    """How a command ended; the actuator sends exactly one per command id, and repeats it when asked again."""
+    """How a command ended; the actuator sends exactly one per command id, and repeats it when asked again.
+
+    Attributes:
+        epoch: of the command; of a FENCED one, the higher epoch that was seen.
+    """
 
     command: str
     epoch: int

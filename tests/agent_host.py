@@ -17,6 +17,7 @@ from datetime import timedelta
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.launch.agents.host import start_host
 from resiliency.runtime import AGENT_HOST_ENV
+from resiliency.testing import warm
 from tests.waiting import wait_until
 
 _STOP = timedelta(seconds=30)
@@ -28,7 +29,7 @@ def running() -> Iterator[dict[str, str]]:
     address = f"resiliency-test-agents-{uuid.uuid4().hex}"
     lifeline, held = os.pipe()
     try:
-        process = start_host(address, lifeline, stop_timeout=_STOP, environment=os.environ)
+        process = start_host(address, lifeline, stop_timeout=_STOP, environment=os.environ, start=warm.start)
         try:
             yield {AGENT_HOST_ENV: address}
         finally:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm interpreter, the rank pool and the leak checks, for every test."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,14 +35,43 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 def pytest_sessionstart() -> None:
     """What programs and ranks of many tests import, beside torch."""
+    gc.disable()  # test modules stay: collections find nothing among them, and take a fifth of their import
     warm.preload(*cluster_hosts.PRELOAD, "resiliency.launch.job", "resiliency.launch.agents.main")
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor would those to come
+    gc.enable()
+
+
+#: What uses NeMo: one worker takes all of a folder, so that few interpreters import NeMo, and runs that many
+#: tests compare with are made once.
+WITH_NEMO = ("tests/callbacks", "tests/nemo", "tests/plugins")
+
+
+def unit_of(nodeid: str) -> str:
+    """Tests of one unit run in one worker: those of one file, or of a folder of `WITH_NEMO`."""
+    folder = "/".join(nodeid.split("/")[:2])
+    return folder if folder in WITH_NEMO else nodeid.partition("::")[0]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests come first, so that no worker is left with one at the end."""
+    """Units with the most slow tests come first, so that no worker is left with one at the end."""
     marks = ("slow", "nemo")
-    slow = Counter(item.path for item in items if any(map(item.get_closest_marker, marks)))
-    items.sort(key=lambda item: -slow[item.path])
+    slow = Counter(unit_of(item.nodeid) for item in items if any(map(item.get_closest_marker, marks)))
+    items.sort(key=lambda item: -slow[unit_of(item.nodeid)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Units go to the workers of pytest-xdist, where they are more than one: see `scripts/check`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadUnits(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return LoadUnits(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,21 @@ def test_every_row_of_the_guarantees_names_its_tests() -> None:
     assert [row for row in rows if not row.startswith(heads) and "::test_" not in row.split(" | ")[-1]] == []
 
 
+def test_every_row_of_the_guarantees_says_which_of_the_listed_assumptions_it_makes() -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE)
+    [listed] = [table.splitlines() for table in tables if table.startswith("| Letter |")]
+    letters = {row.split("|")[1].strip() for row in listed[2:]}
+    rows = [
+        row
+        for table in tables
+        if table.splitlines()[0].endswith("| Test |")
+        for row in table.splitlines()[2:]
+    ]
+    assumed = [row.split(" | ")[-2].split(", ") for row in rows]
+    assert [row for row, found in zip(rows, assumed, strict=True) if not {*found} <= {*letters, "-"}] == []
+    assert {letter for found in assumed for letter in found} == {*letters, "-"}
+
+
 @pytest.mark.parametrize("page", PAGES, **AS_PAGE)
 def test_every_import_of_ours_in_an_example_names_a_module_of_ours(page: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

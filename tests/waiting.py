@@ -35,6 +35,11 @@ def wait_until(
     return seen
 
 
+def wait_for_seconds(seconds: float) -> None:
+    """The length of a fault, and no wait for anything."""
+    threading.Event().wait(seconds)
+
+
 def wait_until_equal(look: Callable[[], _T], wanted: _T, *, timeout: float = WAIT_S) -> None:
     """Look until `wanted` is seen.
 

@@ -40,8 +40,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--resources",
         type=json.loads,
-        default={},
-        help="That a host takes of its node, in Ray's words (JSON).",
+        required=True,
+        help="That a host takes of its node, in Ray's words (JSON): what only one host of a node can have.",
     )
     parser.add_argument("--nproc-per-node", type=int, default=1, help="Ranks on each host (%(default)s).")
     parser.add_argument(

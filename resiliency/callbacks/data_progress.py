@@ -7,9 +7,9 @@
     trainer = Trainer(callbacks=callbacks, use_distributed_sampler=False)
     trainer.fit(model, loader, ckpt_path="last")
 
-Invariant: a batch counts when the trainer has made an optimizer step after it, before any checkpoint
-callback saves. So every checkpoint, in the middle of an epoch and of accumulated gradients too, has the
-position of its model.
+Invariant: a batch counts when the trainer has made an optimizer step since it began, before any checkpoint
+callback saves. So every checkpoint, in the middle of an epoch and of accumulated gradients and after an
+exception too, has the position of its model.
 
 Lightning counts batches by itself: after a restart in the middle of an epoch it takes the first batches of
 the epoch for those that follow. Here its count is put to where the position is, on any number of ranks,
@@ -51,8 +51,9 @@ class DataProgressCallback(Callback):
             )
         self._batch = count_of_batch(loader, self.sampler)
         self.sampler.has_full_length = True
+        self._trainer: Any = None
         self._step = 0
-        #: Of this rank, trained on since the last optimizer step.
+        #: Of this rank, begun since the last optimizer step.
         self._pending = 0
 
     @property
@@ -60,6 +61,7 @@ class DataProgressCallback(Callback):
         return "resiliency.data_progress"
 
     def state_dict(self) -> dict[str, Any]:
+        self._count_step()  # of a batch whose end an exception took away
         return self.sampler.state_dict()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -102,17 +104,24 @@ class DataProgressCallback(Callback):
                 hint="Pass this loader to fit, and use_distributed_sampler=False to the trainer, which else "
                 "puts a sampler of its own into it.",
             )
-        self._step, self._pending = trainer.global_step, 0
+        self._trainer, self._step, self._pending = trainer, trainer.global_step, 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        self._pending += min(self._batch, self.sampler.left - self._pending)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Checkpoint callbacks come after this one, as Lightning orders them."""
-        self._pending += min(self._batch, self.sampler.left - self._pending)
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
+        self._count_step()
+        if trainer.is_last_batch:
+            self._pending = 0  # of a program that makes no step for them, whose gradients are its own
+            if not self.sampler.progress.finished:
+                self.sampler.finish_epoch()  # what the loader drops, or the trainer's limits leave out
+
+    def _count_step(self) -> None:
+        if self._trainer is not None and self._trainer.global_step != self._step:
+            self._step = self._trainer.global_step
             self.sampler.advance(self._pending)
             self._pending = 0
-        if trainer.is_last_batch and not self.sampler.progress.finished:
-            self.sampler.finish_epoch()  # what the loader drops, or the trainer's limits leave out
 
     def _batches_of(self, count: int) -> int:
         if self._batch == 1 or self._loader.drop_last:

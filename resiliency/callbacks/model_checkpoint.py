@@ -14,6 +14,7 @@ priority saves.  Where one checkpoint process writes several of these tiers, its
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -25,8 +26,8 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint as NeMoModelCheckpo
 from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
-from resiliency.checkpoint.format.catalog import remove_checkpoint
-from resiliency.checkpoint.format.file_manifest import complete_checkpoints
+from resiliency.callbacks.consumed_samples import ExactMegatronSampler
+from resiliency.checkpoint.format.catalog import remove_checkpoint, unmarked_checkpoints
 from resiliency.checkpoint.format.marker import (
     Marker,
     MarkerState,
@@ -144,6 +145,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         NeMo deletes unfinished checkpoints here, while the process of the attempt before may still be
         committing one; it deletes them itself, in order with its saves.
         """
+        _warn_of_count(trainer)
         process = self._process(trainer)
         self._check_interval(process)
         if process is None:
@@ -379,7 +381,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         """Keep the newest: what this training has committed, in that order, before what was there."""
         if self.keep == -1:
             return
-        steps = {step for path in complete_checkpoints(root) if (step := parse_step(path.name)) is not None}
+        steps = {step for path in unmarked_checkpoints(root) if (step := parse_step(path.name)) is not None}
         # A training that went on from an older step is newer than the higher steps before it.
         age = {step: number for number, step in enumerate(self._committed, start=1)}
         newest = sorted(steps, key=lambda step: (age.get(step, 0), step), reverse=True)
@@ -399,7 +401,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             root, step = split_path(directory)
             storage = LocalStorage(root)
             storage.make_dir("")
-            put_marker(storage, step, Marker(state=MarkerState.WRITING))
+            put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=secrets.token_hex(8)))
             if directory.exists():
                 logger.warning("removing what an unfinished save left in %s", directory)
                 shutil.rmtree(directory)
@@ -434,3 +436,14 @@ def _why_taken(directory: Path) -> str:
 
 def _tiers_of(trainer: Any) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _warn_of_count(trainer: Any) -> None:
+    sampler = getattr(trainer.datamodule, "data_sampler", None)
+    ramp = getattr(sampler, "rampup_batch_size", None)
+    if ramp is not None and not isinstance(sampler, ExactMegatronSampler):
+        logger.warning(
+            "in the batch-size ramp-up %s checkpoints have NeMo's count of consumed samples, and a restart "
+            "leaves out some; add resiliency.callbacks.consumed_samples.ConsumedSamplesCallback",
+            ramp,
+        )

@@ -194,7 +194,8 @@ class Checkpointer:
         """Bring the newest state back, in place; collective over all ranks.
 
         Where the step is before some that this start of the job has saved, they stay, as after a restart that
-        goes back: what is saved again at one of those steps of the persistent tier fails by name.
+        goes back: what is saved again at one of those steps of the persistent tier fails by name, and a
+        restart takes the newest of them until a later step is committed.
 
         It comes from this host's memory if every rank finds its capture there, else from the newest step
         that can be made whole from the tiers and verifies.  A bad checkpoint is hidden and the one
@@ -223,9 +224,12 @@ class Checkpointer:
         def fill(shard: Shard) -> Callable[[], object]:
             return plan_restore(state, shard, allow=self._options.allow, partial=partial)
 
-        restored = self.restore_with(fill, step=step, inventory=inventory)
-        if not restored.step:
-            self._prepare(state)
+        restored = self._restore(fill, step=step, inventory=inventory)
+        # Else the first step prepares, whose state an optimizer has made larger, or of which this is a part.
+        self._is_prepared = bool(restored.step) and not partial
+        self._prepare(state)
+        if not self._is_prepared:  # also for programs that do not call `step`
+            self._saver.after_first_steps(state, lambda: self._prepare(state))
         return restored
 
     def restore_with(
@@ -238,22 +242,27 @@ class Checkpointer:
                 None); that runs only when all ranks fit.  The shard is valid until then.
             step, inventory: as for `restore`.
         """
-        self._capturer.fence()  # a capture under way reads the state that is overwritten
         room: list[tuple[int, int]] = []
 
         def fill_noted(shard: Shard) -> Callable[[], object] | None:
             room[:] = [(shard.layout.size_bytes, len(shard.values))]
             return fill(shard)
 
-        self._emit(EventType.RESTORE_STARTED)
-        restored = self._restorer().restore(fill_noted, step=step, inventory=inventory)
+        restored = self._restore(fill_noted, step=step, inventory=inventory)
         if restored.step and room:
             self._is_prepared = True
             self._capturer.prepare_room(*room[0])
+        return restored
+
+    def _restore(self, fill: Fill, *, step: int | None, inventory: Inventory | None) -> Restored:
+        self._capturer.fence()  # a capture under way reads the state that is overwritten
+        self._emit(EventType.RESTORE_STARTED)
+        restored = self._restorer().restore(fill, step=step, inventory=inventory)
         attach = replace(
             self._attach,
             run_id=restored.run_id or self._attach.run_id,
             restored_step=restored.step or self._attach.restored_step,
+            restored_save=restored.save_id or self._attach.restored_save,
         )
         went_back = restored.step and self._went_back(restored.step)
         if went_back:
@@ -265,15 +274,27 @@ class Checkpointer:
             self._delivery.link.introduce_again(attach)
         if went_back:
             self._replica_hosts.meet_again(attach, self._rank_group, self._info)
+        if restored.is_in_memory_alone:
+            self._delivery.captured_step = restored.step
         if restored.step:
+            if self._end is not None:
+                self._end.went_on_from(restored.step)
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
             self._replica_hosts.repair(restored)
         return restored
 
     def _went_back(self, step: int) -> bool:
         """Whether `step` is before what this start has saved, which then is over; collective."""
-        if max(self._rank_group.gather(self._saver.newest_step)) <= step:
+        newest = max(self._rank_group.gather(self._saver.newest_step))
+        if newest <= step:
             return False
+        if self.rank == 0:
+            logger.warning(
+                "job went back from step %d to %d: its checkpoints of later steps stay; until a step after %d"
+                " is committed, saves of those steps fail in the persistent tier and a restart goes on from"
+                " the newest of them; to prevent that, move them away",
+                *(newest, step, newest),
+            )
         self._delivery.went_back(self._options.close_timeout)
         self._saver.went_back()
         self._schedule.went_back(step)
@@ -284,8 +305,8 @@ class Checkpointer:
     def prewarm(self, state: object) -> None:
         """Make room for the captures of `state`, and wait for it.
 
-        Rarely needed: `restore` and the first `step` have the room made in the background.  A program that
-        calls neither before its first save calls `prepare`, or this.
+        Rarely needed: `restore`, the first step of the optimizers in its state, and the first `step` have the
+        room made in the background.  A program that calls none of them calls `prepare`, or this.
 
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
@@ -377,8 +398,9 @@ class Checkpointer:
         nothing else may change before they step (see `CheckpointerOptions.overlap` and `fence`).  The rest,
         such as buffers that the next forward writes, is copied when this returns.
 
-        Memory is never allocated here: of a state of 64 MiB or more, a save that comes before the room for
-        it is there is skipped, which only the first one of a start can be; see `prepare`.
+        Memory is never allocated here: a save that lacks room for 64 MiB or more is skipped while that is
+        made.  Those are the first ones of a start that come too soon, and those after the state has grown;
+        see `prepare`.
 
         Args:
             tiers: None means all that there are.
@@ -447,8 +469,8 @@ class Checkpointer:
         spent = finished and self._delivery.is_spent
         if finished and not spent:
             logger.error(
-                "step %d is nowhere but in the memory of this host: its save failed.  Mend the storage and"
-                " start the job again here, to restore it from there",
+                "step %d is nowhere but in the memory of this host: its save failed, or was cut short.  Mend"
+                " the storage if it failed, and start the job again here, to restore the step from there",
                 self._delivery.captured_step,
             )
         # Before the goodbye: the agent leaves when all have said theirs, and removes what is empty.

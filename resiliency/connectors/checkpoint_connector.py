@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from resiliency.checkpoint.format.file_manifest import complete_checkpoints
+from resiliency.checkpoint.format.catalog import unmarked_checkpoints
 from resiliency.checkpoint.format.marker import parse_step, step_directory
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
@@ -298,11 +298,10 @@ class CheckpointConnector(_CheckpointConnector):
         if ranks.rank == 0:
             try:
                 mine = self._candidates(held)
-            except OSError as failure:
+            except (OSError, CheckpointError) as failure:
                 error = CheckpointError(
                     f"checkpoints cannot be listed: {failure}.",
                     hint="Mend the mount, or name other directories.",
-                    path=str(failure.filename),
                 )
         ranks.check(error, "listing checkpoints")
         agreed = ranks.gather(mine)[0]
@@ -314,8 +313,8 @@ class CheckpointConnector(_CheckpointConnector):
         """An empty directory on rank 0's host alone is a missing mount, and no new training."""
         mine: list[str] = []
         if ranks.rank:  # rank 0 has just looked
-            with suppress(OSError):
-                mine = [str(path) for root in self._listed() for path in complete_checkpoints(root)]
+            with suppress(OSError, CheckpointError):
+                mine = [str(path) for root in self._listed() for path in unmarked_checkpoints(root)]
         everyone = ranks.gather(mine[:1])
         for rank, found in enumerate(everyone):
             if found:
@@ -337,7 +336,7 @@ class CheckpointConnector(_CheckpointConnector):
         """As rank 0 sees them; where the process writes, as it found them at this start."""
         process = process_of(self.trainer)
         if process is None or root.absolute() != process.directories.get(TierName.PERSISTENT):
-            return complete_checkpoints(root)
+            return unmarked_checkpoints(root)
         return [root / step_directory(step) for step in process.restores.inventory().stored]
 
     def _listed(self) -> list[Path]:

@@ -175,7 +175,12 @@ def _combined(name: str, totals: list[_Total]) -> _Total:
 
 
 def _sum(values: list[Number]) -> Number:
-    return sum(values) if all(isinstance(value, int) for value in values) else math.fsum(values)
+    if all(isinstance(value, int) for value in values):
+        return sum(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # above the largest float; infinities of both signs
+        return sum(map(float, values))
 
 
 def _plain(totals: Mapping[str, _Total]) -> dict[str, Number]:

@@ -44,7 +44,8 @@ class EpochOrder:
         shuffle: without it the order is that of the dataset.
         kind: ``torch`` or ``computed``, see the module.
     Raises:
-        ConfigError: a number is negative or no whole number, or the kind is unknown.
+        ConfigError: a number is negative or no whole number, the seed is none of torch, or the kind is
+            unknown.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def _hash(*numbers: int) -> int:
-    plain = struct.pack(f"<{len(numbers)}q", *numbers)
+    plain = struct.pack(f"<{len(numbers)}Q", *(number % 2**64 for number in numbers))
     return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "little") & _LOW_62
 
 

@@ -150,11 +150,14 @@ def check_whole(name: str, value: object) -> int:
 
 
 def check_seed(value: object) -> int:
-    """`value`, if it is a whole number; raises ConfigError if it is not."""
+    """`value`, if it is a whole number that torch takes for a seed; raises ConfigError if it is not."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        seed = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(f"the seed is {value!r}; it must be a whole number.") from None
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"the seed is {seed}; it must be from -2^63 to 2^64 - 1.")
+    return seed
 
 
 def check_kind(kind: str) -> None:

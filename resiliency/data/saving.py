@@ -103,6 +103,8 @@ class AtomicDirectory:
     Raises:
         ConfigError: no rank or several are the master, ranks disagree about an argument, or one is out of
             range; on all ranks.
+        PeerError: in a sync strategy, a rank did not call the constructor within `timeout`, or has a saver of
+            strategy ``async`` or ``mono``, which waits for no rank.
     """
 
     def __init__(
@@ -442,7 +444,10 @@ class _Ranks:
                 hint="Call init_process_group first, or take strategy='async' or 'mono'.",
             )
         if in_group and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+            except RuntimeError as error:
+                raise self._lost(error) from error
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order.
@@ -456,9 +461,13 @@ class _Ranks:
         try:
             dist.all_gather_object(told, value, group=self._group)
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank} lost another rank, or waited {self._timeout} for it: {error}",
-                hint="A rank died, or does not call the same methods of the saver in the same order.",
-                rank=self.rank,
-            ) from error
+            raise self._lost(error) from error
         return told
+
+    def _lost(self, error: RuntimeError) -> PeerError:
+        return PeerError(
+            f"rank {self.rank} lost another rank, or waited {self._timeout} for it: {error}",
+            hint="A rank died, does not call the same methods of the saver in the same order, or has a saver "
+            "of strategy 'async' or 'mono'.",
+            rank=self.rank,
+        )

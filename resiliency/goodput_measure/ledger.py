@@ -135,8 +135,9 @@ class LedgerBuilder:
         """In any order."""
         time = to_us(event.time)
         self.job_name = self.job_name or event.job_name
-        # A supervisor learns of the end of its action on another machine, and may do so after the job's end.
-        if event.type not in (EventType.ACTION_DECIDED, EventType.ACTION_ENDED):
+        # A supervisor learns of the end of its action on another machine, and may do so after the job's end;
+        # a failure simulator may injure a host just then.
+        if event.type not in (EventType.ACTION_DECIDED, EventType.ACTION_ENDED, EventType.FAULT_INJECTED):
             self.start = time if self.start is None else min(self.start, time)
             self.end = time if self.end is None else max(self.end, time)
         if event.type is EventType.JOB_TERMINATED:
@@ -155,7 +156,7 @@ class LedgerBuilder:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the newest event is that the job terminated."""
+        """Whether the newest event of the job itself is that it terminated."""
         return self._ended_at is not None and self._ended_at == self.end
 
     def build(self, *, until: int | None = None) -> Ledger:

@@ -135,10 +135,12 @@ def goodput_sink(info: RunInfo, env: Mapping[str, str] | None = None) -> EventSi
     """The sink for the published events that this machine and `env` call for.
 
     A file when GOODPUT_USE_FILE_TRACKING is set; else Google Cloud Logging when its client is
-    installed and finds credentials; else a file and one warning.  Never raises for lack of a cloud.
+    installed and finds credentials; else a file, with one warning where there is a client.  Never raises
+    for lack of a cloud.
     """
     env = os.environ if env is None else env
     path = goodput_path(info)
+    level = logging.DEBUG
     if env.get(FILE_TRACKING_ENV, "").strip().lower() not in _FALSE:
         return GoodputSink(path)
     if is_installed():
@@ -146,10 +148,10 @@ def goodput_sink(info: RunInfo, env: Mapping[str, str] | None = None) -> EventSi
             return BackgroundSink(CloudGoodputSink(CloudLog(info.job_name), path))
         except ControlPlaneError as error:
             reason = str(error)
+            # A job that restarts a hundred times should not say it a hundred times.
+            level = logging.DEBUG if info.attempt else logging.WARNING
     else:
         reason = "the Google Cloud Logging client is not installed (pip install 'resiliency[cloud]')."
-    # A job that restarts a hundred times should not say it a hundred times.
-    level = logging.DEBUG if info.attempt else logging.WARNING
     logger.log(
         level, "goodput events go to %s: %s  Set %s=1 to choose that.", path, reason, FILE_TRACKING_ENV
     )

@@ -19,6 +19,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +27,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from operator import methodcaller
 from pathlib import Path
@@ -106,6 +108,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+
+def _method_name(depth: int = 2) -> str:
+    """Which method of NVRx's records what it does.
+
+    Upstream takes all of `inspect.stack` for that, twice, and nobody reads it: each look at the rendezvous
+    then looks at every module of the process, which takes seconds where there are thousands.
+    """
+    return sys._getframe(depth).f_code.co_name
+
+
+_ft_rendezvous.get_method_name = _method_name
+
 UnhealthyNodeException = _launcher.UnhealthyNodeException
 run_script_path = _launcher.run_script_path
 
@@ -150,6 +164,7 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
         "RendezvousSettings",
         "_delay",
         "_RendezvousState",
+        "get_method_name",
     ),
     _ft_rendezvous.FtRendezvousHandler: (
         *("_node_desc_generator", "num_nodes_waiting", "next_rendezvous", "_get_store", "_keep_alive"),
@@ -561,6 +576,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
                 super().try_set_worker_state(_launcher.WorkerState.SUCCEEDED)
         except RendezvousError:
             return False
+        except KeyError:  # the others have met without this host, which is told so by their absence
+            return True
         return True
 
     # The next three are what upstream looks at with the min-healthy policy.
@@ -592,9 +609,25 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             done = _launcher.WorkerState.SUCCEEDED
             return sorted(str(node) for node in gone if state.worker_states.get(node) != done)
 
+    def all_are_done(self) -> bool:
+        """Whether each host of this attempt has said that it is, as far as the store can be asked."""
+
+        def look() -> bool:
+            with self._heartbeat_lock:
+                self._state_holder.sync()
+                states = self._state_holder.state.worker_states
+                return all(states.get(node) == _launcher.WorkerState.SUCCEEDED for node in self._members)
+
+        return self._look(look, lambda: False)
+
+    @property
+    def sees_losses(self) -> bool:
+        """Whether hosts that left make the others meet again: not with the min-healthy policy."""
+        return bool(self._settings.upscaling_enabled)
+
     def try_restart(self) -> bool:
         """Have the workers of this host restarted at the next look, and so those of all hosts."""
-        self._restart_asked = bool(self._settings.upscaling_enabled)
+        self._restart_asked = self.sees_losses
         return self._restart_asked
 
     def num_nodes_waiting(self) -> int:
@@ -610,7 +643,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
 
     def _waiting_or_lost(self) -> int:
         waiting, lost = int(super().num_nodes_waiting()), []
-        if self._settings.upscaling_enabled:
+        if self.sees_losses:
             lost = self.lost_hosts()
             if (waiting or lost) and self.on_change is not None:
                 self.on_change(waiting, lost)
@@ -667,7 +700,11 @@ class HookedAgent(_launcher.LocalElasticAgent):
 
     @abstractmethod
     def finished(self) -> None:
-        """All workers of this host succeeded."""
+        """All workers of this host succeeded, and so the job, as far as this host knows."""
+
+    @abstractmethod
+    def were_told_to_end(self) -> bool:
+        """Whether the workers, which all succeeded, had been told to end, by no signal to this launcher."""
 
     @abstractmethod
     def stop_processes(self, number: signal.Signals, grace_s: float) -> None:
@@ -707,7 +744,11 @@ class HookedAgent(_launcher.LocalElasticAgent):
         result = self._pcontext.wait(0)
         return result is not None and not result.is_failed()
 
+    #: Until when hosts whose ranks were told to end wait for each other; None: they were not.
+    _told_until: float | None = None
+
     def _rendezvous(self, worker_group: Any) -> None:
+        self._told_until = None
         with self.joining():
             super()._rendezvous(worker_group)
         spec = worker_group.spec
@@ -725,8 +766,27 @@ class HookedAgent(_launcher.LocalElasticAgent):
         if result.failures:
             self.failed(list(result.failures.values()))
         elif result.state == _launcher.WorkerState.SUCCEEDED:
+            if self._waits_for_others():
+                # Then upstream looks whether hosts left, and if so all meet again.
+                return replace(result, state=_launcher.WorkerState.HEALTHY)
             self.finished()
         return result
+
+    def _waits_for_others(self) -> bool:
+        """Whether it is still open if the job ends, or only another host, for whose sake ranks here ended.
+
+        A launcher that is told to end leaves the meeting; others say that they are done, as this one does.
+        """
+        rendezvous = self._rdzv_handler
+        if not rendezvous.sees_losses or self.host_count == 1 or not self.were_told_to_end():
+            return False
+        if self._told_until is None:
+            self._told_until = time.monotonic() + self._exit_barrier_timeout
+        if time.monotonic() >= self._told_until:
+            return False
+        if not rendezvous.try_report_success(0):
+            return rendezvous.outside is not None  # a store that comes back; else nobody can meet again
+        return not rendezvous.all_are_done()
 
     def _exit_barrier(self) -> None:
         rendezvous = self._rdzv_handler

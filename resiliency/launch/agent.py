@@ -194,6 +194,9 @@ class ResilientAgent(HookedAgent):
                 self._seen_pids.add(failure.pid)
                 self._record(self._fault(failure))
 
+    def were_told_to_end(self) -> bool:
+        return self._watch is not None and bool(self.stops)
+
     def finished(self) -> None:
         if self._watch is None:
             return  # these ended because we stopped them
@@ -202,12 +205,17 @@ class ResilientAgent(HookedAgent):
         self._reporter.launcher_is(LauncherState.STOPPING)
         logger.info("attempt %d: all workers of this host succeeded%s", self.attempt, self.where_stopped())
 
+    @property
+    def stops(self) -> list[StopNote]:
+        """What workers of this attempt that were told to end have said."""
+        self._stops += StopNote.take_all(self._protection.private_dir)
+        return self._stops
+
     def where_stopped(self) -> str:
         """For the last line about workers that were told to end: ``; step 110, at which ...``; else empty."""
-        self._stops += StopNote.take_all(self._protection.private_dir)
-        if not self._stops:
+        if not self.stops:
             return ""
-        last = min(self._stops, key=lambda stop: stop.committed)  # one that is not, if there is any
+        last = min(self.stops, key=lambda stop: stop.committed)  # one that is not, if there is any
         outcome = "is committed" if last.committed else "is not committed"
         return f"; step {last.step}, at which {last.cause} stopped them, {outcome}"
 

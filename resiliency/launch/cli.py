@@ -354,14 +354,14 @@ SUPERVISOR = (
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="Force-delete a container that does not end within this (0: off).",
+        help="Force-delete a container that does not end within this (0: the supervisor's own).",
     ),
     Flag(
         name="--workload-downtime-threshold-s",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="Act on a workload that is down for longer than this (0: off).",
+        help="Act on a workload that is down for longer than this (0: the supervisor's own).",
     ),
     Flag(name="--workload-name", default="", metavar="NAME", help="Name at the orchestrator."),
     Flag(

@@ -37,12 +37,14 @@ def _set_threads(workers: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with `argv` (default: the process's own) and return its exit code."""
-    held = Template.of_this_process(Work())  # before this process has anything that a fork must not copy
+    held = None
     try:
         options = resolve(cli.parse(sys.argv[1:] if argv is None else argv), os.environ)
+        stop_ignoring(options.signals)
+        # As it is from now on, and before it has anything that a fork must not copy.
+        held = Template.of_this_process(Work())
         log.configure(options.info)
         _set_threads(options.workers)
-        stop_ignoring(options.signals)
         with (
             Protection(grace=options.stop_timeout) as protection,
             Standby(options, protection, held) as standby,

@@ -39,7 +39,8 @@ class Protection:
     def __init__(self, *, grace: timedelta) -> None:
         self.id = uuid.uuid4().hex
         self.private_dir = _make_private_dir()
-        #: Processes under this launcher that no restart of workers ends.
+        #: Processes under this launcher that no restart of workers ends, with all in their sessions: imports
+        #: of a template run programs (ldconfig, compilers).
         self.exempt: set[int] = set()
         #: At its end once launcher and guardian are gone, so that nobody looks after workers any more.
         self.lifeline_fd, self._lifeline_write_fd = os.pipe2(os.O_CLOEXEC)
@@ -82,8 +83,7 @@ class Protection:
 
     def leftovers(self) -> list[guardian.Process]:
         """Living processes that workers started, the launcher's own left out."""
-        spared = {self._process.pid, *self.exempt}
-        return [process for process in guardian.find(self.id) if process.pid not in spared]
+        return [process for process in guardian.find(self.id) if not self._is_own(process.pid)]
 
     def close(self) -> None:
         """Let the guardian go and remove the private directory; idempotent."""
@@ -106,6 +106,13 @@ class Protection:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _is_own(self, pid: int) -> bool:
+        try:
+            session = os.getsid(pid)
+        except ProcessLookupError:  # ended meanwhile
+            return True
+        return pid in (self._process.pid, *self.exempt) or session in self.exempt
 
     def _tell(self, kind: str, pids: Iterable[int]) -> None:
         self._send(" ".join([kind, *map(str, pids)]))

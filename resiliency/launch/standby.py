@@ -3,7 +3,7 @@
 
 While the first attempt trains, a template repeats the imports of its local rank 0, at low priority.  The
 ranks of every later attempt are forked from it.  What was imported is kept for the next job with the same
-script, whose first ranks are forked then, too.
+script and arguments, whose first ranks are forked then, too.
 
 Nothing depends on a template: where it cannot fork, for whatever reason, a rank starts the ordinary way,
 and one line says why.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,13 @@ from typing import IO
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
 from resiliency.progress import STEP_PAGE_ENV
+from resiliency.runtime import (
+    AGENT_HOST_ENV,
+    FAILURE_DOMAINS_ENV,
+    JOB_ENV,
+    RUN_DIR_ENV,
+    STOP_NOTES_ENV,
+)
 from resiliency.template import entry
 from resiliency.template.client import ForkedProcess, ForkRefused, StillImporting, Template, TemplateLost
 from resiliency.template.program import PythonCommand
@@ -35,18 +43,21 @@ logger = logging.getLogger(__name__)
 
 #: Where imports of scripts are kept; default: resiliency in the user's cache directory.
 CACHE_DIR_ENV = "RESILIENCY_CACHE_DIR"
-#: What the agent sets for its workers, with another value in each rank or attempt.
+#: What the agent sets for its workers, with another value in each rank, attempt or job.
 VOLATILE = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
     *("SLURM_PROCID", "SLURM_LOCALID", "FT_RANK_MONITOR_IPC_SOCKET", "FT_LAUNCHER_IPC_SOCKET"),
-    STEP_PAGE_ENV,
+    *(STEP_PAGE_ENV, AGENT_HOST_ENV, STOP_NOTES_ENV, FAILURE_DOMAINS_ENV),
 )
 #: After so many templates that were killed or failed there is no other one.
 MOST_LOST = 3
-#: Longest wait for a template that still imports, where waiting is better than importing.
+#: Longest wait of one attempt for a template that still imports, where waiting is better than importing; and
+#: how long a template may import without any progress.
 WAIT_TIMEOUT = timedelta(seconds=120)
+#: Of one script, the imports of so many different arguments are kept.
+MOST_KEPT = 8
 
 #: A template that has imported nothing more for this long has caught up with the ranks.
 _SETTLED_S = 2.0
@@ -70,6 +81,8 @@ class Standby:
         self._protection = protection
         self._record = protection.private_dir / "imports"
         self._known = _cache_file(command) if command is not None else None
+        if self._known is not None and not self._known_imports:
+            _delete_oldest(self._known.parent)
         self._template = held if self._command is not None else None
         self._told_ready = held is not None
         self._told: set[str] = set()
@@ -77,6 +90,8 @@ class Standby:
         self._lost = 0
         #: How many modules the template holds, and when that may be called all of them.
         self._modules, self._settled_at = 0, 0.0
+        #: When a template that imports counts as stuck, and when this attempt has waited for long enough.
+        self._stuck_at, self._wait_until = time.monotonic() + WAIT_TIMEOUT.total_seconds(), 0.0
         self._first_start = True
         #: Readable when the launcher is asked to end: no more waiting then.
         self.wake_fd: int | None = None
@@ -100,6 +115,7 @@ class Standby:
 
     def begin_attempt(self) -> None:
         self.forked = 0
+        self._wait_until = 0.0
 
     def start_worker(
         self,
@@ -169,8 +185,13 @@ class Standby:
         """Take in what the template said, and say what a person should know; does not block."""
         if self._template is None:
             return
+        was_ready = self._template.ready
         try:
             self._template.look()
+            if was_ready or self._template.ready or self._template.modules != self._modules:
+                self._stuck_at = time.monotonic() + WAIT_TIMEOUT.total_seconds()
+            elif time.monotonic() > self._stuck_at:
+                raise self._template.lose(f"has imported nothing for {WAIT_TIMEOUT.total_seconds():g} s")
         except TemplateLost as error:
             self._forget(error)
             return
@@ -218,21 +239,35 @@ class Standby:
             volatile=VOLATILE,
             background=background,
         )
+        env = {**os.environ, **_constants(self._options)}
         try:
-            self._template = Template(work, interpreter=(self._command.interpreter, "-u"))
+            self._template = Template(work, interpreter=(self._command.interpreter, "-u"), env=env)
         except OSError as error:
             self._tell("ranks start the ordinary way: no template can be started: %s", error)
             return
         self._told_ready = False
+        self._stuck_at = time.monotonic() + WAIT_TIMEOUT.total_seconds()
         self._protection.exempt.add(self._template.pid)
 
     def _is_ready(self, template: Template, *, wait: bool) -> bool:
         self.look()
+        if self._template is not template:
+            return False
         if not template.ready and wait and (self._first_start or self.forked or self._is_ahead(template)):
             # As many imports as there are ranks, at the same time, would take longer than this one.
-            template.wait_until_ready(WAIT_TIMEOUT, self.wake_fd)
+            self._wait_for(template)
             self.look()
         return template.ready and self._template is template
+
+    def _wait_for(self, template: Template) -> None:
+        now = time.monotonic()
+        self._wait_until = self._wait_until or now + WAIT_TIMEOUT.total_seconds()
+        try:
+            ready = template.wait_until_ready(timedelta(seconds=self._wait_until - now), self.wake_fd)
+            if not ready and time.monotonic() >= self._wait_until:
+                raise template.lose(f"still imports after {WAIT_TIMEOUT.total_seconds():g} s")
+        except TemplateLost as error:
+            self._forget(error)
 
     def _is_ahead(self, template: Template) -> bool:
         """Whether it has done the larger part of what a rank imports: a fresh start would end later."""
@@ -260,8 +295,24 @@ class Standby:
             logger.info("%s", line)
 
 
+def _constants(options: LaunchOptions) -> dict[str, str]:
+    """Variables that only workers have, with one value in all of them: imports may read these."""
+    return {
+        JOB_ENV: options.info.job_name,
+        RUN_DIR_ENV: options.info.run_dir,
+        "ROLE_NAME": options.args.role,
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(False),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
 def _cache_file(command: PythonCommand) -> Path | None:
-    """Where the imports of this script are kept, or None where there is no place for them."""
+    """Where the imports of this script with these arguments are kept; None where there is no place for them.
+
+    With other arguments it may import other modules, and one that it would not have imported may change what
+    others do.
+    """
     base = os.environ.get(CACHE_DIR_ENV)
     if base is None:
         try:
@@ -270,5 +321,17 @@ def _cache_file(command: PythonCommand) -> Path | None:
             return None
         base = os.path.join(base, "resiliency")
     what = os.path.realpath(command.target) if command.kind == "script" else f"{os.getcwd()} {command.target}"
-    key = hashlib.sha256(f"{command.interpreter} {sys.version} {what}".encode()).hexdigest()[:16]
-    return Path(base) / "imports" / f"{Path(command.target).name}-{key}"
+    script = _digest(command.interpreter, sys.version, what)
+    return Path(base) / "imports" / f"{Path(command.target).name}-{script}" / _digest(*command.args)
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _delete_oldest(directory: Path) -> None:
+    """Arguments may be new at each start, such as a date: what was kept for them is of no use later."""
+    with suppress(OSError):  # another launcher does the same, or there is nothing yet
+        files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in files[: -MOST_KEPT + 1]:
+            file.unlink()

@@ -6,7 +6,7 @@ stock NeMo and ``megatron.core.dist_checkpointing``.  It adds two things that a 
 resume needs:
 
 * checksums of every file, written by whoever wrote the file (in an async save: in the background
-  process), and a manifest that rank 0 writes last (`resiliency.checkpoint.format.file_manifest`);
+  process), and a manifest that rank 0 writes last (`resiliency.checkpoint.format.nemo`);
 * every rank's random number generators, as one more sharded object.  NeMo 2.7 saves none, so a
   model with dropout resumes on another stream of random numbers.
 """
@@ -29,8 +29,8 @@ from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
-from resiliency.checkpoint.format import file_manifest as manifest
-from resiliency.errors import CheckpointWriteFailed, LayoutMismatch
+from resiliency.checkpoint.format import nemo
+from resiliency.errors import CheckpointCorrupt, CheckpointWriteFailed, LayoutMismatch
 from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.random_states import rng_state
 
@@ -42,6 +42,14 @@ RNG_KEY = "resiliency_rng"
 IN_PLACE = "dp_reshardable"
 #: How the keys of that form begin.
 _BUCKETS = "optimizer.distributed.dp_group_idx_"
+#: What is raised for a write that failed: by Python, by Megatron, and by the engine's storage.
+_REFUSED = (
+    OSError,
+    CheckpointException,
+    CheckpointingException,
+    CheckpointWriteFailed,
+    CheckpointCorrupt,
+)
 
 
 class VerifiedCheckpointIO(MegatronCheckpointIO):
@@ -68,7 +76,7 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
         with _write_errors(directory, step):
             request = super().save_checkpoint(checkpoint, path, storage_options)
             if request is None:
-                manifest.record_rank_files(directory, dist.get_rank())
+                nemo.record_rank(directory, step=step, rank=dist.get_rank())
                 dist.barrier()
                 _seal(directory, step)
                 return None
@@ -106,7 +114,7 @@ def sharded_per_rank(state: dict[str, Any] | None, place: tuple[int, int] | None
 
 
 def _checkpoint_dir(path: Path) -> Path:
-    return path.parent if path.name == manifest.WEIGHTS else path
+    return path.parent if path.name == nemo.WEIGHTS else path
 
 
 def _proven(request: AsyncRequest, directory: Path, step: int) -> AsyncRequest:
@@ -122,16 +130,16 @@ def _proven(request: AsyncRequest, directory: Path, step: int) -> AsyncRequest:
     write = request.async_fn
     finalize_fns = [*request.finalize_fns, functools.partial(_seal, directory, step)]
     return request._replace(
-        async_fn=write and functools.partial(_write_then_record, write, directory, dist.get_rank()),
+        async_fn=write and functools.partial(_write_then_record, write, directory, step, dist.get_rank()),
         finalize_fns=[mapped(finalize) for finalize in finalize_fns],
     )
 
 
 def _write_then_record(
-    write: Callable[..., None], directory: Path, rank: int, *args: Any, **kwargs: Any
+    write: Callable[..., None], directory: Path, step: int, rank: int, *args: Any, **kwargs: Any
 ) -> None:
     write(*args, **kwargs)
-    manifest.record_rank_files(directory, rank)
+    nemo.record_rank(directory, step=step, rank=rank)
 
 
 @contextlib.contextmanager
@@ -162,7 +170,7 @@ def _write_errors(directory: Path, step: int) -> Iterator[None]:
     """Map what Megatron and the operating system raise for a failed write, in this one place."""
     try:
         yield
-    except (OSError, CheckpointException, CheckpointingException) as error:
+    except _REFUSED as error:
         raise CheckpointWriteFailed(
             f"checkpoint of step {step} could not be written to {directory}, where "
             f"{_free_bytes(directory)} bytes are free: {_root_cause(error)}.",
@@ -195,4 +203,4 @@ def is_rank_zero() -> bool:
 
 def _seal(directory: Path, step: int) -> None:
     if is_rank_zero():
-        manifest.seal(directory, step=step, world_size=dist.get_world_size())
+        nemo.seal(directory, step=step, world_size=dist.get_world_size())

@@ -35,8 +35,10 @@ from resiliency.template.server import MOST_DESCRIPTORS, PID, ROOM_ENV, Work
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-#: Longest time that a template which said it was ready may take to fork.
+#: Longest time that a template which said it was ready may take to fork, while it says nothing else.
 FORK_TIMEOUT = timedelta(seconds=5)
+#: Longest time that a template may take to end after SIGKILL: the kernel lets it finish its I/O.
+KILL_TIMEOUT = timedelta(seconds=5)
 #: Exit code of a process that ended, and whose exit code cannot be known.
 UNKNOWN_EXIT = 255
 #: Room for the command line and the environment of what is forked, in the memory where /proc shows them.
@@ -276,7 +278,7 @@ class Template:
             record: file that is told what it imports.
             check_files: refuse if code has changed since it was imported.
             new_session: False: it stays in the template's session and process group.
-            timeout: how long a template may take to answer.
+            timeout: how long a template may take to answer, or to say that it still looks at files.
         Raises:
             ForkRefused: start it the ordinary way; the message says why.
             TemplateLost: the template is gone; so is anything that this call may have started.
@@ -347,6 +349,7 @@ class Template:
         start_new_session: bool = True,
         record: str | None = None,
         check_files: bool = True,
+        timeout: timedelta = FORK_TIMEOUT,
     ) -> ForkedProcess:
         """`fork` with the arguments of `subprocess.Popen`; streams are descriptors, DEVNULL or None.
 
@@ -366,6 +369,7 @@ class Template:
                 new_session=start_new_session,
                 record=record,
                 check_files=check_files,
+                timeout=timeout,
             )
 
     def close(self) -> None:
@@ -377,7 +381,14 @@ class Template:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(KILL_TIMEOUT.total_seconds())
+            except subprocess.TimeoutExpired:
+                logger.warning(
+                    "template process %d left behind: it does not end after SIGKILL, and probably waits for a"
+                    " file system; it ends as soon as that answers",
+                    self.pid,
+                )
 
     def __enter__(self) -> Template:
         return self
@@ -389,10 +400,12 @@ class Template:
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             if not self._readable(max(deadline - time.monotonic(), 0.0)):
-                raise self._lost(f"did not answer within {timeout.total_seconds():g} s")
+                raise self.lose(f"did not answer within {timeout.total_seconds():g} s")
             message = self._receive()
             if message.get("number") == self._forks:
                 return message
+            if message.get("state") == "checking":
+                deadline = time.monotonic() + timeout.total_seconds()
             self._take_in(message)
 
     def _readable(self, timeout_s: float, wake_fd: int | None = None) -> bool:
@@ -408,27 +421,26 @@ class Template:
         try:
             server.send(self._channel, message, fds)
         except OSError as error:
-            raise self._lost("is gone") from error
+            raise self.lose("is gone") from error
         except BaseException:  # a signal handler raised; how much was sent is unknown
-            self._lost("was told half a message")
+            self.lose("was told half a message")
             raise
 
     def _receive(self) -> dict[str, Any]:
         try:
             message, _ = server.receive(self._channel)
         except (EOFError, OSError) as error:
-            raise self._lost(
-                "ended" if isinstance(error, EOFError) else "stopped within an answer"
-            ) from error
+            raise self.lose("ended" if isinstance(error, EOFError) else "stopped within an answer") from error
         except BaseException:  # a signal handler raised; how much was read is unknown
-            self._lost("was heard for half a message")
+            self.lose("was heard for half a message")
             raise
         if "died" in message:
             logger.debug("%s", message["died"])
-            raise self._lost(f"failed ({message['died'].splitlines()[-1]})")
+            raise self.lose(f"failed ({message['died'].splitlines()[-1]})")
         return message
 
-    def _lost(self, how: str) -> TemplateLost:
+    def lose(self, how: str) -> TemplateLost:
+        """Kill a template that is of no use any more; returns what to raise."""
         self._process.kill()
         self.close()
         return TemplateLost(f"the template process {self.pid} {how}.")
@@ -441,6 +453,8 @@ class Template:
                     os.waitpid(message["pid"], 0)
         elif "left_out" in message:
             self.left_out, self.left_out_importers = message["left_out"], message["importers"]
+        elif message["state"] == "checking":
+            pass
         elif message["state"] == "busy":
             self.ready, self.modules = False, message["modules"]
         else:

@@ -2,10 +2,9 @@
 """What an import did that a fork must not copy, and which modules have to be left out for it.
 
 A fork copies memory, signal handlers and one thread.  It does not copy other threads, shares open
-descriptors, and keeps what an import worked out from variables which are different in each rank.
-`ImportWatch` looks for all of
-that after every module, so that the module is named that did it; what imported that module is left out
-with it, because it may have kept what it found there.
+descriptors and shared memory, and keeps what an import worked out from variables which are different in
+each rank.  `ImportWatch` looks for all of that after every module, so that the module is named that did it;
+what imported that module is left out with it, because it may have kept what it found there.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, cast
 
-from resiliency.template.repairs import REPAIRS
+from resiliency.template.repairs import REPAIRS, SET_BY_REPAIRS, end_threads
 
 #: Threads of native libraries that stop themselves before a fork, or start again after it, by handlers of
 #: their own (pthread_atfork).
@@ -40,6 +40,10 @@ _HARMLESS_FILES = ("/dev/null", "/dev/urandom")
 _PASSED_ON = re.compile(
     r"^(Umask|[UG]id|Groups|Sig(?:Blk|Ign)|Cap\w+|NoNewPrivs|Seccomp|Cpus_allowed|Mems_allowed):(.*)$", re.M
 )
+#: The name of each such mapping in /proc/PID/maps.
+_SHARED_AND_WRITABLE = re.compile(r"^\S+ .w.s \S+ \S+ \S+ *(.*)$", re.M)
+#: Number of the system call; no library that is always there has a function for it.
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _OF_GLIBC = 1 << 31 | 1 << 32  # signals 32 and 33
 
 
@@ -73,7 +77,17 @@ def passed_on() -> dict[str, object]:
         **status,
         **{name: _read(f"/proc/self/{name}") for name in ("limits", "cgroup", "oom_score_adj")},
         "scheduling": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+        "NUMA policy": _numa_policy(),
     }
+
+
+def _numa_policy() -> tuple[int, ...]:
+    mode, nodes = ctypes.c_int(), (ctypes.c_ulong * 16)()
+    if number := _GET_MEMPOLICY.get(os.uname().machine):
+        bits = ctypes.c_ulong(8 * ctypes.sizeof(nodes))
+        # A kernel without NUMA changes nothing here.
+        ctypes.CDLL(None).syscall(number, ctypes.byref(mode), nodes, bits, None, ctypes.c_ulong(0))
+    return (mode.value, *nodes)
 
 
 def _read(path: str) -> str:
@@ -151,6 +165,39 @@ def _file(fd: int) -> str | None:
         return None
 
 
+def shared_memory() -> Counter[str]:
+    """Memory that a fork would share instead of copying it: such as a lock of `multiprocessing` lies in."""
+    mappings = _read("/proc/self/maps")
+    if "w-s " not in mappings and "wxs " not in mappings:  # nearly always, and ten times as fast
+        return Counter()
+    return Counter(_SHARED_AND_WRITABLE.findall(mappings))
+
+
+def _mapped_pages() -> int:
+    """Of memory that is no heap: it changes where a library is loaded or memory is shared.
+
+    It takes microseconds to read, after each module, where all mappings of NeMo take milliseconds.
+    """
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            pages = file.read().split()
+    except OSError:  # some sandboxes do not show it
+        return 0
+    return int(pages[0]) - int(pages[5])
+
+
+def _finalizers() -> int:
+    """What `multiprocessing` has to clear up at the end of this process: it does so in no fork."""
+    util: Any = sys.modules.get("multiprocessing.util")
+    return len(getattr(util, "_finalizer_registry", ()))
+
+
+def _holds_cuda() -> bool:
+    """Whether torch has started CUDA, which does not work in a fork; imports nothing."""
+    cuda: Any = sys.modules.get("torch.cuda")
+    return hasattr(cuda, "is_initialized") and bool(cuda.is_initialized())
+
+
 def _count_tasks() -> int:
     return os.stat("/proc/self/task").st_nlink - 2
 
@@ -203,10 +250,16 @@ class ImportWatch:
         #: variable -> the value that an import set; None: removed.
         self.set_by_imports: dict[str, str | None] = {}
         self._importers: dict[str, set[str]] = {}
+        #: Variables that an import sets to what follows from TMPDIR, as they were before.
+        self._first = {name: _plain(name) for name in SET_BY_REPAIRS}
+        #: Somebody asked for the directory of temporary files.
+        self._tempdir_read = False
         self._files = open_files()
         #: What was opened since, and by whom.
         self._opened: dict[tuple[int, str | None], str] = {}
         self._tasks, self._threads = _count_tasks(), len(native_threads())
+        self._pages, self._shared = _mapped_pages(), shared_memory()
+        self._finalizers, self._cuda = _finalizers(), _holds_cuda()
         self._children = has_children()
         self._seeds = random_keys(())
 
@@ -214,7 +267,7 @@ class ImportWatch:
         """Know what another watch knows of imports that were made before a fork."""
         self.found, self.read = dict(other.found), dict(other.read)
         self.set_by_imports = dict(other.set_by_imports)
-        self._importers = other._importers
+        self._importers, self._first = other._importers, other._first
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -236,7 +289,8 @@ class ImportWatch:
 
             def __setitem__(self, name: str, value: str) -> None:
                 super().__setitem__(name, value)
-                watch.set_by_imports[name] = value
+                if name not in SET_BY_REPAIRS:
+                    watch.set_by_imports[name] = value
 
             def __delitem__(self, name: str) -> None:
                 super().__delitem__(name)
@@ -308,6 +362,17 @@ class ImportWatch:
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd not in self._files and (what := _file(fd)) not in (None, *_HARMLESS_FILES):
                 self._opened.setdefault((fd, what), module)
+        if (pages := _mapped_pages()) != self._pages:
+            self._pages, shared = pages, shared_memory()
+            for what in shared - self._shared:
+                self._blame(module, f"shares memory ({what or 'of no name'})")
+            self._shared = shared
+        if (finalizers := _finalizers()) > self._finalizers:
+            self._blame(module, "leaves multiprocessing something to clear up")
+        self._finalizers = finalizers
+        if not self._cuda and _holds_cuda():
+            self._cuda = True
+            self._blame(module, "starts CUDA")
         if has_children() and not self._children:
             self._children = True
             self._blame(module, "starts a process")
@@ -316,6 +381,9 @@ class ImportWatch:
             if seeds[library] != self._seeds[library]:
                 self._blame(module, f"seeds the random numbers of {library}")
         self._seeds = seeds
+        if self._tempdir_read:
+            # `tempfile` keeps the directory: the next module that asks is to be seen too.
+            cast(Any, sys.modules["tempfile"]).tempdir, self._tempdir_read = None, False
 
     def check_end(self, module: str) -> None:
         """After an import that nothing was within: what was opened, and is not closed again, counts."""
@@ -336,6 +404,8 @@ class ImportWatch:
             return f"a thread runs ({native_threads()})"
         if has_children():
             return "it has child processes"
+        if self._shared:  # since the start of the interpreter
+            return f"it shares memory ({', '.join(self._shared)})"
         return ""
 
     def to_leave_out(self) -> dict[str, str]:
@@ -353,7 +423,8 @@ class ImportWatch:
     def contradiction(self, env: Mapping[str, str | None]) -> str:
         """Why a program with this environment must not use what was imported here, or ""."""
         for name, (value, module) in self.read.items():
-            if env.get(name) != value and module not in REPAIRS:
+            as_well = self._first.get(name, value)
+            if env.get(name) not in (value, as_well) and module not in REPAIRS:
                 return f"{module} read {name} while it was imported"
         return ""
 
@@ -365,6 +436,7 @@ class ImportWatch:
     def _settled_threads(self) -> int:
         """After a fork, for which libraries with handlers for that have stopped their threads (OpenBLAS)."""
         if native_threads():
+            end_threads(sys.modules)
             child = os.fork()
             if child == 0:
                 os._exit(0)
@@ -373,11 +445,17 @@ class ImportWatch:
 
     def _note_read(self, name: object) -> None:
         running = _running(sys._getframe(2))
+        self._tempdir_read |= name == "TMPDIR" and "tempfile" in sys.modules
         if not isinstance(name, str) or not running or name in self.set_by_imports:
             return
         module = running[0]
         if module.partition(".")[0] in READERS_BY_PREFIX:
             return
+        self._note_value(name, module)
+        if _plain(name) != self._first.get(name, _plain(name)):
+            self._note_value("TMPDIR", module)
+
+    def _note_value(self, name: str, module: str) -> None:
         if name in self.volatile and module not in REPAIRS:
             self._blame(module, f"reads {name} while it is imported")
         # Of several readers one that cannot be repaired counts.

@@ -17,6 +17,7 @@ import select
 import socket
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -295,6 +296,11 @@ class TemplateServer:
         if time.monotonic() > self._said_at + _PROGRESS_S:
             self._say_busy()
 
+    def _tell_checking(self) -> None:
+        if time.monotonic() > self._said_at + _PROGRESS_S:
+            self._said_at = time.monotonic()
+            send(self._channel, {"state": "checking"})
+
     def _say_ready(self) -> None:
         if self._entries and self._work.save is not None:
             _save(Path(self._work.save), dict.fromkeys(self._entries))
@@ -376,7 +382,11 @@ class TemplateServer:
         if why := self._watch.contradiction(env):
             return why
         if request["check_files"]:
-            self._changed = [file for file, stamp in self._files.items() if _stamp(file) != stamp]
+            # Thousands of files, and on a slow file system of the network each takes milliseconds.
+            for file, stamp in self._files.items():
+                self._tell_checking()
+                if _stamp(file) != stamp:
+                    self._changed.append(file)
             if self._changed:
                 return f"{self._changed[0]} has changed since it was imported"
         return ""
@@ -439,9 +449,15 @@ def _stamp(file: str) -> tuple[int, int]:
 def _save(path: Path, entries: Iterable[Entry]) -> None:
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text("".join(map(str, entries)), errors="surrogateescape")
-        temporary.replace(path)
+        # Pods that share a home have the same process ids.
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(fd, "w", errors="surrogateescape") as file:
+                file.writelines(map(str, entries))
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
 
 
 def _may_raise_priority() -> bool:

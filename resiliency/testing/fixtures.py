@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "leaks(*kinds, reason): what this test may leave behind: "
         + ", ".join(kind.value for kind in LeakKind),
     )
-    owners: list[Owner] = []
+    owners = [Owner(pids=warm.pids, descriptors=warm.descriptors)]  # it is replaced if it is lost
     config.stash[_OWNERS] = owners
     # torch sets this in the process that makes an optimizer step, and reads it during imports: processes that
     # are started later could not be forked from the interpreter that was started before.

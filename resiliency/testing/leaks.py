@@ -188,7 +188,10 @@ def _describe(fd: int, target: str) -> str:
     try:
         with socket.socket(fileno=os.dup(fd)) as twin:
             listens = twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return f"socket {'listening on' if listens else 'bound to'} {twin.getsockname()!r}"
+            text = f"socket {'listening on' if listens else 'bound to'} {twin.getsockname()!r}"
+            with suppress(OSError):
+                text += f", connected to {twin.getpeername()!r}"
+            return text
     except OSError:
         return target
 

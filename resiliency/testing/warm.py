@@ -32,37 +32,56 @@ logger = logging.getLogger(__name__)
 
 #: Longest wait for the imports, on a machine that does much else.
 IMPORT_TIMEOUT = timedelta(minutes=5)
+#: Longest wait for a fork: on a machine that does much else, an ordinary start would take no less.
+FORK_TIMEOUT = timedelta(minutes=1)
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 
 _current: Template | None = None
+#: What it was told to import.
+_modules: tuple[str, ...] = ()
 
 
 @contextmanager
 def interpreter(*modules: str) -> Iterator[None]:
     """Within, processes are forked from an interpreter that has imported `modules`; one serves all."""
-    global _current
+    global _current, _modules
     if _current is not None:
         preload(*modules)
         yield
         return
-    with Template(Work(preload=modules)) as _current:
-        try:
-            yield
-        finally:
-            _current = None
+    _current, _modules = Template(Work(preload=modules)), modules
+    try:
+        yield
+    finally:
+        last, _current = _current, None
+        last.close()
 
 
 def preload(*modules: str) -> None:
     """Let the interpreter import more, once; without one, nothing happens."""
+    global _modules
     if _current is not None:
-        with suppress(TemplateLost):
+        _modules += modules
+        with suppress(TemplateLost):  # the next start tells
             _current.preload(modules)
+
+
+def _replace(lost: Template) -> None:
+    """Start another interpreter: all tests that follow would import for themselves, and be slow unseen."""
+    global _current
+    if _current is lost:
+        _current = Template(Work(preload=_modules))
 
 
 def pids() -> list[int]:
     """The interpreter's process, for those that count or measure processes."""
     return [] if _current is None else [_current.pid]
+
+
+def descriptors() -> list[int]:
+    """What leads to it."""
+    return [] if _current is None else [_current._channel.fileno()]
 
 
 def start(
@@ -89,10 +108,10 @@ def start(
         import_timeout: how long the interpreter may still import before the program is not forked from it.
     """
     words = [os.fspath(word) for word in argv]
-    if _current is not None and words[0] == sys.executable and not cold:
+    if (template := _current) is not None and words[0] == sys.executable and not cold:
         try:
-            _current.wait_until_ready(import_timeout)
-            return _current.popen(
+            template.wait_until_ready(import_timeout)
+            return template.popen(
                 words,
                 env=env,
                 cwd=cwd,
@@ -102,9 +121,13 @@ def start(
                 pass_fds=pass_fds,
                 start_new_session=new_session,
                 check_files=False,
+                timeout=FORK_TIMEOUT,
             )
         except (ForkRefused, TemplateLost) as error:
-            logger.info("%s is started the ordinary way: %s", words[1:3], error)
+            # Its words alone: a log that keeps the error keeps all that its callers hold.
+            logger.info("%s is started the ordinary way: %s", words[1:3], str(error))
+            if isinstance(error, TemplateLost):
+                _replace(template)
     return subprocess.Popen(
         words, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds,
         start_new_session=new_session,

@@ -17,7 +17,7 @@ from simulator.job import Job
 from simulator.journal import Record
 
 KERNEL_LOG = "/dev/kmsg"
-_SUCCESS, _NOT_SUPPORTED, _NO_PERMISSION, _INSUFFICIENT_SIZE = 0, 3, 4, 7
+_SUCCESS, _NOT_SUPPORTED, _NO_PERMISSION, _INSUFFICIENT_SIZE, _FUNCTION_NOT_FOUND = 0, 3, 4, 7, 13
 
 
 class Gpus(Protocol):
@@ -86,7 +86,7 @@ class Nvml:
         room = 64
         while True:
             count, found = ctypes.c_uint(room), (_ProcessInfo * room)()
-            code = self._code("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), found)
+            code = self._code(self._list_processes, handle, ctypes.byref(count), found)
             if code == _SUCCESS:
                 return [found[index].pid for index in range(count.value)]
             if code != _INSUFFICIENT_SIZE:
@@ -121,9 +121,19 @@ class Nvml:
         self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(gpu), ctypes.byref(handle))
         return handle
 
+    @property
+    def _list_processes(self) -> str:
+        """Of drivers before R510 there is the second form alone, with the same structure."""
+        newest = "nvmlDeviceGetComputeRunningProcesses_v3"
+        return newest if hasattr(self._library, newest) else "nvmlDeviceGetComputeRunningProcesses_v2"
+
     def _code(self, name: str, *arguments: object) -> int:
         self._start()
-        return int(getattr(self._library, name)(*arguments))
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            return _FUNCTION_NOT_FOUND
+        return int(function(*arguments))
 
     def _call(self, name: str, *arguments: object) -> None:
         try:
@@ -135,6 +145,7 @@ class Nvml:
     def _checked(name: str, code: int) -> None:
         if code != _SUCCESS:
             why = {_NOT_SUPPORTED: "not supported by this GPU", _NO_PERMISSION: "this user may not"}
+            why[_FUNCTION_NOT_FOUND] = "the driver is too old"
             raise InjectionFailed(f"{name} failed: {why.get(code, f'NVML error {code}')}.")
 
 

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from resiliency.cgroups import memory_left
 from simulator.faults import FaultMissed, InjectionFailed, Kind, PlannedFault
 from simulator.injectors.processes import pack
 from simulator.job import Job, Process, ancestors
@@ -21,9 +23,9 @@ from simulator.journal import Record
 _SPARED_BYTES = 512 << 20
 #: How long a disk may take to fill, and by how much at a time.
 _FILL_S, _PIECE_BYTES = 60, 1 << 30
-#: How long a command of the system may take.
 #: Longest wait for the end of processes whose network is gone already, for all of them together.
 _EXIT_S = 2.0
+#: How long a command of the system may take.
 _COMMAND_S = 20
 #: Of a rule for what leaves the host: after the kernel's own for what stays on it (0), before all others.
 _RULE_PRIORITY = "5"
@@ -52,8 +54,7 @@ class MemoryPressure:
     kinds = frozenset({Kind.MEMORY})
     outlives_boot = False
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self) -> None:
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
 
     def refusal(self) -> str:
@@ -91,14 +92,14 @@ class FullDisk:
 
     Args:
         directory: on that file system; None where none was named.
-        kept: a directory that must keep its room: the journal's.
+        kept: directories that must keep their room: the journal's, and that of the job's events.
     """
 
     name = "disk_full"
     kinds = frozenset({Kind.DISK_FULL})
     outlives_boot = True
 
-    def __init__(self, directory: Path | None, kept: Path) -> None:
+    def __init__(self, directory: Path | None, kept: Sequence[Path]) -> None:
         self._directory = directory
         self._kept = kept
 
@@ -109,7 +110,7 @@ class FullDisk:
             device = self._directory.stat().st_dev
         except OSError as error:
             return f"--disk_dir {self._directory}: {error.strerror}."
-        for other in (Path("/"), self._kept):
+        for other in (Path("/"), *self._kept):
             with suppress(OSError):
                 if other.stat().st_dev == device:
                     return (
@@ -365,7 +366,7 @@ def _words(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
+    """For this process and what it starts: of the machine, and of the container that they are in."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    machine = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+    return min([machine, *(free_bytes for _, free_bytes in memory_left())])

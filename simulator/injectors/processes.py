@@ -158,7 +158,9 @@ class CpuQuota:
         self._job = job
 
     def refusal(self) -> str:
-        parent = _quota_parent(os.getpid())
+        # The job's groups, once it is there: it may be in another container.
+        workers = self._job.workers().values()
+        parent = _quota_parent(next((each.process.pid for each in workers), os.getpid()))
         if parent is None:
             return "no control group of the CPU controller is mounted where groups can be added."
         if not os.access(parent, os.W_OK):

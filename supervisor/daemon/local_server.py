@@ -53,7 +53,8 @@ class LocalServer:
         self._changed = changed
         self._token = token
         self._writers: dict[str, asyncio.StreamWriter] = {}
-        self._pending: dict[str, asyncio.Future[Outcome]] = {}
+        #: Commands without an outcome, and the connection that each went to.
+        self._pending: dict[str, tuple[asyncio.StreamWriter, asyncio.Future[Outcome]]] = {}
         self._connections: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -83,7 +84,7 @@ class LocalServer:
         """Hand `command` to the launcher and wait for its outcome.
 
         Raises:
-            Refused: there is no launcher to take it.
+            Refused: there is no launcher to take it, or it is gone before its outcome came.
             asyncio.TimeoutError: no outcome by the command's deadline.
         """
         key = self._workers.launcher_key()
@@ -93,7 +94,7 @@ class LocalServer:
                 "no launcher with --use-supervisor is connected to this host.", reason=Reason.INVALID
             )
         future = asyncio.get_running_loop().create_future()
-        self._pending[command.id] = future
+        self._pending[command.id] = writer, future
         try:
             _send(writer, {"command": command.to_dict()})
             return await wait_for(future, command.deadline_s)
@@ -130,6 +131,7 @@ class LocalServer:
         finally:
             self._connections.discard(task)
             writer.close()
+            self._fail_pending(writer)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = await wait_for(_read(reader), HELLO_TIMEOUT_S)
@@ -162,6 +164,15 @@ class LocalServer:
                     "ended" if ended else "disconnected without a detach",
                 )
                 self._changed()
+
+    def _fail_pending(self, writer: asyncio.StreamWriter) -> None:
+        """No outcome comes over a connection that has ended."""
+        for used, future in self._pending.values():
+            if used is writer and not future.done():
+                text = (
+                    "the launcher disconnected before its outcome came; the command may have had its effect."
+                )
+                future.set_exception(Refused(text, reason=Reason.INVALID))
 
     def _check_hello(self, hello: Any, writer: asyncio.StreamWriter) -> tuple[str, Reporter]:
         if not isinstance(hello, dict):
@@ -209,7 +220,7 @@ class LocalServer:
                 self._changed()
         elif "outcome" in message:
             outcome = Outcome.from_dict(message["outcome"])
-            future = self._pending.get(outcome.command)
+            _, future = self._pending.get(outcome.command, (None, None))
             if future is not None and not future.done():
                 future.set_result(outcome)
         elif message.get("detach") is True:

@@ -3,6 +3,7 @@
 
 A *reporter* is one connection: a launcher, which speaks for all ranks of the host, or a program that speaks
 for one. When its connection ends, what it said stays, and grows old: the sensor decides what silence means.
+After `GONE_S` it has long decided, and a reporter that has not come back holds the host no longer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from supervisor.values import (
 
 #: Reporters that have detached and are kept for their last states.
 _MOST_ENDED = 64
+#: A reporter without a connection that ended without a detach; a living one tries again every few seconds.
+GONE_S = 600.0
 
 
 @dataclass
@@ -44,6 +47,8 @@ class Reporter:
     at: float = 0.0
     #: It has said that it ends, so that its silence means nothing.
     ended: bool = False
+    #: Monotonic time at which its connection ended.
+    left_at: float = 0.0
 
 
 @dataclass
@@ -125,6 +130,12 @@ class HostWorkers:
 
     def _speakers(self) -> list[Reporter]:
         """Reporters; without any the pod, whose workers live as long as it runs."""
+        now = self.clock.monotonic()
+        self.reporters = {
+            key: one
+            for key, one in self.reporters.items()
+            if one.connected or one.ended or now - one.left_at < GONE_S
+        }
         if self.reporters or self._pod is None or self.pod is None:
             return list(self.reporters.values())
         if self.pod.state is DeviceState.RUNNING:
@@ -176,6 +187,7 @@ class HostWorkers:
         """A connection is gone; `ended` says that the reporter had announced it."""
         reporter.connected = False
         reporter.ended = ended
+        reporter.left_at = self.clock.monotonic()
         if ended:
             final = (DeviceState.COMPLETE, DeviceState.FAILED)
             reporter.workers = tuple(worker for worker in reporter.workers if worker.state in final)
@@ -199,6 +211,12 @@ class HostWorkers:
         if said is not None and last.kind == "worker" and said.workload == last.workload.workload:
             return said  # programs know its name only
         return last.workload
+
+    @property
+    def told_workload(self) -> WorkloadInfo | None:
+        """As `workload`; None from a reporter that is away: its job may have another size by now."""
+        here = any(one.connected for one in self._speakers() if not one.ended)
+        return self.workload if here else None
 
     def host_info(self) -> HostInfo:
         """This host with its workers, as it is now."""

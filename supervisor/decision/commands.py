@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from supervisor.decision.incidents import downtime_s, open_incident
-from supervisor.decision.state import Account, Flight
+from supervisor.decision.incidents import downtime_s, open_incident, pay_back
+from supervisor.decision.state import MOST_EPOCH, Account, Flight
 from supervisor.decision.turn import Turn
 from supervisor.decision.verdicts import condemn, forgive
 from supervisor.values import (
@@ -32,9 +32,13 @@ def obey(turn: Turn, event: Event) -> None:
         turn.put("fleet", "", replace(fleet, frozen_by=who))
     elif event.request is Request.THAW:
         turn.put("fleet", "", replace(fleet, frozen_by=""))
-        for key in [key for key in turn.state.verdicts if key == f"job:{event.workload}"]:
-            turn.put("verdicts", key, None)
+        if f"job:{event.workload}" in turn.state.verdicts:
+            turn.put("verdicts", f"job:{event.workload}", None)
             turn.put("accounts", event.workload, Account(quiet_since=turn.now))
+            incident = turn.state.incidents.get(event.workload)
+            if incident is not None:  # it waits for the end of the verdict
+                tries = min(incident.stuck, 1)
+                turn.put("incidents", event.workload, replace(incident, decide_at=turn.now, stuck=tries))
     else:
         kinds = {
             Request.CORDON: CommandKind.CORDON_HOST,
@@ -51,7 +55,10 @@ def obey(turn: Turn, event: Event) -> None:
 def take_outcome(turn: Turn, outcome: Outcome) -> None:
     """A command has ended: its incident waits for a step now, or is decided upon again."""
     flight = turn.state.commands.get(outcome.command)
-    if flight is None or outcome.status is OutcomeStatus.FENCED:
+    if flight is None:
+        return
+    if outcome.status is OutcomeStatus.FENCED:
+        note_fence(turn, flight.command, outcome)
         return
     turn.put("commands", outcome.command, None)
     command, status = flight.command, outcome.status
@@ -77,7 +84,7 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
     if status in (OutcomeStatus.DONE, OutcomeStatus.WITHDRAWN):
         left, past = incident.reports, incident.past
         if status is OutcomeStatus.WITHDRAWN:
-            # A last step may have been read late: the job still lacks the hosts that it lost.
+            # A last step may have been read late: the job still lacks the hosts and ranks that it lost.
             lost = tuple(report for report in past if is_still_lost(turn, report, command.workload))
             left, past = lost + left, tuple(report for report in past if report not in lost)
         else:
@@ -104,11 +111,27 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
     turn.put("incidents", command.workload, incident)
 
 
+def note_fence(turn: Turn, command: Command, outcome: Outcome) -> None:
+    """A higher epoch was seen where the command was to have its effect.
+
+    This controller may have been deposed, so it does not raise its own epoch: of two controllers with a log
+    each, none would be fenced.  The command stays under way, and the next start of this log begins above.
+    """
+    fleet = turn.view.fleet
+    if not max(turn.epoch, fleet.fenced_by) < outcome.epoch < MOST_EPOCH:
+        return
+    turn.put("fleet", "", replace(fleet, fenced_by=outcome.epoch))
+    turn.notes.append(
+        f"{command.kind.value} {command.id} fenced: epoch {outcome.epoch} was seen, this controller has epoch"
+        f" {turn.epoch}; end the other controller, or start this one again if there is none"
+    )
+
+
 def is_still_lost(turn: Turn, event: Event, workload: str) -> bool:
-    """Whether an event told of a host that the job holds and that is not back."""
+    """Whether an event told of a host that the job holds, or of ranks there, and they are not back."""
     host = turn.state.hosts.get(event.host)
     return (
-        event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR)
+        event.type in (EventType.WORKER_HB, EventType.HOST_HB, EventType.ORCHESTRATOR)
         and host is not None
         and host.state is DeviceState.FAILED
         and host.workload == workload
@@ -189,18 +212,6 @@ def charge(turn: Turn, name: str, kind: CommandKind) -> None:
             acted_at=turn.now,
         ),
     )
-
-
-def pay_back(turn: Turn, command: Command) -> None:
-    """Nothing was restarted: the budget gets it back; `fruitless` does not, or this might never end."""
-    account = turn.account(command.workload)
-    name = "in_job" if command.kind is CommandKind.IN_JOB_RESET else "workload"
-    budget = getattr(account, name)
-    resets = (CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET, CommandKind.WORKLOAD_RECREATION)
-    if command.kind in resets and budget.spent:
-        paid = replace(budget, spent=budget.spent - 1)
-        in_job, workload = (paid, account.workload) if name == "in_job" else (account.in_job, paid)
-        turn.put("accounts", command.workload, replace(account, in_job=in_job, workload=workload))
 
 
 def drained(command: Command) -> Event:

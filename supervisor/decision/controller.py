@@ -15,7 +15,14 @@ from dataclasses import replace
 
 from supervisor.decision.commands import charge, obey, send_command, take_outcome
 from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal
-from supervisor.decision.incidents import downtime_s, note_refusal, open_incident, take_progress, wait_until
+from supervisor.decision.incidents import (
+    downtime_s,
+    note_absence,
+    note_refusal,
+    open_incident,
+    take_progress,
+    wait_until,
+)
 from supervisor.decision.membership import forget_replaced, is_of_job, take_change, take_host
 from supervisor.decision.state import Incident, Seen, State
 from supervisor.decision.turn import Decision, EventReport, Turn
@@ -107,13 +114,11 @@ class BaseController:
         """Put a spare in the place of the report's host; the others keep their processes' memory."""
         if report.host is None or report.workload is None or not is_of_job(report):
             return False
+        if self._is_replaced(report):
+            return self._expect_replacement(report)
         view = self._turn.view
         spares = {host.id: host for host in view.spares()}
-        others = [
-            Place(id=host.id, domains=host.domains)
-            for host in view.state.hosts.values()
-            if host.workload == report.workload.workload and host.id != report.host.id
-        ]
+        others = [Place(id=host.id, domains=host.domains) for host in self._others_of_job(report)]
         lost = Place(id=report.host.id, domains=report.host.domains)
         places = [Place(id=host.id, domains=host.domains) for host in spares.values()]
         chosen = choose_spare(lost, others, places)
@@ -124,12 +129,12 @@ class BaseController:
 
     def trigger_scale_down(self, report: EventReport) -> bool:
         """Go on with one data-parallel replica less, without the report's host."""
-        if report.workload is None or not is_of_job(report):
+        if report.workload is None or not is_of_job(report) or self._is_replaced(report):
             return False
         return self._act(report, CommandKind.SCALE_DOWN, replicas=report.workload.replicas - 1)
 
     def trigger_scale_up(self, report: EventReport) -> bool:
-        """Grow by one data-parallel replica at the next checkpoint."""
+        """Grow by one data-parallel replica; ranks with `TerminationOptions` save the step they stop at."""
         if report.workload is None:
             return False
         return self._act(report, CommandKind.SCALE_UP, replicas=report.workload.replicas + 1)
@@ -180,25 +185,29 @@ class BaseController:
         if event.type is EventType.NO_PROGRESS:
             return Cause.NO_PROGRESS
         if event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR):
-            # A host that came back before the decision is no lost host, its ranks are lost ranks; to one that
-            # is cordoned no job comes back.
-            host = report.host
-            back = host is not None and host.state is not DeviceState.FAILED and not host.cordoned
-            return Cause.WORKER if back and not known_bad else Cause.HOST
+            # A host that came back before the decision is no lost host, its ranks are lost ranks.
+            return Cause.WORKER if view.is_back(event.host) and not known_bad else Cause.HOST
         if event.type is EventType.WORKER_HB:
             return Cause.HOST if known_bad else Cause.WORKER
         return Cause.HOST
 
     # -------------------------------------------------------------------------------- the pure function
 
-    def decide(self, state: State, given: Input, now: float, *, epoch: int) -> Decision:
-        """Take one input at `now` of the log's clock.  Pure, if the policy has no side effects."""
-        turn = self._turn_or_none = Turn(state, epoch, now, self.thresholds, shadow=self.shadow)
+    def decide(
+        self, state: State, given: Input, now: float, *, epoch: int, mine: set[str] | None = None
+    ) -> Decision:
+        """Take one input at `now` of the log's clock.  Pure, if the policy has no side effects.
+
+        Args:
+            mine: tables of `state` that this caller alone holds, which may be changed in place.
+        """
+        turn = self._turn_or_none = Turn(state, epoch, now, self.thresholds, shadow=self.shadow, mine=mine)
         try:
+            note_absence(turn)
             self._take(given)
             for subject in sorted(turn.state.incidents):
                 self._look_at(subject)
-            forget_replaced(turn, state)
+            forget_replaced(turn)
             return turn.decision()
         finally:
             self._turn_or_none = None
@@ -261,7 +270,7 @@ class BaseController:
         elif event.type is EventType.ORCHESTRATOR and event.change is not Change.GONE:
             if host is not None:
                 take_change(turn, host, event)
-        elif event.type is EventType.XID and not worst(codes(event)).needs_host:
+        elif event.type is EventType.XID and not worst(codes(event.evidence)).needs_host:
             count_xid(turn, event)
         elif event.type is EventType.SCALE_UP:
             self._offer(event)
@@ -351,6 +360,30 @@ class BaseController:
             Rung.SCALE_DOWN: self.trigger_scale_down,
             Rung.SCALE_UP: self.trigger_scale_up,
         }[rung](report)
+
+    def _others_of_job(self, report: EventReport) -> list[HostInfo]:
+        job = report.workload
+        return [
+            host
+            for host in self._turn.state.hosts.values()
+            if job is not None and host.workload == job.workload and host.id != report.event.host
+        ]
+
+    def _is_replaced(self, report: EventReport) -> bool:
+        """Whether the job has all its hosts without the report's: a JobSet makes a pod again by itself."""
+        job, view = report.workload, self._turn.view
+        fit = [
+            host for host in self._others_of_job(report) if not (host.cordoned or view.is_condemned(host.id))
+        ]
+        return job is not None and len(fit) >= job.replicas * job.nodes_per_replica
+
+    def _expect_replacement(self, report: EventReport) -> bool:
+        """Leave a job that has all its hosts to their launchers, for as long as it may be without a step."""
+        turn, incident = self._turn, report.incident
+        until = incident.reported_at + downtime_s(turn, incident.subject)
+        if turn.now >= until:
+            return False
+        return self.observe(report, until - turn.now)
 
     def _act(
         self,
@@ -447,7 +480,7 @@ class BaseController:
     def _is_unfit(self, event: Event) -> bool:
         """Hardware evidence that speaks against any job on the host."""
         if event.type is EventType.XID:
-            return worst(codes(event)).cordons
+            return worst(codes(event.evidence)).cordons
         return event.type in (EventType.ECC, EventType.NODE_CHECK)
 
     def _is_usable(self, report: EventReport) -> bool:

@@ -8,6 +8,7 @@ the policy goes on to the next rung.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,6 +88,18 @@ class View:
             and not (host.workload or host.cordoned or host.id in promised or self.is_condemned(host.id))
         ]
 
+    def lost_at(self, workload: str) -> float:
+        """When the newest confirmed loss of a host was told that the job's incident is about."""
+        incident = self.state.incidents.get(workload)
+        losses = [each for each in (incident.reports if incident else ()) if each.confirms_loss]
+        told = (self.state.seen.get(each.id) for each in losses if not self.is_back(each.host))
+        return max((seen.at for seen in told if seen is not None), default=-math.inf)
+
+    def is_back(self, host: str) -> bool:
+        """Whether a host that was reported lost works again; to one that is cordoned no job comes back."""
+        known = self.state.hosts.get(host)
+        return known is not None and known.state is not DeviceState.FAILED and not known.cordoned
+
     def is_condemned(self, host: str) -> bool:
         verdict = self.state.verdicts.get(f"host:{host}")
         return verdict is not None and verdict.holds(self.now)
@@ -132,11 +145,15 @@ def no_verdict(view: View, intent: Intent) -> Refusal | None:
 
 
 def not_advancing(view: View, intent: Intent) -> Refusal | None:
-    """A job whose step advanced within the last moments is not restarted."""
+    """A job whose step advanced within the last moments is not restarted.
+
+    The last steps before a confirmed loss of a host are no advance: nothing is waited for.
+    """
     if intent.workload is None or not intent.kind.restarts:
         return None
-    mark = view.state.progress.get(intent.workload.workload)
-    if mark is not None and view.now - mark.at < view.limits.advancing_s:
+    name = intent.workload.workload
+    mark = view.state.progress.get(name)
+    if mark is not None and view.now - mark.at < view.limits.advancing_s and mark.at > view.lost_at(name):
         return Refusal(
             text=f"step {mark.step} was finished {view.now - mark.at:.1f} s ago",
             until=mark.at + view.limits.advancing_s,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from supervisor.decision.state import Incident, Mark
 from supervisor.decision.turn import EventReport, Turn
-from supervisor.values import CommandKind, Event, EventType, Progress
+from supervisor.values import Command, CommandKind, Event, EventType, Progress
 
 
 def take_progress(turn: Turn, progress: Progress) -> None:
@@ -41,6 +41,17 @@ def close_if_advancing(turn: Turn, name: str) -> None:
         turn.put("incidents", name, None)
         turn.put("accounts", name, replace(turn.account(name), quiet_since=turn.now))
         turn.notes.append(f"incident {incident.id} closed: {name} finished step {mark.step}")
+
+
+def note_absence(turn: Turn) -> None:
+    """What is overdue says that this process was stopped, and what it reads now may be as old as that.
+
+    A step that was finished before its incident was reported, and is read only now, must not end it.
+    """
+    for subject, incident in list(turn.state.incidents.items()):
+        waits = incident.reports and not incident.command
+        if waits and turn.now - incident.decide_at > turn.limits.tick_s:
+            turn.put("incidents", subject, replace(incident, reported_at=turn.now))
 
 
 def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
@@ -100,9 +111,22 @@ def _without_vain_reset(turn: Turn, incident: Incident, event: Event, decide_at:
     if not lost or flight is None or flight.command.kind is not CommandKind.IN_JOB_RESET:
         return incident
     turn.put("commands", incident.command, None)
+    pay_back(turn, flight.command)
     turn.notes.append(f"in_job_reset {incident.command} is not waited for: {event.host} is lost")
     reports = incident.past + incident.reports
     return replace(incident, command="", reports=reports, past=(), decide_at=decide_at)
+
+
+def pay_back(turn: Turn, command: Command) -> None:
+    """Nothing was restarted: the budget gets it back; `fruitless` does not, or this might never end."""
+    account = turn.account(command.workload)
+    name = "in_job" if command.kind is CommandKind.IN_JOB_RESET else "workload"
+    budget = getattr(account, name)
+    resets = (CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET, CommandKind.WORKLOAD_RECREATION)
+    if command.kind in resets and budget.spent:
+        paid = replace(budget, spent=budget.spent - 1)
+        in_job, workload = (paid, account.workload) if name == "in_job" else (account.in_job, paid)
+        turn.put("accounts", command.workload, replace(account, in_job=in_job, workload=workload))
 
 
 def downtime_s(turn: Turn, name: str) -> float:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
-from supervisor.decision.state import State
 from supervisor.decision.turn import EventReport, Turn
 from supervisor.decision.verdicts import forgive
 from supervisor.values import Change, DeviceState, Event, HostInfo
@@ -33,29 +31,35 @@ def take_change(turn: Turn, host: HostInfo, event: Event) -> None:
 
 def is_replaced(turn: Turn, host: HostInfo) -> bool:
     """A lost host that was forgotten, and that a sensor still tells of: another one has its name."""
-    return host.state is DeviceState.FAILED and any(
-        other.name == host.name and other.id != host.id for other in turn.state.hosts.values()
-    )
+    others = turn.state.names.get(host.name, ())
+    return host.state is DeviceState.FAILED and any(other != host.id for other in others)
 
 
-def forget_replaced(turn: Turn, before: State) -> None:
+def forget_replaced(turn: Turn) -> None:
     """Forget hosts that are gone for good: lost, held by nothing, and their names have new ids.
 
-    Looked at only where a host is new, or something that held one has ended.
+    Only names of hosts that have changed are looked at, and all where something that held one has ended.
     """
     state = turn.state
-    freed = any(row is None for (table, _), row in turn.changes.items() if table in _HOLDERS)
-    if not freed and len(state.hosts) == len(before.hosts):
-        return
-    names = Counter(host.name for host in state.hosts.values())
-    for host in list(state.hosts.values()):
-        if names[host.name] > 1 and host.state is DeviceState.FAILED and not is_held(turn, host):
-            names[host.name] -= 1
-            forgive(turn, host.id)
-            for key in [key for key in state.suspicions if key.startswith(f"{host.id}/")]:
-                turn.put("suspicions", key, None)
-            turn.put("hosts", host.id, None)
-            turn.notes.append(f"host {host.id} forgotten: {host.name} has another id")
+    if any(row is None for (table, _), row in turn.changes.items() if table in _HOLDERS):
+        names = list(state.names)
+    else:
+        names = [row.name for (table, _), row in turn.changes.items() if table == "hosts" and row]
+    for name in names:
+        left = len(state.names.get(name, ()))
+        for known in state.names[name] if left > 1 else ():
+            host = state.hosts[known]
+            if left > 1 and host.state is DeviceState.FAILED and not is_held(turn, host):
+                left -= 1
+                forget(turn, host)
+
+
+def forget(turn: Turn, host: HostInfo) -> None:
+    forgive(turn, host.id)
+    for key in [key for key in turn.state.suspicions if key.startswith(f"{host.id}/")]:
+        turn.put("suspicions", key, None)
+    turn.put("hosts", host.id, None)
+    turn.notes.append(f"host {host.id} forgotten: {host.name} has another id")
 
 
 def is_held(turn: Turn, host: HostInfo) -> bool:

@@ -10,7 +10,8 @@ in which no controller ran has passed for nobody, and no step of a wall clock ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from supervisor.plain import InvalidValue, from_plain, to_plain
@@ -18,6 +19,9 @@ from supervisor.policy.budget import Budget, TokenBucket
 from supervisor.policy.caps import CordonMark
 from supervisor.policy.verdict import Verdict
 from supervisor.values import Command, Event, EventType, HostInfo, WorkloadInfo
+
+#: An epoch from here on is no controller's: a host that tells one must not leave none above it.
+MOST_EPOCH = 2**62
 
 _NOTHING_SPENT = Budget()
 _FULL_BUCKET = TokenBucket()
@@ -60,7 +64,7 @@ class Incident:
         subject: name of the job, or ``host:`` and the host's id.
         reports: not acted upon yet.
         past: what the last action was for; looked at again where it brought no progress.
-        reported_at: of the newest report.
+        reported_at: of the newest report; later where the controller was stopped since.
         decide_at: when the policy is asked, again or for the first time.
         command: id of the action that is under way; empty if none is.
         done_at: when the last action was done.
@@ -88,8 +92,11 @@ class Incident:
     def is_echo(self, event: Event, now: float, within_s: float) -> bool:
         """Ranks of an attempt that the last action has ended: they were restarted with the others.
 
-        For `within_s` only: programs that count no attempts would otherwise fail unheard.
+        For `within_s` only: programs that count no attempts would otherwise fail unheard.  A time without a
+        step is no news at any time: the incident waits for one itself.
         """
+        if event.type is EventType.NO_PROGRESS:
+            return True
         if self.command or self.done_at is None or now - self.done_at >= within_s:
             return False
         return event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt <= self.attempt
@@ -113,7 +120,9 @@ class Flight:
 class Fleet:
     """What concerns all jobs: who froze it, and the counters that ids are made of.
 
-    `series` ends each id of this log, so that no other log has the same ids.
+    Attributes:
+        series: ends each id of this log, so that no other log has the same ids.
+        fenced_by: highest epoch of another controller that refused a command of this log; 0 is none.
     """
 
     silent: bool = False
@@ -121,6 +130,7 @@ class Fleet:
     incidents: int = 0
     commands: int = 0
     series: str = ""
+    fenced_by: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +156,11 @@ Change = tuple[str, str, Any]
 
 @dataclass(frozen=True)
 class State:
-    """Tables by key.  Never changed in place: `with_changes` gives the next one."""
+    """Tables by key.  `with_changes` gives the next one, and changes none in place that others may see.
+
+    Attributes:
+        names: ids of the hosts with each name, in the order in which they came; made from `hosts`.
+    """
 
     hosts: dict[str, HostInfo]
     workloads: dict[str, WorkloadInfo]
@@ -159,20 +173,36 @@ class State:
     suspicions: dict[str, Suspicion]  # by host and GPU
     seen: dict[str, Seen]
     fleet: dict[str, Fleet]  # one row, ""
+    names: dict[str, tuple[str, ...]] = field(compare=False, repr=False)
 
     @classmethod
     def empty(cls) -> State:
         return cls(**{field.name: {} for field in fields(cls)})
 
-    def with_changes(self, changes: tuple[Change, ...]) -> State:
+    def with_changes(self, changes: Iterable[Change], mine: set[str] | None = None) -> State:
+        """The next state.
+
+        Args:
+            mine: tables that the caller alone holds: they are changed in place, and all that are copied now
+                are added.  So a thousand hosts at once cost one copy of their table.
+        """
+        mine = set() if mine is None else mine
         tables: dict[str, dict[str, Any]] = {}
-        for table, key, value in changes:
+
+        def own(table: str) -> dict[str, Any]:
             if table not in tables:
-                tables[table] = dict(getattr(self, table))
-            if value is None:
-                tables[table].pop(key, None)
-            else:
-                tables[table][key] = value
+                known = getattr(self, table)
+                tables[table] = known if table in mine else dict(known)
+            return tables[table]
+
+        for table, key, value in changes:
+            rows = own(table)
+            before = rows.pop(key, None) if value is None else rows.get(key)
+            if value is not None:
+                rows[key] = value
+            if table == "hosts":
+                _rename(own, key, before, value)
+        mine.update(tables)
         return replace(self, **tables)
 
     @property
@@ -183,6 +213,21 @@ class State:
     def to_changes(self) -> tuple[Change, ...]:
         """The changes that make this state from an empty one: a snapshot."""
         return tuple((table, key, row) for table in _ROWS for key, row in getattr(self, table).items())
+
+
+def _rename(
+    own: Callable[[str], dict[str, Any]], id: str, before: HostInfo | None, after: HostInfo | None
+) -> None:
+    """Keep `State.names` with a change of one host."""
+    if before is not None and after is not None and before.name == after.name:
+        return
+    names = own("names")
+    if before is not None:
+        names[before.name] = tuple(other for other in names[before.name] if other != id)
+        if not names[before.name]:
+            del names[before.name]
+    if after is not None:
+        names[after.name] = (*names.get(after.name, ()), id)
 
 
 _ROWS: dict[str, type] = {

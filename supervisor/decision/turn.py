@@ -37,16 +37,25 @@ class Turn:
 
     Args:
         shadow: commands are noted and not given.
+        mine: see `State.with_changes`.
     """
 
     def __init__(
-        self, state: State, epoch: int, now: float, limits: Thresholds, *, shadow: bool = False
+        self,
+        state: State,
+        epoch: int,
+        now: float,
+        limits: Thresholds,
+        *,
+        shadow: bool = False,
+        mine: set[str] | None = None,
     ) -> None:
         self.state = state
         self.epoch = epoch
         self.now = now
         self.limits = limits
         self.shadow = shadow
+        self._mine = set() if mine is None else mine
         self.changes: dict[tuple[str, str], Any] = {}
         self.commands: list[Command] = []
         self.notes: list[str] = []
@@ -62,7 +71,7 @@ class Turn:
         if getattr(self.state, table).get(key) == row:
             return
         self.changes[table, key] = row
-        self.state = self.state.with_changes(((table, key, row),))
+        self.state = self.state.with_changes(((table, key, row),), self._mine)
 
     def next_id(self, counter: str, prefix: str) -> str:
         fleet = self.view.fleet

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from supervisor.decision.incidents import wait_until
@@ -10,19 +11,25 @@ from supervisor.decision.state import Incident, Suspicion
 from supervisor.decision.turn import EventReport, Turn
 from supervisor.policy.verdict import Verdict
 from supervisor.policy.xid import Remedy, worst
-from supervisor.values import Event, WorkloadInfo
+from supervisor.values import Event, Evidence, WorkloadInfo
 
 
 def count_xid(turn: Turn, event: Event) -> None:
     """An application's error is the launcher's business; the same GPU under several jobs is suspect."""
-    if worst(codes(event)) is not Remedy.RESTART_APP:
-        turn.notes.append(f"xid of {event.host} logged: {', '.join(str(code) for code, _ in codes(event))}")
-        return
-    key = f"{event.host}/{event.evidence[0].device}"
+    for device in dict.fromkeys(found.device for found in event.evidence):
+        xids = [found for found in event.evidence if found.device == device]
+        if worst(codes(xids)) is Remedy.RESTART_APP:
+            _suspect(turn, event, device, tuple(found.id for found in xids))
+        else:
+            text = ", ".join(str(code) for code, _ in codes(xids))
+            turn.notes.append(f"xid of {event.host} logged: {text}")
+
+
+def _suspect(turn: Turn, event: Event, device: str, ids: tuple[str, ...]) -> None:
+    key = f"{event.host}/{device}"
     known = turn.state.suspicions.get(key)
     if known is not None and turn.now - known.at >= turn.limits.suspicion_s:
         known = None
-    ids = tuple(found.id for found in event.evidence)
     suspicion = Suspicion(
         count=(known.count if known else 0) + 1,
         workloads=tuple(sorted({*(known.workloads if known else ()), event.workload})),
@@ -88,6 +95,6 @@ def suspect_hang(turn: Turn, report: EventReport) -> None:
         condemn(turn, key, "hang", evidence, turn.limits.suspicion_s)
 
 
-def codes(event: Event) -> list[tuple[int, str]]:
-    """Each Xid of an event, with the driver's advice."""
-    return [(found.code, found.advice) for found in event.evidence if found.code is not None]
+def codes(evidence: Iterable[Evidence]) -> list[tuple[int, str]]:
+    """Each Xid, with the driver's advice."""
+    return [(found.code, found.advice) for found in evidence if found.code is not None]

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from supervisor.values import Change, Event, EventType, Evidence, LauncherState
+
+T = TypeVar("T")
 
 #: Events that are no condition (an Xid, a change of a node) are repeated that long in a snapshot.
 _RECENT_S = 600.0
@@ -29,6 +33,7 @@ class Conditions:
         self._recent: list[tuple[float, Event]] = []
         self._findings: dict[str, None] = {}
         self._withdrawn: dict[str, None] = {}
+        self._losses: dict[str, float] = {}  # when evidence confirmed that a host is gone
 
     def event(
         self,
@@ -81,17 +86,26 @@ class Conditions:
     def close(self, condition: tuple[str, str]) -> None:
         for event in self._open.pop(condition, ()):
             for evidence in event.evidence:
-                _remember(self._withdrawn, evidence.id)
+                _remember(self._withdrawn, evidence.id, None)
 
     def is_new_finding(self, id: str) -> bool:
         """Whether evidence of this id was not remembered yet: findings are repeated in each report."""
         return id not in self._findings
 
     def remember_finding(self, id: str) -> None:
-        _remember(self._findings, id)
+        _remember(self._findings, id, None)
 
     def is_withdrawn(self, id: str) -> bool:
         return id in self._withdrawn
+
+    def note_loss(self, event: Event, time: float) -> None:
+        for evidence in event.evidence if event.confirms_loss else ():
+            _remember(self._losses, evidence.id, time)
+
+    def lost_at(self, ids: Iterable[str]) -> float:
+        """When evidence of `ids` that still holds last confirmed the loss of a host."""
+        known = (self._losses.get(each, -math.inf) for each in ids if each not in self._withdrawn)
+        return max(known, default=-math.inf)
 
     def told(self, time: float) -> Iterator[Event]:
         """Events of open conditions, and those of late that are none."""
@@ -100,7 +114,7 @@ class Conditions:
         yield from (event for at, event in self._recent if time - at < _RECENT_S)
 
 
-def _remember(memory: dict[str, None], id: str) -> None:
-    memory[id] = None
+def _remember(memory: dict[str, T], id: str, value: T) -> None:
+    memory[id] = value
     if len(memory) > _REMEMBERED:
         del memory[next(iter(memory))]

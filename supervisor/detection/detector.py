@@ -14,15 +14,25 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from supervisor.detection.conditions import Conditions
 from supervisor.detection.jobs import JobWatch
-from supervisor.detection.sightings import HostSight, Output, Poll, Probe, SeenHost, SeenJob
+from supervisor.detection.sightings import (
+    NEVER,
+    SILENT_SHARE,
+    HostSight,
+    Output,
+    Poll,
+    Probe,
+    SeenHost,
+    SeenJob,
+)
 from supervisor.detection.silence import FleetSilence
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import (
+    STREAM,
     Change,
     Command,
     DaemonReport,
@@ -30,6 +40,7 @@ from supervisor.values import (
     EventType,
     Evidence,
     HostInfo,
+    Progress,
     WorkloadInfo,
     host_state,
 )
@@ -103,6 +114,15 @@ class Detector:
         """A job that the controller knows; what its launchers say about it goes before."""
         return [] if info.workload in self._jobs else self.register_workload(info, now)
 
+    def expect_progress(self, progress: Progress, now: float) -> list[Output]:
+        """How far the controller knows a job to be: a sensor that has begun since heard of no step."""
+        time = self._pass_time(now)
+        job = self._jobs.get(progress.workload)
+        if job is not None and job.step is None:
+            job.attempt, job.step = progress.attempt, progress.step
+            job.step_at = job.surely_at = time - progress.age_s
+        return []
+
     def expect_host(self, info: HostInfo, now: float) -> list[Output]:
         """A host that the controller knows: after its own restart a sensor misses those that do not come."""
         time = self._pass_time(now)
@@ -162,6 +182,7 @@ class Detector:
             return said
         if report.attempt > host.attempt:
             host.attempt = report.attempt
+            self._begin_attempt(host, time)
             host.states.clear()
             host.steps.clear()
             host.failed.clear()
@@ -177,7 +198,7 @@ class Detector:
         if host is None or not host.connected:
             return []
         host.connected = False
-        host.seen_alive = -1e18  # what was seen before says nothing about now
+        host.seen_alive = NEVER  # what was seen before says nothing about now
         host.probed_at = time
         self._silent.add(id)
         return [Probe(host=id)]
@@ -191,9 +212,10 @@ class Detector:
         if alive:
             host.seen_alive = time
             return [] if host.connected else self._lose_daemon(id, host, witness)
+        host.seen_alive = NEVER
         said = [] if self._silence.frozen else self._silence.weigh(time)
         if not self._silence.frozen:
-            said += self._lose_host(id, host, time, (f"{witness}: the host is gone",))
+            said += self._lose_if_believed(id, host, time, f"{witness}: the host is gone")
         return said
 
     def orchestrator_changed(self, id: str, change: Change, evidence: Evidence, now: float) -> list[Output]:
@@ -212,6 +234,7 @@ class Detector:
         event = self._conditions.event(
             EventType.ORCHESTRATOR, (evidence,), workload=workload, host=id, change=change
         )
+        self._conditions.note_loss(event, time)
         return [self._conditions.keep_recent(event, time)]
 
     def thaw(self, now: float) -> list[Output]:
@@ -221,7 +244,7 @@ class Detector:
             return []
         said: list[Output] = []
         for name in sorted(self._silent):
-            said += self._lose_host(name, self._hosts[name], time, ("operator: thaw",))
+            said += self._lose_host(name, self._hosts[name], time, "operator: thaw")
         return [*said, *self._silence.weigh(time)]
 
     # -------------------------------------------------------------------------------- time
@@ -298,12 +321,13 @@ class Detector:
             heapq.heappush(self._due, (time + wait, id))
 
     def _watch(self, id: str, host: SeenHost, time: float) -> list[Output]:
-        """Half of its time gone: it counts as silent, and a second witness is asked before the rest is."""
-        if time - host.heard < self._limits.heartbeat_timeout_s / 2:
+        """More than half of its time gone: it counts as silent, and a second witness is asked in time."""
+        timeout_s = self._limits.heartbeat_timeout_s
+        if time - host.heard < timeout_s * SILENT_SHARE:
             return []
         self._silent.add(id)
-        # A witness's word lasts as long as a heartbeat does, so it is asked twice in that time.
-        if time - host.probed_at < self._limits.heartbeat_timeout_s / 2:
+        # It is asked once more at the end.
+        if time - host.probed_at < timeout_s * (1 - SILENT_SHARE):
             return []
         host.probed_at = time
         return [Probe(host=id)]
@@ -313,7 +337,7 @@ class Detector:
             return []
         if time - host.seen_alive < self._limits.heartbeat_timeout_s:
             return self._lose_daemon(id, host, "witness")
-        return self._lose_host(id, host, time, (f"stream: silent for {time - host.heard:.1f} s",))
+        return self._lose_if_believed(id, host, time, f"{STREAM}: silent for {time - host.heard:.1f} s")
 
     # -------------------------------------------------------------------------------- conditions
 
@@ -332,12 +356,22 @@ class Detector:
         self._schedule(id, host, time)
         return said
 
-    def _lose_host(self, id: str, host: SeenHost, time: float, texts: Iterable[str]) -> list[Output]:
+    def _lose_if_believed(self, id: str, host: SeenHost, time: float, text: str) -> list[Output]:
+        """Where too many are silent beside it, they are looked at again, and it waits for its timeout."""
+        doubts = self._silence.doubts(host.probed_at)
+        if not doubts:
+            return self._lose_host(id, host, time, text)
+        others = [name for name in doubts if self._hosts[name].probed_at < host.probed_at]
+        for name in others:
+            self._hosts[name].probed_at = time
+        return [Probe(host=name) for name in others]
+
+    def _lose_host(self, id: str, host: SeenHost, time: float, text: str) -> list[Output]:
         host.lost = True
         self._silent.discard(id)
         self._conditions.close(("daemon", id))
         info = replace(host.info, state=DeviceState.FAILED)
-        evidence = self._conditions.evidence(*texts, age_s=max(0.0, time - host.heard))
+        evidence = self._conditions.evidence(text, age_s=max(0.0, time - host.heard))
         event = self._conditions.event(
             EventType.HOST_HB,
             evidence,
@@ -347,6 +381,7 @@ class Detector:
             ranks=tuple(sorted(host.steps)),
         )
         self._conditions.keep_open(("host", id), event)
+        self._conditions.note_loss(event, time)
         return [info, event, *self.poll(info.workload)]
 
     def _lose_daemon(self, id: str, host: SeenHost, witness: str) -> list[Output]:
@@ -362,6 +397,11 @@ class Detector:
         )
         self._conditions.keep_open(("daemon", id), event)
         return [event]
+
+    def _begin_attempt(self, host: SeenHost, time: float) -> None:
+        job = self._jobs.get(host.info.workload)
+        if job is not None and host.attempt > job.newest:
+            job.newest, job.began_at = host.attempt, time
 
     def _take_findings(self, report: DaemonReport, time: float) -> list[Output]:
         said: list[Output] = []
@@ -454,14 +494,15 @@ class Detector:
         """Whether what `command` was decided upon is still so; None until a host of its job answers `poll`.
 
         Evidence of a condition that has ended is none, and a job that advances needs no restart, whatever
-        spoke for one.
+        spoke for one.  Steps from before a confirmed loss of a host are no advance.
         """
         time = self._pass_time(now)
         job = self._jobs.get(command.workload)
         if job is not None and command.kind.restarts:
             if not job.answered and self._job_watch.hosts_there(job):
                 return None
-            if job.step is not None and time - job.surely_at < self._limits.advancing_s:
+            recent = job.step is not None and time - job.surely_at < self._limits.advancing_s
+            if recent and job.step_at > self._conditions.lost_at(command.evidence):
                 return False
         return not command.evidence or not all(map(self._conditions.is_withdrawn, command.evidence))
 

@@ -51,24 +51,47 @@ class JobWatch:
         limit = self._limits.hang_threshold_s
         if limit and job.step is not None and not job.hang_reported and time - job.step_at >= limit:
             said += self._hang(name, job, time)
-        downtime = job.info.downtime_threshold_s
-        if downtime and time - job.stuck_since >= downtime and job.hosts:
-            job.stuck_since = time
-            event = self._conditions.event(
-                EventType.NO_PROGRESS,
-                self._conditions.evidence(f"steps: none finished for {downtime:g} s", age_s=downtime),
-                workload=name,
-                attempt=job.attempt,
-            )
-            self._conditions.keep_open(("no progress", name), event)
-            said.append(event)
+        said += self._no_progress(name, job, time)
         if job.info.scaling and job.info.replicas < job.info.max_replicas:
             said += self._offer(name, job, time)
         return said
 
+    def _no_progress(self, name: str, job: SeenJob, time: float) -> list[Output]:
+        """By the job's own threshold at any time; by the default only before the first step of an attempt.
+
+        After the first step `_hang` looks, and before the first of all attempts nobody knows whether the
+        program tells steps at all: by the default such a job is left alone.
+        """
+        since, limit = job.stuck_since, job.info.downtime_threshold_s
+        if not limit and self._waits_for_first_step(job):
+            since, limit = job.began_at, self._limits.workload_downtime_threshold_s
+        if not limit or time - since < limit or not job.hosts:
+            return []
+        job.stuck_since = job.began_at = time
+        event = self._conditions.event(
+            EventType.NO_PROGRESS,
+            self._conditions.evidence(f"steps: none finished for {limit:g} s", age_s=limit),
+            workload=name,
+            attempt=job.newest,
+        )
+        self._conditions.keep_open(("no progress", name), event)
+        return [event]
+
+    def _waits_for_first_step(self, job: SeenJob) -> bool:
+        """Its ranks run in an attempt that has not told a step, as one before has."""
+        if job.step is None or job.newest <= job.attempt:
+            return False
+        return any(
+            host.attempt == job.newest
+            and host.launcher is LauncherState.RUNNING
+            and host.info.state is DeviceState.RUNNING
+            for host in (self._hosts[name] for name in job.hosts)
+        )
+
     def _hang(self, name: str, job: SeenJob, time: float) -> list[Output]:
-        # A host that was lost and replaced may never have said that it left.
-        hosts = [self._hosts[name] for name in job.hosts if not self._hosts[name].lost]
+        # A host that was lost and replaced, or whose launcher died alone, may never have said that it left.
+        known = (self._hosts[name] for name in job.hosts)
+        hosts = [host for host in known if not host.lost and host.attempt >= job.attempt]
         calm = (LauncherState.RUNNING, LauncherState.UNKNOWN)
         if len(hosts) < job.info.hosts:
             return []

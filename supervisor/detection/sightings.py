@@ -18,6 +18,12 @@ from supervisor.values import (
     WorkloadInfo,
 )
 
+#: Of a host's time, after which it counts as silent and a second witness is asked: a little above the period
+#: of reports, which may be half of it.
+SILENT_SHARE = 0.55
+#: Long before any time.
+NEVER = -1e18
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
@@ -85,8 +91,8 @@ class SeenHost:
         self.connected = True
         self.lost = False
         self.blind = False  # its daemon is gone, the host is not
-        self.probed_at = -1e18  # when a second witness was asked last
-        self.seen_alive = -1e18  # when it saw the host last
+        self.probed_at = NEVER  # when a second witness was asked last
+        self.seen_alive = NEVER  # when it saw the host last
         self.scheduled = False
         self.missed_at = math.inf  # when the first of its workers will be lost, by its last report
         self.missing = False  # that moment, or an earlier one, is in the heap
@@ -107,9 +113,8 @@ class SeenHost:
     def look_in(self, time: float, limits: Thresholds) -> float:
         """Seconds until it would be silent, or late, or is looked at again because it is."""
         timeout, silent = limits.heartbeat_timeout_s, time - self.heard
-        if silent < timeout / 2:
-            return timeout / 2 - silent
-        return timeout - silent if silent < timeout else limits.tick_s
+        looks = (timeout * SILENT_SHARE, timeout)
+        return next((at - silent for at in looks if silent < at), limits.tick_s)
 
     def take_worker(self, worker: WorkerReport, time: float, timeout_s: float) -> str:
         """Note the state of one worker; why it is lost, if it is and was not before."""
@@ -154,10 +159,12 @@ class SeenJob:
     __slots__ = (
         "answered",
         "attempt",
+        "began_at",
         "dirty",
         "hang_reported",
         "hosts",
         "info",
+        "newest",
         "offered",
         "step",
         "step_at",
@@ -168,7 +175,9 @@ class SeenJob:
     def __init__(self, info: WorkloadInfo, now: float) -> None:
         self.info = info
         self.hosts: set[str] = set()
-        self.attempt = 0
+        self.attempt = 0  # of the last step
+        self.newest = 0  # that any of its hosts is at
+        self.began_at = now  # when that was heard of
         self.step: int | None = None
         self.step_at = now  # of the last step; as late as it can have been
         self.surely_at = now  # as early as it can have been

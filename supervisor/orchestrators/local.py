@@ -24,7 +24,7 @@ from supervisor.orchestrators.processes import (
     signal_roots,
     start_process,
 )
-from supervisor.orchestrators.wanted import KILL_S, Seen, WantedOrchestrator
+from supervisor.orchestrators.wanted import KILL_S, Seen, WantedOrchestrator, restart_at_next_run
 
 
 class LocalMachines:
@@ -88,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="End all daemons, launchers and ranks that a local orchestrator has started.",
     )
     parser.add_argument("--stop", metavar="DIR", type=Path, required=True, help="Its --state-dir.")
-    print(f"{stop_all(parser.parse_args(argv).stop)} processes ended")
+    path = parser.parse_args(argv).stop
+    print(f"{stop_all(path)} processes ended")
+    restart_at_next_run(path / f"{LocalMachines.name}.json")
     return 0
 
 

@@ -49,11 +49,12 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Marked:
-    """A living process with a mark."""
+    """A living process with a mark.  `stopped`: it does nothing, as after SIGSTOP."""
 
     pid: int
     parent: int
     mark: Mark
+    stopped: bool = False
 
 
 def marked_processes(fleet: str) -> list[Marked]:
@@ -77,7 +78,7 @@ def _scan(fleet: str) -> Iterator[Marked]:
                     continue
                 state, parent = read_stat(entry.name)[:2]
                 if state not in ("Z", "X"):
-                    yield Marked(pid=int(entry.name), parent=int(parent), mark=mark)
+                    yield Marked(pid=int(entry.name), parent=int(parent), mark=mark, stopped=state in "Tt")
 
 
 def start_process(argv: Sequence[str], *, mark: Mark, environment: Mapping[str, str], log: Path) -> int:

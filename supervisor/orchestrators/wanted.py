@@ -7,7 +7,8 @@ stopped and started until what is there is what is wanted (`_settle`).  So a com
 another actuator too, goes on where it was, and has its effect once.
 
 A host is *gone* when its daemon and all of its launcher's processes have ended, as after the loss of a
-machine.  A daemon that ended alone is started again.
+machine.  A daemon that ended alone is started again, and what no command could do because a host was out of
+reach is done once it is in reach.
 """
 
 from __future__ import annotations
@@ -188,7 +189,10 @@ class WantedOrchestrator:
         self._machines = machines
         self._jobs = {job.workload: job for job in file.jobs}
         self._tasks = LoggedTasks(f"{machines.name} orchestrator")
+        #: What was looked at counts until this is free again: nothing is started or decided meanwhile.
         self._starting = asyncio.Lock()
+        self._settling = {job.workload: asyncio.Lock() for job in file.jobs}
+        self._troubles: dict[str, str] = {}
         self._tell: TellChange = lambda host, change, evidence: None
         self._state = self._load()
 
@@ -199,8 +203,6 @@ class WantedOrchestrator:
         self._tell = tell
         async with self._machines.running():
             self._tasks.start(self._watch())
-            for workload in self._jobs:
-                self._tasks.start(self._settle_at_start(workload))
             try:
                 yield
             finally:
@@ -228,29 +230,39 @@ class WantedOrchestrator:
             return None
         if name in self._state.gone or (boot and seen.boots.get(name, boot) != boot):
             return False
-        if any(one.mark.host == name for one in seen.processes):
-            return True
-        # A spare is its daemon alone, which is started again; nobody can tell that from a lost machine.
-        return False if name in self._state.busy else None
+        there = [one for one in seen.processes if one.mark.host == name]
+        if there:
+            # One that stands still as a whole may be a machine that does: no word for or against it.
+            return None if all(one.stopped for one in there) else True
+        # A spare, or a drained host, is its daemon alone, which is started again; nobody can tell that from a
+        # lost machine.
+        works = any(seat.host == name and seat.start for job in self._state.jobs for seat in job.seats)
+        return False if works else None
 
     async def _perform(self, command: Command, answer: Callable[[Answer], None]) -> None:
         try:
-            seen = await self._machines.scan()
-            if command.epoch < self._state.epoch:
-                text = f"epoch {command.epoch} refused: this orchestrator has seen {self._state.epoch}"
-                answer(Answer(status=OutcomeStatus.FENCED, text=text))
-                return
-            workload = command.workload or self._workload_on(self._name_of(command.host))
-            if command.id not in self._state.applied:
-                wanted = self._apply(command, seen)
-                applied = (*wanted.applied, command.id)[-REMEMBERED:]
-                self._save(replace(wanted, epoch=command.epoch, applied=applied))
-            elif command.epoch > self._state.epoch:
-                self._save(replace(self._state, epoch=command.epoch))
-            text = await self._settle(workload) if workload else "noted"
+            host = self._name_of(command.host)
+            async with self._starting:
+                seen = await self._machines.scan()
+                if command.epoch < self._state.epoch:
+                    text = f"epoch {command.epoch} refused: this orchestrator has seen {self._state.epoch}"
+                    answer(Answer(status=OutcomeStatus.FENCED, text=text, epoch=self._state.epoch))
+                    return
+                workload = command.workload or self._workload_on(host)
+                if command.id not in self._state.applied:
+                    wanted = self._apply(command, seen)
+                    applied = (*wanted.applied, command.id)[-REMEMBERED:]
+                    self._save(replace(wanted, epoch=command.epoch, applied=applied))
+                elif command.epoch > self._state.epoch:
+                    self._save(replace(self._state, epoch=command.epoch))
+            text = "noted"
+            if workload:
+                text, seen = await self._settle(workload)
             if command.kind is CommandKind.DRAIN_HOST and workload:
+                if host in seen.unseen:  # after the stop: a host that hung meanwhile showed no process
+                    raise OSError(f"host {host} cannot be reached, and may still train")
                 # The job must go on without it: the controller decides how.
-                word = f"{self._name_of(command.host)} was drained"
+                word = f"{host} was drained"
                 evidence = Evidence(
                     id=f"{self._machines.name}:{command.id}", witness="orchestrator", text=word
                 )
@@ -295,11 +307,18 @@ class WantedOrchestrator:
 
     def _revive(self, state: WantedState, job: JobState, seen: Seen) -> WantedState:
         """A launcher that ended alone is started again, and meets the others in their rendezvous."""
-        running = {one.mark.host for one in seen.of("launcher")}
-        ended = {seat.host for seat in job.seats if seat.started} - running - set(state.gone) - seen.unseen
-        if len(ended) == len(job.seats):
+        ended = self._ended(state, job, seen)
+        running = any(_workload_of(one.mark) == job.workload for one in seen.of("launcher"))
+        # One on a host that cannot be looked at may live, and meets those that start.
+        if not running and not seen.unseen & set(job.hosts):
             raise _Refusal(f"no launcher of {job.workload} is left: the whole job must be started again")
         return state.with_seats(job, job.hosts, keep=set(job.hosts) - ended)
+
+    def _ended(self, state: WantedState, job: JobState, seen: Seen) -> set[str]:
+        """Hosts of `job` that are there, and whose launcher is not."""
+        running = {one.mark.host for one in seen.of("launcher")}
+        ended = {seat.host for seat in job.seats if seat.started} - running - set(state.gone)
+        return ended - seen.unseen - seen.absent
 
     def _drain(self, state: WantedState, host: str) -> WantedState:
         state = replace(state, cordoned=tuple(dict.fromkeys((*state.cordoned, host))))
@@ -317,7 +336,8 @@ class WantedOrchestrator:
         if spare not in self._free(state, seen):
             raise _Refusal(f"{spare} is no spare: it is busy, cordoned or gone")
         hosts = [spare if one == host else one for one in job.hosts]
-        survivors = set(job.hosts) - {host}
+        # One whose ranks stopped in order with those of a host that was drained has ended as they did.
+        survivors = set(job.hosts) - {host} - self._ended(state, job, seen)
         return self._without(state, host, seen).with_seats(job, hosts, keep=survivors)
 
     def _resize(self, state: WantedState, job: JobState, host: str, replicas: int, seen: Seen) -> WantedState:
@@ -325,7 +345,9 @@ class WantedOrchestrator:
         wanted = replicas * self._jobs[job.workload].nodes_per_replica
         hosts = [one for one in job.hosts if one != host]
         if replicas > job.replicas:
-            hosts += self._free(state, seen)
+            hosts = [one for one in hosts if not self._is_closed(one)] + self._free(state, seen)
+        else:
+            hosts.sort(key=self._is_closed)  # a second host that is lost goes before one that lives
         if len(hosts) < wanted:
             raise _Refusal(f"{replicas} replicas need {wanted} hosts, and there are {len(hosts)}")
         if host:
@@ -345,53 +367,78 @@ class WantedOrchestrator:
 
     # ------------------------------------------------------------------------------------- what is there
 
-    async def _settle(self, workload: str) -> str:
-        """Stop and start launchers until those of `workload` are the wanted ones; says what was done."""
+    async def _settle(self, workload: str) -> tuple[str, Seen]:
+        """Stop and start launchers until those of `workload` are the wanted ones.
+
+        Returns:
+            What was done, and the hosts as they were seen before the start.
+        Raises:
+            OSError: some are not now; all others are.
+        """
         stopped: set[str] = set()
-        while True:
-            async with self._starting:  # a launcher that was not seen yet would be started twice
-                seen = await self._machines.scan()
-                job = self._state.job(workload)
-                assert job is not None
-                wanted = {seat.host: _start_text(workload, seat.start) for seat in job.seats}
-                mine = [one for one in seen.of("launcher") if _workload_of(one.mark) == workload]
-                stale = [one for one in mine if one.mark.start != wanted.get(one.mark.host)]
-                if not stale:
-                    there = {one.mark.host for one in mine}
-                    started = await self._start_missing(job, there, seen)
-                    break
-            stopped |= {one.mark.host for one in stale}
-            await self._stop(stale, self._jobs[workload].grace_s)
-            # What is wanted may have changed meanwhile.
+        async with self._settling[workload]:  # a launcher that is being stopped is not told twice
+            while True:
+                async with self._starting:
+                    seen = await self._machines.scan()
+                    job = self._state.job(workload)
+                    assert job is not None
+                    launchers = seen.of("launcher")
+                    stale = _stale(job, launchers)
+                    if not stale:
+                        mine = [one.mark for one in launchers if _workload_of(one.mark) == workload]
+                        started = await self._start_missing(job, {mark.host for mark in mine}, seen)
+                        closed = [seat.host for seat in job.seats if self._is_closed(seat.host)]
+                        break
+                stopped |= {one.mark.host for one in stale}
+                await self._stop(stale, self._jobs[workload].grace_s)
+                # A launcher that could not tell its end (killed, or out of touch) is still of the job for its
+                # host's daemon, and the host would be no spare again: another daemon knows nothing of it.
+                left = {one.mark.host for one in stale} - self._state.busy
+                await self._machines.kill([one for one in seen.of("daemon") if one.mark.host in left])
+                # What is wanted may have changed meanwhile.
         said = [f"stopped on {', '.join(sorted(stopped))}"] if stopped else []
         said += [f"started on {', '.join(started)}"] if started else []
-        return ", ".join(said) or "as wanted"
+        said += [f"{', '.join(closed)} lost and not used until uncordoned"] if closed else []
+        return ", ".join(said) or "as wanted", seen
+
+    async def _settle_alone(self, workload: str) -> None:
+        """At the start, and what was out of reach when its command was carried out."""
+        trouble: OSError | None = None
+        try:
+            text, _ = await self._settle(workload)
+            logger.info("job %s: %s", workload, text)
+        except OSError as error:  # as in `_watch`
+            trouble = error
+        self._note(f"job {workload}", trouble)
 
     async def _start_missing(self, job: JobState, there: Collection[str], seen: Seen) -> list[str]:
         """Start the launchers of `job` that are not `there`; returns their hosts.
 
         Raises:
-            OSError: one cannot be started now.
+            OSError: one cannot be started now; all others are.
         """
-        begun: list[Seat] = []
         missing: list[str] = []
+        trouble: OSError | None = None
         for rank, seat in enumerate(job.seats):
-            if not seat.start or seat.started:
+            if not seat.start or seat.started or self._is_closed(seat.host):
                 continue
             if seat.host not in there:
-                if seat.host in seen.unseen or seat.host in seen.absent:
-                    raise OSError(f"host {seat.host} cannot be reached")
-                if seat.host not in {one.mark.host for one in seen.of("daemon")}:
-                    # Before it: a launcher that ends at once would leave nothing, as a lost host does.
-                    await self._start_daemon(seat.host, seen)
-                await self._start_launcher(job, rank, seat, seen)
+                try:
+                    if seat.host in seen.unseen or seat.host in seen.absent:
+                        raise OSError(f"host {seat.host} cannot be reached")
+                    if seat.host not in {one.mark.host for one in seen.of("daemon")}:
+                        # Before it: a launcher that ends at once would leave nothing, as a lost host does.
+                        await self._start_daemon(seat.host, seen)
+                    await self._start_launcher(job, rank, seat, seen)
+                except OSError as error:
+                    trouble = trouble or error
+                    continue
                 missing.append(seat.host)
-            begun.append(seat)
-            # Another command may have changed what is wanted meanwhile.
-            now = self._state.job(job.workload)
-            assert now is not None
-            seats = tuple(replace(one, started=True) if one in begun else one for one in now.seats)
-            self._save(self._state.with_job(replace(now, seats=seats)))
+            seats = (replace(one, started=True) if one is seat else one for one in job.seats)
+            job = replace(job, seats=tuple(seats))
+            self._save(self._state.with_job(job))
+        if trouble is not None:
+            raise trouble
         return missing
 
     async def _stop(self, processes: Sequence[Marked], grace_s: float) -> None:
@@ -450,26 +497,41 @@ class WantedOrchestrator:
         ]
         logger.info("daemon of %s starts", host)
         await self._start(argv, Mark(fleet=self._fleet, host=host, part="daemon"), {"NODE_NAME": host})
+        self._note(f"daemon of {host}", None)
 
     async def _start(self, argv: Sequence[str], mark: Mark, environment: Mapping[str, str]) -> None:
         log = self._dir / "logs" / f"{mark.host}-{mark.part}.log"
         await self._machines.start(argv, mark, {**self._environment, **environment}, log)
 
     async def _watch(self) -> None:
-        """Keep daemons running, notice lost hosts, and start what could not be started before."""
-        name, suspects, problem = self._machines.name, set[str](), ""
+        """Keep daemons running, notice lost hosts, and do what could not be done before."""
+        suspects = set[str]()
         while True:
+            trouble: OSError | None = None
             try:
                 async with self._starting:
-                    suspects = await self._look_at_hosts(suspects, await self._machines.scan())
-                if problem:
-                    logger.warning("%s orchestrator watches its hosts again", name)
-                problem = ""
+                    seen = await self._machines.scan()
+                    suspects = await self._look_at_hosts(suspects, seen)
+                launchers = seen.of("launcher")
+                for job in self._state.jobs:
+                    waits = any(
+                        seat.start and not (seat.started or self._is_closed(seat.host)) for seat in job.seats
+                    )
+                    if (waits or _stale(job, launchers)) and not self._settling[job.workload].locked():
+                        self._tasks.start(self._settle_alone(job.workload))
             except OSError as error:  # a full disk, no free process or descriptor: these pass
-                if not problem:
-                    logger.error("%s orchestrator cannot look after its hosts: %s; trying again", name, error)
-                problem = str(error)
+                trouble = error
+            self._note("watching", trouble)
             await asyncio.sleep(self._machines.watch_s)
+
+    def _note(self, what: str, trouble: OSError | None) -> None:
+        """Log a trouble when it begins, changes and ends."""
+        before, now = self._troubles.get(what, ""), str(trouble or "")
+        if now and now != before:
+            logger.error("%s orchestrator, %s: %s; trying again", self._machines.name, what, now)
+        elif before and not now:
+            logger.warning("%s orchestrator, %s: well again", self._machines.name, what)
+        self._troubles[what] = now
 
     async def _look_at_hosts(self, suspects: set[str], seen: Seen) -> set[str]:
         """Act upon hosts of `suspects` that are without a daemon; returns those to look at again.
@@ -486,6 +548,7 @@ class WantedOrchestrator:
             and host not in seen.unseen
             and (host not in self._state.gone or (self._machines.returns and host not in seen.absent))
         }
+        failed = set[str]()
         for host in missing & suspects:
             if host in self._launched and host not in running and host not in self._state.gone:
                 logger.warning("host %s is gone: its daemon and its launcher have ended", host)
@@ -494,15 +557,23 @@ class WantedOrchestrator:
                 if host in self._state.gone:
                     logger.warning("host %s has a machine again", host)
                     self._save(replace(self._state, gone=tuple(o for o in self._state.gone if o != host)))
-                await self._start_daemon(host, seen)
-        return missing - suspects
+                try:
+                    await self._start_daemon(host, seen)
+                except OSError as error:
+                    self._note(f"daemon of {host}", error)
+                    failed.add(host)
+        return missing - suspects | failed
 
     @property
     def _launched(self) -> set[str]:
-        """Hosts that a launcher was started on."""
-        return {seat.host for job in self._state.jobs for seat in job.seats if seat.started}
+        """Hosts that a launcher was started on, and not stopped by a drain: a daemon alone is left there."""
+        return {seat.host for job in self._state.jobs for seat in job.seats if seat.start and seat.started}
 
     # ------------------------------------------------------------------------------------- small parts
+
+    def _is_closed(self, host: str) -> bool:
+        """Whether a host is lost, and nothing is started there until somebody has seen to it."""
+        return host in self._state.gone and not self._machines.returns
 
     @property
     def _fleet(self) -> str:
@@ -519,31 +590,9 @@ class WantedOrchestrator:
     def _workload_on(self, host: str) -> str:
         return next((job.workload for job in self._state.jobs if host in job.hosts), "")
 
-    async def _settle_at_start(self, workload: str) -> None:
-        problem = ""
-        while True:
-            try:
-                logger.info("job %s: %s", workload, await self._settle(workload))
-                return
-            except OSError as error:  # as in `_watch`
-                if str(error) != problem:
-                    logger.error("job %s is not as wanted: %s; trying again", workload, error)
-                problem = str(error)
-            await asyncio.sleep(self._machines.watch_s)
-
     def _load(self) -> WantedState:
         path = self._path
-        try:
-            state = from_plain(WantedState, json.loads(path.read_text()))
-        except FileNotFoundError:
-            state = WantedState()
-        except (OSError, ValueError, InvalidValue) as error:
-            raise ConfigError(
-                f"--state-dir: {path} cannot be read: {error}.",
-                hint="Stop what the orchestrator started, remove the file, and start again.",
-                flag="--state-dir",
-                path=str(path),
-            ) from error
+        state = _read(path)
         unknown = state.busy - set(self._file.hosts) | {job.workload for job in state.jobs} - set(self._jobs)
         if unknown:
             raise ConfigError(
@@ -569,8 +618,53 @@ class WantedOrchestrator:
         self._state = state
 
 
+def restart_at_next_run(path: Path) -> None:
+    """Rewrite what is wanted, in the file at `path`, once all of it was stopped: each job starts as a whole.
+
+    The file is not removed: the controller's event log still has the attempts and commands of before, and a
+    job that begins at generation 0 again would look older than them.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        OSError: it cannot be written.
+    """
+    if not path.exists():
+        return
+    state = replace(_read(path), gone=())
+    for job in state.jobs:
+        drained = [seat.host for seat in job.seats if not seat.start]
+        job = replace(job, generation=job.generation + 1)
+        state = state.with_seats(job, job.hosts, keep=drained)
+    write_durably(path, json.dumps(to_plain(state)).encode())
+
+
+def _read(path: Path) -> WantedState:
+    """What is wanted, as the file at `path` has it; nothing where there is none."""
+    try:
+        return from_plain(WantedState, json.loads(path.read_text()))
+    except FileNotFoundError:
+        return WantedState()
+    except (OSError, ValueError, InvalidValue) as error:
+        raise ConfigError(
+            f"--state-dir: {path} cannot be read: {error}.",
+            hint="Stop what the orchestrator started, remove the file, and start again.",
+            flag="--state-dir",
+            path=str(path),
+        ) from error
+
+
 def _start_text(workload: str, start: int) -> str:
     return f"{workload}:{start}"
+
+
+def _stale(job: JobState, launchers: Sequence[Marked]) -> list[Marked]:
+    """Those of `job` that are of another start than the wanted one, or on another host."""
+    wanted = {seat.host: _start_text(job.workload, seat.start) for seat in job.seats}
+    return [
+        one
+        for one in launchers
+        if _workload_of(one.mark) == job.workload and one.mark.start != wanted.get(one.mark.host)
+    ]
 
 
 def _workload_of(mark: Mark) -> str:

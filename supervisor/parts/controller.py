@@ -142,6 +142,7 @@ class ControllerPart:
             workloads=() if after else tuple(self._core.state.workloads.values()),
             hosts=tuple(hosts[:KNOWN_HOSTS]),
             more=len(hosts) > KNOWN_HOSTS,
+            progress=() if after else tuple(self._core.progress(time.monotonic())),
         )
 
     def _take(self, inputs: Iterable[Input]) -> None:

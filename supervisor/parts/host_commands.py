@@ -57,8 +57,9 @@ class HostCommands:
         """Give `command` to all hosts of its job that are connected; done when one of them has done it.
 
         One answer is enough, and the first ends the wait: a launcher that restarts its ranks has those of all
-        hosts restart, and the attempt in the command keeps the others from doing so a second time.  So does
-        a host that has heard a later controller.  Stacks are wanted of all hosts: for them the wait goes on.
+        hosts restart, and the attempt in the command keeps the others from doing so a second time.  Stacks
+        are wanted of all hosts: for them the wait goes on.  A host that has heard a later controller does not
+        speak for the others, which have the command too: one that came from another fleet has.
         """
         names = [name for name, host in self._hosts.items() if host.workload == command.workload]
         if not names:
@@ -81,8 +82,9 @@ class HostCommands:
         statuses = [outcome.status for outcome in outcomes]
         if OutcomeStatus.DONE in statuses:
             return Answer(status=OutcomeStatus.DONE, text=text)
-        if OutcomeStatus.FENCED in statuses:
-            return Answer(status=OutcomeStatus.FENCED, text=text)
+        if outcomes and len(outcomes) == len(names) and set(statuses) == {OutcomeStatus.FENCED}:
+            seen = max(outcome.epoch for outcome in outcomes)
+            return Answer(status=OutcomeStatus.FENCED, text=text, epoch=seen)
         if OutcomeStatus.FAILED in statuses:
             return Answer(status=OutcomeStatus.FAILED, text=text)
         waited = f"none of {len(names)} hosts of {command.workload} answered within {within_s:g} s"
@@ -90,9 +92,7 @@ class HostCommands:
 
     async def _first_outcomes(self, names: list[str], command: HostCommand, within_s: float) -> list[Outcome]:
         """Outcomes up to the first that decides, in their order; all of them where none does."""
-        deciding: tuple[OutcomeStatus, ...] = (OutcomeStatus.DONE, OutcomeStatus.FENCED)
-        if command.kind is HostCommandKind.DUMP_STACKS:
-            deciding = (OutcomeStatus.FENCED,)
+        first_decides = command.kind is not HostCommandKind.DUMP_STACKS
         asking = [asyncio.ensure_future(self._ask_one(name, command, within_s)) for name in names]
         outcomes: list[Outcome] = []
         try:
@@ -100,7 +100,7 @@ class HostCommands:
                 outcome = await answered
                 if outcome is not None:
                     outcomes.append(outcome)
-                    if outcome.status in deciding:
+                    if first_decides and outcome.status is OutcomeStatus.DONE:
                         break
         finally:
             await end_tasks(asking)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from supervisor.decision.state import Flight, Incident
 from supervisor.event_log import Record
-from supervisor.values import Command, CommandKind, Outcome
+from supervisor.values import Command, CommandKind, Outcome, OutcomeStatus
 
 T = TypeVar("T")
 
@@ -85,8 +85,11 @@ class Journal:
             return
         past = self.commands.get(id)
         if past is not None:
-            ended = record.kind == "Outcome" and record.given["command"] == id
-            outcome = Outcome.from_dict(record.given) if ended else None
+            if record.kind == "Outcome" and record.given["command"] == id:
+                outcome = Outcome.from_dict(record.given)
+            else:  # the actuator withdraws it, or its outcome changes nothing any more
+                epoch, withdrawn = past.command.epoch, OutcomeStatus.WITHDRAWN
+                outcome = Outcome(command=id, epoch=epoch, status=withdrawn, text="not waited for")
             self.commands[id] = replace(past, ended_at=record.now, outcome=outcome)
             _drop_oldest(self.commands, COMMANDS)
 

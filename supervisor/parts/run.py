@@ -95,6 +95,13 @@ def make_orchestrator(settings: PartSettings) -> RunningOrchestrator:
         **({PLAINTEXT_ENV: "1"} if settings.security.plaintext else {}),
     }
     if settings.orchestrator == "ray":
+        if not file.resources:
+            raise ConfigError(
+                "--job-file: --orchestrator ray needs resources: several hosts would share a node.",
+                hint='Say what only one host of a node can have, such as "resources": {"GPU": 8}.',
+                flag="--job-file",
+                field="resources",
+            )
         # Of other machines: their environment is their own, but for what leads to the supervisor.
         ours = {
             name: text for name, text in os.environ.items() if name.startswith(("SUPERVISOR_", "HEARTBEAT_"))

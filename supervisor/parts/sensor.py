@@ -89,7 +89,7 @@ class News:
             self._silence = told
         self.arrived.set()
 
-    def take(self, *, complete: bool = False) -> Observations:
+    def take(self) -> Observations:
         """All of it, which is none afterwards."""
         seen = Observations(
             events=tuple(self._events.values()),
@@ -97,7 +97,6 @@ class News:
             workloads=tuple(self._workloads.values()),
             progress=tuple(self._progress.values()),
             silence=self._silence,
-            complete=complete,
         )
         self.clear()
         return seen
@@ -120,6 +119,7 @@ class SensorPart:
         self._news = News()
         self._hosts: dict[str, HostInfo] = {}  # by id, for their addresses
         self._ids: dict[str, str] = {}  # by name
+        self._told: dict[str, WorkloadInfo] = {}  # by id of the host, which has not named that job yet
         self._tasks = Tasks()
         self._probes = asyncio.Semaphore(PROBES_AT_ONCE)
         self._controller = Remote(settings.addresses["controller"], settings.security)
@@ -141,21 +141,32 @@ class SensorPart:
         self._register(host)
 
     def host_message(self, host: str, value: Value) -> None:
-        del host
-        now = time.monotonic()
         if isinstance(value, DaemonReport):
-            self._say(self._detector.report(value, now))
+            self._say(self._detector.report(value, time.monotonic()))
         elif isinstance(value, HostInfo):
             self._register(value)
         elif isinstance(value, WorkloadInfo):
-            self._say(self._detector.register_workload(with_defaults(value, self._settings), now))
+            name = self._ids[host]
+            self._told[name] = value
+            if name in self._hosts:
+                self._take_workload(self._hosts[name])
 
     def host_lost(self, host: str, incarnation: str) -> None:
         del incarnation
+        self._told.pop(self._ids[host], None)
         self._say(self._detector.stream_ended(self._ids[host], time.monotonic()))
+
+    def _take_workload(self, host: HostInfo) -> None:
+        """What a host tells of a job counts where it works for it; either may be said first."""
+        told = self._told.get(host.id)
+        if told is not None and told.workload == host.workload:
+            del self._told[host.id]
+            info = with_defaults(told, self._settings)
+            self._say(self._detector.register_workload(info, time.monotonic()))
 
     def _register(self, host: HostInfo) -> None:
         self._hosts[host.id] = host
+        self._take_workload(host)
         self._say(self._detector.register_host(host, time.monotonic()))
 
     # ------------------------------------------------------------------------------------- the detector
@@ -243,11 +254,13 @@ class SensorPart:
         for host in known.hosts:
             self._hosts.setdefault(host.id, host)
             self._say(self._detector.expect_host(host, now))
+        for progress in known.progress:
+            self._say(self._detector.expect_progress(progress, now))
         for gone in self._detector.forget_replaced(known.hosts, now):
             self._hosts.pop(gone, None)
         self._news.clear()  # the snapshot has all of it
         self._say(self._detector.snapshot(now))
-        await send_observations(self._controller, self._news.take(complete=True), deadline_s=SEND_S)
+        await send_observations(self._controller, self._news.take(), deadline_s=SEND_S)
         return known.epoch
 
     async def _send_news(self) -> int:
@@ -294,9 +307,11 @@ async def first_alive(**asked: Coroutine[Any, Any, bool | None]) -> tuple[bool |
 
 
 def with_defaults(info: WorkloadInfo, settings: PartSettings) -> WorkloadInfo:
-    """`info` with the budgets of the environment where the job has none."""
+    """`info` with what the environment says where the job says nothing; its bounds of size are its own."""
+    in_bounds = info.min_replicas <= info.replicas <= info.max_replicas
     return replace(
         info,
+        scaling=info.scaling or (settings.environment.scaling and in_bounds),
         max_in_job_restarts=info.max_in_job_restarts or settings.environment.max_in_job_restarts,
         max_workload_restarts=info.max_workload_restarts or settings.environment.max_workload_restarts,
     )

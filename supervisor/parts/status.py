@@ -80,6 +80,7 @@ def make_status(
         cordons_left=max(0, limits.max_cordons - len(window)),
         max_cordons=limits.max_cordons,
         log_problem=around.log_problem,
+        fenced_by=fleet.fenced_by if fleet.fenced_by > around.epoch else 0,
         parts=tuple(
             PartStatus(name=part.name, address=part.address, contact_age_s=part.age_s, problem=part.problem)
             for part in around.parts

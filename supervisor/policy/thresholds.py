@@ -12,7 +12,9 @@ class Thresholds:
     """One row per number: its flag is ``--`` and its name with dashes (`flags`).
 
     A job's own `--workload-downtime-threshold-s`, `--container-termination-threshold-s` and budgets travel
-    with its `WorkloadInfo`; where a job sets none, the rows of the same name hold.
+    with its `WorkloadInfo`; where a job sets none, the rows of the same name hold.  One exception: without an
+    action before it, no step for the downtime counts by the default only where the ranks of a new attempt run
+    and the job told steps before.
     """
 
     # The sensor.

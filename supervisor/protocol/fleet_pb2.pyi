@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source cf13097f9e87c2d2e4196ba90cec8c8c08aa260aca7900fc3a60d74bb9bb5162
-# body 5511007a3ec4cc5232e7838285057f2a5fe124877c2225ad11c7a80e5a496123
+# source 46b7da6aae76a72090b211ecf88d0942168e3aace8322a9e504531d397a8c4ab
+# body c2a7309c67f7bc60dbc68ddf4cf28b6f73348a6df6f5bb5174bcddfc75365cef
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -327,20 +327,18 @@ class HostOrder(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., resend: bool = ..., command: _Optional[_Union[HostCommand, _Mapping]] = ..., facts: _Optional[_Union[HostFacts, _Mapping]] = ...) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("events", "hosts", "workloads", "progress", "complete", "silence")
+    __slots__ = ("events", "hosts", "workloads", "progress", "silence")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     WORKLOADS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    COMPLETE_FIELD_NUMBER: _ClassVar[int]
     SILENCE_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
     hosts: _containers.RepeatedCompositeFieldContainer[HostInfo]
     workloads: _containers.RepeatedCompositeFieldContainer[WorkloadInfo]
     progress: _containers.RepeatedCompositeFieldContainer[Progress]
-    complete: bool
     silence: Silence
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostInfo, _Mapping]]] = ..., workloads: _Optional[_Iterable[_Union[WorkloadInfo, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., complete: bool = ..., silence: _Optional[_Union[Silence, _Mapping]] = ...) -> None: ...
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostInfo, _Mapping]]] = ..., workloads: _Optional[_Iterable[_Union[WorkloadInfo, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., silence: _Optional[_Union[Silence, _Mapping]] = ...) -> None: ...
 
 class CommandBatch(_message.Message):
     __slots__ = ("commands",)
@@ -369,16 +367,18 @@ class KnownRequest(_message.Message):
     def __init__(self, after: _Optional[str] = ...) -> None: ...
 
 class Known(_message.Message):
-    __slots__ = ("epoch", "workloads", "hosts", "more")
+    __slots__ = ("epoch", "workloads", "hosts", "more", "progress")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKLOADS_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     workloads: _containers.RepeatedCompositeFieldContainer[WorkloadInfo]
     hosts: _containers.RepeatedCompositeFieldContainer[HostInfo]
     more: bool
-    def __init__(self, epoch: _Optional[int] = ..., workloads: _Optional[_Iterable[_Union[WorkloadInfo, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostInfo, _Mapping]]] = ..., more: bool = ...) -> None: ...
+    progress: _containers.RepeatedCompositeFieldContainer[Progress]
+    def __init__(self, epoch: _Optional[int] = ..., workloads: _Optional[_Iterable[_Union[WorkloadInfo, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostInfo, _Mapping]]] = ..., more: bool = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ...) -> None: ...
 
 class LookRequest(_message.Message):
     __slots__ = ("host",)

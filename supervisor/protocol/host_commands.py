@@ -91,7 +91,7 @@ class Fence:
         if command.epoch < self.epoch:
             return False, Outcome(
                 command=command.id,
-                epoch=command.epoch,
+                epoch=self.epoch,
                 status=OutcomeStatus.FENCED,
                 text=f"epoch {command.epoch} refused: this host has seen epoch {self.epoch}",
             )

@@ -79,6 +79,30 @@ def _hangs(plane: Plane, fault: SimFault) -> None:
     plane.fleet.hang(job, plane.fleet.hosts[job.hosts[fault.code % len(job.hosts)]])
 
 
+def _stalls(plane: Plane, fault: SimFault) -> None:
+    """Its launchers restart the ranks, which hang before their first step."""
+    job = _job(plane, fault)
+    host = plane.fleet.hosts[job.hosts[fault.code % len(job.hosts)]]
+    if job.since is not None and host.alive:
+        job.stalls = True
+        plane.fleet.fail_worker(host, LauncherState.RESTARTING)
+        plane.send_report(host)
+
+
+def _for_hosts(attribute: str, value: object, well: object) -> Callable[[Plane, SimFault], None]:
+    def hit(plane: Plane, fault: SimFault) -> None:
+        hosts = hit_hosts(plane, fault)
+
+        def put(what: object) -> None:
+            for host in hosts:
+                setattr(host, attribute, what)
+
+        put(value)
+        plane.loop.after(fault.seconds, lambda: put(well))
+
+    return hit
+
+
 def _slow(plane: Plane, fault: SimFault) -> None:
     job = _job(plane, fault)
 
@@ -126,6 +150,7 @@ def _partition(plane: Plane, fault: SimFault) -> None:
     def heal() -> None:
         for host in hosts:
             host.cut = False
+            plane.fleet.changed(host)  # a stream that did not end delivers late what it was given
 
     plane.loop.after(fault.seconds, heal)
 
@@ -173,11 +198,17 @@ KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
     "host dies": _host_dies,
     "daemon dies": _daemon_dies,
     "job hangs": _hangs,
+    "job hangs at its start": _stalls,
     "job is slow": _slow,
+    "host is slow": _for_hosts("slow_s", 6.0, 0.0),
+    "host is deaf": _for_hosts("deaf", True, False),
     "xid": _xid,
     "ecc": _ecc,
     "partition": _partition,
     "job is broken": _fragile,
+    "sensor is cut off": lambda plane, fault: plane.cut_off(plane.sensor, fault.seconds),
+    "controller is cut off": lambda plane, fault: plane.cut_off(plane.brain, fault.seconds),
+    "actuator is cut off": lambda plane, fault: plane.cut_off(plane.actuator, fault.seconds),
     "sensor crashes": lambda plane, fault: plane.crash_sensor(fault.seconds),
     "sensor stops": lambda plane, fault: plane.sensor.pause(fault.seconds),
     "controller crashes": lambda plane, fault: plane.crash_controller(fault.seconds),
@@ -214,7 +245,7 @@ def draw_faults(random: random.Random, hosts: int, last_s: float) -> list[SimFau
     at = 20.0 + 60.0 * random.random()
     for _ in range(random.randint(1, 8)):
         kind = random.choices(kinds, weights)[0]
-        many = kind == "partition" or (kind == "host dies" and random.random() < 0.2)
+        many = kind in ("partition", "host is deaf") or (kind == "host dies" and random.random() < 0.2)
         faults.append(
             SimFault(
                 at=round(at, 1),

@@ -35,6 +35,8 @@ class SimHost:
     alive: bool = True
     daemon: bool = True
     cut: bool = False  # nothing that it sends arrives
+    deaf: bool = False  # nothing that it is sent arrives
+    slow_s: float = 0.0  # what it sends is that late
     broken: bool = False  # hardware: what runs on it fails again
     failed: bool = False  # a rank is dead
     launcher: LauncherState = LauncherState.RUNNING
@@ -58,6 +60,7 @@ class SimJob:
     starts_at: float | None = None
     hung_by: str = ""
     fragile: bool = False  # it fails again soon after each start
+    stalls: bool = False  # its next start never comes to a step
 
     def step(self, now: float) -> int:
         if self.since is None:
@@ -153,6 +156,9 @@ class Fleet:
             return
         if not self.is_whole(job):
             self.loop.after(RESTART_S, lambda: self._start(job, attempt))
+            return
+        if job.stalls:
+            job.stalls = False
             return
         job.since = self.loop.now
         bad = next((self.hosts[name] for name in job.hosts if self.hosts[name].broken), None)
@@ -278,7 +284,9 @@ class SimOrchestrator:
     def _answer_of(self, command: Command, text: str = "") -> Answer:
         """Launchers that restart their ranks in place answer when all hosts of the job have met again."""
         job = self.fleet.jobs.get(command.workload)
-        if command.kind is CommandKind.IN_JOB_RESET and job is not None and not self.fleet.is_whole(job):
+        if command.kind is not CommandKind.IN_JOB_RESET or job is None:
+            return Answer(status=OutcomeStatus.DONE, text=text)
+        if not self.fleet.is_whole(job) or all(self.fleet.hosts[name].deaf for name in job.hosts):
             return Answer(status=OutcomeStatus.FAILED, text="no launcher answered", passing=True)
         return Answer(status=OutcomeStatus.DONE, text=text)
 

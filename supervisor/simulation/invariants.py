@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from supervisor.decision.controller import Input
@@ -10,7 +11,7 @@ from supervisor.decision.state import State
 from supervisor.policy.thresholds import Thresholds
 from supervisor.simulation.faults import SimFault, hit_hosts
 from supervisor.simulation.plane import Plane
-from supervisor.values import Command, CommandKind, Event, EventType, Progress, Silence
+from supervisor.values import Command, CommandKind, Event, EventType, Outcome, Progress, Silence
 
 
 class Violation(AssertionError):
@@ -26,13 +27,16 @@ class Invariants:
         self._effects: Counter[str] = Counter()
         self._highest_epoch = 0
         self._cordons: list[tuple[float, tuple[str, ...]]] = []
-        self._restarts: dict[str, list[tuple[float, int]]] = {}
-        self._resets: Counter[tuple[str, CommandKind]] = Counter()
+        self._restarts: dict[str, list[tuple[float, int, float]]] = {}  # time, best step, the log's time
+        self._last_action: dict[str, tuple[tuple[object, ...], float]] = {}  # for what, and when
+        self._resets: dict[tuple[str, CommandKind], set[str]] = {}
+        self._ended: set[str] = set()  # commands whose outcome was told
         self._told_step: dict[str, tuple[int, int]] = {}
         self._told_step_at: dict[str, float] = {}
         self._decided: set[str] = set()
         self._grown: dict[str, int] = {}
         self._said: dict[str, Event] = {}
+        self._lost_at: dict[str, float] = {}  # when evidence confirmed that a host is gone
         #: Hosts that a fault has touched; all others are there and are heard from begin to end.
         self._disturbed: set[str] = set()
         #: Hosts that were lost in one moment with too many others for that to be believed.
@@ -73,9 +77,14 @@ class Invariants:
             and len(self._disturbed) < self._limits.silence_min_hosts
         ):
             raise Violation(f"frozen for {given.silent} silent hosts, and no fault touched so many")
+        if isinstance(given, Outcome):
+            self._ended.add(given.command)
         if isinstance(given, Event):
+            self._forget_vain_resets()
             if given.type is EventType.HOST_HB and given.id not in self._said:
                 self._check_lost(given)
+            if given.id not in self._said and given.confirms_loss:
+                self._lost_at.update((found.id, now) for found in given.evidence)
             self._said[given.id] = given
 
     def _check_lost(self, event: Event) -> None:
@@ -84,7 +93,11 @@ class Invariants:
         host = self._plane.fleet.hosts[event.host]
         if host.alive and host.daemon and event.host not in self._disturbed and witnessed:
             raise Violation(f"healthy host {event.host} was declared lost: {event.evidence[0].text}")
-        if event.host in self._fell_together and witnessed:
+        # One that another fault has started again leaves the others too few to be doubted.
+        hosts = self._plane.fleet.hosts
+        gone = sum(not hosts[name].alive for name in self._fell_together)
+        many = gone >= self._limits.silence_min_hosts and gone > self._limits.silence_share * len(hosts)
+        if event.host in self._fell_together and many and witnessed:
             raise Violation(f"{event.host} was declared lost, one of too many at once to be believed")
 
     def command_decided(self, command: Command) -> None:
@@ -98,6 +111,9 @@ class Invariants:
         fleet = plane.core.state.fleet.get("")
         if fleet is not None and (fleet.silent or fleet.frozen_by):
             raise Violation(f"{command.kind.value} {command.id} was decided while the fleet was frozen")
+        verdict = plane.core.state.verdicts.get(f"job:{command.workload}")
+        if verdict is not None and verdict.at < plane.core.now < verdict.expires_at:
+            raise Violation(f"{command.kind.value} {command.id} for {command.workload}, which was given up")
         under_way = [
             flight.command.id
             for flight in plane.core.state.commands.values()
@@ -107,8 +123,10 @@ class Invariants:
             raise Violation(f"{command.workload} has {len(under_way)} actions under way: {under_way}")
         if command.kind.restarts and not command.evidence:
             raise Violation(f"{command.kind.value} {command.id} has no evidence")
-        told_at = self._told_step_at.get(command.workload)
-        if command.kind.restarts and told_at is not None and now - told_at < self._limits.advancing_s - 0.5:
+        told_at = self._told_step_at.get(command.workload, -math.inf)
+        lost_at = max((self._lost_at.get(each, -math.inf) for each in command.evidence), default=-math.inf)
+        recent = now - told_at < self._limits.advancing_s - 0.5
+        if command.kind.restarts and recent and told_at > lost_at + 0.5:
             raise Violation(
                 f"{command.kind.value} {command.id} for {command.workload},"
                 f" which advanced {now - told_at:.1f} s ago"
@@ -119,6 +137,7 @@ class Invariants:
             self._check_launcher(command)
         if command.kind.restarts:
             self._count_restart(command, now)
+            self._check_pause(command)
 
     def _check_incident(self, command: Command) -> None:
         """An event is acted upon in one incident; told again later, it is no new one."""
@@ -168,24 +187,43 @@ class Invariants:
         name = command.workload
         job, best = self._plane.core.state.workloads[name], self._best(name)
         history = self._restarts.setdefault(name, [])
-        history.append((now, best))
-        recent = [at for at, _ in history if now - at < self._limits.action_period_s]
+        history.append((now, best, self._plane.core.now))
+        recent = [at for at, _, _ in history if now - at < self._limits.action_period_s]
         if len(recent) > self._limits.actions_at_once + 1:
             raise Violation(f"{name} had {len(recent)} actions within {self._limits.action_period_s:g} s")
-        fruitless = [at for at, step in history if step == best]
+        verdict = self._plane.core.state.verdicts.get(f"job:{name}")
+        since = verdict.expires_at if verdict is not None else 0.0  # then it has as many tries as before
+        fruitless = [at for at, step, logged in history if step == best and logged >= since]
         most = self._limits.max_fruitless + job.max_in_job_restarts + job.max_workload_restarts
         if len(fruitless) > most:
             raise Violation(f"{name} had {len(fruitless)} actions without a step, its most is {most}")
+
+    def _check_pause(self, command: Command) -> None:
+        """A second try for the same hosts, without a step since the first, waits."""
+        core = self._plane.core
+        incident = core.state.incidents[command.workload]
+        what = (incident.id, self._best(command.workload), frozenset(incident.handled))
+        before, at = self._last_action.get(command.workload, ((), 0.0))
+        if before == what and core.now - at < self._limits.backoff_s - 0.1:
+            raise Violation(f"{command.id} follows a fruitless action after {core.now - at:.1f} s")
+        self._last_action[command.workload] = (what, core.now)
 
     def _count_reset(self, command: Command) -> None:
         """Budgets: what was given, and one more for each so many steps."""
         if command.workload not in self._plane.core.state.workloads:
             return
         job = self._plane.core.state.workloads[command.workload]
-        used = self._resets[command.workload, command.kind] = self._resets[command.workload, command.kind] + 1
+        counted = self._resets.setdefault((command.workload, command.kind), set())
+        counted |= {command.id} & set(self._plane.core.state.commands)
+        used = len(counted)
         given = self._best(command.workload) // self._limits.steps_per_restart
         if command.kind is CommandKind.IN_JOB_RESET and used > job.max_in_job_restarts + given:
             raise Violation(f"{command.workload} had {used} in-job resets, its budget is used up")
+
+    def _forget_vain_resets(self) -> None:
+        """One that is waited for no longer, as a lost host made it vain, is not charged."""
+        for counted in self._resets.values():
+            counted &= self._ended | set(self._plane.core.state.commands)
 
     def _best(self, name: str) -> int:
         mark = self._plane.core.state.progress.get(name)
@@ -201,6 +239,7 @@ class Invariants:
         heard = any(
             plane.fleet.hosts[name].alive
             and plane.fleet.hosts[name].daemon
+            and plane.fleet.hosts[name].connected  # a daemon that has just come back has said nothing yet
             and not plane.fleet.hosts[name].cut
             for name in job.hosts
         )
@@ -250,7 +289,7 @@ class Invariants:
         fleet = state.fleet.get("")
         for name, job in plane.fleet.jobs.items():
             verdict = state.verdicts.get(f"job:{name}")
-            if verdict is not None and verdict.holds(plane.core.now):
+            if verdict is not None and plane.core.now < verdict.expires_at:
                 continue
             if fleet is not None and (fleet.silent or fleet.frozen_by):
                 return "the fleet is frozen"

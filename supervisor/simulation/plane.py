@@ -76,6 +76,7 @@ class Part:
         self.loop = loop
         self.up = True
         self.paused = False
+        self.cut = False
         self.away_at = -1e9
         self.woken: Callable[[], None] = lambda: None
         self._waiting: list[Callable[[], None]] = []
@@ -182,7 +183,11 @@ class Plane:
         if not host.connected:
             self._connect(host)
         report = self.fleet.report(host)
-        self.wire.send(lambda: self._to_sensor(host, lambda: self.detector.report(report, self.loop.now)))
+
+        def arrive() -> None:
+            self._to_sensor(host, lambda: self.detector.report(report, self.loop.now))
+
+        self.loop.after(host.slow_s, lambda: self.wire.send(arrive))
 
     def _connect(self, host: SimHost) -> None:
         if self._reaches(host) and self.sensor.up:
@@ -252,7 +257,8 @@ class Plane:
                 self._probe(each.host)
             elif isinstance(each, Poll):
                 host = self.fleet.hosts[each.host]
-                self.wire.send(partial(self.send_report, host))
+                if not host.deaf:
+                    self.wire.send(partial(self.send_report, host))
             else:
                 self.tell(each)
 
@@ -267,10 +273,31 @@ class Plane:
     # -------------------------------------------------------------------------------- controller
 
     def tell(self, given: Input) -> None:
+        teller = self.actuator if isinstance(given, Outcome) else self.sensor
+        if given is None or (isinstance(given, Event) and given.type is EventType.OPERATOR):
+            teller = self.brain  # a person and a clock are never cut off
+
+        def arrive() -> None:
+            if teller is self.brain or self._can_speak(teller, self.brain):
+                self.brain.deliver(lambda: self._take(given))
+
         if isinstance(given, Event | Outcome | Progress):
-            self.wire.send(lambda: self.brain.deliver(lambda: self._take(given)))
+            self.wire.send(arrive)
         else:
-            self.stream.send_in_order(lambda: self.brain.deliver(lambda: self._take(given)))
+            self.stream.send_in_order(arrive)
+
+    def cut_off(self, part: Part, seconds: float) -> None:
+        """Nothing passes between `part` and the other two; what was lost is told again afterwards."""
+        part.cut = True
+
+        def heal() -> None:
+            part.cut = False
+            self._resync()
+
+        self.loop.after(seconds, heal)
+
+    def _can_speak(self, one: Part, other: Part) -> bool:
+        return not (one.cut or other.cut)
 
     def ask(self, request: Request, host: str = "", workload: str = "") -> None:
         """What a person types."""
@@ -333,9 +360,11 @@ class Plane:
             self._deposed.remove(deposed)
 
     def _command(self, command: Command) -> None:
-        self.wire.send(
-            lambda: self.actuator.deliver(lambda: self._do(self.executor.submit(command, self.loop.now)))
-        )
+        def arrive() -> None:
+            if self._can_speak(self.brain, self.actuator):
+                self.actuator.deliver(lambda: self._do(self.executor.submit(command, self.loop.now)))
+
+        self.wire.send(arrive)
 
     def crash_controller(self, seconds: float) -> None:
         self.brain.up = False
@@ -370,16 +399,19 @@ class Plane:
     def _resync(self) -> None:
         """Sensor and controller have met again: each tells what the other may have missed."""
         self._resyncs = False
-        if self.brain.up:
+        if self.brain.up and self._can_speak(self.sensor, self.brain):
             workloads, hosts = list(self.core.state.workloads.values()), list(self.core.state.hosts.values())
-            self.sensor.deliver(lambda: self._expect(workloads, hosts))
+            progress = self.core.progress(self.loop.now + self.origin)
+            self.sensor.deliver(lambda: self._expect(workloads, hosts, progress))
 
-    def _expect(self, workloads: list[WorkloadInfo], hosts: list[HostInfo]) -> None:
+    def _expect(self, workloads: list[WorkloadInfo], hosts: list[HostInfo], steps: list[Progress]) -> None:
         now = self.loop.now
         for workload in workloads:
             self._say(self.detector.expect_workload(workload, now))
         for host in hosts:
             self._say(self.detector.expect_host(host, now))
+        for progress in steps:
+            self._say(self.detector.expect_progress(progress, now))
         self._say(self.detector.snapshot(now))
 
     def _repeat_commands(self) -> None:
@@ -433,7 +465,8 @@ class Plane:
             holds = self.detector.holds(command, self.loop.now)
             self.wire.send(lambda: answer(holds))
 
-        self.wire.send(lambda: self.sensor.deliver(ask))
+        if self._can_speak(self.actuator, self.sensor):
+            self.wire.send(lambda: self.sensor.deliver(ask))
 
     def _perform(self, act: Perform) -> None:
         executor = self.executor

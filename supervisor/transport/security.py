@@ -3,8 +3,9 @@
 
 TLS is the default, from files.  Callers prove who they are by a client certificate, or, where `token_file`
 is set, by a token in their metadata.  A caller has one of two roles: training hosts are `Role.HOST`, the
-supervisor's own parts are `Role.CONTROL`; a host can register itself and report, and cannot cause an action
-on another one. Plaintext works only where it was asked for.
+supervisor's own parts are `Role.CONTROL`; a host can register itself and report, and command nothing.
+Which job a host works for is its own word: one that lies about that can have the job's ranks restarted, as
+one of the job's true hosts can.  Plaintext works only where it was asked for.
 """
 
 from __future__ import annotations

@@ -47,14 +47,13 @@ CALL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What a sensor tells a controller at once.  `complete`: this is all that it knows."""
+    """What a sensor tells a controller at once."""
 
     events: tuple[Event, ...] = ()
     hosts: tuple[HostInfo, ...] = ()
     workloads: tuple[WorkloadInfo, ...] = ()
     progress: tuple[Progress, ...] = ()
     silence: Silence | None = None
-    complete: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +71,13 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """One page of what a controller of this epoch knows; workloads are on the first one."""
+    """One page of what a controller of this epoch knows; workloads and progress are on the first one."""
 
     epoch: int
     workloads: tuple[WorkloadInfo, ...] = ()
     hosts: tuple[HostInfo, ...] = ()
     more: bool = False
+    progress: tuple[Progress, ...] = ()
 
 
 class SensorHandlers(Protocol):
@@ -221,7 +221,6 @@ def controller_service(
             workloads=_values(WorkloadInfo, batch.workloads),
             progress=_values(Progress, batch.progress),
             silence=from_message(Silence, batch.silence) if batch.HasField("silence") else None,
-            complete=batch.complete,
         )
         epoch = await on_observations(seen)
         return fleet_pb2.Accepted(count=len(seen.events), epoch=epoch)
@@ -239,6 +238,7 @@ def controller_service(
             workloads=[to_message(workload) for workload in page.workloads],
             hosts=hosts,
             more=page.more or len(hosts) < len(page.hosts),
+            progress=[to_message(progress) for progress in page.progress],
         )
 
     return Service(
@@ -270,6 +270,7 @@ async def ask_known(remote: Remote, *, timeout_s: float) -> Known:
                 epoch=page.epoch,
                 workloads=_all(WorkloadInfo, (one for page in pages for one in page.workloads)),
                 hosts=_all(HostInfo, (one for page in pages for one in page.hosts)),
+                progress=_all(Progress, (one for page in pages for one in page.progress)),
             )
 
 
@@ -313,7 +314,7 @@ async def ask_orchestrator(remote: Remote, host: str, *, timeout_s: float) -> bo
 async def send_observations(remote: Remote, seen: Observations, *, deadline_s: float) -> int:
     """Tell a controller; again until it has accepted, or `deadline_s` is over.  Returns its epoch.
 
-    A large one goes in several batches, of which only one that holds all carries `complete`.
+    A large one goes in several batches.
 
     Raises:
         Refused, Unreachable: see `Remote.call_until`; batches before may have arrived, and may be repeated.
@@ -330,7 +331,6 @@ async def send_observations(remote: Remote, seen: Observations, *, deadline_s: f
         batch = fleet_pb2.EventBatch(
             **{name: [one for field, one in part if field == name] for name, _ in part},
             silence=to_message(seen.silence) if seen.silence is not None else None,
-            complete=seen.complete and len(parts) == 1,
         )
         method = CONTROLLER.methods_by_name["ReportEvents"]
         reply = await remote.call_until(method, batch, timeout_s=CALL_TIMEOUT_S, deadline_s=deadline_s)

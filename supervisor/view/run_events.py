@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An incident of the supervisor as run events of its job: goodput shows detection, decision and action.
 
-Only actions that restarted the job become events: an event says that the job was interrupted, and the ledger
-counts from it.  Ages become times of this machine's clock, as the other events of a job have theirs: clocks
-agree to within the time that a restart takes.
+Only actions that restarted the job become events, growth among them: an event says that the job was
+interrupted, and the ledger counts from it.  Ages become times of this machine's clock, as the other events
+of a job have theirs: clocks agree to within the time that a restart takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from resiliency.events import EventType, JsonValue, RunEvent
-from supervisor.values import OutcomeStatus
+from supervisor.values import CommandKind, OutcomeStatus
 from supervisor.view.status import CommandStatus, IncidentStatus
 from supervisor.view.words import what_happened
 
@@ -37,7 +37,7 @@ def run_events(
             command
             for command in commands
             if command.incident == incident.id
-            and command.kind.restarts
+            and (command.kind.restarts or command.kind is CommandKind.SCALE_UP)
             and command.outcome is OutcomeStatus.DONE
         ),
         key=lambda command: -command.age_s,
@@ -66,7 +66,9 @@ def run_events(
             fields=given,
         )
 
-    events = [event(EventType.FAULT_DETECTED, incident.age_s, fields)]
+    # A job that only grew had no fault; its decision alone opens an interruption in the ledger.
+    failed = any(command.kind is not CommandKind.SCALE_UP for command in acted)
+    events = [event(EventType.FAULT_DETECTED, incident.age_s, fields)] if failed else []
     for command in acted:
         seconds = command.seconds or 0.0
         names: dict[str, JsonValue] = {"incident": incident.id, "action": command.kind.value}

@@ -283,6 +283,7 @@ class Status(Document):
         spare_floor: spares that no job may grow into.
         cordons_left: hosts that may be cordoned now, of `max_cordons` a window.
         log_problem: why the event log takes nothing at present; empty while it does.
+        fenced_by: epoch above this controller's own that refused a command of it; 0 is none.
         incidents: open ones first, then those that closed lately, newest first.
         commands: under way first, then those that ended lately, newest first.
         decisions: newest first.
@@ -300,6 +301,7 @@ class Status(Document):
     cordons_left: int = 0
     max_cordons: int = 0
     log_problem: str = ""
+    fenced_by: int = 0
     parts: tuple[PartStatus, ...] = ()
     hosts: tuple[HostStatus, ...] = ()
     jobs: tuple[JobStatus, ...] = ()

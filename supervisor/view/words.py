@@ -92,6 +92,11 @@ def alarms(status: Status) -> list[str]:
         found.append("Shadow mode: decisions are noted, and no command is given.")
     if status.log_problem:
         found.append(f"The event log takes nothing, so nothing is decided: {status.log_problem}")
+    if status.fenced_by:
+        found.append(
+            f"Commands are refused: a controller of epoch {status.fenced_by} was heard, this one has"
+            f" {status.epoch}. End one of the two; if there is no other, start this one again."
+        )
     for part in status.parts:
         if part.problem:
             found.append(

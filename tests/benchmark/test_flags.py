@@ -17,15 +17,10 @@ from resiliency.model import MODELS, ParallelLayout
 from resiliency.testing import warm
 from resiliency.testing.faults import Fault, FaultKind
 
-from .conftest import BENCHMARK
+from .conftest import BENCHMARK, LAUNCHER_VARIABLES
 
 SAVING = ("--persistent-ckpt-dir=ckpt", "--persistent-ckpt-interval=10")
 LOCAL = ("--local-ckpt-dir=local", "--local-ckpt-interval=10")
-#: What launchers and schedulers set; a test says itself what was started.
-LAUNCHER_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
-    *("TORCHELASTIC_RESTART_COUNT", "FT_RANK_MONITOR_IPC_SOCKET", "JOB_IDENTIFIER", "RESILIENCY_RUN_DIR"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +47,7 @@ def test_without_flags_the_36m_model_trains_on_one_cpu_rank_and_saves_nothing() 
     assert workload.global_batch_size == 2
     assert workload.job_name == "benchmark"
     assert workload.checkpoint_dir is None
-    assert workload.faults == ()
+    assert workload.faults == workload.random_faults == ()
     assert workload.log_interval_steps == 1
 
 
@@ -151,24 +146,8 @@ def test_several_faults_may_be_asked_for() -> None:
     faults = flags.parse(wanted).faults
     assert faults[0] == Fault(kind=FaultKind.KILLED, step=5)
     assert (faults[1].kind, faults[1].rank) == (FaultKind.HUNG, 0)
-
-
-def test_random_faults_are_the_simulators_draws_one_for_each_attempt(
-    started: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started(1, 4)
-    faults = flags.parse(["--sim-fault-desc=random,20"]).faults
-    assert faults == flags.parse(["--sim-fault-desc=random,20,seed=42"]).faults
-    assert faults != flags.parse(["--sim-fault-desc=random,20,seed=43"]).faults
-    assert [fault.attempt for fault in faults] == list(range(100))
-    assert {fault.rank for fault in faults} == {0, 1, 2, 3}
-    delays = [fault.delay.total_seconds() for fault in faults if fault.delay is not None]
-    assert 14 < sum(delays) / 100 < 26
-    # A hang that nothing finds would last for ever.
-    assert {fault.kind for fault in faults} == {FaultKind.KILLED}
-    monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "somewhere")
-    found = flags.parse(["--sim-fault-desc=random,20", "--enable-fault-tolerance"]).faults
-    assert {fault.kind for fault in found} == {FaultKind.KILLED, FaultKind.HUNG}
+    both = flags.parse([wanted[0], "--sim-fault-desc=random,20"])
+    assert (both.faults, len(both.random_faults)) == (faults[:1], 100)
 
 
 def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +221,10 @@ def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatc
         (["--sim-fault-desc=random"], ["random", "must be seconds"]),
         (["--sim-fault-desc=random,0"], ["--sim-fault-desc random,0", "above 0"]),
         (["--sim-fault-desc=random,often"], ["must be seconds, found 'often'"]),
-        (["--sim-fault-desc=random,5,rank=1"], ["random,SECONDS[,seed=N]"]),
+        (["--sim-fault-desc=random,5,rank=1"], ["random,SECONDS[,seed=N][,duration=S]"]),
+        (["--sim-fault-desc=random,5,duration=0"], ["--sim-fault-desc random,5,duration=0", "above 0"]),
+        (["--sim-fault-desc=random,5,seed=1,seed=2"], ["random,SECONDS[,seed=N][,duration=S]"]),
+        (["--sim-fault-desc=random,5,7"], ["random,SECONDS[,seed=N][,duration=S]"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )

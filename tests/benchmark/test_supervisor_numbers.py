@@ -24,12 +24,15 @@ def test_a_fault_and_synthetic_hosts_are_measured_and_the_note_says_what_is_prom
     rows = {row["what"]: row for row in json.loads(report.read_text())["rows"]}
     (acted_s,) = rows["host killed, witness, until the action"]["values"]
     (detected_s,) = rows["host killed: until it is detected"]["values"]
-    assert 0 < detected_s < acted_s
+    (suspected_s,) = rows["host killed: until it is suspected"]["values"]
+    assert 0 < suspected_s < detected_s < acted_s
     (found_s,) = rows["a host that falls silent, found"]["values"]
     assert found_s > 0.5  # its timeout is 2 s, and its last report was a period before at most
     assert rows["sensor: processor"]["values"][0] > 0
     assert rows["streams that ended"]["values"] == [0]
     assert "| host killed, witness, until the action | 1/2 s | - | 5 s |" in note.read_text()
+    assert "| host killed: until it is suspected | 1/2 s | - | 0.1 s |" in note.read_text()
+    assert "| host killed: until it is detected | 1/2 s | - | 3 s |" in note.read_text()
 
 
 def test_a_name_that_is_not_measured_is_refused() -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the restart benchmark computes, on events made by hand."""
+"""What the restart benchmark computes and shows, on events made by hand."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
@@ -19,17 +20,23 @@ FAULT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def spans() -> Iterator[ModuleType]:
-    """The module under test, imported as the benchmark's own scripts import it."""
+def report() -> Iterator[ModuleType]:
+    """The module that shows, imported as the benchmark's own scripts import it."""
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARK))
-        import restart_spans
+        import restart_report
 
-        yield restart_spans
+        yield restart_report
         for name in set(sys.modules) - before:
-            if name.startswith("restart_"):
+            if name.startswith("restart_") or name == "measuring":
                 del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def spans(report: ModuleType) -> ModuleType:
+    """The module that computes."""
+    return sys.modules["restart_spans"]
 
 
 def at(seconds: float) -> datetime:
@@ -111,10 +118,9 @@ def test_a_new_process_that_seems_older_than_the_end_of_the_last_one_takes_no_ne
     assert restart.total_s == pytest.approx(7.0)
 
 
-def test_a_restart_after_a_hang_is_measured_from_the_first_end(spans: ModuleType) -> None:
+def test_a_restart_after_a_hang_is_measured_from_when_it_was_found(spans: ModuleType) -> None:
     whole, restart = (
-        spans.measure(a_restart(), {0: at(10.4), 1: at(10.1)}, from_first_end=found)
-        for found in (False, True)
+        spans.measure(a_restart(), {0: at(10.4), 1: at(10.1)}, zero=zero) for zero in (None, at(10.1))
     )
     assert whole.spans_s["stopped"] == pytest.approx(0.4)
     assert restart.spans_s["stopped"] == pytest.approx(0.3)
@@ -176,3 +182,28 @@ def test_a_job_that_was_restarted_twice_is_refused(spans: ModuleType) -> None:
 def test_a_rank_whose_end_was_not_seen_is_refused(spans: ModuleType) -> None:
     with pytest.raises(spans.Unmeasured, match="ended processes"):
         spans.measure(a_restart(), {1: at(10.1)})
+
+
+def test_the_first_start_of_round_1_is_left_out_since_nothing_is_known_then(
+    spans: ModuleType, report: ModuleType
+) -> None:
+    runs = sys.modules["restart_runs"]
+    restart = spans.measure(a_restart(), ENDED)
+    results = [
+        report.Result(
+            round=number, launcher=name, wall_s=1.0, restart=replace(restart, first_step_s=seconds * number)
+        )
+        for number in (1, 2, 3)
+        for name, seconds in ((runs.OURS, 2.0), ("torchrun", 5.0))
+    ]
+    shown = report.Report(
+        workload=runs.WORKLOADS["light"], monitor_interval_s=0.1, launchers=(runs.OURS, "torchrun"),
+        results=tuple(results), date=ZERO, command="", machine={},
+    )  # fmt: skip
+    table = {row[0]: row[1:] for row in report.rows(shown)}
+    assert table[report.FIRST_START] == [
+        "5.000 (4.000..6.000)",
+        "12.500 (10.000..15.000)",
+        "0.40 (0.40..0.40)",
+    ]
+    assert table["total: fault to first new step"][0] == "7.000 (7.000..7.000)"

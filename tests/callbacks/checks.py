@@ -214,14 +214,14 @@ def of_two_tiers_that_are_due_the_one_with_the_higher_priority_saves(directory: 
 
 @check
 def a_save_that_fails_deletes_nothing_and_is_recorded(directory: Path) -> None:
-    from resiliency.checkpoint.format import file_manifest as manifest
+    from resiliency.checkpoint.format.catalog import unmarked_checkpoints
     from resiliency.errors import CheckpointWriteFailed
 
     run = Run(directory)
     run.fail_at = 4
     with pytest.raises(CheckpointWriteFailed):
         run.train(10, run.tier(2, keep=1))
-    assert manifest.complete_checkpoints(directory / "persistent") == [directory / "persistent" / "step=2"]
+    assert unmarked_checkpoints(directory / "persistent") == [directory / "persistent" / "step=2"]
     assert run.names() == ["step=2", "step=4", "step=4-unfinished"]
     assert run.steps_of("save_failed") == [4]
     assert run.steps_of("checkpoint_saved") == [2]
@@ -251,7 +251,7 @@ def with_steps(directory: Path, *steps: int) -> Path:
 def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_ones_whole(
     directory: Path,
 ) -> None:
-    from resiliency.checkpoint.format.file_manifest import complete_checkpoints
+    from resiliency.checkpoint.format.catalog import unmarked_checkpoints
 
     root = with_steps(directory, 1, 2, 3)
     tier = Run(directory).tier(1, keep=2)
@@ -262,7 +262,7 @@ def a_kill_while_an_old_checkpoint_is_deleted_leaves_it_marked_and_the_newer_one
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert complete_checkpoints(root) == [root / "step=3", root / "step=2"]
+    assert unmarked_checkpoints(root) == [root / "step=3", root / "step=2"]
     assert (root / "step=1-unfinished").exists()
 
 
@@ -421,12 +421,12 @@ def connector(plugins: list[Any] | None = None, **options: Any) -> Any:
 
 
 def sealed(root: Path, step: int) -> Path:
-    from resiliency.checkpoint.format import file_manifest as manifest
+    from resiliency.checkpoint.format import nemo
 
     directory = root / f"step={step}"
-    (directory / manifest.WEIGHTS).mkdir(parents=True)
-    (directory / manifest.WEIGHTS / "common.pt").write_bytes(b"state")
-    manifest.seal(directory, step=step, world_size=1)
+    (directory / nemo.WEIGHTS).mkdir(parents=True)
+    (directory / nemo.WEIGHTS / "common.pt").write_bytes(b"state")
+    nemo.seal(directory, step=step, world_size=1)
     return directory
 
 
@@ -451,10 +451,10 @@ def the_newest_of_both_tiers_is_taken_and_at_equal_steps_the_local_one(directory
 
 @check
 def a_damaged_checkpoint_is_marked_and_the_one_before_it_is_taken(directory: Path) -> None:
-    from resiliency.checkpoint.format import file_manifest as manifest
+    from resiliency.checkpoint.format import nemo
 
     old, new = sealed(directory, 1), sealed(directory, 2)
-    (new / manifest.WEIGHTS / "common.pt").write_bytes(b"statf")
+    (new / nemo.WEIGHTS / "common.pt").write_bytes(b"statf")
     assert connector(persistent_ckpt_dir=directory)._newest_usable() == old
     assert (directory / "step=2-unfinished").exists()
     assert not (directory / "step=1-unfinished").exists()
@@ -462,15 +462,16 @@ def a_damaged_checkpoint_is_marked_and_the_one_before_it_is_taken(directory: Pat
 
 @check
 def when_the_attempts_are_used_up_it_raises_and_never_starts_over(directory: Path) -> None:
-    from resiliency.checkpoint.format import file_manifest as manifest
+    from resiliency.checkpoint.format import nemo
+    from resiliency.checkpoint.format.catalog import unmarked_checkpoints
     from resiliency.errors import CheckpointCorrupt
 
     for step in (1, 2, 3):
-        (sealed(directory, step) / manifest.WEIGHTS / "common.pt").unlink()
+        (sealed(directory, step) / nemo.WEIGHTS / "common.pt").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"3 checkpoints.*none of the newest 2 is usable"):
         connector(persistent_ckpt_dir=directory, max_attempts=2)._newest_usable()
     # What was not tried is not condemned.
-    assert [path.name for path in manifest.complete_checkpoints(directory)] == ["step=1"]
+    assert [path.name for path in unmarked_checkpoints(directory)] == ["step=1"]
     # A launcher starts again by itself, also when all are hidden.
     with pytest.raises(CheckpointCorrupt, match="none of the newest 1 is usable"):
         connector(persistent_ckpt_dir=directory)._newest_usable()

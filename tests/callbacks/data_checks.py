@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,95 @@ def a_fit_that_is_resumed_after_any_step_takes_the_steps_of_an_undisturbed_one(d
             first.save_checkpoint(path)
             then = steps_of(fit(11, path, drop_last, **limits))
             assert steps_of(first) + then == whole, (drop_last, limits, stop)
+
+
+@check
+def a_checkpoint_of_an_exception_after_a_step_and_before_it_has_the_position_of_its_model(
+    directory: Path,
+) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from resiliency.callbacks.data_progress import DataProgressCallback
+
+    class Failing(Callback):
+        """Comes before the callback that counts, so that it never learns of the end of the batch."""
+
+        def __init__(self, path: Path, hook: str, number: int) -> None:
+            self.path = path
+
+            def fail(trainer: Any, model: Any, *args: Any) -> None:
+                if args[-1] == number:
+                    raise ValueError("on purpose")
+
+            setattr(self, hook, fail)
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(self.path)
+
+    for hook, number, accumulated, done in (
+        ("on_train_batch_end", 1, 1, 2),
+        ("on_train_batch_start", 1, 1, 1),
+        ("on_train_batch_end", 2, 2, 1),
+        ("on_train_batch_end", 3, 2, 2),
+    ):
+        limits = {"max_steps": 7, "accumulate_grad_batches": accumulated}
+        loader = loader_of()
+        whole = steps_of(train(loader, DataProgressCallback(loader), **limits))
+        path, loader = directory / f"{hook}-{number}.ckpt", loader_of()
+        with suppress(ValueError):
+            train(loader, Failing(path, hook, number), DataProgressCallback(loader), **limits)
+        loader = loader_of()
+        then = steps_of(train(loader, DataProgressCallback(loader), resume=path, **limits))
+        assert then == whole[done:], (hook, number, accumulated)
+
+
+@check
+def batches_without_a_step_at_the_end_of_an_epoch_do_not_count_in_the_next_one(directory: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+    from torch import nn, optim
+
+    from resiliency.callbacks.data_progress import DataProgressCallback
+
+    class Manual(LightningModule):
+        """A step after every second batch: none after the last of five."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, number: int) -> None:
+            if number % 2:
+                self.optimizers().step()  # type: ignore[union-attr]
+
+        def configure_optimizers(self) -> optim.Optimizer:
+            return optim.SGD(self.parameters(), lr=0.1)
+
+    class Positions(Callback):
+        def __init__(self) -> None:
+            self.found: list[tuple[int, int]] = []
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            state = callback.state_dict()
+            self.found.append((state["epoch"], state["position"]))
+
+    loader = loader_of()
+    callback = DataProgressCallback(loader)
+    positions = Positions()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        callbacks=[callback, positions],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Manual(), loader)
+    assert positions.found == [(epoch, at) for epoch in (0, 1) for at in (0, 8, 8, 16, SIZE)]
 
 
 @check

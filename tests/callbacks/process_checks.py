@@ -87,7 +87,7 @@ def checkpoints_of_both_kinds_stand_side_by_side_and_the_newest_good_one_is_take
     assert [checkpoint_kinds.verify(path) for path in (nemos, engines)] == [None, None]
     assert [checkpoint_kinds.saved_ranks(path) for path in (nemos, engines)] == [1, 1]
     storage = LocalStorage(directory)
-    assert [f.condition for f in list_checkpoints(storage)] == [Condition.STOCK, Condition.COMPLETE]
+    assert [f.condition for f in list_checkpoints(storage)] == [Condition.COMPLETE] * 2
     both = connector(persistent_ckpt_dir=directory)
     assert both._newest_usable() == engines
     damaged = engines / "__0_0.distcp"

@@ -3,72 +3,25 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import signal
-import sys
-from collections import defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.testing.processes import Command
-from tests.ports import free_port
-from tests.waiting import WAIT_S
+from tests.callbacks.noting_ranks import notes, train
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "hf_train.py"
 #: Two epochs of 50 samples, 8 in a step.
 STEPS = 14
-LONG_S = 3 * WAIT_S
-
-
-def train(directory: Path, *, ranks: int, accumulate: int, die_at: int = 0) -> str:
-    """Run to the end, or until all ranks are dead; returns what the first rank printed."""
-    directory.mkdir(exist_ok=True)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    argv = [sys.executable, str(SCRIPT), str(directory), str(accumulate), str(die_at)]
-    logs = [directory / f"log-{rank}-of-{ranks}-{accumulate}-{die_at}.txt" for rank in range(ranks)]
-    with ExitStack() as stack:
-        programs = []
-        for rank, log in enumerate(logs):
-            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            program = Command(argv, env={"OMP_NUM_THREADS": "1", **own}, log=log)
-            programs.append(stack.enter_context(program))
-        for program, log in zip(programs, logs, strict=True):
-            code = program.wait(timeout=LONG_S)
-            assert code == (-signal.SIGKILL if die_at else 0), log.read_text()[-3000:]
-    return logs[0].read_text()
-
-
-def notes(directory: Path) -> dict[int, tuple[list[int], float]]:
-    """By step: the samples of all ranks, in order, and the mean of their losses."""
-    found: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(dict)
-    for path in sorted(directory.glob("rank*.jsonl")):
-        by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        for line in path.read_text().splitlines():
-            note = json.loads(line)
-            by_step[note["step"]].append(note)
-        for step, of_rank in by_step.items():
-            found[step][path.name] = of_rank
-    result = {}
-    for step, ranks in found.items():
-        all_notes = [note for of_rank in ranks.values() for note in of_rank]
-        numbers = sorted(number for note in all_notes for number in note["numbers"])
-        weight = sum(len(note["numbers"]) for note in all_notes)
-        loss = sum(note["loss"] * len(note["numbers"]) for note in all_notes) / weight
-        result[step] = numbers, loss
-    return result
 
 
 def test_a_crash_and_another_number_of_ranks_change_nothing_of_the_steps(tmp_path: Path) -> None:
     undisturbed, crashed, alone = tmp_path / "undisturbed", tmp_path / "crashed", tmp_path / "alone"
-    assert f"ended at step {STEPS}" in train(undisturbed, ranks=2, accumulate=1)
+    assert f"ended at step {STEPS}" in train(SCRIPT, undisturbed, ranks=2, accumulate=1)
     whole = notes(undisturbed)
     assert sorted(whole) == list(range(1, STEPS + 1))
     for epoch in (range(1, 8), range(8, 15)):
@@ -76,15 +29,15 @@ def test_a_crash_and_another_number_of_ranks_change_nothing_of_the_steps(tmp_pat
         assert sorted(set(seen)) == list(range(50))
         assert len(seen) == 50
     # In the middle of the second epoch, two steps after a checkpoint.
-    train(crashed, ranks=2, accumulate=1, die_at=12)
+    train(SCRIPT, crashed, ranks=2, accumulate=1, die_at=12)
     shutil.copytree(crashed, alone)
     assert "refused: the checkpoint's steps have 8 samples, and those of this start 4" in train(
-        alone, ranks=1, accumulate=1
+        SCRIPT, alone, ranks=1, accumulate=1
     )
     for directory, ranks in ((crashed, 2), (alone, 1)):
         for path in directory.glob("rank*.jsonl"):
             path.unlink()
-        assert f"ended at step {STEPS}" in train(directory, ranks=ranks, accumulate=2 // ranks)
+        assert f"ended at step {STEPS}" in train(SCRIPT, directory, ranks=ranks, accumulate=2 // ranks)
         again = notes(directory)
         assert sorted(again) == list(range(11, STEPS + 1))
         assert [again[step][0] for step in again] == [whole[step][0] for step in again]

@@ -160,7 +160,7 @@ def save(
     run_id: str = "run",
     ranks: Sequence[int] | None = None,
     leads: bool = True,
-    restored_step: int = 0,
+    restored_save: str = "",
     try_number: int = 1,
     timeout: timedelta = timedelta(seconds=20),
     cancel: threading.Event | None = None,
@@ -174,7 +174,7 @@ def save(
         world_size=shards[0].world_size,
         ranks=range(shards[0].world_size) if ranks is None else ranks,
         try_number=try_number,
-        restored_step=restored_step,
+        restored_save=restored_save,
         timeout=timeout,
         poll=timedelta(milliseconds=2),
     )

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +24,22 @@ from resiliency.checkpoint.replication.completion import MOST_INCOMPLETE
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import ResiliencyError
-from resiliency.runtime import RunInfo
+from resiliency.runtime import AGENT_HOST_ENV, RunInfo
 from resiliency.testing.processes import stop_process
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint.storage_builders import read_shard
 from tests.waiting import agent_of, wait_until, wait_until_equal
 
+pytestmark = pytest.mark.usefixtures("agents_at_once")
+
 SOON = timedelta(seconds=60)
+
+
+def run(pool: RankPool, fn: Callable[..., Any], root: Path, *args: object) -> list[Any]:
+    """What `fn` returns on two ranks; agents are where the test's are."""
+    env = {AGENT_HOST_ENV: os.environ[AGENT_HOST_ENV]}
+    report = pool.run(fn, 2, str(root), *args, timeout=200, operation_timeout=90, env=env)
+    return list(report.values)
 
 
 def open_at(root: Path, rank: int, *, keep: int = 2, directory: Path | None = None) -> Checkpointer:
@@ -82,7 +93,7 @@ def save_steps(rank: int, root: str, steps: int) -> list[tuple[str, ...]]:
 def test_each_host_has_a_verified_copy_of_the_others_checkpoint_and_old_ones_go_everywhere(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    values = rank_pool.run(save_steps, 2, str(tmp_path), 3, timeout=200, operation_timeout=90).values
+    values = run(rank_pool, save_steps, tmp_path, 3)
     assert values == [[("host-1",)] * 3, [("host-0",)] * 3]
     for path in roots(tmp_path):
         assert complete(path) == [3]
@@ -90,7 +101,8 @@ def test_each_host_has_a_verified_copy_of_the_others_checkpoint_and_old_ones_go_
     for rank in (0, 1):
         copy = read_shard(CheckpointReader(LocalStorage(roots(tmp_path)[2 * (1 - rank) + 1]), 3), rank)
         assert copy.rank == rank
-        assert list((tmp_path / f"host-{rank}" / "memory").iterdir()) == []
+        memory = tmp_path / f"host-{rank}" / "memory"
+        wait_until(lambda memory=memory: not list(memory.iterdir()), "an agent keeps its memory")
 
 
 def save_alone_then_together(rank: int, root: str, steps: int) -> tuple[list[int], bool]:
@@ -111,9 +123,7 @@ def save_alone_then_together(rank: int, root: str, steps: int) -> tuple[list[int
 def test_nothing_goes_before_a_newer_step_is_complete_on_all_hosts(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    values = rank_pool.run(
-        save_alone_then_together, 2, str(tmp_path), 5, timeout=200, operation_timeout=90
-    ).values
+    values = run(rank_pool, save_alone_then_together, tmp_path, 5)
     assert values == [([1, 2, 3, 4], False), ([], False)]
 
 
@@ -151,9 +161,7 @@ def save_while_one_disk_takes_nothing(rank: int, root: str, without: int) -> Non
 def test_while_the_disk_of_one_host_takes_nothing_the_others_keep_the_complete_step_and_few_more(
     tmp_path: Path, rank_pool: RankPool, without: int
 ) -> None:
-    assert rank_pool.run(
-        save_while_one_disk_takes_nothing, 2, str(tmp_path), without, timeout=200, operation_timeout=90
-    ).values == [None, None]
+    assert run(rank_pool, save_while_one_disk_takes_nothing, tmp_path, without) == [None, None]
 
 
 def lose_an_agent(rank: int, root: str, victim: int) -> list[tuple[str, ...]]:
@@ -175,7 +183,7 @@ def lose_an_agent(rank: int, root: str, victim: int) -> list[tuple[str, ...]]:
 def test_an_agent_that_is_replaced_is_found_by_the_others_and_goes_on_with_the_session(
     tmp_path: Path, rank_pool: RankPool, victim: int
 ) -> None:
-    values = rank_pool.run(lose_an_agent, 2, str(tmp_path), victim, timeout=200, operation_timeout=90).values
+    values = run(rank_pool, lose_an_agent, tmp_path, victim)
     assert values == [[("host-1",)] * 2, [("host-0",)] * 2]
     for path in roots(tmp_path):
         assert complete(path) == [1, 2]
@@ -215,11 +223,9 @@ def copies_of(root: Path, step: int) -> list[Path]:
 def test_a_host_that_lost_its_disk_gets_its_state_and_all_copies_back_from_the_other(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    rank_pool.run(save_steps, 2, str(tmp_path), 2, timeout=200, operation_timeout=90).values  # noqa: B018
+    run(rank_pool, save_steps, tmp_path, 2)
     shutil.rmtree(tmp_path / "host-1" / "disk")
-    values = rank_pool.run(
-        restore_and_await_copies, 2, str(tmp_path), 2, timeout=200, operation_timeout=90
-    ).values
+    values = run(rank_pool, restore_and_await_copies, tmp_path, 2)
     assert values == [("peers", 2.0, 2), ("peers", 12.0, 2)]
     for path in copies_of(tmp_path, 2):
         assert CheckpointReader(LocalStorage(path.parent.parent), 2).verify() > 1 << 18
@@ -229,11 +235,9 @@ def test_a_host_that_lost_its_disk_gets_its_state_and_all_copies_back_from_the_o
 def test_copies_that_an_agent_was_to_make_when_it_died_are_made_by_the_next(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    rank_pool.run(save_steps, 2, str(tmp_path), 2, timeout=200, operation_timeout=90).values  # noqa: B018
+    run(rank_pool, save_steps, tmp_path, 2)
     shutil.rmtree(tmp_path / "host-1" / "disk")
-    values = rank_pool.run(
-        restore_and_lose_the_agent, 2, str(tmp_path), 2, timeout=200, operation_timeout=90
-    ).values
+    values = run(rank_pool, restore_and_lose_the_agent, tmp_path, 2)
     assert values == [2, 2]
     for path in copies_of(tmp_path, 2):
         assert CheckpointReader(LocalStorage(path.parent.parent), 2).verify() > 1 << 18
@@ -266,12 +270,10 @@ def go_back_and_save_again(rank: int, root: str) -> list[tuple[str, ...]]:
 
 
 def test_after_a_rollback_the_copies_on_other_hosts_are_those_of_now(
-    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str]
+    tmp_path: Path, rank_pool: RankPool
 ) -> None:
-    report = rank_pool.run(
-        *(go_back_and_save_again, 2, str(tmp_path)), timeout=200, operation_timeout=90, env=agent_host_env
-    )
-    assert report.values == [[("host-1",)] * 3, [("host-0",)] * 3]
+    values = run(rank_pool, go_back_and_save_again, tmp_path)
+    assert values == [[("host-1",)] * 3, [("host-0",)] * 3]
     for rank in (0, 1):
         for step in (2, 3, 4):
             for path in (roots(tmp_path)[2 * rank], roots(tmp_path)[2 * (1 - rank) + 1]):

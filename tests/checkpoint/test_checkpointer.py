@@ -119,6 +119,51 @@ def test_memory_for_all_captures_is_there_before_the_first_save(place: Place, as
         assert allocated() == before
 
 
+def test_a_program_that_only_saves_has_the_memory_after_the_first_step_of_its_optimizer(place: Place) -> None:
+    memory = place.root / "memory"
+    memory.mkdir()
+    weights = torch.nn.Parameter(torch.zeros(1 << 20))
+    optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
+    state = {"weights": weights, "optimizer": optimizer}
+
+    def allocated() -> list[int]:
+        return [path.stat().st_blocks * 512 for path in sorted(memory.glob("*/rank-0/slot-*"))]
+
+    capture = CaptureOptions(at_once_below_bytes=0)  # any save that comes too early is skipped
+    with place.open(arena_root=memory, capture=capture) as checkpoints:
+        checkpoints.restore(state)
+        for step in (1, 2):
+            weights.grad = torch.ones_like(weights)
+            optimizer.step()
+            if step == 1:
+                wait_until(
+                    lambda: len(allocated()) == 2 and min(allocated()) >= 8 << 20, "momentum has no room"
+                )
+                checkpoints.prewarm(state)  # its last page may still be mapped
+            handle = checkpoints.save(step, state)
+            assert handle.wait(SOON)
+            assert handle.state is SaveState.COMMITTED
+
+
+def test_after_a_partial_restore_the_first_step_has_memory_prepared_for_all_that_it_saves(
+    place: Place,
+) -> None:
+    memory = place.root / "memory"
+    memory.mkdir()
+    whole = {"model": torch.ones(1 << 18), "rest": torch.ones(1 << 20)}
+    capture = CaptureOptions(at_once_below_bytes=0)
+    with place.open() as checkpoints:
+        assert checkpoints.save(1, whole).wait(SOON)
+    agent_host.wait_for_end(place.root.name)
+    with place.open(arena_root=memory, capture=capture, every_steps=100) as checkpoints:
+        assert checkpoints.restore({"model": whole["model"]}, partial=True).step == 1
+        assert checkpoints.step(2, whole) is None
+        wait_until(
+            lambda: [path.stat().st_size > 5 << 20 for path in memory.glob("*/rank-0/slot-*")] == [True] * 2,
+            "there is no room for the rest",
+        )
+
+
 def test_a_start_frees_the_memory_of_jobs_that_are_dead_for_long(place: Place) -> None:
     memory = place.root / "memory"
     memory.mkdir()
@@ -280,6 +325,24 @@ def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new
                 assert (place.directory / "step=5").is_dir()
     good, failed = SaveState.COMMITTED, SaveState.FAILED
     assert outcomes == {3: good, 5: good, 8: failed, 10: good}
+
+
+def test_a_rollback_says_which_checkpoints_stay_and_what_a_restart_takes(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.open() as checkpoints:
+        for step in (1, 2, 3):
+            assert checkpoints.save(step, make_state(step)).wait(SOON)
+        assert checkpoints.restore(make_state(0), step=1).step == 1
+        text = "job went back from step 3 to 1: its checkpoints of later steps stay; until a step after 3 is"
+        assert text in caplog.text
+        again = checkpoints.save(3, make_state(-3), wait=SOON)
+        assert again.wait(SOON)
+        assert again.state is SaveState.FAILED
+        assert checkpoints.save(4, make_state(-4), wait=SOON).wait(SOON)
+        state = make_state(0)
+        assert checkpoints.restore(state).step == 4
+        assert state["lr"] == -4
 
 
 @pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")

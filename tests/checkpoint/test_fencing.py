@@ -58,10 +58,10 @@ class Copying:
 
     def __init__(self, at_most_s: float = CHANCE_S) -> None:
         self.go_on = threading.Event()
-        self._at_most_s = at_most_s
+        self.at_most_s = at_most_s
 
     def __call__(self, piece: int) -> None:
-        self.go_on.wait(self._at_most_s)
+        self.go_on.wait(self.at_most_s)
 
 
 def trained(value: float) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
@@ -120,6 +120,47 @@ def test_a_state_that_is_written_without_a_fence_is_never_saved(
         dist.destroy_process_group()
     assert (bad.state, good.state) == (SaveState.FAILED, SaveState.COMMITTED)
     assert "the state was written while step 1 was copied, and nothing fenced it" in bad.record.why
+
+
+def test_where_a_forward_writes_parameters_one_save_is_lost_and_later_ones_hold_training(
+    tmp_path: Path, opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(1 << 14, 16, max_norm=1.0)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    state = {"table": table, "optimizer": optimizer}
+    copying = Copying(SOON.total_seconds())
+    handles = []
+    with opened(copying) as checkpoints:
+        for step in (1, 2, 3):
+            handles.append(checkpoints.save(step, state))
+            optimizer.zero_grad()
+            loss = table(torch.randint(1 << 14, (4096,))).sum()  # scales the rows that it reads
+            copying.go_on.set()
+            loss.backward()
+            optimizer.step()
+            assert handles[-1].wait(SOON)
+            copying.go_on.clear()  # later saves are not to be overtaken: their copies only give it a chance
+            copying.at_most_s = CHANCE_S
+    assert [h.state for h in handles] == [SaveState.FAILED, SaveState.COMMITTED, SaveState.COMMITTED]
+    told = [r for r in caplog.records if "saves hold training until the state is copied" in r.message]
+    assert [("while step 1 was copied" in record.message) for record in told] == [True]
+
+
+def test_a_write_behind_a_copy_that_nothing_fenced_yet_costs_no_second_save(
+    tmp_path: Path, opened: Open
+) -> None:
+    weights, optimizer = trained(1.0)
+    state = {"weights": weights, "optimizer": optimizer}
+    handles = []
+    with opened(Copying()) as checkpoints:
+        for step in (1, 2):  # such as where a scaler of gradients skips the optimizer's step
+            handles.append(checkpoints.save(step, state))
+            with torch.no_grad():
+                weights.mul_(2)
+        assert all(handle.wait(SOON) for handle in handles)
+    assert [handle.state for handle in handles] == [SaveState.FAILED, SaveState.COMMITTED]
+    assert stored(tmp_path, 2) == [2.0]
 
 
 class Averaging(torch.optim.SGD):

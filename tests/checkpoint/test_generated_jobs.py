@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated states and histories on four real ranks, beside a model of what each must get back.
 
-The model: a state is a function of the rank and of one number, a save stores that number, and whatever a
-restore brings back is on all ranks the state of one number that was saved at that step.  A save is committed
-unless the ranks have different tensors in spite of `replicated`, or another branch has committed the step.  A
-state with other parts of its tensors is refused.
+The model: a state is a function of the rank and of one number, a save stores that number in tiers, and a
+restore brings back, on all ranks, the number that the tier it names holds at that step: of no step before the
+newest that is committed, or was captured by all ranks when they were killed.  A save is committed unless the
+ranks have different tensors in spite of `replicated`, or the step holds another number already, which the
+local tier alone replaces.  A state with other parts of its tensors is refused.
 
 More than the check has time for:
 
@@ -16,9 +17,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import pickle
+import signal
 import tempfile
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,18 +30,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, Tier
 from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.checkpoint.state.tensors import leaf_of
 from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import LayoutMismatch
 from resiliency.runtime import RunInfo
-from resiliency.testing.rank_pool import RankPool
+from resiliency.testing.rank_pool import RankOutcome, RankPool
 
 SOON = timedelta(seconds=120)
 RANKS = 4
@@ -63,9 +67,14 @@ class Entry:
 class Job:
     entries: tuple[Entry, ...]
     replicated: bool
-    with_optimizer: bool
-    #: "save", "start" (all ranks start again and restore the newest), "back", "other".
+    #: Of each of two stages: "" or adamw or sgd; on the stage's mesh or on plain tensors.
+    optimizer: str
+    #: "save"; "start" (all ranks start again and restore the newest); "again" (that, and it is saved as at
+    #: the end of a loop); "back"; "other"; or a kill of all ranks within a save, or once they have captured
+    #: it, or then with their agent; the next start restores the newest.
     history: tuple[str, ...]
+    optimizer_is_plain: bool = False
+    has_local: bool = False
 
 
 shapes = st.sampled_from([(8, 8), (3, 5), (4, 1), (1, 2), (40, 500)])
@@ -85,7 +94,8 @@ plain = st.builds(
     uneven=st.booleans(),
 )
 
-events = st.sampled_from(["save", "save", "back", "other", "start"])
+KILLS = {"kill", "kill captured", "kill agent"}
+events = st.sampled_from(["save", "save", "save", "back", "back", "other", "start", "again", *sorted(KILLS)])
 
 
 @st.composite
@@ -95,8 +105,10 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(
         entries=tuple(draw(st.lists(kinds, min_size=1, max_size=6))),
         replicated=replicated,
-        with_optimizer=not replicated and draw(st.booleans()),
+        optimizer="" if replicated else draw(st.sampled_from(["", "adamw", "sgd"])),
         history=tuple(draw(st.lists(events, min_size=3, max_size=9))),
+        optimizer_is_plain=draw(st.booleans()),
+        has_local=draw(st.booleans()),
     )
 
 
@@ -133,11 +145,17 @@ def build(job: Job, meshes: Meshes, rank: int, number: int, *, extras: bool = Tr
             state[name] = whole
             if entry.kind == "tied":
                 state[f"{name}-view"] = whole[:1]
-    if job.with_optimizer:
-        rows = 4 + 4 * (rank // 2)
+    if job.optimizer:
+        rows = 4 if job.optimizer_is_plain else 4 + 4 * (rank // 2)
         initial = torch.full((rows, 4), float(number))
-        weight = torch.nn.Parameter(distribute_tensor(initial, meshes.stage, [Shard(0)], src_data_rank=None))
-        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        if not job.optimizer_is_plain:
+            initial = distribute_tensor(initial, meshes.stage, [Shard(0)], src_data_rank=None)
+        weight = torch.nn.Parameter(initial)
+        optimizer: torch.optim.Optimizer
+        if job.optimizer == "adamw":
+            optimizer = torch.optim.AdamW([weight], lr=0.1)
+        else:
+            optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
         weight.grad = torch.full_like(weight, 1.0 + number + 100 * (rank // 2))
         optimizer.step()
         state["model"] = {f"weight{rank // 2}": weight}
@@ -177,69 +195,157 @@ def is_anywhere(value: bool) -> bool:
 
 @dataclass
 class Model:
-    #: Numbers that were captured at a step, committed or not.
-    captured: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    committed: dict[int, int] = field(default_factory=dict)
+    #: Numbers that were captured at a step, the newest last, committed or not.
+    captured: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    #: By tier, step to number; and what a kill may have left there.
+    committed: dict[str, dict[int, int]] = field(default_factory=lambda: {"persistent": {}, "local": {}})
+    unclear: dict[str, dict[int, int]] = field(default_factory=lambda: {"persistent": {}, "local": {}})
+    #: No restart may go on from an older one.
+    safe: int = 0
     step: int = 0
     number: int = 0
+    last: int = 0
+    restored: int = 0
+
+    def standing(self, tier: str, step: int) -> set[int | None]:
+        """What may be there."""
+        found: set[int | None] = {self.committed[tier].get(step)}
+        return found | ({self.unclear[tier][step]} if step in self.unclear[tier] else set())
+
+    def outcomes(self, tier: str, step: int, number: int) -> set[bool]:
+        """Whether a save of `number` at `step` counts as committed in `tier`."""
+        found = set()
+        for standing in self.standing(tier, step):
+            if standing in (None, number):
+                found.add(True)
+            elif tier == "persistent" or step == self.restored:
+                found.add(False)
+            elif any(other < step for other in self.committed[tier]):
+                found.add(True)  # it is replaced: there is an older one
+            else:
+                found |= {False, any(other < step for other in self.unclear[tier])}
+        return found
 
 
-def run_job(rank: int, root: str, name: str, job: Job) -> None:
-    meshes, others = Meshes(other=False), Meshes(other=True)
-    fits_others = not is_anywhere(
-        [_place(part) for part in parts(build(job, meshes, rank, 0))]
-        != [_place(part) for part in parts(build(job, others, rank, 0))]
-    )
-    is_refused = job.replicated and any(entry.kind == "extra" for entry in job.entries)
-    model = Model()
+class Ranks:
+    """One rank's part of a job, from one start of its process to the next."""
 
-    def opened() -> Checkpointer:
+    def __init__(self, rank: int, root: Path, name: str, job: Job) -> None:
+        self.rank, self.root, self.name, self.job = rank, root, name, job
+        self.meshes, self.others = Meshes(other=False), Meshes(other=True)
+        self.fits_others = not is_anywhere(
+            [_place(part) for part in parts(build(job, self.meshes, rank, 0))]
+            != [_place(part) for part in parts(build(job, self.others, rank, 0))]
+        )
+        self.tiers = ["persistent", *(["local"] if job.has_local else [])]
+        file = root / f"model-{rank}"
+        self.model: Model = pickle.loads(file.read_bytes()) if file.exists() else Model()  # noqa: S301
+
+    def opened(self) -> Checkpointer:
+        local = LocalTier(directory=self.root / "local", keep=99) if self.job.has_local else None
         return Checkpointer(
-            Path(root) / "ckpt",
+            self.root / "ckpt",
             keep=99,
-            replicated=job.replicated,
-            info=RunInfo(job_name=name, host="here", rank=rank, world_size=RANKS),
+            local=local,
+            replicated=self.job.replicated,
+            info=RunInfo(job_name=self.name, host="here", rank=self.rank, world_size=RANKS),
             options=CheckpointerOptions(
-                arena_root=Path(root) / "memory", link=LinkOptions(grace=timedelta(seconds=2))
+                arena_root=self.root / "memory", link=LinkOptions(grace=timedelta(seconds=2))
             ),
         )
 
-    def save(checkpoints: Checkpointer, *, extras: bool = True) -> None:
-        model.step, model.number = model.step + 1, model.number + 1
-        handle = checkpoints.save(model.step, build(job, meshes, rank, model.number, extras=extras))
-        assert handle.wait(SOON)
-        is_stale = model.step in model.committed
-        expected = SaveState.FAILED if is_stale or (is_refused and extras) else SaveState.COMMITTED
-        assert handle.state is expected, (model, handle.record)
-        model.captured[model.step].add(model.number)
-        if expected is SaveState.COMMITTED:
-            model.committed[model.step] = model.number
+    def state(self, number: int, *, extras: bool = True) -> dict[str, Any]:
+        return build(self.job, self.meshes, self.rank, number, extras=extras)
 
-    def restore(checkpoints: Checkpointer, step: int | None) -> None:
-        state = build(job, meshes, rank, 0)
+    def save(self, checkpoints: Checkpointer, *, extras: bool = True) -> None:
+        self.model.step, self.model.last = self.model.step + 1, self.model.last + 1
+        self.model.number = self.model.last
+        self._save(checkpoints, extras=extras)
+
+    def save_again(self, checkpoints: Checkpointer) -> None:
+        if self.model.step:
+            self._save(checkpoints, wait=SOON)
+
+    def _save(self, checkpoints: Checkpointer, *, extras: bool = True, wait: timedelta | None = None) -> None:
+        model, step, number = self.model, self.model.step, self.model.number
+        state = self.state(number, extras=extras)
+        handle = checkpoints.save(step, state, wait=wait)
+        assert handle.wait(SOON)
+        for tier in self.tiers:
+            is_committed = tier in handle.record.committed_in
+            expected = model.outcomes(tier, step, number)
+            if tier == "persistent" and extras and self._is_refused and model.standing(tier, step) == {None}:
+                expected = {False}
+            assert is_committed in expected, (tier, model, handle.record)
+            if is_committed:
+                model.committed[tier][step] = number
+            if len(expected) == 1:
+                model.unclear[tier].pop(step, None)
+        model.captured[step].append(number)
+        if handle.state is SaveState.COMMITTED:
+            model.safe = max(model.safe, step)
+
+    @property
+    def _is_refused(self) -> bool:
+        return self.job.replicated and any(entry.kind == "extra" for entry in self.job.entries)
+
+    def kill(self, checkpoints: Checkpointer, how: str) -> None:
+        """All ranks die in a save, which the next start finds or not."""
+        model = self.model
+        model.step, model.last = model.step + 1, model.last + 1
+        model.captured[model.step].append(model.last)
+        for tier in self.tiers:
+            if True in model.outcomes(tier, model.step, model.last):
+                model.unclear[tier][model.step] = model.last
+        if how != "kill":
+            model.safe = max(model.safe, model.step)
+        (self.root / f"model-{self.rank}").write_bytes(pickle.dumps(model))
+        agent = checkpoints.agent_pid
+        handle = checkpoints.save(model.step, self.state(model.last))
+        if how != "kill":
+            assert handle.wait(SOON, until=SaveState.CAPTURED)
+        dist.barrier()
+        if how == "kill agent":
+            with suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
+        model = self.model
+        state = self.state(0)
         restored = checkpoints.restore(state, step=step)
-        newest = max(model.committed, default=0) if step is None else step
-        assert restored.step == newest or (step is None and restored.step in model.captured), (
-            model,
-            restored,
-        )
+        if step is None:
+            assert restored.step >= model.safe, (model, restored)
+        else:
+            assert restored.step == step, (model, restored)
         if restored.step:
-            assert state["number"] in model.captured[restored.step], (model, state["number"])
-            expected = tensors(build(job, meshes, rank, state["number"]))
+            number = state["number"]
+            assert number in self._held(restored.tier, restored.step), (model, restored, number)
+            expected = tensors(self.state(number))
             found = tensors(state)
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
                 assert torch.equal(found[key], tensor), (key, found[key], tensor)
-            assert not is_anywhere(state["number"] != _of_rank_0(state["number"]))
+            assert not is_anywhere(number != _of_rank_0(number))
+            model.number = number
+            model.restored = restored.step
         model.step = restored.step
 
-    def restore_to_others(checkpoints: Checkpointer, step: int) -> None:
-        state = build(job, others, rank, 0)
-        if fits_others:
-            assert checkpoints.restore(state, step=step).step == step
-            model.step = step
-            expected = tensors(build(job, others, rank, state["number"]))
-            assert state["number"] in model.captured[step]
+    def _held(self, tier: Tier, step: int) -> set[int | None]:
+        """What a restore may bring back."""
+        if tier is Tier.MEMORY:
+            return set(self.model.captured[step][-1:])
+        return self.model.standing(tier.value, step)
+
+    def restore_to_others(self, checkpoints: Checkpointer, step: int) -> None:
+        state = build(self.job, self.others, self.rank, 0)
+        if self.fits_others:
+            restored = checkpoints.restore(state, step=step)
+            assert restored.step == step
+            self.model.step = self.model.restored = step
+            self.model.number = state["number"]
+            expected = tensors(build(self.job, self.others, self.rank, state["number"]))
+            assert state["number"] in self._held(restored.tier, step)
             assert all(torch.equal(now, expected[key]) for key, now in tensors(state).items())
             return
         before = tensors(state)
@@ -247,22 +353,51 @@ def run_job(rank: int, root: str, name: str, job: Job) -> None:
             checkpoints.restore(state, step=step)
         assert all(torch.equal(now, before[key]) for key, now in tensors(state).items())
 
+    def load_with_torch(self) -> None:
+        """Of each stage its own moments, under a name of its own."""
+        committed = self.model.committed["persistent"]
+        if self.rank != 0 or not self.job.optimizer or not committed:
+            return
+        step = max(committed)
+        moment = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[self.job.optimizer]
+        factor = 0.1 if self.job.optimizer == "adamw" else 1.0
+        for stage in (0, 1):
+            rows = 4 if self.job.optimizer_is_plain else 4 + 4 * stage
+            found = {f"@rank{2 * stage}.optimizer.state.0.{moment}": torch.zeros(rows, 4)}
+            dcp.load(found, checkpoint_id=self.root / "ckpt" / f"step={step}", no_dist=True)
+            expected = factor * (1.0 + committed[step] + 100 * stage)
+            (loaded,) = found.values()
+            assert torch.allclose(loaded, torch.full((rows, 4), expected)), (stage, loaded, expected)
+
+
+def run_job(rank: int, root: str, name: str, job: Job, first: int) -> None:
+    """From the event number `first` to the next kill, or to the end."""
+    ranks = Ranks(rank, Path(root), name, job)
+    model = ranks.model
     with ExitStack() as stack:
-        checkpoints = stack.enter_context(opened())
-        for event in job.history:
+        checkpoints = stack.enter_context(ranks.opened())
+        if first:
+            ranks.restore(checkpoints, None)
+        for event in job.history[first:]:
+            committed = sorted(model.committed["persistent"])
             if event == "save":
-                save(checkpoints)
-            elif event == "start":
+                ranks.save(checkpoints)
+            elif event in ("start", "again"):
                 stack.close()
                 dist.barrier()
-                checkpoints = stack.enter_context(opened())
-                restore(checkpoints, None)
-            elif model.committed and event == "back":
-                restore(checkpoints, sorted(model.committed)[len(model.committed) // 2])
-            elif model.committed:
-                restore_to_others(checkpoints, max(model.committed))
+                checkpoints = stack.enter_context(ranks.opened())
+                ranks.restore(checkpoints, None)
+                if event == "again":
+                    ranks.save_again(checkpoints)
+            elif event in KILLS:
+                ranks.kill(checkpoints, event)
+            elif committed and event == "back":
+                ranks.restore(checkpoints, committed[len(committed) // 2])
+            elif committed:
+                ranks.restore_to_others(checkpoints, max(committed))
         model.step = max([0, *model.captured])
-        save(checkpoints, extras=False)  # so that nothing has to stay in memory
+        ranks.save(checkpoints, extras=False)  # so that nothing has to stay in memory
+    ranks.load_with_torch()
 
 
 def _place(part: Any) -> tuple[object, object]:
@@ -279,13 +414,46 @@ numbers = itertools.count()
 
 
 def check(job: Job, rank_pool: RankPool, env: dict[str, str]) -> None:
+    kills = [number for number, event in enumerate(job.history) if event in KILLS]
     with tempfile.TemporaryDirectory(prefix="generated-") as root:
         (Path(root) / "memory").mkdir()
         name = f"generated-{os.getpid()}-{next(numbers)}"
-        report = rank_pool.run(
-            *(run_job, RANKS, root, name, job), timeout=240.0, operation_timeout=120.0, env=env
-        )
-        assert len(report.values) == RANKS
+        for first in (0, *(number + 1 for number in kills)):
+            report = rank_pool.run(
+                *(run_job, RANKS, root, name, job, first), timeout=240.0, operation_timeout=120.0, env=env
+            )
+            if first <= max(kills, default=-1):
+                assert set(report.outcomes) == {RankOutcome.DIED}, "\n".join(map(str, report.ranks))
+                assert {each.exit_code for each in report.ranks} == {-signal.SIGKILL}
+            else:
+                assert len(report.values) == RANKS
+
+
+ROWS_AND_COLUMNS = Entry("grid", (8, 8), "01")
+PLAIN = Entry("plain", (3, 5))
+#: Entries of the review of the engine, and what was found since.
+FOUND = {
+    "another part of a tensor after a change of the mesh": Job(
+        (ROWS_AND_COLUMNS,), False, "", ("save", "other")
+    ),
+    "stages on meshes whose optimizers number alike": Job((PLAIN,), False, "adamw", ("save", "start")),
+    "stages of plain tensors whose optimizers number alike": Job(
+        (PLAIN,), False, "sgd", ("save", "start"), True
+    ),
+    "the same beside a mesh of all ranks": Job((ROWS_AND_COLUMNS,), False, "sgd", ("save",), True),
+    "a rollback in one process": Job(
+        (PLAIN,), False, "", ("save",) * 3 + ("back",) + ("save",) * 2 + ("start",)
+    ),
+    "replicated ranks with a tensor of their own": Job(
+        (PLAIN, Entry("extra", (3, 5), rank=1)), True, "", ("save", "start")
+    ),
+    "gone on from memory, and ended without a save": Job(
+        (PLAIN,), False, "", ("save", "kill agent", "start")
+    ),
+    "the last step again, from memory": Job(
+        (PLAIN,), False, "", ("save", "kill captured", "again", "kill", "again"), has_local=True
+    ),
+}
 
 
 generated = settings(
@@ -295,12 +463,22 @@ generated = settings(
 )
 
 
+@example(job=FOUND["stages of plain tensors whose optimizers number alike"])
+@example(job=FOUND["the last step again, from memory"])
 @given(job=jobs())
-@settings(generated, max_examples=EXAMPLES or 4)
+@settings(generated, max_examples=EXAMPLES or 10)
 def test_a_few_generated_jobs_get_back_what_they_saved_or_the_reason_why_not(
     rank_pool: RankPool, agent_host_env: dict[str, str], job: Job
 ) -> None:
     check(job, rank_pool, agent_host_env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND)
+def test_jobs_that_once_got_wrong_bytes_or_none_get_back_what_they_saved(
+    rank_pool: RankPool, agent_host_env: dict[str, str], name: str
+) -> None:
+    check(FOUND[name], rank_pool, agent_host_env)
 
 
 @pytest.mark.slow

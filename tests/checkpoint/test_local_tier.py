@@ -47,7 +47,7 @@ from resiliency.testing.processes import Command
 from resiliency.testing.storage import StorageTrouble, TroubledStorage
 from tests import agent_host
 from tests.checkpoint.peer_builders import commit_step
-from tests.waiting import agent_of, wait_until_equal
+from tests.waiting import agent_of, wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
 BOTH = ("local", "persistent")
@@ -195,6 +195,41 @@ def test_the_step_that_a_job_goes_on_from_stays_rather_than_newer_ones_that_it_l
         assert checkpoints.restore(make_state(0), step=1).step == 1
         assert checkpoints.save(4, make_state(4)).wait_complete(SOON)
         wait_until_equal(lambda: complete(place.local), [1, 4])
+
+
+def test_another_save_of_the_step_that_a_job_goes_on_from_does_not_count_as_saved(place: Place) -> None:
+    with place.open() as checkpoints:
+        assert checkpoints.save(5, make_state(5)).wait(SOON)
+        assert checkpoints.save(10, make_state(10), tiers=[TierName.PERSISTENT]).wait(SOON)
+    with place.open() as checkpoints:
+        assert checkpoints.restore(make_state(0), step=5).step == 5
+        assert checkpoints.save(10, make_state(-10), tiers=[TierName.LOCAL]).wait(SOON)
+    state = make_state(0)
+    with place.open() as checkpoints:
+        restored = checkpoints.restore(state)
+        assert (restored.step, restored.tier, state["lr"]) == (10, Tier.LOCAL, -10)
+        handle = checkpoints.save(10, state, wait=SOON)
+        assert handle.wait(SOON)
+    assert handle.record.committed_in == ("local",)
+    assert "step=10 was saved by an earlier start of the job" in handle.record.why
+
+
+def test_the_same_state_under_another_name_counts_as_saved(place: Place) -> None:
+    """As after an end that is repeated: what is in memory then is named after the start before."""
+    with place.open() as checkpoints:
+        assert checkpoints.save(10, make_state(10)).wait(SOON)
+    state = make_state(0)
+    for _ in range(2):
+        checkpoints = place.open()
+        assert checkpoints.restore(state).step == 10
+        handle = checkpoints.save(10, state, wait=SOON)
+        is_final = handle.wait(SOON)
+        checkpoints.close(finished=False)
+        assert is_final
+        assert sorted(handle.record.committed_in) == sorted(BOTH), handle.record.why
+    with place.open() as checkpoints:
+        assert checkpoints.restore(state).tier is Tier.MEMORY
+        assert checkpoints.save(11, state, wait=SOON).wait(SOON)
 
 
 def test_a_step_that_one_tier_has_is_saved_again_for_the_other_only(place: Place) -> None:
@@ -378,6 +413,25 @@ def test_a_job_that_is_told_to_end_is_content_with_what_is_complete_in_the_local
     assert ended.value.step in complete(place.local)
 
 
+def test_a_job_that_is_told_to_end_after_a_rollback_ends_at_its_next_step(place: Place) -> None:
+    told = TerminationOptions(deadline=SOON, signals=())
+
+    def train() -> None:
+        with place.open(alone=True, termination=told) as checkpoints:
+            assert checkpoints.save(10, make_state(10)).wait(SOON)
+            for step in range(11, 31):
+                checkpoints.step(step, make_state(step))
+            assert checkpoints.restore(make_state(0), step=10).step == 10
+            checkpoints.request_stop()
+            wait_until(lambda: checkpoints.stopping or None, "the request does not arrive")
+            for step in range(11, 40):
+                checkpoints.step(step, make_state(step))
+
+    with pytest.raises(Terminated) as ended:
+        train()
+    assert (ended.value.code, ended.value.step) == (0, 11)
+
+
 def test_a_save_is_final_when_all_tiers_have_reported_and_good_if_one_of_them_has_it() -> None:
     outcomes = TierOutcomes(BOTH)
     assert outcomes.report("local", "", queued_s=1.0, commit_s=2.0)
@@ -479,7 +533,7 @@ def test_what_an_earlier_start_saved_makes_way_for_the_same_step_but_the_last_on
     assert complete(tmp_path) == [1, 2]
     delete_superseded(storage, step=2, run_id="run", save_id="b-2")
     assert complete(tmp_path) == [1]
-    with pytest.raises(CheckpointWriteFailed, match="there is none before it here: it stays"):
+    with pytest.raises(CheckpointWriteFailed, match="there is none before it here: it is kept"):
         delete_superseded(storage, step=1, run_id="run", save_id="b-1")
     assert complete(tmp_path) == [1]
 
@@ -487,7 +541,7 @@ def test_what_an_earlier_start_saved_makes_way_for_the_same_step_but_the_last_on
 def test_a_newer_leftover_is_no_reason_for_a_step_to_make_way(tmp_path: Path) -> None:
     """The leftover may be this host's part of a save that no other host has."""
     storage = generations(tmp_path, s1="a", s2="a")
-    with pytest.raises(CheckpointWriteFailed, match="there is none before it here: it stays"):
+    with pytest.raises(CheckpointWriteFailed, match="there is none before it here: it is kept"):
         delete_superseded(storage, step=1, run_id="run", save_id="b-1")
     assert complete(tmp_path) == [1, 2]
 

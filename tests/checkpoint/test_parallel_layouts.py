@@ -18,7 +18,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Tier
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, Tier
 from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.checkpoint.state.rank_sets import ranks_of, text_of_ranks
 from resiliency.checkpoint.trainer.handles import SaveState
@@ -31,9 +31,12 @@ WHOLE = torch.arange(64.0).view(8, 8)
 TIMES = {"timeout": 240.0, "operation_timeout": 60.0}
 
 
-def opened(directory: Path, job: str, rank: int, *, replicated: bool = False) -> Checkpointer:
+def opened(
+    directory: Path, job: str, rank: int, *, replicated: bool = False, local: bool = False
+) -> Checkpointer:
     return Checkpointer(
-        directory,
+        None if local else directory,
+        local=LocalTier(directory=directory) if local else None,
         replicated=replicated,
         info=RunInfo(job_name=job, host="here", rank=rank, world_size=dist.get_world_size()),
         options=CheckpointerOptions(link=LinkOptions(grace=timedelta(seconds=5))),
@@ -62,7 +65,7 @@ def adamw(mesh: DeviceMesh, placements: list[Placement], value: float) -> torch.
     return optimizer
 
 
-def other_orders(rank: int, directory: Path, job: str) -> list[str]:
+def other_orders(rank: int, directory: Path, job: str, tier: str) -> list[str]:
     """Save on one order of the ranks, restore on others with equal local shapes."""
     block: list[Placement] = [Shard(0), Shard(1)]
     rows: list[Placement] = [Shard(0)]
@@ -90,25 +93,27 @@ def other_orders(rank: int, directory: Path, job: str) -> list[str]:
         refused(checkpoints, optimizer=adamw(turned, block, 0))
         refused(checkpoints, rows=torch.zeros(2, 8))
 
-    with opened(directory, job, rank) as checkpoints:
+    with opened(directory, job, rank, local=tier == "local") as checkpoints:
         assert checkpoints.save(1, saved).wait(SOON)
         refuse_all(checkpoints)
-    with opened(directory, job, rank) as checkpoints:
+    with opened(directory, job, rank, local=tier == "local") as checkpoints:
         refuse_all(checkpoints)
         same = {
             "w": distribute_tensor(WHOLE * 0, grid, block),
             "rows": distribute_tensor(WHOLE * 0, line, rows),
             "optimizer": adamw(grid, block, 0),
         }
-        assert checkpoints.restore(same).step == 1
+        restored = checkpoints.restore(same)
+        assert (restored.step, restored.tier.value) == (1, tier)
     assert torch.equal(same["w"].to_local(), saved["w"].to_local())  # type: ignore[attr-defined]
     return texts
 
 
+@pytest.mark.parametrize("tier", ["persistent", "local"])
 def test_a_part_is_never_restored_where_another_part_of_the_tensor_belongs(
-    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str]
+    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str], tier: str
 ) -> None:
-    report = rank_pool.run(other_orders, 4, tmp_path, job_of(tmp_path), env=agent_host_env, **TIMES)  # type: ignore[arg-type]
+    report = rank_pool.run(other_orders, 4, tmp_path, job_of(tmp_path), tier, env=agent_host_env, **TIMES)  # type: ignore[arg-type]
     one = report.values[1]
     assert (
         "w: the checkpoint holds for this rank the part of a tensor (8, 8) that begins at (0, 4),"
@@ -119,10 +124,10 @@ def test_a_part_is_never_restored_where_another_part_of_the_tensor_belongs(
     assert "the state to restore has that of a tensor (2, 8) at (0, 0)" in one[3]
 
 
-def staged(rank: int, directory: Path, job: str, rows: int) -> None:
-    """Two pipeline stages, each replicated; the optimizer of each numbers its state from 0."""
-    stage = rank // 2
-    whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "copy", "shard"))
+def staged(rank: int, directory: Path, job: str, rows: int, copies: int, shards: int) -> None:
+    """Two pipeline stages, each replicated and sharded; the optimizer of each numbers its state from 0."""
+    stage = rank // (copies * shards)
+    whole = init_device_mesh("cpu", (2, copies, shards), mesh_dim_names=("stage", "copy", "shard"))
     mesh = whole["copy", "shard"]
 
     def build(value: float) -> dict[str, Any]:
@@ -155,21 +160,66 @@ def staged(rank: int, directory: Path, job: str, rows: int) -> None:
     assert state["rng"].item() == rank
     if rank == 0:
         for number, shape in ((0, (4, 4)), (1, (rows, 4))):
+            name = f"@rank{copies * shards * number}"
             found: dict[str, Any] = {
-                f"@rank{2 * number}": {"optimizer": {"state": {"0": {"exp_avg": torch.zeros(shape)}}}},
+                name: {"optimizer": {"state": {"0": {"exp_avg": torch.zeros(shape)}}}},
                 "model": {f"layer{number}": {"weight": torch.zeros(shape)}},
             }
             dcp.load(found, checkpoint_id=directory / "step=1", no_dist=True)
-            moment = found[f"@rank{2 * number}"]["optimizer"]["state"]["0"]["exp_avg"]
+            moment = found[name]["optimizer"]["state"]["0"]["exp_avg"]
             assert torch.allclose(moment, torch.tensor(0.1 * (number + 1)))
             assert found["model"][f"layer{number}"]["weight"].any()
 
 
-@pytest.mark.parametrize("rows", [4, 8], ids=["same-shapes", "other-shapes"])
+@pytest.mark.parametrize(
+    ("rows", "copies", "shards"),
+    [(4, 2, 1), (8, 2, 1), (4, 1, 2), (4, 2, 2)],
+    ids=["same-shapes", "other-shapes", "shards", "copies-and-shards"],
+)
 def test_stages_whose_optimizers_number_alike_get_their_own_state_back(
-    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str], rows: int
+    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str], rows: int, copies: int, shards: int
 ) -> None:
-    assert rank_pool.run(staged, 4, tmp_path, job_of(tmp_path), rows, env=agent_host_env, **TIMES).values  # type: ignore[arg-type]
+    world, job = 2 * copies * shards, job_of(tmp_path)
+    assert rank_pool.run(
+        staged, world, tmp_path, job, rows, copies, shards, env=agent_host_env, **TIMES
+    ).values  # type: ignore[arg-type]
+
+
+def staged_without_meshes(rank: int, directory: Path, job: str) -> None:
+    """Two pipeline stages of DDP ranks; one optimizer numbers from 0 on each."""
+    stage = rank // 2
+
+    def build(value: float) -> dict[str, Any]:
+        model = torch.nn.Sequential(OrderedDict({f"layer{stage}": torch.nn.Linear(4, 4, bias=False)}))
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        next(model.parameters()).grad = torch.full((4, 4), value)
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    with opened(directory, job, rank) as checkpoints:
+        handle = checkpoints.save(1, build(stage + 1.0))
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED, handle.record.why
+    dist.barrier()
+    with opened(directory, job, rank) as checkpoints:
+        state = build(9.0)
+        assert checkpoints.restore(state).tier.value == "persistent"
+        (moment,) = (each["momentum_buffer"] for each in state["optimizer"].state.values())
+        assert moment.unique().tolist() == [stage + 1.0]
+    if rank == 0:
+        name = "optimizer.state.0.momentum_buffer"
+        with pytest.raises(dcp.CheckpointException, match=f"Missing key.*{name}"):
+            dcp.load({name: torch.zeros(4, 4)}, checkpoint_id=directory / "step=1", no_dist=True)
+        found = {f"@rank{lowest}.{name}": torch.zeros(4, 4) for lowest in (0, 2)}
+        dcp.load(found, checkpoint_id=directory / "step=1", no_dist=True)
+        assert [moment.unique().tolist() for moment in found.values()] == [[1.0], [2.0]]
+
+
+def test_stages_of_plain_tensors_get_their_own_state_also_from_stock_torch(
+    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str]
+) -> None:
+    report = rank_pool.run(staged_without_meshes, 4, tmp_path, job_of(tmp_path), env=agent_host_env, **TIMES)  # type: ignore[arg-type]
+    assert report.values
 
 
 def norms_beside_blocks(rank: int, directory: Path, job: str) -> None:
@@ -228,6 +278,38 @@ def test_with_replicated_every_tensor_of_every_rank_is_written_or_the_save_is_re
     for whole, lost, why in report.values:
         assert (whole, lost) == ("committed", "failed")
         assert "average/weight: rank 0 has a float32 tensor [3] that rank 1 has not" in why
+
+
+def unreadable_marker(rank: int, directory: Path, job: str) -> str:
+    """Storage does not say whether a committed step is being written: a real error, at each look."""
+    with opened(directory, job, rank) as checkpoints:
+        assert checkpoints.save(5, {"w": WHOLE + rank}).wait(SOON)
+    dist.barrier()
+    marker = directory / "step=5-unfinished"
+    if rank == 0:
+        marker.symlink_to(marker)
+    dist.barrier()
+    with opened(directory, job, rank) as checkpoints:
+        handle = checkpoints.save(5, {"w": WHOLE - rank})
+        assert handle.wait(SOON)
+        dist.barrier()
+        if rank == 0:
+            marker.unlink()
+        dist.barrier()
+        state = {"w": torch.zeros(8, 8)}
+        assert checkpoints.save(6, state).wait(SOON)
+    dist.barrier()
+    with opened(directory, job, rank) as checkpoints:  # with nothing in memory
+        assert checkpoints.restore(state, step=5).tier is Tier.PERSISTENT
+        assert torch.equal(state["w"], WHOLE + rank)
+    return handle.state.value
+
+
+def test_an_error_of_storage_is_not_absence_and_costs_no_committed_step(
+    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str]
+) -> None:
+    report = rank_pool.run(unreadable_marker, 2, tmp_path, job_of(tmp_path), env=agent_host_env, **TIMES)  # type: ignore[arg-type]
+    assert report.values == ["failed", "failed"]
 
 
 def bytes_from_the_device(rank: int, directory: Path, job: str) -> int:

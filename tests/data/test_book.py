@@ -434,7 +434,10 @@ def test_a_journal_that_is_cut_anywhere_holds_what_was_durable_before(tmp_path: 
     for line in lines:
         ends.append(ends[-1] + len(line))
     data = b"".join(lines)
-    for cut in range(len(data) + 1):
+    for cut in range(ends[1]):
+        with pytest.raises(DataError, match="journal is damaged: its first line is not whole"):
+            decoded(data[:cut])
+    for cut in range(ends[1], len(data) + 1):
         entries, length = decoded(data[:cut])
         whole = max(number for number, end in enumerate(ends) if end <= cut)
         assert length == ends[whole]

@@ -46,7 +46,11 @@ def test_from_four_ranks_to_two_and_to_three_each_sample_counts_once_and_no_loss
     newcomer = host(1, 1)
     start = first.wait_for_line(r"rank 0 of 3 starts after step (\d+)", timeout=WAIT_S)
     assert int(start[1]) >= 15
-    assert [command.wait(timeout=WAIT_S) for command in (first, newcomer)] == [0, 0]
+    try:
+        assert [command.wait(timeout=WAIT_S) for command in (first, newcomer)] == [0, 0]
+    except TimeoutError as error:
+        said = "\n".join(newcomer.lines[-40:])
+        raise AssertionError(f"{error}\nThe newcomer (exit code {newcomer.returncode}):\n{said}") from error
     assert "seen [3]" in first.output
     lost.assert_no_orphans(timeout=WAIT_S)
     whole = launch("--nproc-per-node=1", SCRIPT, tmp_path / "whole", run_dir=tmp_path / "run-whole")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from datetime import timedelta
 
@@ -109,6 +110,24 @@ def test_whole_numbers_of_any_size_stay_whole_and_small_floats_are_not_lost() ->
     for value in (2**60, 1, 1):
         metrics.update({"tokens": value})
     assert metrics.reduce().local["tokens"] == 2**60 + 2
+
+
+@pytest.mark.parametrize(
+    ("values", "total"),
+    [
+        ((math.inf, -math.inf), math.nan),
+        ((1e308, 1e308), math.inf),
+        ((math.inf, 1.0), math.inf),
+        ((-1e308, -1e308, 1), -math.inf),
+    ],
+)
+def test_a_loss_that_diverges_is_a_number_like_others(values: tuple[float, ...], total: float) -> None:
+    metrics = MetricsTracker()
+    for value in values:
+        metrics.update({"loss": value})
+        metrics.update({"mean": value}, how="mean")
+    found = metrics.reduce().local
+    assert [found["loss"], found["mean"]] == pytest.approx([total] * 2, nan_ok=True)
 
 
 # --- the timer -----------------------------------------------------------------------------------

@@ -80,6 +80,20 @@ def test_a_seed_of_a_sample_depends_on_epoch_and_sample_alone() -> None:
     torch.Generator().manual_seed(max(seeds))
 
 
+@pytest.mark.parametrize("kind", ["torch", "computed"])
+def test_a_seed_is_any_that_torch_takes_and_another_one_is_refused(kind: str) -> None:
+    seeds = [-(2**63), -1, 2**63 - 1, 2**63, 2**64 - 1]
+    orders = [whole(50, seed=seed, kind=kind) for seed in seeds]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ConfigError, match=rf"the seed is {seed}; it must be from -2\^63 to 2\^64 - 1"):
+            EpochOrder(50, seed=seed, kind=kind)
+
+
+def test_a_computed_order_is_that_of_former_releases() -> None:
+    assert whole(8, seed=-7, epoch=1, kind="computed") == [0, 2, 7, 6, 5, 1, 4, 3]
+
+
 def test_an_unknown_kind_and_a_negative_size_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no order of kind 'random'; choose one of torch, computed"):
         EpochOrder(3, kind="random")

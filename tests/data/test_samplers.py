@@ -38,6 +38,17 @@ def advance_all(ranks: list[InterruptableDistributedSampler], count: int) -> Non
         sampler.advance(count)
 
 
+def test_a_sampler_keeps_the_order_in_one_tensor_and_in_no_list_c12() -> None:
+    sampler = InterruptableDistributedSampler(range(10_000), 2, 0)
+    iterator = iter(sampler)
+    next(iterator)
+    frame = iterator.gi_frame  # type: ignore[attr-defined]
+    kept = [*vars(sampler).values(), *vars(sampler._order).values(), *frame.f_locals.values()]
+    (order,) = [value for value in kept if isinstance(value, torch.Tensor)]
+    assert (order.dtype, order.shape) == (torch.int64, (10_000,))
+    assert [value for value in kept if isinstance(value, list | tuple | dict | set) and len(value) > 16] == []
+
+
 @given(
     size=SIZES,
     world=WORLDS,
@@ -96,46 +107,61 @@ class NaiveWorld:
 
 
 LIVES = st.lists(
-    st.tuples(WORLDS, st.lists(st.integers(1, 3), max_size=5), st.booleans()), min_size=1, max_size=6
+    st.tuples(WORLDS, st.lists(st.integers(1, 3), max_size=5), st.booleans(), st.integers(1, 3)),
+    min_size=1,
+    max_size=6,
 )
 
 
 @settings(max_examples=200)
-@given(size=SIZES, lives=LIVES, kind=st.sampled_from(["torch", "computed"]), epoch=st.integers(0, 3))
+@given(
+    size=SIZES,
+    lives=LIVES,
+    kind=st.sampled_from(["torch", "computed"]),
+    epoch=st.integers(0, 3),
+    drop_last=st.booleans(),
+)
 def test_any_history_of_resizes_and_kills_consumes_each_sample_exactly_once(
-    size: int, lives: list[tuple[int, list[int], bool]], kind: str, epoch: int
+    size: int, lives: list[tuple[int, list[int], bool, int]], kind: str, epoch: int, drop_last: bool
 ) -> None:
-    """Each life has a world and batch sizes, and dies after its last batch, before or after that is saved."""
+    """Each life has a world, batch sizes and a number of batches whose gradients make one step; it dies after
+    its last batch, before or after that is saved, or in the middle of the gradients of a step."""
     first = InterruptableDistributedSampler(range(size), 1, 0, kind=kind)
     first.set_epoch(epoch)
     model = NaiveWorld(order=list(first), consumed=[])
-    state = first.state_dict()
-    for world, batches, saved_last in [*lives, (2, [1] * size, True)]:
-        ranks = ranks_of(size, world, kind=kind)
+    state, saved = first.state_dict(), list[int]()
+    dropped = 0
+    for world, batches, saved_last, accumulated in [*lives, (2, [1] * size, True, 1)]:
+        ranks = ranks_of(size, world, kind=kind, drop_last=drop_last)
         for sampler in ranks:
             sampler.load_state_dict(state)
         iterators = [iter(sampler) for sampler in ranks]
+        in_gradients = 0
         for number, batch in enumerate(batches):
-            left = len(ranks[0])
+            left = len(ranks[0]) - in_gradients
             if not left:
                 break
             batch = min(batch, left)
-            kept = saved_last or number < len(batches) - 1
-            before = list(model.consumed)
             got = [[next(iterator) for _ in range(batch)] for iterator in iterators]
             wanted = model.step(world, batch)
             assert [sample for samples in zip(*got, strict=True) for sample in samples] == wanted
             assert ranks[0].padding < world
-            advance_all(ranks, batch)
+            in_gradients += batch
+            if (number + 1) % accumulated and batch < left:
+                continue
+            advance_all(ranks, in_gradients)
+            in_gradients = 0
             states = [sampler.state_dict() for sampler in ranks]
             assert all(found == states[0] for found in states)
-            if kept:
-                state = states[0]
-                assert state["position"] == len(model.consumed)
-            else:
-                model.consumed = before
-    assert Counter(model.consumed) == Counter(range(size))
-    assert state["position"] == size
+            if saved_last or number < len(batches) - 1:
+                state, saved = states[0], list(model.consumed)
+                dropped = state["position"] - len(saved)  # type: ignore[operator]
+                assert dropped == 0 or (drop_last and dropped < world and state["position"] == size)
+        model.consumed = list(saved)
+    # What two ranks cannot share is dealt to none, and no life has anything left to do.
+    undealt = size - len(saved) - dropped
+    assert undealt <= drop_last
+    assert Counter(saved) == Counter(model.order[: size - dropped - undealt])
 
 
 ROW_LIVES = st.lists(st.tuples(WORLDS, st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=6)

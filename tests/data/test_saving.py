@@ -8,10 +8,14 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,11 +30,12 @@ from resiliency.errors import (
     ResiliencyError,
 )
 from resiliency.files import LocalFiles, replacing, write_durably
-from resiliency.testing.rank_pool import RankPool
+from resiliency.testing.rank_pool import RankOutcome, RankPool
 from resiliency.testing.storage import MemoryStorage, StorageKilled, Survival
 from tests.data.crashing_files import CrashingFiles, MemoryFiles, WritingFiles
 from tests.waiting import wait_until
 
+T = TypeVar("T")
 ROOT = "/ckpt"
 SAVES = 4
 AFTERMATHS = [
@@ -121,7 +126,7 @@ def test_after_a_power_cut_at_every_operation_the_link_leads_to_a_whole_checkpoi
     assert crashes > 30
 
 
-@pytest.mark.parametrize("keep_last", [1, -1])
+@pytest.mark.parametrize("keep_last", [1, 2, -1])
 def test_after_a_kill_at_every_operation_on_a_real_disk_with_leftovers_of_the_other_library_c23(
     keep_last: int, tmp_path: Path
 ) -> None:
@@ -386,6 +391,82 @@ def test_each_strategy_votes_and_names_as_it_says_on_the_cpu_c29(
             assert sorted(os.listdir(tmp_path / name)) == ["0.pt", "1.pt", "2.pt"]
 
 
+class ThreadRanks:
+    """Ranks that are threads of one process, each on a host of its own; they lose one that is killed."""
+
+    first_on_host = True
+
+    def __init__(self, rank: int, meeting: threading.Barrier, values: list[object]) -> None:
+        self.rank, self._meeting, self._values = rank, meeting, values
+
+    def gather(self, value: object) -> list[object]:
+        try:
+            self._values[self.rank] = value
+            self._meeting.wait(60)
+            told = list(self._values)
+            self._meeting.wait(60)
+        except threading.BrokenBarrierError:
+            raise PeerError(f"rank {self.rank} lost another rank") from None
+        return told
+
+
+def save_until_one_is_killed(
+    storage: MemoryStorage, killed: int, crash_at: int | None
+) -> tuple[int, list[int], list[str]]:
+    """Two ranks save twice, each its part, and one is killed at an operation of its own, if it comes to it.
+
+    Returns: the last save that returned on any rank, operations of each rank, and what was forced by then."""
+    meeting, values = threading.Barrier(2), [None, None]
+    done, operations, kept = [-1, -1], [0, 0], []
+
+    def work(rank: int) -> None:
+        files = CrashingFiles(MemoryFiles(storage), crash_at if rank == killed else None)
+        saver = AtomicDirectory(ROOT, True, "run", keep_last=1, files=files)
+        saver._ranks, saver.is_master = ThreadRanks(rank, meeting, values), rank == 0  # type: ignore[assignment, arg-type]
+        try:
+            for number in range(3):
+                directory = saver.prepare_checkpoint_directory(force_save=rank == 1 and number == 0)
+                part = f"{directory}/{('state', 'part')[rank]}"
+                files.change("write", lambda: files.inner.write(part, f"state {number}"))  # type: ignore[attr-defined]  # noqa: B023
+                saver.symlink_latest(directory)
+                done[rank] = number
+                kept.extend([os.path.basename(directory)] * (number == 0))
+        except (StorageKilled, PeerError):
+            meeting.abort()
+        operations[rank] = len(files.operations)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return max(done), operations, kept
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["master", "other"])
+def test_after_a_kill_of_either_rank_at_every_operation_the_link_leads_to_the_parts_of_both(
+    killed: int,
+) -> None:
+    def directory() -> MemoryStorage:
+        storage = MemoryStorage()
+        storage.make_dir("ckpt")
+        storage.sync_dir("")
+        return storage
+
+    done, operations, _ = save_until_one_is_killed(directory(), killed, None)
+    assert done == 2
+    for crash_at in range(operations[killed]):
+        storage = directory()
+        done, _, forced = save_until_one_is_killed(storage, killed, crash_at)
+        for survival, seed in AFTERMATHS[:3]:
+            files = MemoryFiles(storage.crash(survival, seed))
+            if latest := mono(files).latest():
+                assert files.read(f"{latest}/part") == files.read(f"{latest}/state")
+            check_after_crash(files, done, forced, 1, ROOT)
+    assert operations[killed] >= 6
+
+
 def construct(rank: int, root: str, masters: list[int], strategies: list[str]) -> str:
     try:
         AtomicDirectory(
@@ -409,6 +490,25 @@ def test_ranks_that_cannot_agree_all_fail_with_the_reason_c27(
 ) -> None:
     for error in rank_pool.run(construct, 2, str(tmp_path), masters, strategies).values:
         assert text in error
+
+
+def construct_beside(rank: int, root: str, other: str) -> str:
+    strategy = ("sync_any", other)[rank]
+    try:
+        AtomicDirectory(root, rank == 0, "run", strategy=strategy, timeout=timedelta(seconds=1))
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("other", ["async", "mono"])
+def test_a_rank_with_directories_of_its_own_waits_for_none_and_one_that_waits_for_it_fails_with_the_reason(
+    rank_pool: RankPool, tmp_path: Path, other: str
+) -> None:
+    waited, alone = rank_pool.run(construct_beside, 2, str(tmp_path), other).values
+    assert waited.startswith("rank 0 lost another rank, or waited 0:00:01 for it")
+    assert waited.endswith("or has a saver of strategy 'async' or 'mono'.")
+    assert alone == ""
 
 
 def fail_on_one(rank: int, root: str, where: str) -> tuple[str, str | None]:
@@ -569,6 +669,60 @@ def test_a_file_holds_the_old_object_until_the_new_one_is_whole_c21(tmp_path: Pa
     assert torch.load(path) == {"step": 2}
 
 
+def save_until_killed(rank: int, path: str, kill_at: int) -> int:
+    """Replace a file, killed before the operation of this number, if there are so many; returns how many
+    there are."""
+    count = 0
+
+    def counted(operation: Callable[..., T]) -> Callable[..., T]:
+        def run(*args: Any, **options: Any) -> T:
+            nonlocal count
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return operation(*args, **options)
+
+        return run
+
+    class Between:
+        """Comes to be saved behind a part of the file."""
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return counted(lambda: (OrderedDict, ()))()
+
+    names = ("open", "listdir", "fsync", "replace", "unlink", "close")
+    before = {name: getattr(os, name) for name in names}
+    try:
+        for name, operation in before.items():
+            setattr(os, name, counted(operation))
+        atomic_torch_save({"state": "new", "weights": torch.ones(1000), "rest": Between()}, path)
+    finally:
+        for name, operation in before.items():
+            setattr(os, name, operation)
+    return count
+
+
+def test_after_a_kill_at_every_operation_a_file_is_old_or_new_and_leftovers_go_with_the_next_save(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    def run(path: Path, kill_at: int) -> Any:
+        return rank_pool.run(save_until_killed, 1, str(path), kill_at, group=False, timeout=60)
+
+    found = []
+    (count,) = run(tmp_path / "whole", -1).values
+    for kill_at in range(count):
+        path = tmp_path / str(kill_at) / "state.pt"
+        path.parent.mkdir()
+        atomic_torch_save({"state": "old"}, path)
+        assert run(path, kill_at).outcomes == [RankOutcome.DIED]
+        found.append(torch.load(path)["state"])
+        atomic_torch_save({}, path)
+        assert os.listdir(path.parent) == ["state.pt"]
+    replaced = found.index("new")
+    assert found == ["old"] * replaced + ["new"] * (count - replaced)
+    assert replaced >= 4
+
+
 def test_a_file_object_and_a_missing_directory_are_refused_c22(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="to a path, and was given a BytesIO"):
         atomic_torch_save({}, io.BytesIO())  # type: ignore[arg-type]
@@ -576,12 +730,29 @@ def test_a_file_object_and_a_missing_directory_are_refused_c22(tmp_path: Path) -
         atomic_torch_save({}, tmp_path / "missing" / "state.pt")
 
 
-def test_two_writers_of_one_file_do_not_mix_and_leftovers_of_the_dead_are_removed_c21(tmp_path: Path) -> None:
+def leftover_of(path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a writer of this host leaves when it is killed."""
+    monkeypatch.setenv("NODE_NAME", host)
+    with replacing(path) as temporary:
+        temporary.write_text("half")
+    left = temporary.with_name(temporary.name)
+    os.rename(path, left)
+    return left
+
+
+def test_two_writers_of_one_file_do_not_mix_and_leftovers_of_the_dead_are_removed_c21(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "state"
-    leftover = tmp_path / ".state.0123456789ab.temp"
-    leftover.write_text("half")
-    other = tmp_path / ".other.0123456789ab.temp"
-    other.write_text("of another file")
+    kept = {
+        leftover_of(tmp_path / "other", "here", monkeypatch).name,
+        leftover_of(tmp_path / "state.pt", "here", monkeypatch).name,
+        # The locks of its writer may be on that host alone.
+        leftover_of(path, "there", monkeypatch).name,
+    }
+    # A file of the user's.
+    (tmp_path / ".state.backup.temp").touch()
+    leftover = leftover_of(path, "here", monkeypatch)
     with replacing(path) as first:
         first.write_text("first")
         assert not leftover.exists()
@@ -590,7 +761,7 @@ def test_two_writers_of_one_file_do_not_mix_and_leftovers_of_the_dead_are_remove
             second.write_text("second")
         assert path.read_text() == "second"
     assert path.read_text() == "first"
-    assert sorted(os.listdir(tmp_path)) == [other.name, "state"]
+    assert set(os.listdir(tmp_path)) == {*kept, ".state.backup.temp", "state"}
     write_durably(path, b"third")
     assert path.read_bytes() == b"third"
 

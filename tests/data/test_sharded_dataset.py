@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import threading
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -76,6 +77,30 @@ def test_a_share_is_the_decimal_that_was_written_c14(tmp_path: Path) -> None:
     root = folder(tmp_path, 100)
     (share,) = shares(root, 1, 0.07)
     assert len(share) == 7
+
+
+def test_a_share_is_loaded_by_threads_side_by_side_c19(roots: dict[int, str]) -> None:
+    together = threading.Barrier(8)
+
+    def read_with_all_others(path: str) -> int:
+        together.wait(60)
+        return read(path)
+
+    (share,) = shares(roots[8], 1, 1.0, loader=read_with_all_others)
+    assert sorted(share.samples) == list(range(8))
+
+
+def test_a_rank_that_reshards_at_each_epoch_sees_all_files_c19(roots: dict[int, str]) -> None:
+    (dataset, *_) = shares(roots[13], 4, 0.25)
+    sampler = InterruptableSampler(dataset)
+    seen: set[int] = set()
+    for epoch in range(4):
+        dataset.reshard(epoch % 4, 4)
+        sampler.set_epoch(epoch)
+        for index in sampler:
+            seen.add(dataset[index][0])
+            sampler.advance()
+    assert seen == set(range(13))
 
 
 def test_files_that_no_rank_holds_are_told(roots: dict[int, str], caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,8 @@ import difflib
 import json
 import os
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,43 @@ def types() -> dict[str, Any]:
 def test_the_chart_has_nothing_that_helm_warns_of() -> None:
     done = run_helm("lint", "--strict", str(CHART))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _flags_of_the_walkthrough() -> list[list[str]]:
+    """Values that each `helm` command of the page sets, and each flag that a table of it names."""
+    text = (ROOT / "docs" / "gke-walkthrough.md").read_text().replace("\\\n", " ")
+    commands = [shlex.split(line) for line in re.findall(r"^helm (?:install|upgrade) .*", text, re.M)]
+    commands += [shlex.split(found) for found in re.findall(r"`(--set(?:-json)? [^`]+)`", text)]
+    found = []
+    for words in commands:
+        pairs = pairwise(words)
+        found.append(
+            [word for flag, value in pairs if flag in ("--set", "--set-json", "-f") for word in (flag, value)]
+        )
+    return [flags for flags in found if flags]
+
+
+@pytest.mark.parametrize("flags", _flags_of_the_walkthrough(), ids=" ".join)
+def test_the_helm_flags_of_the_walkthrough_are_values_of_the_chart(flags: list[str]) -> None:
+    flags = [
+        str(ROOT / word) if before == "-f" else word
+        for before, word in zip(["", *flags], flags, strict=False)
+    ]
+    done = run_helm("template", "rs", str(CHART), "--namespace", "fleet", *flags)
+    assert done.returncode == 0, done.stderr
+    for before, word in pairwise(flags):
+        if before == "--set":
+            name, _, value = word.partition("=")
+            known: Any = yaml.safe_load((CHART / "values.yaml").read_text())
+            for part in name.split("."):
+                assert part in known, f"the chart has no value {name}"
+                known = known[part]
+            if name.endswith(("repository", "Cidrs", "workloadNamespace")):
+                assert value.strip("{}") in done.stdout
+
+
+def test_the_walkthrough_sets_values() -> None:
+    assert sum(flags.count("--set") for flags in _flags_of_the_walkthrough()) >= 5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

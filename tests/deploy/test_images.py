@@ -17,7 +17,7 @@ import yaml
 import resiliency
 from resiliency.testing.processes import Command as Program
 from tests.deploy.chart import CHART, ROOT
-from tests.ports import free_ports
+from tests.ports import free_port, free_ports
 from tests.waiting import wait_until
 
 IMAGES = ROOT / "deploy" / "images"
@@ -70,29 +70,77 @@ def test_chart_and_images_are_of_this_release() -> None:
         assert f":{resiliency.__version__} ." in (IMAGES / f"{name}.Dockerfile").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
-def test_the_supervisors_image_installs_runs_is_healthy_and_ends_in_order(tmp_path: Path) -> None:
-    command = next(rest for word, rest in dockerfile("supervisor") if word == "RUN")
-    script, target, *extras = command.split()
+def install(name: str, tmp_path: Path, extras: str = "") -> Path:
+    """The interpreter of an image's environment, made by the step that makes it there.
+
+    Args:
+        extras: its build argument EXTRAS.
+    """
+    (command,) = [
+        rest for word, rest in dockerfile(name) if word == "RUN" and "deploy/images/install" in rest
+    ]
     environment, source = tmp_path / "venv", tmp_path / "src"
-    assert target == "/opt/venv"
-    ignored = (IMAGES / "supervisor.Dockerfile.dockerignore").read_text().split()
+    assert " /opt/venv " in command
+    ignored = (IMAGES / f"{name}.Dockerfile.dockerignore").read_text().split()
     shutil.copytree(
         ROOT, source, ignore=shutil.ignore_patterns(*(one.removeprefix("**/") for one in ignored))
     )
+    command = command.replace("/opt/venv", str(environment)).replace("${EXTRAS}", extras)
     done = subprocess.run(
-        [str(source / script), str(environment), *extras],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        timeout=INSTALL_S,
-        check=False,
+        ["sh", "-c", command], cwd=source, capture_output=True, text=True, timeout=INSTALL_S, check=False
     )
     if done.returncode and re.search(r"ConnectionError|NewConnectionError|Temporary failure", done.stderr):
         pytest.skip("no package index can be reached")
     assert done.returncode == 0, done.stderr[-2000:]
-    python = environment / "bin" / "python3"
+    return environment / "bin" / "python3"
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_the_workloads_image_installs_trains_and_ends_in_order(tmp_path: Path) -> None:
+    """At the size for plain torch programs; NeMo's is the same steps with more packages."""
+    python = install("workload", tmp_path, "launch checkpoint")
+    (launcher,) = [source for source, target in copied("workload") if target == "/opt/resiliency/"]
+    home = tmp_path / "opt"
+    home.mkdir()
+    shutil.copy(ROOT / launcher, home)
+    entry = [str(python), str(home / launcher)]
+    assert json.loads(last("workload", "ENTRYPOINT"))[1] == f"/opt/resiliency/{launcher}"
+    env = {"PYTHONPATH": None, "RESILIENCY_RUN_DIR": str(tmp_path / "run")}
+    with Program([*entry, *json.loads(last("workload", "CMD"))], env=env, cwd=home, cold=True) as program:
+        assert program.wait(timeout=INSTALL_S) == 0
+
+    train = tmp_path / "train.py"
+    train.write_text(
+        "import signal, sys, torch, resiliency.checkpoint\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "print('trains with', torch.ones(2).sum().item(), flush=True)\n"
+        "signal.pause()\n"
+    )
+    flags = [
+        "--nnodes=1",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+    ]
+    argv = [*entry, *flags, str(train)]
+    with Program(argv, env=env, cwd=home, log=tmp_path / "log.txt", cold=True) as program:
+        program.wait_for_line("trains with 2.0", timeout=INSTALL_S)
+        program.signal(15)
+        assert program.wait(timeout=INSTALL_S) == 0
+
+
+def copied(name: str) -> list[tuple[str, str]]:
+    """Single files of this repository that are copied into the last stage, and where to."""
+    words = [rest.split() for word, rest in dockerfile(name) if word == "COPY" and "--from" not in rest]
+    return [(one[0], one[1]) for one in words if one[0].endswith(".py")]
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
+def test_the_supervisors_image_installs_runs_is_healthy_and_ends_in_order(tmp_path: Path) -> None:
+    python = install("supervisor", tmp_path)
     listed = subprocess.run(
         [str(python), "-m", "pip", "list", "--format=json"], capture_output=True, check=True, timeout=60
     )

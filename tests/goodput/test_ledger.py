@@ -13,7 +13,7 @@ from resiliency.errors import ConfigError
 from resiliency.events import EventType as E
 from resiliency.events import RunEvent
 from resiliency.goodput_measure.lanes import resolve
-from resiliency.goodput_measure.ledger import Bucket, Ledger, Span, build_ledger
+from resiliency.goodput_measure.ledger import Bucket, Ledger, LedgerBuilder, Span, build_ledger
 from tests.goodput.story import Story, event
 
 
@@ -219,6 +219,15 @@ def test_a_log_of_the_launcher_alone_has_no_ranks_and_no_shares() -> None:
     ledger = build_ledger([event(0, E.JOB_STARTED), event(5, E.JOB_TERMINATED)])
     check_exact(ledger)
     assert (ledger.goodput, dict(ledger.lanes)) == (None, {})
+
+
+def test_a_failure_that_is_injected_after_the_end_of_a_job_lengthens_nothing() -> None:
+    story = Story(1).start().steps(3).finish()
+    builder = LedgerBuilder()
+    for one in (*story.events, event(story.now + 60, E.FAULT_INJECTED, kind="memory")):
+        builder.add_event(one)
+    assert builder.has_ended
+    assert builder.build().wall_us == build_ledger(story.events).wall_us
 
 
 def test_the_stronger_of_overlapping_causes_wins() -> None:

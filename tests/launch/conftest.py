@@ -35,6 +35,7 @@ def temporary() -> Iterator[Path]:
 @pytest.fixture
 def launch(tmp_path: Path, temporary: Path) -> Iterator[Launch]:
     """``launch(*flags_script_and_arguments, run_dir=..., NAME=value)`` starts a launcher."""
+    commands: list[Command] = []
     with ExitStack() as stack:
 
         def start(*words: object, run_dir: Path | None = None, cold: bool = False, **env: str) -> Command:
@@ -42,9 +43,13 @@ def launch(tmp_path: Path, temporary: Path) -> Iterator[Launch]:
             fixed = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GOODPUT_USE_FILE_TRACKING": "1"}
             fixed |= {"RESILIENCY_CACHE_DIR": str(tmp_path / "cache")}
             command = Command([*argv, *map(str, words)], env={**fixed, **env}, cwd=tmp_path, cold=cold)
+            commands.append(command)
             return stack.enter_context(command)
 
         yield start
+        for command in commands:  # shown where the test has failed
+            print(f"launcher {command.pid}, exit code {command.returncode}:")
+            print(*command.lines[-60:], sep="\n")
 
 
 @pytest.fixture

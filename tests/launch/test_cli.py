@@ -16,8 +16,9 @@ from resiliency.errors import ConfigError
 from resiliency.launch import _compat, cli  # first, as NVRx opens a file when it is imported, for good
 from resiliency.launch.main import main
 from resiliency.launch.options import LaunchOptions, resolve
+from resiliency.template.client import ForkedProcess
 
-from .conftest import ROOT, WORKER, Launch
+from .conftest import ROOT, WAIT, WORKER, Launch
 
 #: Flags whose default differs from upstream's on purpose: "not given" has a meaning here.
 OWN_DEFAULTS = {
@@ -37,6 +38,15 @@ SCALED = [
 def resolved(*flags: str, tmp_path: Path, env: dict[str, str] | None = None) -> LaunchOptions:
     env = env or {}
     return resolve(cli.parse([f"--run-dir={tmp_path}", *flags, str(WORKER)], env), env)
+
+
+def test_launchers_of_tests_are_forked_also_where_they_have_a_temporary_directory_of_their_own(
+    launch: Launch,
+) -> None:
+    """Else each imports for two seconds, and the check takes minutes longer: nothing but this would tell."""
+    command = launch("--help")
+    assert isinstance(command._process, ForkedProcess)
+    assert command.wait(timeout=WAIT) == 0
 
 
 def test_the_jobs_of_the_page_on_starting_are_accepted(tmp_path: Path) -> None:

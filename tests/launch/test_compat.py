@@ -40,6 +40,37 @@ def test_the_methods_around_our_hooks_are_those_that_were_read() -> None:
     assert hashlib.sha256(source.encode()).hexdigest() == AGENT_SOURCE
 
 
+def test_what_the_rendezvous_records_looks_at_no_module_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendezvous, recorded = _compat._ft_rendezvous, []
+    monkeypatch.setattr(inspect, "stack", lambda *_: pytest.fail("it looks at all of them, for each frame"))
+    monkeypatch.setattr(
+        rendezvous, "construct_and_record_rdzv_event", lambda **fields: recorded.append(fields["name"])
+    )
+
+    class Holder(rendezvous._BackendRendezvousStateHolder):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self._settings = argparse.Namespace(run_id="job")
+
+        def meets(self) -> None:
+            self._record("a message")
+
+    Holder().meets()
+    assert recorded == ["Holder.meets"]
+
+
+def test_a_host_that_the_others_have_met_without_can_still_say_that_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(self: object, state: object) -> None:
+        raise KeyError("a node that is not of this round")
+
+    monkeypatch.setattr(_compat._ft_rendezvous.FtRendezvousHandler, "try_set_worker_state", unknown)
+    host = _compat.HostRendezvous.__new__(_compat.HostRendezvous)
+    assert host.try_report_success(0)
+
+
 def test_only_tested_versions_are_accepted_and_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

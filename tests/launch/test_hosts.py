@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from resiliency.events import EventType, RunEvent
+from resiliency.launch import standby
+from resiliency.template.program import PythonCommand
 from resiliency.testing.processes import Command
 from tests.launch.settings import FAST
+from tests.launch.several_hosts import rank_of, together
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -36,28 +42,6 @@ def start(launch: Launch, tmp_path: Path, *words: object, fixed: bool = False) -
         conf = f"{FAST},join_timeout=60"
         hosts.append(launch(conf, *flags, *place, *words, run_dir=tmp_path / f"run{index}"))
     return hosts
-
-
-def rank_of(host: Command, attempt: int) -> int:
-    match = host.wait_for_line(rf"rank (\d) attempt {attempt} pid \d+ ready", timeout=WAIT)
-    return int(match[1])
-
-
-def together(*hosts: Command) -> tuple[int, list[int]]:
-    """The attempt that runs on all of these hosts, and their ranks in it.
-
-    Where fewer hosts are enough, the others begin without one that comes late, and another attempt follows.
-    """
-
-    def look() -> tuple[int, list[int]] | None:
-        said = [re.findall(r"rank (\d) attempt (\d+) pid \d+ ready", host.output) for host in hosts]
-        newest = [found[-1] if found else None for found in said]
-        if None in newest or len({attempt for _, attempt in newest}) > 1:
-            return None
-        ranks = [int(rank) for rank, _ in newest]
-        return (int(newest[0][1]), ranks) if sorted(ranks) == list(range(len(hosts))) else None
-
-    return wait_until(look, "the hosts do not run together", timeout=WAIT)
 
 
 def starts(run_dir: Path, count: int) -> list[RunEvent]:
@@ -107,24 +91,40 @@ def start_ordered(launch: Launch, tmp_path: Path, *, join_timeout: int) -> tuple
 
 
 def join(
-    launch: Launch, tmp_path: Path, port: int, index: int, join_timeout: int, nnodes: str = "2"
+    launch: Launch,
+    tmp_path: Path,
+    port: int,
+    index: int,
+    join_timeout: int,
+    nnodes: str = "2",
+    **options: Any,
 ) -> Command:
     conf = f"{FAST},join_timeout={join_timeout},last_call_timeout=2"
     place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--node-rank={index}", "--rdzv-id=pair"]
     flags = [conf, f"--nnodes={nnodes}", *place, "--local-addr=127.0.0.1"]
-    return launch(*flags, WORKER, "wait", run_dir=tmp_path / f"run{index}")
+    return launch(*flags, WORKER, "wait", run_dir=tmp_path / f"run{index}", **options)
 
 
 def test_a_launcher_that_vanishes_is_noticed_and_its_replacement_takes_its_place(
-    launch: Launch, tmp_path: Path
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And forks its ranks from what is known of the script, at its first start."""
     first, second = start_ordered(launch, tmp_path, join_timeout=60)
     port = re.search(r"--master-port=(\d+)", " ".join(first.argv))
     assert port is not None
     second.signal(signal.SIGKILL)
     first.wait_for_line("hosts left", timeout=WAIT)
-    replacement = join(launch, tmp_path, int(port[1]), 1, 60)
+    monkeypatch.setenv(standby.CACHE_DIR_ENV, str(tmp_path / "cache"))
+    command = PythonCommand.parse([sys.executable, "-u", str(WORKER), "wait"])
+    assert command is not None
+    known = standby._cache_file(command)
+    assert known is not None
+    known.parent.mkdir(parents=True)
+    known.write_text(f"m json\t{json.__file__}\n")
+    replacement = join(launch, tmp_path, int(port[1]), 1, 60, cold=True, PET_STANDBY="auto")
     assert (rank_of(first, 1), rank_of(replacement, 1)) == (0, 1)
+    (_, joined) = starts(tmp_path / "run1", 2)
+    assert joined.fields["forked"] == 1, replacement.output
     second.assert_no_orphans(timeout=30)  # its agent host may still import torch
 
 

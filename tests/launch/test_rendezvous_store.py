@@ -26,7 +26,7 @@ from tests.ports import free_port
 from tests.waiting import WAIT_S, wait_until, wait_until_equal
 
 from .conftest import ROOT, WORKER, Launch, events
-from .test_hosts import rank_of, together
+from .several_hosts import rank_of, together
 
 MODULE = [sys.executable, "-m", "resiliency.launch.rendezvous_store"]
 CONF = (
@@ -142,6 +142,49 @@ def test_a_job_that_finishes_while_the_store_is_away_succeeds_on_all_hosts(
     assert [host.wait(timeout=WAIT_S) for host in hosts] == [0, 0]
     for index in range(2):
         assert len(events(tmp_path / f"run{index}", EventType.WORKERS_STARTED)) == 1
+
+
+TOLD = ("--max-restarts=0", WORKER, "graceful", "--told")
+
+
+@pytest.mark.slow
+def test_hosts_whose_ranks_stopped_for_the_sake_of_one_that_leaves_meet_again(
+    launch: Launch, serve: Serve, tmp_path: Path
+) -> None:
+    port = free_port()
+    serve(port)
+    leaves, stays = (join(launch, tmp_path, port, index, "2", *TOLD) for index in range(2))
+    assert sorted([rank_of(leaves, 0), rank_of(stays, 0)]) == [0, 1]
+    signal_worker(stays, 0, signal.SIGTERM)  # by the ranks' agreement; it ends first
+    stays.wait_for_line("saved", timeout=WAIT_S)
+    assert leaves.returncode is None
+    leaves.signal(signal.SIGTERM)
+    assert leaves.wait(timeout=WAIT_S) == 0
+    stays.wait_for_line("attempt 0 ends: hosts left", timeout=WAIT_S)
+    comes = join(launch, tmp_path, port, 2, "2", *TOLD)
+    assert sorted([rank_of(comes, 1), rank_of(stays, 1)]) == [0, 1]
+    started = events(tmp_path / "run1", EventType.WORKERS_STARTED)
+    assert [event.fields["restarts"] for event in started] == [0, 0]  # it is nobody's failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launchers", [False, True])
+def test_a_job_that_is_told_to_end_on_all_hosts_ends(
+    launch: Launch, serve: Serve, tmp_path: Path, launchers: bool
+) -> None:
+    port = free_port()
+    serve(port)
+    hosts = [join(launch, tmp_path, port, index, "2", *TOLD) for index in range(2)]
+    assert sorted(rank_of(host, 0) for host in hosts) == [0, 1]
+    for host in hosts:
+        signal_worker(host, 0, signal.SIGTERM)
+        host.wait_for_line("saved", timeout=WAIT_S)
+        if launchers:
+            host.signal(signal.SIGTERM)
+    assert [host.wait(timeout=WAIT_S) for host in hosts] == [0, 0]
+    for host in hosts:
+        assert "step 7, at which SIGTERM stopped them, is committed" in host.output
+        assert "attempt 1" not in host.output
 
 
 @pytest.mark.slow

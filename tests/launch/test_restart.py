@@ -96,12 +96,15 @@ def test_a_hung_rank_is_found_by_its_missing_heartbeats_and_the_job_goes_on(
         # Spellings of three generations.
         *("--ft-rank-heartbeat-timeout=1", "--ft-workload_check_interval", "0.2"),
         *("--ft-param-initial_rank_heartbeat_timeout=60", TRAIN, "--heartbeats", "--fail=1:hang"),
+        PET_STANDBY="auto",
     )
     assert job.wait(timeout=WAIT) == 0
     fault = events(tmp_path / "run", EventType.FAULT_DETECTED)[0]
     # The other rank waits for the hung one in a collective, so it misses heartbeats, too.
     assert fault.fields["cause"] == "hang: no heartbeat within 1 s"
     assert re.search("rank 1 attempt [1-9] sum 1", job.output)
+    started = events(tmp_path / "run", EventType.WORKERS_STARTED)
+    assert {event.fields["forked"] for event in started} == {2}, job.output
     leaves_nothing(job)
 
 

@@ -2,7 +2,7 @@
 """Real training: the real launcher, the real benchmark, NeMo and Megatron on gloo ranks.
 
 Launcher and ranks are forked from an interpreter that holds NeMo: a start costs two seconds instead of the
-ten to twenty of its imports.  Two tests start cold, as users do.  One uninterrupted run per layout is shared
+ten to twenty of its imports.  Two runs start cold, as users do.  One uninterrupted run per layout is shared
 by all tests that compare with it.
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from resiliency.events import EventType, RunEvent
@@ -59,8 +60,6 @@ STEPS = 60
 
 PROCESS = "--enable-optimized-async-ckpt"
 ONE_RESTART = ("--max-restarts", "1")
-#: Launcher and ranks import for themselves.
-COLD = ("--standby", "off")
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -80,8 +79,14 @@ class Job:
     def checkpoints(self) -> Path:
         return self.directory / "storage" / "job" / "checkpoint"
 
-    def start(self, *workload: object, launcher: tuple[object, ...] = (), save_every: int = 0) -> Command:
-        """Start launcher and benchmark; the command is ended with the test."""
+    def start(
+        self, *workload: object, launcher: tuple[object, ...] = (), save_every: int = 0, cold: bool = False
+    ) -> Command:
+        """Start launcher and benchmark; the command is ended with the test.
+
+        Args:
+            cold: launcher and first ranks import for themselves.
+        """
         saving = [
             "--persistent-ckpt-dir",
             self.directory / "storage",
@@ -110,7 +115,7 @@ class Job:
             *workload,
         ]
         env = {"JOB_IDENTIFIER": "job", "GOODPUT_USE_FILE_TRACKING": "1"}
-        cold = set(COLD) <= set(launcher)
+        env["RESILIENCY_CACHE_DIR"] = str(self.directory / "cache")  # a cold launcher knows no imports
         command = Command(list(map(str, argv)), env=env, cwd=self.directory, cold=cold)
         return self._stack.enter_context(command)
 
@@ -118,9 +123,20 @@ class Job:
         self, *workload: object, launcher: tuple[object, ...] = (), save_every: int = 0, attempts: int = 1
     ) -> str:
         """Start, wait for success, check that nothing of it is left, and return the output."""
-        command = self.start(*workload, launcher=launcher, save_every=save_every)
+        return self.finish(self.start(*workload, launcher=launcher, save_every=save_every), attempts)
+
+    def finish(self, command: Command, attempts: int = 1, *, forked: bool = True) -> str:
+        """What `run` does after the start.
+
+        Args:
+            forked: the last ranks did not import NeMo: an upgrade that makes them must not pass unseen.
+        """
         assert command.wait(timeout=ATTEMPT_S * attempts) == 0, command.output
         command.assert_no_orphans(timeout=120)
+        if forked and os.environ.get("PET_STANDBY") != "off":
+            assert self.events(EventType.WORKERS_STARTED)[-1].fields["forked"] == self.layout.ranks, (
+                command.output
+            )
         return command.output
 
     def events(self, kind: EventType | None = None) -> list[RunEvent]:
@@ -168,7 +184,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout]
         if layout not in known:
             with ExitStack() as stack:
                 job = Job(tmp_path_factory.mktemp("uninterrupted"), layout, stack)
-                job.run()
+                # One of the two trainings that start cold, and forked ones are to compute the same.
+                cold = layout is TENSOR_PARALLEL
+                job.finish(job.start(cold=cold), forked=not cold)
                 known[layout] = job.losses()
         return known[layout]
 
@@ -183,17 +201,42 @@ def run_python(*argv: object, timeout: float = 600) -> str:
 
 
 @pytest.fixture(scope="package")
-def killed_between_saves(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Two replicas with the checkpoint process; the last was killed at step 50, restarted, and finished."""
+def killed_between_saves(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Two replicas with the checkpoint process; the last was killed at step 50, restarted, and finished.
+
+    The other training that starts cold: its launcher prepares the ranks of the second attempt by itself, and
+    up to step 40 its losses are those of ranks that were not forked.
+    """
     with ExitStack() as stack:
         job = Job(tmp_path_factory.mktemp("process"), TWO_REPLICAS, stack)
-        job.run(
-            *(PROCESS, "--enable-dist-ckpt", "--sim-fault-desc", "rank_killed,step=50"),
-            launcher=ONE_RESTART,
+        command = job.start(
+            *(PROCESS, "--enable-dist-ckpt", "--sim-fault-desc", "rank_hung,step=50"),
+            launcher=(*ONE_RESTART, "--standby", "auto"),
             save_every=20,
-            attempts=2,
+            cold=True,
         )
-    return job
+        (rank,) = wait_until(lambda: stopped(command), "no rank is at step 50", timeout=ATTEMPT_S, every=0.5)
+        # Until then it stands still.  A restart waits for a template that has the larger part of the imports.
+        wait_until(
+            lambda: holds_nemo(job), "the template has not imported NeMo", timeout=ATTEMPT_S, every=0.5
+        )
+        rank.kill()
+        return Finished(job, job.finish(command, 2))
+
+
+def stopped(command: Command) -> list[psutil.Process]:
+    found = []
+    for process in command.descendants():
+        with suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_STOPPED:
+                found.append(process)
+    return found
+
+
+def holds_nemo(job: Job) -> bool:
+    """Whether the template has imported it: it keeps what it holds for the next job."""
+    kept = (job.directory / "cache" / "imports").glob("benchmark.py-*/????????????????")
+    return any("m nemo.collections.llm\t" in path.read_text() for path in kept)
 
 
 @dataclass(frozen=True)

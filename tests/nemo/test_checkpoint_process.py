@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,6 @@ from resiliency.events import EventType
 from resiliency.testing import warm
 from tests.nemo.conftest import (
     ATTEMPT_S,
-    COLD,
     ONE_RANK,
     ONE_RESTART,
     PROCESS,
@@ -26,6 +26,7 @@ from tests.nemo.conftest import (
     STEPS,
     TENSOR_PARALLEL,
     TWO_REPLICAS,
+    Finished,
     Job,
     Layout,
     Losses,
@@ -43,9 +44,9 @@ def copy_of(job: Job, directory: Path, layout: Layout, stack: ExitStack) -> Job:
 
 
 def test_after_a_kill_between_saves_the_newest_capture_comes_back_from_memory(
-    killed_between_saves: Job, uninterrupted: Callable[[Layout], Losses]
+    killed_between_saves: Finished, uninterrupted: Callable[[Layout], Losses]
 ) -> None:
-    job = killed_between_saves
+    job = killed_between_saves.job
     assert restored_from(job) == [(0, None), (40, "memory")]
     assert sorted(job.losses(attempt=1)) == list(range(41, STEPS + 1))
     assert job.losses() == uninterrupted(TWO_REPLICAS)
@@ -54,11 +55,22 @@ def test_after_a_kill_between_saves_the_newest_capture_comes_back_from_memory(
     assert set(saved) == {20, 40, 60}
 
 
+def test_a_launcher_that_starts_cold_forks_the_ranks_of_a_restart_and_says_what_it_left_out(
+    killed_between_saves: Finished,
+) -> None:
+    found = killed_between_saves
+    forked = [event.fields["forked"] for event in found.job.events(EventType.WORKERS_STARTED)]
+    assert forked == [0, 2], found.output
+    left_out = re.findall(r"standby: (\S+) is imported by each rank for itself.*: it (.*)", found.output)
+    assert left_out == []
+    assert "standby: what the script imports after" not in found.output
+
+
 def test_without_memory_it_comes_back_from_the_newest_checkpoint_on_disk_that_is_whole(
-    killed_between_saves: Job, tmp_path: Path, uninterrupted: Callable[[Layout], Losses]
+    killed_between_saves: Finished, tmp_path: Path, uninterrupted: Callable[[Layout], Losses]
 ) -> None:
     with ExitStack() as stack:
-        job = copy_of(killed_between_saves, tmp_path, TWO_REPLICAS, stack)
+        job = copy_of(killed_between_saves.job, tmp_path, TWO_REPLICAS, stack)
         flip_a_bit(job.checkpoints / "step=60" / "__1_0.distcp")
         flip_a_bit(job.checkpoints / "step=40" / "common.pt")
         output = job.run(PROCESS, "--topk-ckpt", 1, save_every=20)
@@ -73,10 +85,10 @@ def test_without_memory_it_comes_back_from_the_newest_checkpoint_on_disk_that_is
 
 
 def test_another_number_of_ranks_reshards_it_and_saves_in_nemos_own_way_beside_it(
-    killed_between_saves: Job, tmp_path: Path
+    killed_between_saves: Finished, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        job = copy_of(killed_between_saves, tmp_path, ONE_RANK, stack)
+        job = copy_of(killed_between_saves.job, tmp_path, ONE_RANK, stack)
         flip_a_bit(job.checkpoints / "step=60" / "__0_0.distcp")
         # Two samples a replica and step, as before: the mock data have the same length.
         output = job.run("--global-bs", 4, save_every=20)
@@ -95,9 +107,9 @@ def test_a_rank_killed_inside_a_save_costs_that_save_only(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
     job = new_job(TENSOR_PARALLEL)
-    job.run(  # one of the two trainings that start cold
+    job.run(
         *(PROCESS, "--sim-fault-desc", "rank_killed,step=40,phase=save_started"),
-        launcher=(*ONE_RESTART, *COLD),
+        launcher=ONE_RESTART,
         save_every=20,
         attempts=2,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from resiliency.events import EventType
-from tests.nemo.conftest import COLD, ONE_RESTART, STEPS, TENSOR_PARALLEL, TWO_REPLICAS, Job, Layout, Losses
+from tests.nemo.conftest import ONE_RESTART, STEPS, TENSOR_PARALLEL, TWO_REPLICAS, Job, Layout, Losses
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
@@ -55,10 +55,10 @@ def test_a_rank_killed_inside_a_save_leaves_the_save_before_as_the_newest(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
     job = new_job(TWO_REPLICAS)
-    job.run(  # one of the two trainings that start cold
+    job.run(
         "--sim-fault-desc",
         "rank_killed,step=40,phase=save_started",
-        launcher=(*ONE_RESTART, *COLD),
+        launcher=ONE_RESTART,
         save_every=20,
         attempts=2,
     )

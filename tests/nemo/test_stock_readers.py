@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from resiliency.model import MODELS
-from tests.nemo.conftest import ATTEMPT_S, STEPS, Finished, Job
+from tests.nemo.conftest import ATTEMPT_S, STEPS, Finished
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
@@ -80,10 +80,10 @@ Tensors = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def directories(finished: Finished, killed_between_saves: Job) -> list[Path]:
+def directories(finished: Finished, killed_between_saves: Finished) -> list[Path]:
     """Checkpoints to which both of two ranks contributed: NeMo's own, and one of the checkpoint process."""
     newest = f"step={STEPS}"
-    found = [finished.checkpoints / newest / "weights", killed_between_saves.checkpoints / newest]
+    found = [finished.checkpoints / newest / "weights", killed_between_saves.job.checkpoints / newest]
     for directory in found:
         assert {path.name.split("_")[2] for path in directory.glob("__*_*.distcp")} == {"0", "1"}
     return found

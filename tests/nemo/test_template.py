@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo's imports read of a rank's variables is that of each forked rank, and no rank prints of it."""
+"""What NeMo's imports read of a program's variables is that of each forked one, and none prints of it."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,19 @@ assert CallbackGroup.get_instance().callbacks and TrainingTelemetryProvider.inst
 print(rank_zero_only.rank, of_metrics.rank, logging.rank)
 """
 
+FILES = """
+import inspect, tempfile
+from modelopt.torch.export import model_config_export, unified_export_hf, unified_export_megatron
+import pulp
+exports = (
+    model_config_export.export_tensorrt_llm_checkpoint,
+    unified_export_hf.export_hf_checkpoint,
+    unified_export_megatron.export_mcore_gpt_to_hf,
+)
+found = {inspect.signature(one).parameters["export_dir"].default for one in exports}
+print(*{*found, pulp.LpSolverDefault.tmpDir, tempfile.gettempdir()})
+"""
+
 
 @pytest.mark.nemo
 @pytest.mark.parametrize(("rank", "shown"), [(0, "0 0 0\n"), (1, "1 1 UNK\n")])
@@ -34,3 +48,13 @@ def test_nemo_in_a_forked_rank_has_the_ranks_own_numbers(rank: int, shown: str) 
 def test_a_forked_program_without_nemo_sees_and_prints_nothing_of_it() -> None:
     done = warm.run([sys.executable, "-c", "print('mine')"], timeout=600)
     assert (done.stdout, done.stderr) == ("mine\n", "")
+
+
+@pytest.mark.nemo
+def test_a_forked_program_with_a_directory_for_temporary_files_of_its_own_uses_it_throughout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", warm.__name__)
+    done = warm.run([sys.executable, "-c", FILES], timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert (done.stdout, done.stderr) == (f"{tmp_path}\n", "")
+    assert caplog.messages == []  # it says there why one is not forked

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format.catalog import unmarked_checkpoints
 from tests.nemo.conftest import ONE_RESTART, TENSOR_PARALLEL, Job, Layout, Losses
 from tests.nemo.logs import complete, restored_from
 
@@ -29,7 +29,7 @@ def test_a_killed_rank_is_restarted_in_place_from_the_newest_local_save_and_nemo
     assert restored_from(job) == [(0, None), (40, "memory")]
     assert job.losses() == uninterrupted(TENSOR_PARALLEL)
     assert 40 in complete(disk / "job" / "checkpoint")
-    nemos = manifest.complete_checkpoints(job.checkpoints)
+    nemos = unmarked_checkpoints(job.checkpoints)
     # The save of step 30 may have ended by the kill or not: NeMo's first one starts a process.
     assert nemos[0].name == "step=60"
     assert all((path / "weights").is_dir() for path in nemos)

@@ -131,7 +131,7 @@ def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held
 
 def refused(rank: int, layout: Layout, root: Path, error: str) -> str:
     """The error, where rank 0 alone cannot list the checkpoints."""
-    place = root / "a file" if rank == 0 else root
+    place = root / "a loop" if rank == 0 else root
     try:
         _connector(rank, place, ERRORS[error])._restore_newest()
     except ResiliencyError as failure:

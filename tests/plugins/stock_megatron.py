@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and loads checkpoints with stock Megatron, in a process that knows nothing of this project.
+"""Saves and loads checkpoints with stock Megatron, in processes that know nothing of this project.
 
-    python stock_megatron.py RANK WORLD_SIZE STORE CASES
+    python stock_megatron.py DIRECTORY
 
-`CASES` is a JSON list of (checkpoint directory, state file, result file), handled in order by all
-ranks.  The state is a sharded state dict: one with data and no result file is saved, one without data
-is loaded.  The result has the loaded tensors, each with the state's words about it, and what is no
-tensor.
+``DIRECTORY/jobs`` is a JSON list of (number of ranks, cases), done one after the other; the ranks are forked
+from this process, which imports Megatron once.  Cases are a list of (checkpoint directory, state file, result
+file), handled in order by all ranks.  The state is a sharded state dict: one with data and no result file is
+saved, one without data is loaded.  The result has the loaded tensors, each with the state's words about it,
+and what is no tensor.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from typing import Any
 
@@ -30,11 +32,26 @@ def leaves(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...]
     return [leaf for key, item in list(items) for leaf in leaves(item, (*path, key))]
 
 
-def main() -> None:
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    with open(sys.argv[4]) as file:
-        cases = json.load(file)
-    store = dist.FileStore(sys.argv[3], world_size)
+def main(directory: str) -> int:
+    with open(f"{directory}/jobs") as file:
+        jobs = json.load(file)
+    for number, (world_size, cases) in enumerate(jobs):
+        work = (world_size, f"{directory}/store-{number}", cases)
+        ranks = [
+            multiprocessing.get_context("fork").Process(target=run, args=(rank, *work))
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            return 1
+    return 0
+
+
+def run(rank: int, world_size: int, store_file: str, cases: list[tuple[str, str, str]]) -> None:
+    store = dist.FileStore(store_file, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     for checkpoint, template, result in cases:
         wanted = torch.load(template.format(rank=rank), weights_only=False)
@@ -65,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1]))

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.checkpoint.format.dcp import DcpFormat
-from resiliency.checkpoint.format.marker import MarkerState, try_read_marker
+from resiliency.checkpoint.format.manifest import MANIFEST
+from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker, try_read_marker
+from resiliency.checkpoint.format.nemo import WEIGHTS
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import ResiliencyError
 from resiliency.plugins import checkpoint_kinds
 from resiliency.testing.rank_pool import RankPool
-from tests.checkpoint.file_checkpoints import write_checkpoint
+from tests.checkpoint.nemo_checkpoints import write_checkpoint
 from tests.checkpoint.storage_builders import save, small_shard
 
 STEP = 10
@@ -37,6 +38,13 @@ def by_the_engine(storage: Path) -> Path:
 
 def by_nemo(storage: Path) -> Path:
     return write_checkpoint(storage, STEP)
+
+
+def by_nemo_alone(storage: Path) -> Path:
+    directory = write_checkpoint(storage, STEP)
+    for path in (directory / MANIFEST, *directory.glob("rank=*")):
+        path.unlink()
+    return directory
 
 
 KINDS = pytest.mark.parametrize("write", [by_the_engine, by_nemo])
@@ -97,7 +105,7 @@ def test_a_whole_checkpoint_is_good_on_all_ranks(
     assert Hosts(tmp_path, rank_pool, write).verdicts(skim=skim) == [[], []]
 
 
-@KINDS
+@pytest.mark.parametrize("write", [by_the_engine, by_nemo, by_nemo_alone])
 def test_what_another_host_lost_sight_of_is_passed_over_by_all_and_hidden_from_nobody(
     tmp_path: Path, rank_pool: RankPool, write: Callable[[Path], Path]
 ) -> None:
@@ -106,6 +114,18 @@ def test_what_another_host_lost_sight_of_is_passed_over_by_all_and_hidden_from_n
     first, second = hosts.verdicts()
     assert first == second
     assert "never finished" in first[0]
+    assert hosts.reason() is None
+
+
+@KINDS
+def test_what_another_host_still_sees_marked_is_passed_over_by_all_and_hidden_from_nobody(
+    tmp_path: Path, rank_pool: RankPool, write: Callable[[Path], Path]
+) -> None:
+    hosts = Hosts(tmp_path, rank_pool, write)
+    put_marker(LocalStorage(hosts.seen_by(1).parent), STEP, Marker(state=MarkerState.WRITING))
+    first, second = hosts.verdicts()
+    assert first == second
+    assert "marked as unfinished" in first[0]
     assert hosts.reason() is None
 
 
@@ -133,10 +153,6 @@ def test_what_another_rank_finds_damaged_and_rank_0_too_is_hidden(
 
 
 def an_error_instead_of_bytes(directory: Path) -> None:
-    if (directory / manifest.WEIGHTS).is_dir():
-        (directory / manifest.MANIFEST).unlink()
-        (directory / manifest.MANIFEST).symlink_to("/proc/self/mem")  # nothing is mapped at its beginning
-        return
     for index in directory.glob("rank=*"):
         index.unlink()
         (index / "a directory that is not empty").mkdir(parents=True)
@@ -175,7 +191,7 @@ def test_how_many_ranks_saved_is_what_rank_0_sees(
     hosts = Hosts(tmp_path, rank_pool, write)
     shutil.rmtree(hosts.seen_by(1))
     assert hosts.answers() == [2, 2]
-    (hosts.seen_by(0) / manifest.MANIFEST).write_text("{")
+    (hosts.seen_by(0) / MANIFEST).write_text("{")
     first, second = hosts.answers()
     assert first == second
     assert str(first).startswith("CheckpointCorrupt: ")
@@ -188,7 +204,7 @@ def test_a_device_error_while_its_kind_is_told_hides_nothing(
     stat = os.stat
 
     def failing(path: object, *args: Any, **kwargs: Any) -> os.stat_result:
-        if str(path).endswith(manifest.WEIGHTS):
+        if str(path).endswith(WEIGHTS):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return stat(path, *args, **kwargs)  # type: ignore[call-overload,no-any-return]
 

@@ -18,7 +18,7 @@ from tests.plugins.conftest import run
 from tests.plugins.elastic_ranks import Held, Start
 from tests.plugins.megatron_ranks import BUCKET_SPACE, Layout, Part, differing
 
-pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+pytestmark = [pytest.mark.nemo, pytest.mark.slow, pytest.mark.usefixtures("agents_at_once")]
 
 
 def replicas(count: int, copies: int) -> Layout:

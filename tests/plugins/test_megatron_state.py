@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.format.catalog import Condition, inspect
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.testing.processes import Command
 from resiliency.testing.rank_pool import RankPool
 from tests.plugins import megatron_ranks
 from tests.plugins.conftest import JOB_S, run
@@ -103,7 +103,7 @@ def test_a_new_start_takes_the_newest_checkpoint_on_all_ranks(ranks: Ranks) -> N
 
 @dataclass
 class Stock:
-    """What stock Megatron did, all in one start per size."""
+    """What stock Megatron did, all in one start."""
 
     #: (who saved, who loads) -> what each rank loaded.
     read: dict[tuple[Layout, Layout], list[dict[str, Any]]]
@@ -116,13 +116,13 @@ class Stock:
 
 @pytest.fixture(scope="module")
 def stock(ranks: Ranks) -> Stock:
-    read: dict[tuple[Layout, Layout], list[dict[str, Any]]] = {}
     directory, state = ranks.root / "by-stock", str(ranks.root / "state-{rank}")
     checkpoint = directory / f"step={STEP}"
     checkpoint.mkdir(parents=True)
     saved = ranks.run(megatron_ranks.trained_state, TWO_REPLICAS, state)
     own = str(ranks.root / "own-template-{rank}"), str(ranks.root / "own-result-{rank}")
     ranks.run(megatron_ranks.template, ONE_RANK, own[0], TWO_REPLICAS.ranks)
+    jobs, results = [], []
     for world_size, first in ((2, (str(checkpoint), state, "")), (1, (str(checkpoint), *own))):
         cases = [first]
         pairs = [pair for pair in READ_BY_STOCK if pair[1].ranks == world_size]
@@ -132,33 +132,19 @@ def stock(ranks: Ranks) -> Stock:
             template, result = file.format(kind="template"), file.format(kind="result")
             ranks.run(megatron_ranks.template, loader, template, saver.ranks)
             cases.append((str(ranks.directory(saver) / f"step={STEP}"), template, result))
-        run_stock(world_size, ranks.root, cases)
-        for pair, (_, _, result) in zip(pairs, cases[1:], strict=True):
-            files = [result.format(rank=rank) for rank in range(world_size)]
-            read[pair] = [torch.load(file, weights_only=False) for file in files]
+            results.append(((saver, loader), [result.format(rank=rank) for rank in range(world_size)]))
+        jobs.append((world_size, cases))
+    run_stock(ranks.root, jobs)
+    read = {pair: [torch.load(file, weights_only=False) for file in files] for pair, files in results}
     return Stock(read, directory, saved, torch.load(own[1].format(rank=0), weights_only=False))
 
 
-def run_stock(world_size: int, root: Path, cases: list[tuple[str, str, str]]) -> None:
-    """Do all `cases` in `world_size` cold processes that know nothing of this project."""
-    (root / f"cases-{world_size}").write_text(json.dumps(cases))
-    script = Path(__file__).parent / "stock_megatron.py"
-    processes = []
-    for rank in range(world_size):
-        argv = [
-            sys.executable, "-W", "ignore", str(script), str(rank), str(world_size),
-            str(root / f"store-{world_size}"), str(root / f"cases-{world_size}"),
-        ]  # fmt: skip
-        processes.append(
-            subprocess.Popen(argv, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    try:
-        outputs = [process.communicate(timeout=JOB_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * world_size, "\n".join(outputs)
+def run_stock(root: Path, jobs: list[tuple[int, list[tuple[str, str, str]]]]) -> None:
+    """Do all `jobs` in cold processes that know nothing of this project."""
+    (root / "jobs").write_text(json.dumps(jobs))
+    argv = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "stock_megatron.py"), str(root)]
+    with Command(argv, cwd=root, cold=True) as command:
+        assert command.wait(timeout=len(jobs) * JOB_S) == 0, command.output
 
 
 @pytest.mark.parametrize("pair", READ_BY_STOCK, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")

@@ -22,7 +22,7 @@ from tests.plugins.conftest import run
 from tests.plugins.megatron_ranks import Layout
 from tests.plugins.outlived import outlived
 
-pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+pytestmark = [pytest.mark.nemo, pytest.mark.slow, pytest.mark.usefixtures("agents_at_once")]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from tests.plugins import starting_ranks
 from tests.plugins.conftest import run
 from tests.plugins.megatron_ranks import Layout
 
-pytestmark = [pytest.mark.nemo, pytest.mark.slow]
+pytestmark = [pytest.mark.nemo, pytest.mark.slow, pytest.mark.usefixtures("agents_at_once")]
 
 
 def test_a_start_lists_each_place_once_and_looks_into_no_older_checkpoint(

@@ -18,7 +18,7 @@ from typing import Any
 from simulator.faults import Kind, PlannedFault
 from simulator.injectors import Injector
 from simulator.injectors.gpu import PowerCap
-from simulator.injectors.host import FullDisk, NetworkCut
+from simulator.injectors.host import FullDisk, MemoryPressure, NetworkCut
 from simulator.injectors.processes import CpuQuota, Niceness, Stop
 from simulator.job import Job
 from simulator.journal import Journal, Record
@@ -67,7 +67,8 @@ def build(setting: dict[str, Any]) -> Injector:
         "niceness": lambda: Niceness(job),
         "cpu_quota": lambda: CpuQuota(job),
         "power_cap": lambda: PowerCap(job, FileGpus(Path(setting["gpus"]), setting["pids"])),
-        "disk_full": lambda: FullDisk(Path(setting["disk"]), Path("/")),
+        "memory": lambda: MemoryPressure(),
+        "disk_full": lambda: FullDisk(Path(setting["disk"]), []),
         "network_cut": lambda: NetworkCut(job),
     }
     made: Injector = makers[setting["injector"]]()

@@ -68,9 +68,28 @@ class Library:
         return 0
 
 
+class OlderLibrary(Library):
+    """Of a driver before R510: the same list has another name, and the limit cannot be asked for."""
+
+    nvmlDeviceGetComputeRunningProcesses_v2 = Library.nvmlDeviceGetComputeRunningProcesses_v3
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetPowerManagementLimit"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
 def fault(kind: Kind, value: int | None = None, gpu: int = 0) -> PlannedFault:
     lasts = kind is Kind.POWER_CAP
     return PlannedFault(at_us=0, kind=kind, node=0, gpu=gpu, duration_us=int(lasts), value=value)
+
+
+def test_an_older_driver_says_which_processes_compute_and_what_it_lacks(start_worker: StartWorker) -> None:
+    library = OlderLibrary()
+    library.pids[1] = [start_worker(JOB, 1).pid]
+    assert Nvml(library).processes(1) == library.pids[1]
+    with pytest.raises(InjectionFailed, match="the driver is too old"):
+        PowerCap(Job(JOB, 0), Nvml(library)).aim_fault(fault(Kind.POWER_CAP, 350, gpu=1))
 
 
 def test_a_power_cap_is_set_and_taken_back(start_worker: StartWorker) -> None:

@@ -86,6 +86,33 @@ def test_a_dead_worker_is_a_missed_fault(start_worker: StartWorker) -> None:
         injector.aim_fault(fault(Kind.KILL))
 
 
+def test_a_helper_that_outlives_its_rank_is_no_worker(tmp_path: Path) -> None:
+    env = {"PATH": os.environ["PATH"], "JOB_IDENTIFIER": JOB, "HELPER": str(tmp_path / "pid")}
+    # A rank that leaves a helper with its environment in a session of its own, and waits; and its launcher.
+    rank = "(setsid sleep 600 & echo $! > $HELPER.new); mv $HELPER.new $HELPER; exec sleep 600"
+    launcher = subprocess.Popen(
+        ["sh", "-c", f"RANK=0 LOCAL_RANK=0 GROUP_RANK=0 sh -c '{rank}' & exec sleep 600"], env=env
+    )
+    job = Job(JOB, 0)
+    wait_until((tmp_path / "pid").exists, "no helper")
+    helper = Process.of(int((tmp_path / "pid").read_text()))
+    assert helper is not None
+    try:
+        wait_until(job.workers, "no worker")
+        worker = job.workers()[0]
+        assert worker.process != helper
+        injector = Kill(job)
+        injector.inject(injector.aim_fault(fault(Kind.KILL)))
+        wait_until(lambda: not worker.process.alive, "the worker lives")
+        with pytest.raises(FaultMissed, match="no worker of local rank 0 now"):
+            injector.aim_fault(fault(Kind.KILL))
+        assert helper.alive
+    finally:
+        helper.send(signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+
+
 def test_a_number_that_another_process_took_over_is_never_signalled(start_worker: StartWorker) -> None:
     found = identity(start_worker(JOB))
     earlier = Process(found.pid, str(int(found.started) - 1))
@@ -197,7 +224,7 @@ def test_niceness_is_raised_for_all_threads_and_lowered_again() -> None:
 
 
 def test_memory_is_held_by_a_process_that_dies_first_and_ends(start_worker: StartWorker) -> None:
-    injector = MemoryPressure(Job(JOB, 0))
+    injector = MemoryPressure()
     record = injector.aim_fault(fault(Kind.MEMORY, 1))
     size = record["bytes"]
     assert isinstance(size, int)
@@ -220,15 +247,22 @@ def test_memory_never_takes_the_last_half_gigabyte(monkeypatch: pytest.MonkeyPat
     from simulator.injectors import host
 
     monkeypatch.setattr(host, "_available_bytes", lambda: 600 << 20)
-    injector = MemoryPressure(Job(JOB, 0))
+    injector = MemoryPressure()
     assert injector.aim_fault(fault(Kind.MEMORY, 90))["bytes"] == 88 << 20
     monkeypatch.setattr(host, "_available_bytes", lambda: 500 << 20)
     with pytest.raises(FaultMissed, match="too few to take any"):
         injector.aim_fault(fault(Kind.MEMORY, 90))
 
 
+def test_memory_is_taken_of_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from simulator.injectors import host
+
+    monkeypatch.setattr(host, "memory_left", lambda: iter([(Path("/sys/fs/cgroup/pod"), 600 << 20)]))
+    assert MemoryPressure().aim_fault(fault(Kind.MEMORY, 90))["bytes"] == 88 << 20
+
+
 def test_a_full_disk_refuses_a_byte_and_has_its_room_again(small_disk: Path) -> None:
-    injector = FullDisk(small_disk, Path("/"))
+    injector = FullDisk(small_disk, [])
     assert injector.refusal() == ""
     record = injector.aim_fault(fault(Kind.DISK_FULL))
     injector.inject(record)
@@ -244,14 +278,14 @@ def test_a_full_disk_refuses_a_byte_and_has_its_room_again(small_disk: Path) -> 
 
 
 def test_a_disk_that_others_need_is_refused(tmp_path: Path) -> None:
-    assert "--disk_dir names no directory" in FullDisk(None, tmp_path).refusal()
-    assert "which others need" in FullDisk(tmp_path, tmp_path).refusal()
-    assert "which others need" in FullDisk(Path("/"), tmp_path).refusal()
-    assert "No such file" in FullDisk(tmp_path / "none", tmp_path).refusal()
+    assert "--disk_dir names no directory" in FullDisk(None, []).refusal()
+    assert "which others need" in FullDisk(tmp_path, [tmp_path]).refusal()
+    assert "which others need" in FullDisk(Path("/"), [tmp_path]).refusal()
+    assert "No such file" in FullDisk(tmp_path / "none", [tmp_path]).refusal()
     with pytest.raises(FaultMissed, match="which others need"):
-        FullDisk(tmp_path, tmp_path).aim_fault(fault(Kind.DISK_FULL))
+        FullDisk(tmp_path, [tmp_path]).aim_fault(fault(Kind.DISK_FULL))
     with pytest.raises(InjectionFailed, match="does not fill"):
-        FullDisk(tmp_path, tmp_path).inject({"path": str(tmp_path / "no" / "file"), "left_bytes": 0})
+        FullDisk(tmp_path, [tmp_path]).inject({"path": str(tmp_path / "no" / "file"), "left_bytes": 0})
 
 
 @pytest.fixture
@@ -325,14 +359,14 @@ def test_a_network_that_others_share_is_not_cut(start_worker: StartWorker) -> No
 def test_an_injector_of_ones_own_has_the_form_of_the_protocol() -> None:
     job = Job(JOB, 0)
     every: list[Injector] = [
-        *(Kill(job), Stop(job), CpuQuota(job), Niceness(job), MemoryPressure(job)),
-        *(FullDisk(None, Path("/")), NetworkCut(job)),
+        *(Kill(job), Stop(job), CpuQuota(job), Niceness(job), MemoryPressure()),
+        *(FullDisk(None, []), NetworkCut(job)),
     ]
     assert len({injector.name for injector in every}) == len(every)
 
 
 def test_a_file_that_fills_a_disk_counts_as_removed_only_where_its_disk_is_mounted(tmp_path: Path) -> None:
-    injector = FullDisk(None, tmp_path)
+    injector = FullDisk(None, [])
     with pytest.raises(InjectionFailed, match="which is not mounted"):
         injector.end_effect({"path": str(tmp_path / "disk" / "file"), "mount": str(tmp_path / "disk")})
     injector.end_effect({"path": str(tmp_path / "disk" / "file"), "mount": "/"})
@@ -340,7 +374,7 @@ def test_a_file_that_fills_a_disk_counts_as_removed_only_where_its_disk_is_mount
 
 def test_the_disk_of_a_full_disk_is_recorded(small_disk: Path) -> None:
     (small_disk / "inner").mkdir()
-    record = FullDisk(small_disk / "inner", Path("/")).aim_fault(fault(Kind.DISK_FULL))
+    record = FullDisk(small_disk / "inner", []).aim_fault(fault(Kind.DISK_FULL))
     assert record["mount"] == str(small_disk)
 
 

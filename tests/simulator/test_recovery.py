@@ -9,6 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import pytest
 
 from resiliency.errors import ConfigError
 from simulator import session
+from simulator.command_line import parse
+from simulator.faults import RULES
 from simulator.injectors.processes import CpuQuota, Niceness, Stop, _group_of, pack
 from simulator.job import Job, Process
 from simulator.journal import Journal, Record, default_directory
@@ -23,7 +28,7 @@ from simulator.player import recover
 from simulator.simulator_entrypoint import main
 from tests.simulator.conftest import StartWorker, as_root, identity, state_of
 from tests.simulator.dying import POINTS, FileGpus, build
-from tests.waiting import wait_until_equal
+from tests.waiting import wait_until, wait_until_equal
 
 ROOT = Path(__file__).parents[2]
 JOB = f"simulator-recovery-{os.getpid()}"
@@ -34,7 +39,7 @@ def die(point: str, state_dir: Path, setting: dict[str, Any]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.simulator.dying", point, str(state_dir), json.dumps(setting)],
         cwd=ROOT,
-        env={"PATH": os.environ["PATH"]},
+        env={"PATH": os.environ["PATH"], "DYING": str(state_dir)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -69,94 +74,132 @@ def left_in(state_dir: Path) -> list[Record]:
     return found
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_nothing_is_left_stopped(point: str, start_worker: StartWorker, state_dir: Path) -> None:
-    worker = start_worker(JOB)
-    setting = {"injector": "stop", "kind": "stop", "job": JOB, "fault": {"gpu": 0}}
-    die(point, state_dir, setting)
-    if point in ("injected", "ending"):
-        wait_until_equal(lambda: state_of(worker), "T")
-    start_again(state_dir, setting, point)
-    wait_until_equal(lambda: state_of(worker), "S")
+@dataclass(frozen=True)
+class Scene:
+    """A job that is ready to be injured.
+
+    Attributes:
+        setting: of the simulator that dies; see `build`.
+        state: what the effect changes, and nothing else.
+        ends_by_itself: with its simulator, before the next start.
+    """
+
+    setting: dict[str, Any]
+    state: Callable[[], object]
+    ends_by_itself: bool = False
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_nothing_is_left_nice(point: str, start_worker: StartWorker, state_dir: Path) -> None:
+def to_stop(request: pytest.FixtureRequest) -> Scene:
+    worker = request.getfixturevalue("start_worker")(JOB)
+    return Scene({"kind": "stop", "fault": {"gpu": 0}}, lambda: state_of(worker) == "T")
+
+
+def to_nice(request: pytest.FixtureRequest) -> Scene:
     if why := Niceness(Job(JOB, 0)).refusal():
         pytest.skip(why)
-    worker = start_worker(JOB)
-    before = os.getpriority(os.PRIO_PROCESS, worker.pid)
-    if before >= 19:
+    worker = request.getfixturevalue("start_worker")(JOB)
+    if os.getpriority(os.PRIO_PROCESS, worker.pid) >= 19:
         pytest.skip("the tests run with niceness 19 themselves")
-    setting = {"injector": "niceness", "kind": "slow", "job": JOB, "fault": {"gpu": 0, "value": 25}}
-    die(point, state_dir, setting)
-    if point in ("injected", "ending"):
-        assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 19
-    start_again(state_dir, setting, point)
-    assert os.getpriority(os.PRIO_PROCESS, worker.pid) == before
+    setting = {"kind": "slow", "fault": {"gpu": 0, "value": 25}}
+    return Scene(setting, lambda: os.getpriority(os.PRIO_PROCESS, worker.pid))
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_nothing_is_left_with_a_quota(point: str, start_worker: StartWorker, state_dir: Path) -> None:
+def to_limit(request: pytest.FixtureRequest) -> Scene:
     if why := CpuQuota(Job(JOB, 0)).refusal():
         pytest.skip(why)
-    worker = start_worker(JOB)
-    before = _group_of(worker.pid)
-    assert before is not None
-    setting = {"injector": "cpu_quota", "kind": "slow", "job": JOB, "fault": {"gpu": 0, "value": 25}}
-    die(point, state_dir, setting)
-    during = _group_of(worker.pid)
-    assert during is not None
-    assert (during == before) == (point not in ("injected", "ending"))
-    start_again(state_dir, setting, point)
-    assert _group_of(worker.pid) == before
-    assert during == before or not during.exists()
+    worker = request.getfixturevalue("start_worker")(JOB)
+    seen: set[Path] = set()
+
+    def groups() -> object:
+        now = _group_of(worker.pid)
+        assert now is not None
+        seen.add(now)
+        return now, {each for each in seen if each.exists()}
+
+    return Scene({"kind": "slow", "fault": {"gpu": 0, "value": 25}}, groups)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_nothing_is_left_capped(
-    point: str, start_worker: StartWorker, state_dir: Path, tmp_path: Path
-) -> None:
-    worker = start_worker(JOB)
-    limits = tmp_path / "limits.json"
+def to_cap(request: pytest.FixtureRequest) -> Scene:
+    worker = request.getfixturevalue("start_worker")(JOB)
+    limits = request.getfixturevalue("tmp_path") / "limits.json"
     limits.write_text("[700000, 650000]")
-    setting: dict[str, Any] = {"injector": "power_cap", "kind": "power_cap", "job": JOB}
-    setting |= {"gpus": str(limits), "pids": [worker.pid], "fault": {"gpu": 0, "value": 300}}
-    die(point, state_dir, setting)
-    if point in ("injected", "ending"):
-        assert FileGpus(limits).power_limit(0) == 300_000
-    start_again(state_dir, setting, point)
-    assert json.loads(limits.read_text()) == [700_000, 650_000]
+    setting: dict[str, Any] = {"kind": "power_cap", "fault": {"gpu": 0, "value": 300}}
+    setting |= {"gpus": str(limits), "pids": [worker.pid]}
+    return Scene(setting, lambda: [FileGpus(limits).power_limit(gpu) for gpu in (0, 1)])
+
+
+def to_press(request: pytest.FixtureRequest) -> Scene:
+    request.getfixturevalue("start_worker")(JOB)
+    state_dir = request.getfixturevalue("state_dir")
+    setting = {"kind": "memory", "fault": {"value": 1}}
+    return Scene(setting, lambda: started_by_simulator_of(state_dir), ends_by_itself=True)
+
+
+def to_fill(request: pytest.FixtureRequest) -> Scene:
+    request.getfixturevalue("start_worker")(JOB)
+    disk = request.getfixturevalue("small_disk")
+    setting = {"kind": "disk_full", "disk": str(disk), "fault": {"value": 0}}
+    return Scene(setting, lambda: (os.listdir(disk), os.statvfs(disk).f_bavail))
+
+
+def to_cut(request: pytest.FixtureRequest) -> Scene:
+    worker = request.getfixturevalue("start_worker")(JOB, under=("unshare", "--net"))
+    return Scene({"kind": "network_cut", "fault": {}}, lambda: rules(worker.pid))
+
+
+#: By the name of the injector.
+SCENES: dict[str, Callable[[pytest.FixtureRequest], Scene]] = {
+    "stop": to_stop,
+    "niceness": to_nice,
+    "cpu_quota": to_limit,
+    "power_cap": to_cap,
+    "memory": to_press,
+    "disk_full": to_fill,
+    "network_cut": to_cut,
+}
+_MARKS = {"network_cut": as_root}
+
+
+def test_every_effect_that_ends_has_a_scene() -> None:
+    options = parse(["--undo_only", "--job", JOB], {})
+    lasting = {kind for kind, rule in RULES.items() if rule.lasts}
+    ours = [each for each in session.standard_injectors(Job(JOB, 0), options) if each.kinds & lasting]
+    assert {each.name for each in ours} == set(SCENES)
+    assert lasting <= frozenset().union(*(each.kinds for each in ours))
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_no_disk_is_left_full(
-    point: str, start_worker: StartWorker, state_dir: Path, small_disk: Path
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, ())) for name in SCENES])
+def test_nothing_is_left_of_an_effect(
+    name: str, point: str, request: pytest.FixtureRequest, state_dir: Path
 ) -> None:
-    start_worker(JOB)
-    setting = {"injector": "disk_full", "kind": "disk_full", "job": JOB, "disk": str(small_disk)}
-    setting |= {"fault": {"value": 0}}
+    scene = SCENES[name](request)
+    setting = {"injector": name, "job": JOB} | scene.setting
+    before = scene.state()
     die(point, state_dir, setting)
-    free = os.statvfs(small_disk)
-    assert (free.f_bavail * free.f_frsize < 1 << 16) == (point in ("injected", "ending"))
+    # The effect lasts from its injection to its end.
+    if point in ("injected", "ending") and not scene.ends_by_itself:
+        wait_until(lambda: scene.state() != before, "the effect did not begin")
+    else:
+        wait_until_equal(scene.state, before)
     start_again(state_dir, setting, point)
-    assert os.listdir(small_disk) == []
-
-
-@as_root
-@pytest.mark.parametrize("point", POINTS)
-def test_no_network_is_left_cut(point: str, start_worker: StartWorker, state_dir: Path) -> None:
-    worker = start_worker(JOB, under=("unshare", "--net"))
-    setting: dict[str, Any] = {"injector": "network_cut", "kind": "network_cut", "job": JOB, "fault": {}}
-    die(point, state_dir, setting)
-    assert ("blackhole" in rules(worker.pid)) == (point in ("injected", "ending"))
-    start_again(state_dir, setting, point)
-    assert "blackhole" not in rules(worker.pid)
+    wait_until_equal(scene.state, before)
 
 
 def rules(pid: int) -> str:
     command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "rule", "show"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def started_by_simulator_of(state_dir: Path) -> list[int]:
+    """Living processes that a simulator with this directory has started; see `die`."""
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with suppress(OSError):
+            env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"DYING={state_dir}".encode() in env and Process.of(pid) is not None:
+                found.append(pid)
+    return found
 
 
 def test_a_living_simulators_effects_are_left_alone(start_worker: StartWorker, state_dir: Path) -> None:

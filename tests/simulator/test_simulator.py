@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from resiliency.events import EventType, RunEvent
 from resiliency.testing.processes import Command
 from simulator import session
 from simulator.command_line import parse
-from simulator.faults import Kind
+from simulator.faults import RULES, Kind
+from simulator.journal import Journal, boot_id
 from simulator.simulator_entrypoint import main
 from tests.simulator.conftest import NOBODY, StartWorker, state_of
 from tests.waiting import wait_until_equal
@@ -235,6 +236,130 @@ def test_impossible_kinds_are_skipped_where_that_is_asked_for(
     flags = ["--at", "0,disk_full", "--at", "0.1,kill,gpu=0", "--skip_impossible", "--job", JOB, "--yes"]
     assert main([*flags, "--state_dir", str(state_dir)]) == 0
     assert worker.wait(60) == -signal.SIGKILL
+
+
+@pytest.fixture
+def my_injectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module of docs/simulator.md, and classes that are no injectors."""
+    page = (ROOT / "docs" / "simulator.md").read_text()
+    example = page.partition("```python\n# my_injectors.py\n")[2].partition("```")[0]
+    more = """
+class Namesake(Abort):
+    name = "stop"
+
+class Idle(Abort):
+    name = "idle"
+
+    def refusal(self):
+        return "it never works."
+
+class Empty:
+    name = "empty"
+
+    def __init__(self, job):
+        pass
+"""
+    (tmp_path / "my_injectors.py").write_text(example + more)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_injectors", None)
+
+
+@pytest.mark.usefixtures("my_injectors")
+@pytest.mark.parametrize(
+    ("classes", "end"),
+    [(["Abort"], signal.SIGABRT), (["Idle", "Abort"], signal.SIGABRT), (["Idle"], signal.SIGKILL)],
+)
+def test_an_injector_of_the_user_takes_the_place_of_ours_where_it_works(
+    classes: list[str], end: int, start_worker: StartWorker, state_dir: Path
+) -> None:
+    worker = start_worker(JOB)
+    own = [word for each in classes for word in ("--injector", f"my_injectors:{each}")]
+    flags = ["--at", "0,kill,gpu=0", "--job", JOB, "--yes", "--state_dir", str(state_dir)]
+    assert main([*flags, *own]) == 0
+    assert worker.wait(60) == -end
+
+
+@pytest.mark.usefixtures("my_injectors")
+def test_an_effect_of_the_users_injector_waits_for_a_start_that_knows_it(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Journal(state_dir).close()
+    left = state_dir / "0.journal"
+    left.write_text(f'{{"boot": "{boot_id()}"}}\n{{"begin": 0, "record": {{"injector": "abort"}}}}\n')
+    flags = ["--undo_only", "--state_dir", str(state_dir)]
+    assert main(flags) == 1
+    assert left.exists()
+    assert main([*flags, "--injector", "my_injectors:Abort"]) == 0
+    assert not left.exists()
+
+
+@pytest.mark.usefixtures("my_injectors")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("none_such:Abort", "--injector none_such:Abort: cannot make it: No module named 'none_such'"),
+        ("my_injectors", "--injector my_injectors: cannot make it"),
+        (":Abort", "Write MODULE:CLASS; the module is found on PYTHONPATH"),
+        ("my_injectors:None", "cannot make it: module 'my_injectors' has no attribute 'None'"),
+        ("my_injectors:Empty", "it has no kinds, outlives_boot, refusal, aim_fault, inject, end_effect"),
+        ("my_injectors:Namesake", "its name is 'stop', which another injector has"),
+    ],
+)
+def test_a_class_that_is_no_injector_is_refused(
+    name: str, sentence: str, state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--at", "0,kill,gpu=0", "--job", JOB, "--yes", "--state_dir", str(state_dir)]
+    assert main([*flags, "--injector", name]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+#: A program without a job's name that lets itself be stopped and killed, beside a worker of job NAME.
+SELF_INJURER = """
+import os, subprocess, sys
+simulator, name, *flags = sys.argv[1:]
+subprocess.Popen([sys.executable, simulator, "--job", name, "--parent", str(os.getpid()), "--yes", *flags])
+sys.stdin.read()
+"""
+
+
+def test_a_program_that_injures_itself_is_the_only_one_that_is_touched(
+    start_worker: StartWorker, state_dir: Path
+) -> None:
+    others = [start_worker(JOB, 0), start_worker(JOB, 1)]
+    flags = ["--state_dir", str(state_dir), "--at", "0,stop,gpu=1,duration=0.2"]
+    flags += ["--at", "0.5,kill,gpu=1"]
+    simulator = str(ROOT / "simulator" / "simulator_entrypoint.py")
+    env = {"PATH": os.environ["PATH"], "LOCAL_RANK": "1", "RANK": "5"}
+    argv = [sys.executable, "-c", SELF_INJURER, simulator, JOB, *flags]
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        # Its end is that of the simulator, too, which writes there; what it reads stays open until then.
+        output = program.stderr.read()
+        assert program.wait(PATIENCE) == -signal.SIGKILL
+    assert "2 faults injected, 0 missed, 1 effects undone" in output
+    assert [state_of(worker) for worker in others] == ["S", "S"]
+    assert os.listdir(state_dir) == []
+
+
+def test_a_process_that_did_not_start_the_simulator_is_not_taken_for_its_parent(
+    start_worker: StartWorker, state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = start_worker(JOB)
+    flags = ["--job", JOB, "--yes", "--at", "0,kill,gpu=0", "--state_dir", str(state_dir)]
+    assert main([*flags, "--parent", str(worker.pid)]) == 2
+    assert f"--parent {worker.pid}: this simulator was started by process" in capsys.readouterr().err
+    assert worker.poll() is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind, rule in RULES.items() if not rule.in_rank])
+def test_a_program_cannot_do_to_itself_what_strikes_more_than_one_process(
+    kind: Kind, state_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--job", JOB, "--yes", "--at", f"0,{kind.value}", "--state_dir", str(state_dir)]
+    flags += ["--kernel_log", str(tmp_path / "kmsg")]
+    assert main([*flags, "--parent", str(os.getppid())]) == 2
+    assert f"{kind.value}: it strikes more than the one process of --parent" in capsys.readouterr().err
 
 
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

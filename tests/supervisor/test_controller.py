@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from supervisor.control import ControllerCore
 from supervisor.decision.controller import BaseController, Input
 from supervisor.decision.state import State, changes_from_plain, changes_to_plain
 from supervisor.decision.turn import EventReport
+from supervisor.event_log import EventLog
 from supervisor.values import (
     Change,
     CommandKind,
     DeviceState,
     EventType,
+    HostInfo,
     LauncherState,
     Outcome,
     OutcomeStatus,
@@ -61,6 +66,19 @@ def test_a_step_lifts_the_verdict_and_refills_the_budgets() -> None:
     assert fleet.happens(EventType.WORKER_HB, attempt=9) == [IN_JOB]
 
 
+def test_a_person_who_thaws_a_given_up_job_has_it_tried_again_at_once() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    fleet.happens(EventType.WORKER_HB)
+    while "job:train" not in fleet.state.verdicts:
+        fleet.stuck()
+    fleet.wait(3600.0)
+    (reset,) = fleet.give(fleet.event(EventType.OPERATOR, "", request=Request.THAW))
+    assert reset.kind is IN_JOB
+    assert fleet.state.verdicts == {}
+    # A sensor that saw its own evidence end cannot withdraw what the time without a step says.
+    assert reset.evidence[-1].startswith("i1/stuck")
+
+
 def test_a_lost_host_is_swapped_for_a_spare_and_the_view_follows() -> None:
     fleet = Controller(spares=2)
     assert fleet.happens(EventType.HOST_HB) == [SWAP]
@@ -82,6 +100,28 @@ def test_without_a_spare_the_job_shrinks_where_it_may_and_is_reset_where_not() -
     assert Controller(spares=0).happens(EventType.HOST_HB) == [RESET]
 
 
+def test_a_host_that_the_orchestrator_has_replaced_is_waited_for_then_the_job_is_reset() -> None:
+    fleet = Controller(spares=2, scaling=True, max_replicas=2)
+    fleet.give(fleet.event(EventType.HOST_HB))
+    fleet.give(_host("s0", "train"))  # a JobSet has made the pod again there
+    assert fleet.wait(LIMITS.coalesce_s) == []
+    fleet.now += 10.0
+    fleet.advance(501, attempt=1)
+    assert fleet.state.incidents == {}
+    fleet.give(fleet.event(EventType.HOST_HB, attempt=1))
+    assert fleet.wait(LIMITS.coalesce_s) == []
+    assert fleet.wait(LIMITS.workload_downtime_threshold_s - LIMITS.coalesce_s) == [RESET]
+
+
+def test_one_that_is_cordoned_replaces_no_host() -> None:
+    fleet = Controller(spares=2)
+    fleet.give(fleet.event(EventType.HOST_HB))
+    fleet.give(_host("s0", "train"))
+    fleet.give(fleet.event(EventType.ORCHESTRATOR, "s0", change=Change.CORDONED))
+    assert fleet.wait(LIMITS.coalesce_s) == [SWAP]
+    assert fleet.sent[0].spare == "s1"
+
+
 def test_a_host_that_came_back_before_the_decision_is_used_again() -> None:
     fleet = Controller(max_in_job_restarts=1)
     fleet.give(fleet.event(EventType.HOST_HB))
@@ -98,6 +138,8 @@ def test_a_reset_in_place_is_not_waited_for_once_a_host_of_the_job_is_lost() -> 
     assert fleet.happens(EventType.HOST_HB, "h1") == [SWAP]
     swap = fleet.sent[-1]
     assert (swap.host, swap.spare, list(fleet.state.commands)) == ("h1", "s0", [swap.id])
+    # It has restarted nothing, so it costs nothing.
+    assert fleet.state.accounts["train"].in_job.spent == 0
     # Its outcome comes when the launchers have met on the spare; it changes nothing any more.
     late = Outcome(command=reset.id, epoch=7, status=OutcomeStatus.DONE)
     assert fleet.give(late) == []
@@ -166,6 +208,22 @@ def test_application_xids_of_one_gpu_under_several_jobs_make_the_host_suspect() 
         fleet.give(replace(fleet.event(EventType.XID, code=31), workload=workload))
     assert fleet.state.verdicts["host:h1"].cause == "repeated xid"
     assert fleet.happens(EventType.WORKER_HB) == [SWAP]
+
+
+def test_application_xids_are_counted_for_each_gpu_of_a_report() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    for workload in ("train", "train", "other"):
+        event = fleet.event(EventType.XID, code=31)
+        (first,) = event.evidence
+        others = (
+            replace(first, id=f"{first.id}b", device="gpu1"),
+            replace(first, id=f"{first.id}c", device="gpu2", code=43),  # one that is only logged
+        )
+        # The first GPU has an error of one job only.
+        evidence = (first, *others) if workload == "train" else others
+        fleet.give(replace(event, workload=workload, evidence=evidence))
+    assert {key: one.count for key, one in fleet.state.suspicions.items()} == {"h1/gpu0": 2, "h1/gpu1": 3}
+    assert fleet.state.verdicts["host:h1"].evidence == tuple(f"s:{n}/0b" for n in (1, 2, 3))
 
 
 def test_findings_that_a_new_sensor_tells_again_in_another_grouping_count_once() -> None:
@@ -251,6 +309,34 @@ def test_a_job_that_advances_is_not_restarted_and_the_incident_ends() -> None:
     assert fleet.state.incidents == {}
 
 
+def test_a_confirmed_loss_does_not_wait_until_the_last_step_is_old() -> None:
+    fleet = Controller()
+    fleet.advance(501)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]  # the step is `coalesce_s` old, and not `advancing_s`
+    for steps_go_on in (False, True):
+        fleet = Controller()
+        fleet.advance(501)
+        event = fleet.event(EventType.HOST_HB)
+        # Nobody has seen that it is gone; or somebody has, and the job goes on.
+        silence = replace(event, evidence=(replace(event.evidence[0], witness="stream"),))
+        fleet.give(event if steps_go_on else silence)
+        fleet.now += 0.5
+        if steps_go_on:
+            fleet.advance(502)
+        assert fleet.wait(LIMITS.coalesce_s) == []
+        assert "was finished" in fleet.state.incidents["train"].note
+        assert fleet.wait(LIMITS.advancing_s) == [SWAP]
+
+
+def test_a_host_that_is_back_does_not_make_its_job_be_restarted_while_it_advances() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    fleet.advance(501)
+    fleet.give(fleet.event(EventType.HOST_HB))
+    fleet.give(_host("h1", "train", DeviceState.RUNNING))
+    assert fleet.wait(LIMITS.coalesce_s) == []
+    assert fleet.wait(LIMITS.advancing_s) == [IN_JOB]
+
+
 def test_the_launcher_comes_first_for_a_while() -> None:
     fleet = Controller(max_in_job_restarts=5)
     assert fleet.happens(EventType.WORKER_HB, launcher=LauncherState.RESTARTING) == []
@@ -263,6 +349,26 @@ def test_a_silence_has_had_its_echoes_when_it_is_noticed() -> None:
     old = replace(event, evidence=(replace(event.evidence[0], age_s=LIMITS.heartbeat_timeout_s),))
     fleet.give(old)
     assert fleet.wait(LIMITS.tick_s) == [IN_JOB]
+
+
+def test_a_step_of_before_a_loss_that_a_stopped_controller_reads_late_does_not_end_the_incident() -> None:
+    fleet = Controller(spares=2)
+    fleet.give(fleet.event(EventType.HOST_HB))
+    fleet.now += 20.0  # stopped
+    fleet.advance(501)
+    fleet.advance(502)
+    assert "train" in fleet.state.incidents
+    assert fleet.wait(LIMITS.advancing_s) == [SWAP]
+
+
+def test_a_job_that_goes_on_while_the_controller_is_stopped_ends_its_incident_after_a_moment() -> None:
+    fleet = Controller(spares=2)
+    fleet.give(fleet.event(EventType.HOST_HB))
+    fleet.now += 20.0  # stopped
+    for step in range(501, 507):
+        fleet.advance(step)
+        fleet.now += 1.0
+    assert (fleet.sent, fleet.state.incidents) == ([], {})
 
 
 def test_a_launcher_that_gave_up_is_not_asked_to_restart_its_ranks() -> None:
@@ -350,6 +456,14 @@ def test_a_withdrawn_command_does_not_forget_the_host_that_is_lost() -> None:
     assert [command.kind for command in fleet.sent] == [SWAP, SWAP]
 
 
+def test_a_withdrawn_restart_in_place_does_not_forget_the_rank_that_is_lost() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    fleet.give(_host("h1", "train", DeviceState.FAILED))
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    fleet.end(OutcomeStatus.WITHDRAWN)
+    assert fleet.wait(LIMITS.backoff_s) == [IN_JOB]
+
+
 def test_a_job_that_advances_without_a_lost_host_is_left_alone() -> None:
     fleet = Controller(max_in_job_restarts=5)
     assert fleet.happens(EventType.HOST_HB) == [SWAP]
@@ -370,6 +484,15 @@ def test_ranks_that_an_action_has_ended_are_an_echo_and_spend_nothing() -> None:
     # Ranks that the action started are another matter.
     fleet.now += LIMITS.backoff_s
     assert fleet.happens(EventType.WORKER_HB, "h0", ranks=(0,), attempt=1) == [IN_JOB]
+
+
+def test_a_time_without_a_step_is_no_news_to_an_incident_that_waits_for_one() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    assert fleet.happens(EventType.HANG) == [STACKS, IN_JOB]
+    fleet.end()
+    fleet.now += LIMITS.workload_downtime_threshold_s / 2
+    assert fleet.happens(EventType.NO_PROGRESS, "", attempt=1) == []
+    assert fleet.wait(LIMITS.workload_downtime_threshold_s / 2) == [STACKS, IN_JOB]
 
 
 def test_an_echo_is_one_for_a_while_only_and_none_of_an_action_that_was_withdrawn() -> None:
@@ -423,6 +546,34 @@ def test_a_lost_host_is_forgotten_once_its_name_has_another_id_and_nothing_holds
     # A sensor that still tells of it changes nothing.
     fleet.give(_host("h1", state=DeviceState.FAILED))
     assert set(fleet.state.hosts) == {"h0", "h1.2", "s0"}
+
+
+class Reads:
+    """A field of a class, and how often it was read."""
+
+    def __init__(self, field: Any) -> None:
+        self.field, self.count = field, 0
+
+    def __get__(self, row: object, kind: type) -> object:
+        self.count += 1
+        return self.field.__get__(row, kind)
+
+    def __set__(self, row: object, value: object) -> None:
+        self.field.__set__(row, value)
+
+
+def test_a_host_that_registers_costs_no_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [_host(f"x{number}") for number in range(400)]
+    reads = Reads(HostInfo.name)
+    monkeypatch.setattr(HostInfo, "name", reads)
+    core = ControllerCore(BaseController(LIMITS), EventLog(sqlite3.connect(":memory:")), 0.0)
+    core.take_all(hosts, 1.0)
+    assert reads.count <= 10 * len(hosts)
+    before = core.state
+    core.take_all([replace(hosts[0], state=DeviceState.FAILED), replace(hosts[0], id="x0.2")], 2.0)
+    assert core.state.names["x0"] == ("x0.2",)
+    assert before.names["x0"] == ("x0",)  # what others hold is left as it was
+    core.log.close()
 
 
 def test_a_lost_host_without_a_successor_is_kept() -> None:
@@ -497,6 +648,25 @@ def test_commands_without_outcome_are_sent_again_with_the_new_epoch_and_their_id
     assert again == replace(fleet.sent[0], epoch=8)
 
 
+def test_a_command_that_a_higher_epoch_refused_is_said_once_and_stays_for_the_next_start() -> None:
+    fleet = Controller()
+    fleet.happens(EventType.HOST_HB)
+    (swap,) = fleet.sent
+    fenced = Outcome(command=swap.id, epoch=9, status=OutcomeStatus.FENCED)
+    for _ in range(3):  # it is sent again until its outcome is here
+        assert fleet.give(fenced) == []
+    assert [note for note in fleet.notes if "fenced" in note] == [
+        "hot_swap c1 fenced: epoch 9 was seen, this controller has epoch 7; end the other controller, or"
+        " start this one again if there is none"
+    ]
+    assert fleet.state.fleet[""].fenced_by == 9
+    assert list(fleet.state.commands) == [swap.id]
+    # What was said of this log's own earlier epochs, or cannot be an epoch, is no news.
+    for epoch in (7, 2**62):
+        fleet.give(replace(fenced, epoch=epoch))
+    assert fleet.state.fleet[""].fenced_by == 9
+
+
 # ---------------------------------------------------------------- for all histories
 
 _KINDS = st.sampled_from(
@@ -540,4 +710,5 @@ def test_changes_alone_give_the_state_back_and_a_decision_can_be_repeated(
             step += rest[0]
             fleet.advance(step)
     assert replayed == fleet.state
+    assert fleet.state.names == {host.name: (host.id,) for host in fleet.state.hosts.values()}
     assert State.empty().with_changes(fleet.state.to_changes()) == fleet.state

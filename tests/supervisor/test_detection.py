@@ -140,6 +140,21 @@ def test_its_own_absence_is_nobodys_silence() -> None:
     assert events(sensor.run(100)) == []
 
 
+def test_reports_of_half_of_the_timeout_that_are_a_little_late_freeze_nothing_beside_a_lost_host() -> None:
+    sensor = Sensor(hosts=9)
+    for name in sensor.names:
+        sensor.beat(name)
+    for _ in range(6):
+        # A period of 10 s, of 20 that a host has; these reports are half a second late.
+        for tick in range(21):
+            sensor.now += 0.5
+            sensor.take(sensor.detector.tick(sensor.now))
+            if tick == 20:
+                for name in sensor.names[1:]:
+                    sensor.beat(name)
+    assert not any(isinstance(each, Silence) and each.frozen for each in sensor.said)
+
+
 def test_many_silent_hosts_freeze_and_healing_gives_all_a_fresh_timeout() -> None:
     sensor = Sensor(hosts=10)
     away = [f"h{n}" for n in range(5)]
@@ -151,6 +166,44 @@ def test_many_silent_hosts_freeze_and_healing_gives_all_a_fresh_timeout() -> Non
     assert events(healed) == []
     (lost,) = events(sensor.run(25, silent=["h0"]))
     assert lost.host == "h0"
+
+
+def _blind(sensor: Sensor, names: Sequence[str]) -> None:
+    """Their streams end, and a witness sees the hosts; that was a while ago."""
+    for name in names:
+        sensor.take(sensor.detector.stream_ended(name, sensor.now))
+        sensor.take(sensor.detector.witness_answered(name, True, "orchestrator", sensor.now))
+    sensor.run(5, silent=names)
+    sensor.said.clear()
+
+
+def test_a_witness_that_saw_many_silent_hosts_and_finds_them_all_gone_is_not_believed() -> None:
+    sensor = Sensor(hosts=10)
+    _blind(sensor, sensor.names[:9])
+    assert sensor.take(sensor.detector.stream_ended("h9", sensor.now)) == [Probe(host="h9")]
+    for name in reversed(sensor.names):
+        sensor.now += 0.1
+        sensor.take(sensor.detector.witness_answered(name, False, "orchestrator", sensor.now))
+    sensor.run(100, silent=sensor.names)
+    assert events(sensor.said, EventType.HOST_HB) == []
+    assert [each.frozen for each in sensor.said if isinstance(each, Silence)] == [True]
+
+
+def test_a_host_that_is_gone_while_many_daemons_are_is_lost_once_the_others_were_seen_again() -> None:
+    sensor = Sensor(hosts=10)
+    blind = sensor.names[2:]
+    _blind(sensor, blind)
+    sensor.detector.stream_ended("h1", sensor.now)
+    said = sensor.take(sensor.detector.witness_answered("h1", False, "orchestrator", sensor.now + 0.2))
+    assert said == [Probe(host=name) for name in blind]
+    for _ in range(30):
+        later = sensor.now + 0.5
+        for name in [each.host for each in said if isinstance(each, Probe)]:
+            sensor.take(sensor.detector.witness_answered(name, name != "h1", "orchestrator", later))
+        said = sensor.run(1, silent=sensor.names[1:])
+    (lost,) = events(sensor.said, EventType.HOST_HB)
+    assert (lost.host, lost.evidence[0].age_s <= 22.0) == ("h1", True)
+    assert not any(isinstance(each, Silence) for each in sensor.said)
 
 
 def test_a_person_can_say_that_the_silent_hosts_are_lost() -> None:
@@ -266,10 +319,62 @@ def test_a_hang_names_the_ranks_that_are_behind() -> None:
     assert (hang.type, hang.ranks, hang.host) == (EventType.HANG, (1,), "h1")
 
 
+def test_a_host_that_its_job_went_on_without_hides_no_hang() -> None:
+    sensor = Sensor(hosts=3)
+    # The launcher of h0 died alone in attempt 1: its daemon still tells what that said, and of which job.
+    sensor.beat("h0", workers=_worker(0, step=5, step_age_s=0.0), attempt=1)
+    sensor.take(sensor.detector.register_host(_host("h2", "train"), sensor.now))
+    began = sensor.now
+    for _ in range(70):
+        sensor.now += 1.0
+        for name, rank, attempt in (("h0", 0, 1), ("h1", 1, 2), ("h2", 0, 2)):
+            age_s = sensor.now - began
+            sensor.beat(name, workers=_worker(rank, step=9, step_age_s=age_s), attempt=attempt)
+        sensor.take(sensor.detector.tick(sensor.now))
+    (hang,) = events(sensor.said, EventType.HANG)
+    assert hang.attempt == 2
+
+
 def test_no_step_for_the_jobs_own_threshold_is_no_progress_and_is_said_again() -> None:
     sensor = Sensor(downtime_threshold_s=30.0)
     said = sensor.run(60)
     assert [event.type for event in events(said)] == [EventType.NO_PROGRESS] * 2
+
+
+def test_no_first_step_of_a_new_attempt_is_no_progress_by_the_default_threshold() -> None:
+    limit = LIMITS.workload_downtime_threshold_s
+    running = {"workers": _worker(), "launcher": LauncherState.RUNNING}
+    sensor = Sensor()
+    # Nobody knows yet whether this program tells steps at all.
+    assert events(sensor.run(2 * limit, **running)) == []
+    sensor.run(5, workers=_worker(step=7, step_age_s=0.0), launcher=LauncherState.RUNNING)
+    began = sensor.now
+    (stuck,) = events(sensor.run(limit + 10, attempt=1, **running), EventType.NO_PROGRESS)
+    assert (stuck.workload, stuck.attempt) == ("train", 1)
+    assert stuck.evidence[0].text == f"steps: none finished for {limit:g} s"
+    assert sensor.now - began == limit + 10
+    # A step is the end of it, and what follows that one is a hang or none.
+    sensor.run(5, attempt=1, workers=_worker(step=3, step_age_s=0.0), launcher=LauncherState.RUNNING)
+    assert sensor.detector.holds(_command(stuck), sensor.now + 60.0) is False
+    assert events(sensor.run(2 * limit, attempt=1, **running), EventType.NO_PROGRESS) == []
+
+
+def test_a_new_sensor_learns_how_far_a_job_was_and_misses_its_next_first_step() -> None:
+    sensor = Sensor()
+    known = Progress(workload="train", step=7, attempt=3, age_s=50.0)
+    sensor.take(sensor.detector.expect_progress(known, sensor.now))
+    said = sensor.detector.snapshot(sensor.now)
+    assert [each for each in said if isinstance(each, Progress)] == [known]
+    running = {"workers": _worker(), "launcher": LauncherState.RUNNING, "attempt": 4}
+    (stuck,) = events(sensor.run(LIMITS.workload_downtime_threshold_s + 10, **running))
+    assert (stuck.type, stuck.attempt) == (EventType.NO_PROGRESS, 4)
+
+
+def test_ranks_that_do_not_run_are_not_waited_for_by_the_default_threshold() -> None:
+    sensor = Sensor()
+    sensor.run(5, workers=_worker(step=7, step_age_s=0.0), launcher=LauncherState.RUNNING)
+    waiting = {"attempt": 1, "launcher": LauncherState.STOPPING, "workers": _worker()}
+    assert events(sensor.run(2 * LIMITS.workload_downtime_threshold_s, **waiting)) == []
 
 
 def test_capacity_is_offered_once_for_what_is_there_and_again_after_a_while() -> None:
@@ -374,6 +479,36 @@ def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
     assert sensor.detector.holds(_command(event), sensor.now) is True
     sensor.beat("h0", workers=_worker(0, step=8, step_age_s=0.2), attempt=1)
     assert sensor.detector.holds(_command(event), sensor.now) is False
+
+
+@pytest.mark.parametrize("by_orchestrator", [False, True])
+def test_a_last_step_from_before_a_confirmed_loss_is_no_advance_and_a_later_one_is(
+    by_orchestrator: bool,
+) -> None:
+    sensor = Sensor()
+    sensor.run(5, workers=_worker(0, step=7, step_age_s=0.1), attempt=1)
+    sensor.take(sensor.detector.stream_ended("h1", sensor.now))
+    if by_orchestrator:
+        found = Evidence(id="pod-1", witness="orchestrator", text="deleted")
+        said = sensor.detector.orchestrator_changed("h1", Change.GONE, found, sensor.now)
+    else:
+        said = sensor.detector.witness_answered("h1", False, "orchestrator", sensor.now)
+    (lost,) = events(sensor.take(said))
+    sensor.now += 1.0
+    # It is told late, as its launcher reports once a second: the first swap must not be withdrawn for it.
+    sensor.beat("h0", workers=_worker(0, step=8, step_age_s=1.2), attempt=1)
+    assert sensor.detector.holds(_command(lost), sensor.now) is True
+    sensor.beat("h0", workers=_worker(0, step=9, step_age_s=0.2), attempt=1)
+    assert sensor.detector.holds(_command(lost), sensor.now) is False
+
+
+def test_a_silence_that_nobody_confirms_waits_until_the_job_stands_still() -> None:
+    sensor = Sensor()
+    said = sensor.run(25, silent=["h1"], workers=_worker(0, step=7, step_age_s=0.1), attempt=1)
+    (lost,) = events(said, EventType.HOST_HB)
+    assert not lost.confirms_loss
+    sensor.beat("h0", workers=_worker(0, step=8, step_age_s=2.0), attempt=1)
+    assert sensor.detector.holds(_command(lost), sensor.now) is False
 
 
 @pytest.mark.parametrize("state", [DeviceState.COMPLETE])

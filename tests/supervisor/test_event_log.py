@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,18 @@ from supervisor.event_log import (
     LogTooNew,
     record_of,
 )
-from supervisor.values import Event, EventType, Evidence, HostInfo, Progress, WorkloadInfo
+from supervisor.execution import Executor, Perform
+from supervisor.values import (
+    Event,
+    EventType,
+    Evidence,
+    HostInfo,
+    Outcome,
+    OutcomeStatus,
+    Progress,
+    Request,
+    WorkloadInfo,
+)
 
 HOST = HostInfo(id="h1", name="n1", workload="train")
 CHANGES = (("hosts", "h1", HOST),)
@@ -73,6 +85,29 @@ def test_a_controller_that_lost_its_lock_without_a_word_cannot_write(tmp_path: P
         (tmp_path / "log.lock").unlink()
         with EventLog.open(path), pytest.raises(LogDeposed, match=r"later controller \(epoch 2 after 1\)"):
             log.append([record_of(1.0, HOST, CHANGES, ())])
+
+
+def test_a_log_that_is_older_than_its_fleet_begins_above_the_epoch_that_refused_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with EventLog.open(path) as log:
+        restored = core(log)
+        restored.take(HOST, 1.0)
+        evidence = (Evidence(id="e", witness="operator", text="alice"),)
+        cordon = Event(id="1", type=EventType.OPERATOR, evidence=evidence, host="h1", request=Request.CORDON)
+        (command,) = restored.take(cordon, 2.0)
+        executor = Executor()
+        executor.submit(replace(command, epoch=9, id="later"), 0.0)
+        (fenced,) = executor.submit(command, 1.0)
+        assert isinstance(fenced, Outcome)
+        assert (fenced.status, fenced.epoch) == (OutcomeStatus.FENCED, 9)
+        # Not yet: the other controller may be the one that is in office.
+        restored.take(fenced, 3.0)
+        assert [one.epoch for one in restored.resume()] == [1]
+    for epoch in (10, 11):
+        with EventLog.open(path) as log:
+            (again,) = core(log).resume()
+            assert (again.id, again.epoch, log.epoch) == (command.id, epoch, epoch)
+    assert executor.submit(again, 2.0) == [Perform(command=again, number=1)]
 
 
 def test_a_log_of_a_newer_release_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

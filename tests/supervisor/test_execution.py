@@ -53,6 +53,15 @@ def test_evidence_that_nobody_can_look_at_is_asked_again_until_the_deadline() ->
     assert outcome.text == "not done within 100 s and 0 tries, last: its evidence could not be looked at"
 
 
+def test_an_answer_that_a_stopped_actuator_reads_late_is_asked_for_again() -> None:
+    executor = Executor(PACE)
+    executor.submit(RESET, 0.0)
+    # It was SIGSTOPped for a minute, and the answer waited in its socket.
+    assert executor.looked("c1", True, 60.0) == []
+    assert executor.tick(61.0) == [Look(command=RESET)]
+    assert status(executor.looked("c1", False, 61.5)) is OutcomeStatus.WITHDRAWN
+
+
 def test_passing_failures_are_tried_again_after_waits_that_grow() -> None:
     executor = Executor(PACE)
     executor.submit(STACKS, 0.0)
@@ -85,6 +94,23 @@ def test_a_try_without_an_answer_is_finished_and_not_withdrawn() -> None:
     assert executor.answered("c1", 2, DONE, 23.0) == []
 
 
+def test_a_restart_in_place_ends_where_the_host_that_it_waits_for_is_swapped() -> None:
+    executor = Executor(PACE)
+    reset = replace(STACKS, id="r", kind=CommandKind.IN_JOB_RESET)
+    other = replace(reset, id="o", workload="other")
+    executor.submit(reset, 0.0)
+    executor.submit(other, 0.0)
+    assert executor.submit(STACKS, 0.0) == []
+    swap = replace(RESET, id="s", kind=CommandKind.HOT_SWAP, host="a", spare="b")
+    ended, *others = executor.submit(swap, 1.0)
+    assert isinstance(ended, Outcome)
+    assert (ended.command, ended.status) == ("r", OutcomeStatus.WITHDRAWN)
+    assert ended.text == "s (hot_swap) follows it"
+    # Its place is free, and what it still answers changes nothing.
+    assert others == [Perform(command=STACKS, number=1)]
+    assert executor.answered("r", 1, DONE, 2.0) == []
+
+
 def test_a_repeated_id_is_answered_with_the_same_outcome_and_carried_out_once() -> None:
     executor = Executor(PACE)
     executor.submit(STACKS, 0.0)
@@ -103,8 +129,13 @@ def test_a_deposed_controllers_command_is_refused() -> None:
 def test_the_orchestrators_own_fence_ends_a_command() -> None:
     executor = Executor(PACE)
     executor.submit(STACKS, 0.0)
-    fenced = Answer(status=OutcomeStatus.FENCED, text="epoch 9 was here")
-    assert status(executor.answered("c2", 1, fenced, 1.0)) is OutcomeStatus.FENCED
+    fenced = Answer(status=OutcomeStatus.FENCED, text="epoch 9 was here", epoch=9)
+    (outcome,) = executor.answered("c2", 1, fenced, 1.0)
+    assert outcome == Outcome(command="c2", epoch=9, status=OutcomeStatus.FENCED, text="epoch 9 was here")
+    # The same command of a controller that was started again: below the epoch that was seen, and above it.
+    assert executor.submit(replace(STACKS, epoch=4), 2.0) == [outcome]
+    above = replace(STACKS, epoch=10)
+    assert executor.submit(above, 3.0) == [Perform(command=above, number=1)]
 
 
 def test_commands_run_side_by_side_up_to_a_bound_and_a_hung_one_gives_its_place_back() -> None:

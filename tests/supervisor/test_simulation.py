@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from supervisor.control import ControllerCore
 from supervisor.decision.controller import BaseController
-from supervisor.decision.guards import GUARDS, Guard
+from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal, View, no_verdict, not_frozen
+from supervisor.decision.state import Account
 from supervisor.detection import Detector
 from supervisor.event_log import EventLog
 from supervisor.plain import InvalidValue
+from supervisor.policy.budget import Budget, TokenBucket
+from supervisor.policy.caps import refuse_cordon
+from supervisor.policy.verdict import Verdict
 from supervisor.simulation import __main__ as program
 from supervisor.simulation import plane
 from supervisor.simulation.faults import KINDS, SimFault
@@ -36,7 +42,45 @@ ENOUGH = 250
 
 
 #: Where the search begins for those that need a rare history; anywhere else it only takes longer.
-BEGIN = {"no_verdict": 128, "no_log_fence": 119, "one_action": 45, "within_cordon_caps": 45}
+BEGIN = {
+    **{"within_budget": 73, "budgets_refilled_by_time": 73, "no_second_look": 61, "one_action": 56},
+    **{"no_domain_cap": 53, "within_cordon_caps": 45, "quiet_long_enough": 45, "no_backoff": 217},
+}
+
+
+#: A host is lost long after its job was given up: drawn histories are over by then.
+AFTER_THE_VERDICT = Scenario(
+    seed=1,
+    hosts=8,
+    faults=(
+        SimFault(at=30.0, kind="job is broken"),
+        SimFault(at=1500.0, kind="host dies", target=1, seconds=0.0),
+    ),
+    reckless=False,
+)
+
+
+#: Of seed 10063: the controller is stopped between a loss and the last step of before it.
+STOPPED_BEFORE_THE_STEP = Scenario(
+    seed=10063,
+    hosts=7,
+    faults=(
+        SimFault(at=121.3, kind="host dies", target=2, seconds=0.0),
+        SimFault(at=121.9, kind="controller stops", seconds=20.0),
+    ),
+    reckless=False,
+)
+
+#: Of seed 9038: a whole fleet dies before all of its daemons are back from a partition.
+DEAD_IN_A_PARTITION = Scenario(
+    seed=9038,
+    hosts=4,
+    faults=(
+        SimFault(at=56.1, kind="partition", seconds=3.0, share=1.0, code=1),
+        SimFault(at=60.8, kind="host dies", target=2, seconds=0.0, share=1.0),
+    ),
+    reckless=False,
+)
 
 
 def first_failing(name: str, controller: Callable[[Scenario], BaseController] | None = None) -> int | None:
@@ -44,11 +88,10 @@ def first_failing(name: str, controller: Callable[[Scenario], BaseController] | 
     for seed in range(first, first + ENOUGH):
         drawn = scenario(seed, 12)
         make = None if controller is None else (lambda drawn=drawn: controller(drawn))
-        try:
+        # A value that cannot be made at all ends a history too, and says nothing about invariants.
+        with suppress(InvalidValue):
             if run(drawn, controller=make).violation:
                 return seed
-        except InvalidValue:  # a value that no guard kept from being made
-            return seed
     return None
 
 
@@ -62,10 +105,37 @@ def test_a_thousand_histories_keep_all_invariants(capsys: pytest.CaptureFixture[
 def test_without_this_guard_a_history_fails(guard: Guard) -> None:
     left = [other for other in GUARDS if other is not guard]
 
-    def controller(drawn: Scenario) -> BaseController:
-        return (RecklessController if drawn.reckless else BaseController)(THRESHOLDS, guards=left)
+    if guard is no_verdict:
+        assert run(AFTER_THE_VERDICT).violation == ""
+        alone = run(AFTER_THE_VERDICT, controller=lambda: BaseController(THRESHOLDS, guards=left))
+        assert alone.violation.endswith("which was given up")
+        return
+    assert first_failing(guard.__name__, lambda drawn: _chosen(drawn)(THRESHOLDS, guards=left)) is not None
 
-    assert first_failing(guard.__name__, controller) is not None
+
+def _chosen(drawn: Scenario) -> type[BaseController]:
+    return RecklessController if drawn.reckless else BaseController
+
+
+def only_silence_freezes(view: View, intent: Intent) -> Refusal | None:
+    """A person's freeze is not heard."""
+    return Refusal(text="silent", until=view.now + 5.0) if view.fleet.silent else None
+
+
+def test_without_a_persons_freeze_a_history_fails() -> None:
+    left = [only_silence_freezes if guard is not_frozen else guard for guard in GUARDS]
+    assert (
+        first_failing("only_silence_freezes", lambda drawn: _chosen(drawn)(THRESHOLDS, guards=left))
+        is not None
+    )
+
+
+def test_with_verdicts_that_never_expire_a_history_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is over 600 s after the job was given up, and a host is lost later."""
+    short = replace(THRESHOLDS, verdict_s=600.0)
+    assert run(AFTER_THE_VERDICT, thresholds=short).violation == ""
+    monkeypatch.setattr(Verdict, "holds", lambda self, now: True)
+    assert "does not train" in run(AFTER_THE_VERDICT, thresholds=short).violation
 
 
 def no_dedup(patch: pytest.MonkeyPatch) -> None:
@@ -128,6 +198,34 @@ def no_memory_of_verdicts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("supervisor.decision.controller.gives_up", lambda turn, job, incident: False)
 
 
+def no_bucket(patch: pytest.MonkeyPatch) -> None:
+    """Half of `in_pace`."""
+    patch.setattr(TokenBucket, "ready_at", lambda self, now, **limits: now)
+
+
+def no_backoff(patch: pytest.MonkeyPatch) -> None:
+    """The other half of it."""
+    patch.setattr("supervisor.decision.guards.backoff_s", lambda failures, **limits: 0.0)
+
+
+def no_domain_cap(patch: pytest.MonkeyPatch) -> None:
+    def uncapped(*args: Any, **limits: Any) -> str:
+        return refuse_cordon(*args, **{**limits, "per_domain": 1000})
+
+    patch.setattr("supervisor.decision.guards.refuse_cordon", uncapped)
+
+
+def budgets_refilled_by_time(patch: pytest.MonkeyPatch) -> None:
+    account = View.account
+
+    def refilled(self: View, workload: str) -> Account:
+        known = account(self, workload)
+        old = self.now - known.acted_at > 30.0
+        return replace(known, in_job=Budget(), workload=Budget()) if old else known
+
+    patch.setattr(View, "account", refilled)
+
+
 def no_replay(patch: pytest.MonkeyPatch) -> None:
     """A controller that starts again knows nothing."""
     replay = EventLog._replay
@@ -150,6 +248,10 @@ def no_replay(patch: pytest.MonkeyPatch) -> None:
         no_id_check,
         effects_before_the_log,
         no_memory_of_verdicts,
+        no_bucket,
+        no_backoff,
+        no_domain_cap,
+        budgets_refilled_by_time,
         no_replay,
     ],
     ids=lambda mutation: mutation.__name__,
@@ -219,6 +321,13 @@ def test_a_user_sees_what_a_history_did_and_which_options_are_wrong(
     with pytest.raises(SystemExit):
         program.main(["--hosts", "2"])
     assert "--hosts must be 4 or more, found 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "saved", [DEAD_IN_A_PARTITION, STOPPED_BEFORE_THE_STEP], ids=lambda saved: saved.seed
+)
+def test_a_saved_history_that_failed_once_keeps_all_invariants(saved: Scenario) -> None:
+    assert run(saved).violation == ""
 
 
 def test_a_healthy_fleet_is_left_alone() -> None:

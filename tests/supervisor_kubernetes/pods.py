@@ -9,13 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from supervisor.orchestrators.processes import (
     Mark,
     Marked,
+    has_ended,
     kill_all,
     marked_processes,
     signal_roots,
@@ -38,12 +38,14 @@ class ProcessKubelet(Kubelet):
         node: its name.
         environment: of its daemon and its containers, which may refer to it.
         port: its daemon listens there, and for launchers at the next one.
+        flags: of its daemon.
     """
 
     directory: Path
     node: str
     environment: Mapping[str, str]
     port: int
+    flags: tuple[str, ...] = ()
     _children: list[int] = field(default_factory=list)
     _pids: dict[str, int] = field(default_factory=dict)
     _codes: dict[str, int] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class ProcessKubelet(Kubelet):
             *(sys.executable, str(ROOT / "supervisor" / "host_daemon.py"), "--plaintext"),
             *(f"--port={self.port}", f"--launcher_port={self.port + 1}", "--workers_per_host=1"),
             *(f"--state_dir={self.directory / 'daemons' / self.node}", "--address=127.0.0.1"),
+            *self.flags,
         ]
         self._start("daemon", argv, {"NODE_NAME": self.node})
 
@@ -114,13 +117,13 @@ class ProcessKubelet(Kubelet):
 
     def kill(self) -> None:
         """End all that runs here, and wait for it.  The cluster must not ask for its pods any more."""
-        end = time.monotonic() + 60.0
-        while (left := self.processes()) and time.monotonic() < end:
+        # A child that has just begun has no mark to be found by yet.
+        end, children = time.monotonic() + 60.0, list(self._children)
+        while (left := self.processes()) or children:
+            assert time.monotonic() < end, f"processes of {self.node} do not end: {left}"
             kill_all(left)
-        assert not left
-        for child in self._children:
-            with suppress(ChildProcessError):  # it was waited for
-                os.waitpid(child, 0)
+            children = [child for child in children if not has_ended(child)]
+            time.sleep(_LOOK_S)
 
 
 def _field(pod: Object, path: str) -> str:

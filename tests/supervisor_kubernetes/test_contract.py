@@ -28,10 +28,10 @@ from supervisor.orchestrators.gke.nodes import host_id, is_cordoned, is_ready
 from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
 from supervisor.orchestrators.job_file import JobFile, read_job_file
 from supervisor.orchestrators.local import LocalOrchestrator
-from supervisor.orchestrators.processes import marked_processes
+from supervisor.orchestrators.processes import kill_all, marked_processes
 from supervisor.orchestrators.ray.machines import RayMachines
 from supervisor.orchestrators.wanted import WantedOrchestrator
-from supervisor.values import Command, CommandKind, OutcomeStatus
+from supervisor.values import Change, Command, CommandKind, OutcomeStatus
 from supervisor.watchdogs.watchdog import boot_id
 from tests.asynchronous import run
 from tests.ports import free_row
@@ -53,18 +53,23 @@ class Subject:
         workload: name of the job.
         hosts: ids of its hosts, by node rank, then the spare's.
         starts: what tells each start of a rank that is there now from all others.
+        lose: have the machine of a host go, with all that runs there, under an orchestrator that runs.
     """
 
     make: Callable[[], RunningOrchestrator]
     workload: str
     hosts: tuple[str, str, str]
     starts: Callable[[], Awaitable[set[str]]]
+    lose: Callable[[RunningOrchestrator, str], None] | None = None
 
     async def two_starts(self) -> set[str]:
         """Those of a job that runs."""
+        return await self.starts_of(2)
+
+    async def starts_of(self, hosts: int) -> set[str]:
 
         async def wait() -> set[str]:
-            while len(found := await self.starts()) != 2:
+            while len(found := await self.starts()) != hosts:
                 await asyncio.sleep(0.05)
             return found
 
@@ -73,7 +78,10 @@ class Subject:
 
 @asynccontextmanager
 async def of_job_file(
-    tmp_path: Path, file: dict[str, Any], make: Callable[[JobFile, Path], RunningOrchestrator]
+    tmp_path: Path,
+    file: dict[str, Any],
+    make: Callable[[JobFile, Path], RunningOrchestrator],
+    lose: Callable[[RunningOrchestrator, str], None],
 ) -> AsyncIterator[Subject]:
     fleet, path = tmp_path / "fleet", tmp_path / "job.json"
     waiter = ["{python}", "-c", "import signal; signal.pause()"]
@@ -90,13 +98,20 @@ async def of_job_file(
             workload="a",
             hosts=(f"n1.{boot_id()}", f"n2.{boot_id()}", f"n3.{boot_id()}"),
             starts=starts,
+            lose=lose,
         )
 
 
 def local(tmp_path: Path, request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Subject]:
     del request
     environment = {**os.environ, "SUPERVISOR_PLAINTEXT": "1"}
-    return of_job_file(tmp_path, {}, lambda file, fleet: LocalOrchestrator(file, fleet, environment))
+
+    def lose(orchestrator: RunningOrchestrator, host: str) -> None:
+        del orchestrator
+        fleet = str(tmp_path / "fleet")
+        kill_all([one for one in marked_processes(fleet) if one.mark.host == name_of(host)])
+
+    return of_job_file(tmp_path, {}, lambda file, fleet: LocalOrchestrator(file, fleet, environment), lose)
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +122,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @asynccontextmanager
 async def on_ray(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
-    address = request.getfixturevalue("cluster").address
+    cluster: Cluster = request.getfixturevalue("cluster")
+    address = cluster.address
+    removed: list[str] = []
+
+    def lose(orchestrator: RunningOrchestrator, host: str) -> None:
+        node = orchestrator._machines._nodes[name_of(host)]  # type: ignore[attr-defined]
+        cluster.remove(node)
+        removed.append(node)
 
     def make(file: JobFile, fleet: Path) -> WantedOrchestrator:
         machines = RayMachines(file, address, str(fleet))
         return WantedOrchestrator(file, fleet, {"SUPERVISOR_PLAINTEXT": "1"}, machines)
 
-    async with of_job_file(tmp_path, {"resources": HOST}, make) as subject:
+    async with of_job_file(tmp_path, {"resources": HOST}, make, lose) as subject:
         yield subject
+        for _ in removed:
+            cluster.add()
         # Its actors hold all nodes of the cluster.
         stop = ["supervisor.orchestrators.ray", f"--stop={tmp_path / 'fleet'}", f"--ray-address={address}"]
         done = await asyncio.create_subprocess_exec(sys.executable, "-m", *stop)
@@ -135,6 +159,7 @@ async def in_memory(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIter
             workload="a",
             hosts=(host(cluster, "n1"), host(cluster, "n2"), host(cluster, "n3")),
             starts=starts,
+            lose=lambda orchestrator, host: cluster.lose_node(name_of(host)),
         )
 
 
@@ -182,6 +207,10 @@ async def real(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
             await api.delete(JOBSETS, current or made, foreground=True)
 
 
+def name_of(host: str) -> str:
+    return host.rpartition(".")[0]
+
+
 def _running(pods: list[dict[str, Any]]) -> set[str]:
     return {
         pod["metadata"]["uid"]
@@ -206,6 +235,8 @@ SUBJECTS = [
     pytest.param(in_memory, id="in memory"),
     pytest.param(real, id="KUBECONFIG", marks=NEEDS_CLUSTER),
 ]
+#: Those whose machines a test may take away.
+OWN_MACHINES = SUBJECTS[:3]
 Maker = Callable[[Path, pytest.FixtureRequest], Any]
 
 
@@ -215,9 +246,12 @@ def new_epoch() -> int:
 
 
 @asynccontextmanager
-async def running(subject: Subject) -> AsyncIterator[RunningOrchestrator]:
+async def running(
+    subject: Subject, told: list[tuple[str, Change]] | None = None
+) -> AsyncIterator[RunningOrchestrator]:
     orchestrator = subject.make()
-    async with orchestrator.running(lambda host, change, evidence: None):
+    changes = told if told is not None else []
+    async with orchestrator.running(lambda host, change, evidence: changes.append((host, change))):
         await subject.two_starts()
         yield orchestrator
 
@@ -261,7 +295,7 @@ def test_an_epoch_below_the_highest_is_refused_by_the_next_orchestrator_too(
             low = new_epoch()
             async with running(subject) as orchestrator:
                 before = await subject.two_starts()
-                uncordon = {"host": subject.hosts[2].rpartition(".")[0]}
+                uncordon = {"host": name_of(subject.hosts[2])}
                 done = await do(orchestrator, "c1", CommandKind.UNCORDON_HOST, epoch=low + 1, **uncordon)
                 assert done.status is OutcomeStatus.DONE
             async with running(subject) as orchestrator:
@@ -269,6 +303,7 @@ def test_an_epoch_below_the_highest_is_refused_by_the_next_orchestrator_too(
                 fenced = await do(orchestrator, "c2", CommandKind.WORKLOAD_RESET, **reset)
                 assert fenced.status is OutcomeStatus.FENCED
                 assert fenced.text == f"epoch {low} refused: this orchestrator has seen {low + 1}"
+                assert fenced.epoch == low + 1
                 assert await subject.two_starts() == before
 
     run(work())
@@ -287,6 +322,86 @@ def test_a_swapped_host_leaves_the_others_as_they_are(
             after = await subject.two_starts()
             assert len(before & after) == 1
             await do(orchestrator, "c2", CommandKind.UNCORDON_HOST, host=subject.hosts[1])
+
+    run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OWN_MACHINES)
+def test_a_job_goes_on_without_a_lost_host_and_grows_onto_another_one(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async def work() -> None:
+        async with make(tmp_path, request) as subject, running(subject) as orchestrator:
+            before = await subject.two_starts()
+            lost = subject.hosts[1]
+            subject.lose(orchestrator, lost)
+            down = {"workload": subject.workload, "host": lost, "replicas": 1}
+            done = await do(orchestrator, "c1", CommandKind.SCALE_DOWN, **down)
+            assert done.status is OutcomeStatus.DONE, done
+            small = await subject.starts_of(1)
+            assert not small & before
+            again = await do(orchestrator, "c1", CommandKind.SCALE_DOWN, **down)
+            assert again.status is OutcomeStatus.DONE
+            assert await subject.starts_of(1) == small
+            up = {"workload": subject.workload, "replicas": 2}
+            done = await do(orchestrator, "c2", CommandKind.SCALE_UP, **up)
+            assert done.status is OutcomeStatus.DONE, done
+            assert not await subject.two_starts() & small
+            refused = await do(orchestrator, "c3", CommandKind.SCALE_UP, **{**up, "replicas": 4})
+            assert (refused.status, refused.passing) == (OutcomeStatus.FAILED, False)
+
+    run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OWN_MACHINES)
+def test_a_drained_host_is_told_of_and_the_others_stay_when_it_is_replaced(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async def work() -> None:
+        told: list[tuple[str, Change]] = []
+        async with make(tmp_path, request) as subject, running(subject, told) as orchestrator:
+            before = await subject.two_starts()
+            drained, spare = subject.hosts[1:]
+            done = await do(orchestrator, "c1", CommandKind.DRAIN_HOST, host=drained)
+            assert done.status is OutcomeStatus.DONE, done
+            assert told.count((drained, Change.GONE)) == 1
+            swap = {"workload": subject.workload, "host": drained, "spare": spare}
+            done = await do(orchestrator, "c2", CommandKind.HOT_SWAP, **swap)
+            assert done.status is OutcomeStatus.DONE, done
+            assert len(before & await subject.two_starts()) == 1
+            # It takes no job before it is uncordoned.
+            up = {"workload": subject.workload, "replicas": 3}
+            refused = await do(orchestrator, "c3", CommandKind.SCALE_UP, **up)
+            assert (refused.status, refused.passing) == (OutcomeStatus.FAILED, False)
+            await do(orchestrator, "c4", CommandKind.UNCORDON_HOST, host=drained)
+            done = await do(orchestrator, "c5", CommandKind.SCALE_UP, **up)
+            assert done.status is OutcomeStatus.DONE, done
+            await subject.starts_of(3)
+
+    run(work())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OWN_MACHINES)
+def test_a_lost_host_is_replaced_once_also_when_another_orchestrator_gets_the_command(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async def work() -> None:
+        async with make(tmp_path, request) as subject:
+            swap = {"workload": subject.workload, "host": subject.hosts[1], "spare": subject.hosts[2]}
+            async with running(subject) as orchestrator:
+                before = await subject.two_starts()
+                subject.lose(orchestrator, subject.hosts[1])
+                done = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
+                assert done.status is OutcomeStatus.DONE, done
+                after = await subject.two_starts()
+                assert len(before & after) == 1
+            async with running(subject) as orchestrator:
+                again = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
+                assert again.status is OutcomeStatus.DONE
+                assert await subject.two_starts() == after
 
     run(work())
 

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
+from supervisor.execution import Executor, Pace, Perform
 from supervisor.orchestrators.gke import RIGHTS
+from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
-from supervisor.values import Command, OutcomeStatus
+from supervisor.values import Command, Outcome, OutcomeStatus
 from tests.asynchronous import run
-from tests.supervisor_kubernetes.fleet import Adapter, held_or_done, kill_at
+from tests.supervisor_kubernetes.fleet import TIMES, Adapter, held_or_done, kill_at
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario, Seen, changing_calls
 
 BOTH = (FaultKind.HOLD_BEFORE, FaultKind.HOLD_AFTER)
@@ -66,12 +69,33 @@ async def killed_at(scenario: Scenario, fault: Fault) -> None:
 
 async def without_a_server_at(scenario: Scenario, fault: Fault) -> None:
     """The API server goes away at a call, and comes back."""
-    async with scenario.played() as (cluster, seen), Adapter(cluster, "one") as adapter:
+
+    def is_missed(cluster: Cluster, adapter: Adapter) -> bool:
+        return bool(cluster.api.missed)
+
+    await _without_a_server_at(scenario, fault, TIMES, is_missed)
+
+
+async def without_a_server_for_long_at(scenario: Scenario, fault: Fault) -> None:
+    """It stays away until the adapter's lease has lapsed, and several renewals of it have failed."""
+    times = replace(TIMES, lease_s=1.0)
+
+    def has_lapsed(cluster: Cluster, adapter: Adapter) -> bool:
+        lapsed_for = time.monotonic() - adapter.orchestrator._lease._until
+        return lapsed_for > 3 * times.lease_s / 5 and cluster.api.missed > 5
+
+    await _without_a_server_at(scenario, fault, times, has_lapsed)
+
+
+async def _without_a_server_at(
+    scenario: Scenario, fault: Fault, times: Times, enough: Callable[[Cluster, Adapter], bool]
+) -> None:
+    async with scenario.played() as (cluster, seen), Adapter(cluster, "one", times) as adapter:
         cluster.api.faults.place(fault)
         work = asyncio.ensure_future(adapter.do("c1", scenario.kind, **scenario.fields(cluster)))
         await held_or_done(cluster, work)
         cluster.api.down = True
-        await cluster.until(lambda: cluster.api.missed, "nothing is asked of the server that is away")
+        await cluster.until(lambda: enough(cluster, adapter), "nothing is asked of the server that is away")
         cluster.api.down = False
         done = await work
         assert done.status is OutcomeStatus.DONE, done
@@ -110,6 +134,66 @@ def test_an_action_that_is_killed_between_any_two_calls_is_finished_once_by_the_
 @pytest.mark.parametrize("name", EACH_ACTION)
 def test_an_action_survives_an_api_server_that_is_away_at_any_of_its_calls(name: str) -> None:
     run(cut_everywhere(SCENARIOS[name], without_a_server_at, (FaultKind.HOLD_AFTER,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EACH_ACTION)
+def test_an_action_survives_an_api_server_that_is_away_for_longer_than_the_lease(name: str) -> None:
+    run(cut_everywhere(SCENARIOS[name], without_a_server_for_long_at, (FaultKind.HOLD_AFTER,)))
+
+
+#: The actuator's pace and a command's deadline, so many times as fast.
+_SCALE = 20.0
+_PACE = Pace(
+    look_s=Pace().look_s / _SCALE,
+    try_s=Pace().try_s / _SCALE,
+    retry_s=Pace().retry_s / _SCALE,
+    retry_limit_s=Pace().retry_limit_s / _SCALE,
+)
+
+
+async def outcome_of(adapter: Adapter, command: Command) -> Outcome:
+    """What the actuator's own logic makes of a command: its tries, its pauses, its deadline."""
+    executor, loop = Executor(_PACE), asyncio.get_running_loop()
+    due = executor.submit(command, loop.time())
+
+    def try_it(act: Perform) -> None:
+        adapter.orchestrator.perform(
+            act.command,
+            lambda answer: due.extend(executor.answered(command.id, act.number, answer, loop.time())),
+        )
+
+    while True:
+        while due:
+            act = due.pop(0)
+            if isinstance(act, Outcome):
+                return act
+            assert isinstance(act, Perform)
+            try_it(act)
+        due += executor.tick(loop.time())
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_command_outlives_an_api_server_that_is_away_for_half_of_its_deadline() -> None:
+    async def work() -> None:
+        scenario = SCENARIOS["hot swap"]
+        times = replace(TIMES, lease_s=1.0)
+        async with scenario.played() as (cluster, seen), Adapter(cluster, "one", times) as adapter:
+            cluster.api.faults.place(Fault(verb="delete", resource="pods", kind=FaultKind.HOLD_AFTER))
+            command = Command(epoch=1, id="c1", kind=scenario.kind, **scenario.fields(cluster))
+            deadline_s = command.deadline_s / _SCALE
+            command = replace(command, deadline_s=deadline_s)
+            begun, trying = time.monotonic(), asyncio.ensure_future(outcome_of(adapter, command))
+            await cluster.until(cluster.api.held.is_set, "the pod is not deleted")
+            cluster.api.down = True
+            await cluster.until(lambda: time.monotonic() - begun > deadline_s / 2, "time stands still")
+            cluster.api.down = False
+            outcome = await trying
+            assert outcome.status is OutcomeStatus.DONE, outcome
+            await settled(cluster, scenario, seen)
+
+    run(work())
 
 
 async def refused_everywhere(scenario: Scenario, fault: Fault) -> None:

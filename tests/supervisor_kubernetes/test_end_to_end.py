@@ -3,66 +3,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from resiliency.testing.processes import Command as Program
-from supervisor.testing.kubernetes import Cluster
-from supervisor.values import CommandKind, OutcomeStatus
-from supervisor.view.status import Status
+from supervisor.orchestrators.gke.lease import NAME as LEASE
+from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
+from supervisor.values import CommandKind, DeviceState, OutcomeStatus, Request
+from supervisor.view.status import CommandStatus, HostStatus, Status
 from supervisor.watchdogs.watchdog import boot_id
 from tests.ports import free_port, free_row
-from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of, field, jobset, kubeconfig
+from tests.supervisor_kubernetes.fleet import JOBS, OWN, field, jobset
 from tests.supervisor_kubernetes.pods import ProcessKubelet
-from tests.supervisor_plane.plane import PATIENCE_S, ROOT, Plane, host_of, job_of, open_plane
+from tests.supervisor_kubernetes.threaded import Threaded, add_node, drive, threaded_cluster
+from tests.supervisor_plane.plane import PATIENCE_S, ROOT, Plane, job_of, open_plane
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.leaks("descriptors", reason="gRPC's own pollers")]
 
-T = TypeVar("T")
 NODES = ("n1", "n2", "n3")
+#: Launchers of new pods import torch when they start.
+PATIENT = ("--launcher-grace-s=60", "--workload-downtime-threshold-s=180")
 TRAIN = ROOT / "tests" / "supervisor_plane" / "scripts" / "train.py"
-
-
-class Threaded:
-    """A cluster in an event loop of its own: the test waits without one."""
-
-    def __init__(self, cluster: Cluster, loop: asyncio.AbstractEventLoop) -> None:
-        self.cluster, self._loop = cluster, loop
-
-    def call(self, what: Callable[[Cluster], T]) -> T:
-        async def work() -> T:
-            return what(self.cluster)
-
-        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(PATIENCE_S)
-
-
-@contextmanager
-def threaded_cluster() -> Iterator[Threaded]:
-    started: list[Threaded] = []
-    ready, over = threading.Event(), asyncio.Event()
-
-    async def work() -> None:
-        async with cluster_of() as cluster:
-            started.append(Threaded(cluster, asyncio.get_running_loop()))
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(work()))
-    thread.start()
-    assert ready.wait(PATIENCE_S)
-    try:
-        yield started[0]
-    finally:
-        started[0].call(lambda cluster: over.set())
-        thread.join(PATIENCE_S)
 
 
 class Training:
@@ -93,9 +61,27 @@ class Training:
         }
         stack.callback(self._end)
         for node, kubelet in self.kubelets.items():
-            cluster.call(lambda cluster, node=node, kubelet=kubelet: _add(cluster, node, kubelet))
+            cluster.call(lambda cluster, node=node, kubelet=kubelet: add_node(cluster, node, kubelet))
             kubelet.start_daemon()
         self._store = f"127.0.0.1:{port}"
+        #: Node and grace of each pod that was seen to be deleted.
+        self.graces: set[tuple[str, int]] = set()
+        cluster.call(lambda cluster: cluster.store.listeners.append(lambda: self._note_graces(cluster)))
+
+    def _note_graces(self, cluster: Cluster) -> None:
+        self.graces |= {
+            (pod["spec"]["nodeName"], pod["metadata"]["deletionGracePeriodSeconds"])
+            for pod in cluster.pods("demo")
+            if "deletionTimestamp" in pod["metadata"] and "nodeName" in pod["spec"]
+        }
+
+    def begins(self, **job_spec: Any) -> Status:
+        """The supervisor is started, and a job that trains on the first two nodes."""
+        self.plane.start("all", "--orchestrator=gke", *PATIENT)
+        self.submit(**job_spec)
+        status = self.goes_on(-1, "it does not train")
+        assert self.hosts(status) == {"n1", "n2"}
+        return status
 
     def submit(self, **job_spec: Any) -> None:
         thing = _jobset(self._store, job_spec)
@@ -111,6 +97,62 @@ class Training:
         self.cluster.call(lambda cluster: cluster.lose_node(node))
         self.kubelets[node].kill()
 
+    @contextmanager
+    def no_pod_may_go(self) -> Iterator[None]:
+        """A disruption budget is in the way of each eviction, and at least one was refused at the end."""
+        budget = {
+            "metadata": {"name": "all"},
+            "spec": {"maxUnavailable": 0, "selector": {"matchLabels": {}}},
+        }
+        self.cluster.call(lambda cluster: cluster.store.create("poddisruptionbudgets", budget, JOBS))
+        yield
+        wait_until(lambda: self.calls("pods/eviction") > 1, "no eviction is tried", timeout=PATIENCE_S)
+        self.cluster.call(lambda cluster: cluster.store.delete("poddisruptionbudgets", "all", JOBS))
+
+    def calls(self, resource: str) -> int:
+        return self.cluster.call(
+            lambda cluster: sum(call.changes and call.resource == resource for call in cluster.api.calls)
+        )
+
+    def uid(self) -> str:
+        return self.cluster.call(
+            lambda cluster: str(cluster.store.get("jobsets", "demo", JOBS)["metadata"]["uid"])
+        )
+
+    def kill_supervisor_at(self, fault: Fault, what: Callable[[], None]) -> None:
+        """It is killed at a call that `what` leads to, and the time makes its lease run out."""
+        self.cluster.call(lambda cluster: cluster.api.faults.place(fault))
+        what()
+        wait_until(
+            lambda: self.cluster.call(lambda cluster: cluster.api.held.is_set()),
+            f"no {fault.verb} of {fault.resource}",
+            timeout=PATIENCE_S,
+        )
+        self.plane.kill("all")
+
+        def run_out(cluster: Cluster) -> None:
+            lease = cluster.store.get("leases", LEASE, OWN)
+            lease["spec"]["holderIdentity"] = ""
+            cluster.store.update("leases", lease, OWN)
+
+        self.cluster.call(run_out)
+
+    def api_is_away(self, away: bool) -> None:
+        self.cluster.call(lambda cluster: setattr(cluster.api, "down", away))
+
+    def repair(self, node: str) -> None:
+        """The machine starts again, and a person lets it train."""
+        self.cluster.call(lambda cluster: cluster.reboot_node(node, boot_id()))
+        self.kubelets[node].start_daemon()
+        self.plane.act(Request.UNCORDON, host=node, why="it was repaired")
+
+    def hosts(self, status: Status) -> set[str]:
+        """Nodes that the job trains on, as the supervisor and as the cluster has it."""
+        known = {host.name for host in status.hosts if host.id in job_of(status).hosts}
+        running = self.cluster.call(lambda cluster: cluster.running("demo"))
+        assert known == set(running.values())
+        return known
+
     def goes_on(self, attempt: int, why: str) -> Status:
         """Wait until the job has trained for two saves since an attempt after `attempt`."""
 
@@ -118,25 +160,18 @@ class Training:
             if not seen.jobs or job_of(seen).attempt <= attempt or job_of(seen).incident:
                 return False
             begun = self.begun()
-            return bool(begun) and (job_of(seen).step or 0) > begun[-1] + 12
+            return bool(begun) and (job_of(seen).step or 0) > begun[-1][1] + 12
 
         return self.plane.wait_for(look, why)
 
     def pids(self, node: str) -> set[int]:
         return {one.pid for one in self.kubelets[node].processes("pod")}
 
-    def begun(self) -> list[int]:
-        """Steps at which ranks on the first node began."""
-        found = re.findall(r"^rank \d of 2 begins at step (\d+)", self.kubelets["n1"].log_of("pod"), re.M)
-        return [int(step) for step in found]
-
-
-def _add(cluster: Cluster, node: str, kubelet: ProcessKubelet) -> None:
-    cluster.add_node(node, kubelet)
-    thing = cluster.store.get("nodes", node)
-    # Daemons say of which start of the machine they are, and all of them are on this one.
-    thing["status"]["nodeInfo"]["bootID"] = boot_id()
-    cluster.store.update("nodes", thing, checked=False)
+    def begun(self) -> list[tuple[int, int]]:
+        """Numbers of ranks, and steps, with which the rank on the first node began."""
+        log = self.kubelets["n1"].log_of("pod")
+        found = re.findall(r"^rank \d of (\d) begins at step (\d+)", log, re.M)
+        return [(int(ranks), int(step)) for ranks, step in found]
 
 
 def _jobset(store: str, job_spec: dict[str, Any]) -> dict[str, Any]:
@@ -147,14 +182,22 @@ def _jobset(store: str, job_spec: dict[str, Any]) -> dict[str, Any]:
     (container,) = pod["containers"]
     container["command"] = [sys.executable, str(ROOT / "launcher.py")]
     container["args"] = [
-        *("--use-supervisor", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"),
+        *("--use-supervisor", "--nnodes=$(NNODES)", "--nproc-per-node=1", "--max-restarts=3"),
         *("--monitor-interval=0.2", "--rdzv-backend=c10d", f"--rdzv-endpoint={store}"),
         "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=120,last_call_timeout=1,is_host=0",
         *("--rdzv-id=demo-$(RESILIENCY_JOB_GENERATION)", "--local-addr=$(NODE_IP)"),
-        *("--num-nodes-per-dp=1", "--num-dp-replicas=2", str(TRAIN), "$(DISK)", "$(MEMORY)"),
+        *(
+            "--num-nodes-per-dp=1",
+            "--num-dp-replicas=$(NUM_DP_REPLICAS)",
+            "--min-num-dp-replicas=1",
+            "--max-num-dp-replicas=2",
+        ),
+        *("--enable-workload-scaling", str(TRAIN), "$(DISK)", "$(MEMORY)"),
     ]
     name = field("metadata.labels['jobset.sigs.k8s.io/jobset-name']")
     container["env"] += [
+        {"name": "NNODES", "value": "2"},
+        {"name": "NUM_DP_REPLICAS", "value": "2"},
         {"name": "PET_CONTAINER_NAME", "value": "trainer"},
         {"name": "PET_WORKLOAD_NAME", "valueFrom": name},
         {"name": "PET_JOB_NAME", "valueFrom": name},
@@ -169,42 +212,113 @@ def _jobset(store: str, job_spec: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
     with threaded_cluster() as cluster, open_plane(tmp_path) as (plane, stack):
-        config = kubeconfig(tmp_path / "config", cluster.call(lambda cluster: cluster.api.url))
-        plane.env |= {
-            "KUBECONFIG": str(config),
-            "WORKLOAD_NAMESPACE": JOBS,
-            "JOB_NAMESPACE": OWN,
-            "POD_NAME": "actuator-0",
-        }
+        drive(plane, cluster)
         yield Training(plane, stack, cluster)
 
 
-@pytest.mark.parametrize(
-    ("job_spec", "kept"),
-    [
-        pytest.param({}, True, id="each pod alone"),
-        pytest.param({"backoffLimitPerIndex": None, "backoffLimit": 0}, False, id="all pods together"),
-    ],
-)
-def test_a_node_is_lost_and_the_job_goes_on_with_the_spare(
-    training: Training, job_spec: dict[str, Any], kept: bool
-) -> None:
+def _host(status: Status, name: str) -> HostStatus:
+    """The newest of that name."""
+    return [host for host in status.hosts if host.name == name][-1]
+
+
+def _is_spare(status: Status, name: str) -> bool:
+    host = _host(status, name)
+    return host.state is DeviceState.SPARE and not host.cordoned and not host.workload
+
+
+def _swaps(status: Status) -> list[CommandStatus]:
+    """Without those that had no effect: a step that is read late counts as progress after the loss."""
+    swaps = [one for one in status.commands if one.kind is CommandKind.HOT_SWAP]
+    return [one for one in swaps if one.outcome is not OutcomeStatus.WITHDRAWN]
+
+
+def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -> None:
     plane = training.plane
-    patient = ("--launcher-grace-s=60", "--workload-downtime-threshold-s=180")
-    plane.start("all", "--orchestrator=gke", *patient)
-    training.submit(**job_spec)
-    status = training.goes_on(-1, "it does not train")
-    assert set(job_of(status).hosts) == {host_of(status, name).id for name in ("n1", "n2")}
+    status = training.begins()
+    launchers = training.pids("n1")
+
+    plane.act(Request.CORDON, host="n3", why="a look at it")
+    plane.wait_for(lambda seen: _host(seen, "n3").cordoned, "it is not cordoned")
+    plane.act(Request.UNCORDON, host="n3", why="it is fine")
+    plane.wait_for(lambda seen: not _host(seen, "n3").cordoned, "it is no spare again")
+
+    with training.no_pod_may_go():
+        plane.act(Request.DRAIN, host="n2", why="maintenance")
+        wait_until(lambda: training.calls("pods/eviction"), "it is not drained", timeout=PATIENCE_S)
+        begun = job_of(plane.status()).step or 0
+        status = plane.wait_for(lambda seen: (job_of(seen).step or 0) > begun + 5, "it does not train on")
+        assert training.hosts(status) == {"n1", "n2"}
+    status = training.goes_on(job_of(status).attempt, "it does not go on without the drained host")
+    assert training.hosts(status) == {"n1", "n3"}
+    assert launchers & training.pids("n1")
+    (drain,) = [one for one in status.commands if one.kind is CommandKind.DRAIN_HOST]
+    assert (drain.outcome, drain.text) == (OutcomeStatus.DONE, "cordoned; 1 pods evicted")
+    assert _host(status, "n2").cordoned
+    plane.act(Request.UNCORDON, host="n2", why="it was maintained")
+    plane.wait_for(lambda seen: _is_spare(seen, "n2"), "it is no spare again")
+
+
+def test_a_lost_host_is_replaced_once_also_by_a_supervisor_that_was_killed(training: Training) -> None:
+    plane = training.plane
+    status = training.begins()
+    launchers, jobset_uid = training.pids("n1"), training.uid()
+
+    training.kill_supervisor_at(
+        Fault(verb="delete", resource="pods", kind=FaultKind.HOLD_AFTER), lambda: training.lose("n2")
+    )
+    plane.start("all", "--orchestrator=gke", *PATIENT)
+    status = training.goes_on(job_of(status).attempt, "it does not go on without the lost host")
+    assert training.hosts(status) == {"n1", "n3"}
+    assert launchers & training.pids("n1")
+    assert training.uid() == jobset_uid
+    (swap,) = _swaps(status)
+    assert swap.outcome is OutcomeStatus.DONE
+    # Nothing can end in order on a lost node.
+    assert [grace for node, grace in training.graces if node == "n2"] == [0]
+    steps = [step for _, step in training.begun()]
+    assert steps == sorted(steps)
+
+
+def test_a_job_that_restarts_as_a_whole_loses_a_node_while_the_api_server_is_away(training: Training) -> None:
+    plane = training.plane
+    status = training.begins(backoffLimitPerIndex=None, backoffLimit=0)
     before = training.pids("n1")
 
+    training.api_is_away(True)
     training.lose("n2")
+    # The daemon's silence alone decides, and the command waits for the API server.
+    plane.wait_for(lambda seen: any(_swaps(seen)), "nothing is decided")
+    training.api_is_away(False)
     status = training.goes_on(job_of(status).attempt, "it does not go on with the spare")
-    swap = next(one for one in status.commands if one.kind is CommandKind.HOT_SWAP)
+    swap, *_ = _swaps(status)
     assert swap.outcome is OutcomeStatus.DONE
-    assert set(job_of(status).hosts) == {host_of(status, name).id for name in ("n1", "n3")}
-    assert training.cluster.call(lambda cluster: cluster.running("demo")) == {"0-0": "n1", "0-1": "n3"}
-    # Where a pod may be made again alone, the launcher of the other one is the same process.
-    assert bool(before & training.pids("n1")) == kept
+    assert training.hosts(status) == {"n1", "n3"}
+    assert not before & training.pids("n1")
     first, *others = training.begun()
-    assert first == 0
-    assert others[-1] > 0
+    assert first == (2, 0)
+    assert others[-1] > first
+
+
+def test_without_a_spare_the_job_is_smaller_until_the_node_is_back(training: Training) -> None:
+    plane = training.plane
+    training.lose("n3")
+    plane.start("all", "--orchestrator=gke", *PATIENT, "--spare-floor=0", "--scale-up-hold-s=1")
+    training.submit()
+    status = training.goes_on(-1, "it does not train")
+
+    training.lose("n2")
+    status = training.goes_on(job_of(status).attempt, "it does not go on smaller")
+    assert training.hosts(status) == {"n1"}
+
+    training.repair("n2")
+    status = training.goes_on(job_of(status).attempt, "it does not grow")
+    assert training.hosts(status) == {"n1", "n2"}
+
+    # Rank 0 restored from its node's disk each time, at the size that all of the JobSet names.
+    sizes, steps = zip(*training.begun(), strict=True)
+    assert sizes == (2, 1, 2)
+    assert 0 == steps[0] < steps[1] < steps[2]
+    done = [one.kind for one in status.commands if one.outcome is OutcomeStatus.DONE]
+    assert [kind for kind in reversed(done) if kind is not CommandKind.UNCORDON_HOST] == [
+        *(CommandKind.SCALE_DOWN, CommandKind.SCALE_UP)
+    ]

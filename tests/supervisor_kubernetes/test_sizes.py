@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from resiliency.errors import ConfigError
-from supervisor.orchestrators.gke import RIGHTS
+from supervisor.orchestrators.gke import RIGHTS, sizes
 from supervisor.orchestrators.gke.jobsets import generation, generation_problem, made_again
 from supervisor.orchestrators.gke.nodes import can_take
 from supervisor.orchestrators.gke.sizes import CannotResize, resized, size_of
@@ -19,6 +19,7 @@ from supervisor.parts.settings import ALL, PartSettings
 from supervisor.testing.kubernetes.hosts import node
 from tests.supervisor_kubernetes.fleet import jobset
 
+GUIDE = (Path(__file__).parents[2] / "docs" / "gke.md").read_text()
 STATUS = {"uid": "u", "resourceVersion": "7", "generation": 3, "managedFields": [], "finalizers": ["x"]}
 
 
@@ -50,6 +51,43 @@ def test_words_that_name_the_size_are_changed(before: list[str], after: list[str
     assert container_of(made)["args"] == after
     assert left == ()
     assert made["spec"]["replicatedJobs"][0]["replicas"] == 2
+
+
+#: Each with its number at 4 hosts of 8 ranks, and at 2.
+VARIABLES = [
+    *((name, "4", "2") for name in (*sizes._HOSTS, *sizes._REPLICAS)),
+    *((name, "32", "16") for name in sizes._RANKS),
+]
+FLAGS = [
+    *((name, "4", "2") for name in (*sizes._HOST_FLAGS, *sizes._REPLICA_FLAGS)),
+    *((name, "32", "16") for name in sizes._RANK_FLAGS),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after"), VARIABLES)
+def test_each_variable_that_names_the_size_is_changed_and_documented(
+    name: str, before: str, after: str
+) -> None:
+    thing = jobset(hosts=4, env={name: before, f"MY_{name}": before})
+    made, left = resized(thing, size_of(thing), 2)
+    values = {one["name"]: one.get("value") for one in container_of(made)["env"]}
+    assert (values[name], values[f"MY_{name}"], left) == (after, before, ())
+    assert f"`{name}`" in GUIDE
+
+
+@pytest.mark.parametrize(("name", "before", "after"), FLAGS)
+@pytest.mark.parametrize("form", ["--{}={}", "--{}\0{}", "exec train --{} {} --more"])
+def test_each_flag_that_names_the_size_is_changed_and_documented(
+    form: str, name: str, before: str, after: str
+) -> None:
+    for spelled in (name, name.replace("-", "_")):
+        thing = jobset(hosts=4)
+        container_of(thing).update(
+            command=["launcher.py", "--use-supervisor"], args=form.format(spelled, before).split("\0")
+        )
+        made, left = resized(thing, size_of(thing), 2)
+        assert (container_of(made)["args"], left) == (form.format(spelled, after).split("\0"), ())
+    assert f"`--{name}`" in GUIDE
 
 
 def test_a_replica_of_several_hosts_and_numbers_that_are_not_the_size() -> None:

@@ -58,6 +58,69 @@ def test_a_slow_image_pull_is_waited_for_and_is_no_reason_to_act() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff"])
+def test_an_image_that_cannot_be_pulled_is_named_and_waited_for(reason: str) -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            cluster.kubelets["n3"].pull_error = reason
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            waiting = asyncio.ensure_future(adapter.do("c1", CommandKind.HOT_SWAP, **swap))
+            view = adapter.orchestrator._view
+
+            def refused() -> bool:
+                return any(
+                    one["state"].get("waiting", {}).get("reason") == reason
+                    for pod in view.pods.all()
+                    for one in pod["status"].get("containerStatuses", ())
+                )
+
+            await cluster.until(refused, "the adapter does not see why its pod waits")
+            view.times = IMPATIENT
+            text = "moved to n3; still waiting: 1 pods run, 1 start on their nodes, 1 without their image"
+            done = await waiting
+            assert (done.status, done.text) == (DONE, text)
+            cluster.kubelets["n3"].pull_error = ""
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n1", "0-1": "n3"}, "not pulled")
+
+    run(work())
+
+
+@pytest.mark.parametrize(("noticed", "stuck_s"), [(True, 600.0), (False, 0.5)])
+def test_a_swap_of_a_node_that_nobody_has_given_up_on_waits_for_that_or_for_its_own_limit(
+    noticed: bool, stuck_s: float
+) -> None:
+    async def work() -> None:
+        times = replace(TIMES, stuck_s=stuck_s)
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one", times) as adapter:
+            await submit(cluster, jobset(hosts=2))
+            (lost,) = cluster.pods("a", node="n2")
+            cluster.lose_node("n2", noticed=False)
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            waiting = asyncio.ensure_future(adapter.do("c1", CommandKind.HOT_SWAP, **swap))
+
+            def terminating() -> bool:
+                return any("deletionTimestamp" in pod["metadata"] for pod in cluster.pods("a", node="n2"))
+
+            await cluster.until(terminating, "its pod is not deleted")
+            # Its grace is its own: a machine that only looks lost may still save.
+            (pod,) = cluster.pods("a", node="n2")
+            assert pod["metadata"]["deletionGracePeriodSeconds"] == 1
+            if noticed:
+                assert not waiting.done()
+                cluster.give_up_on("n2")
+            done = await waiting
+            assert (done.status, done.text) == (DONE, "moved to n3; 2 pods run")
+            assert cluster.running("a") == {"0-0": "n1", "0-1": "n3"}
+            deleted = [
+                call.name for call in cluster.api.calls if (call.verb, call.resource) == ("delete", "pods")
+            ]
+            assert deleted == [lost["metadata"]["name"]] * 2
+
+    run(work())
+
+
 @pytest.mark.slow
 def test_pods_that_fit_on_no_node_fail_the_command_unless_nodes_are_being_added() -> None:
     async def work() -> None:

@@ -54,6 +54,7 @@ class Plane:
         self.env = {f"{part.upper()}_ADDRESS": f"127.0.0.1:{port}" for part, port in self.ports.items()} | {
             "HEARTBEAT_POLLING_PERIOD_S": "1"
         }
+        self.own_env: dict[str, dict[str, str]] = {}  # of one part
         self.programs: dict[str, Program] = {}
         self.security, self.security_flags = PLAIN, ("--plaintext",)
 
@@ -68,7 +69,7 @@ class Plane:
         argv += ["--status-port=0"] * (part in ("all", "controller"))
         program = Program(
             [*argv, *self.security_flags, "--listen=127.0.0.1", *flags],
-            env=self.env,
+            env={**self.env, **self.own_env.get(part, {})},
             cwd=ROOT,
             log=self.tmp_path / f"{part}-{len(list(self.tmp_path.glob(part + '-*')))}.txt",
             cold=True,

@@ -25,6 +25,7 @@ from supervisor.view.status import CommandStatus, Status
 from tests.ports import free_port, free_row
 from tests.supervisor_plane.plane import PATIENCE_S, ROOT, Plane, host_of, job_of, open_plane
 from tests.supervisor_plane.scripts.train import Model
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.leaks("descriptors", reason="gRPC's own pollers")]
 
@@ -65,7 +66,7 @@ class Training:
         job = {
             "workload": "demo",
             "replicas": 3,
-            "grace_s": 5,
+            "grace_s": 120,  # for the save of the step that ranks stop at
             "command": command,
             "environment": environment,
         }
@@ -81,6 +82,7 @@ class Training:
     def lose(self, host: str) -> None:
         """Daemon, launcher and ranks of a host end at once, as with its machine; so do memory and disk."""
         kill_all(self.processes(host))
+        wait_until(lambda: not self.processes(host), f"processes of {host} are left")
         for kept in ("disk", "memory"):
             shutil.rmtree(self.plane.state_dir / kept / host)
 
@@ -88,11 +90,21 @@ class Training:
         path = self.plane.state_dir / "logs" / f"{host}-launcher.log"
         return path.read_text() if path.exists() else ""
 
+    def restored(self, ranks: int) -> list[dict[str, int]]:
+        """By tier, the bytes that all ranks began with, for each start with so many."""
+        found = re.findall(rf"^rank \d of {ranks} restored (.*)$", self.launcher_log("a"), re.MULTILINE)
+        parts = [dict(part.split("=") for part in one.split()) for one in found]
+        return [{tier: int(size) for tier, size in one.items()} for one in parts]
+
     def begun(self, rank: str, ranks: int) -> list[tuple[int, str]]:
         """Step and tier of each start of a rank in the log of the host that always stays."""
         text = self.launcher_log("a")
         found = re.findall(rf"^rank {rank} of {ranks} begins at step (\d+) from (\w+)$", text, re.MULTILINE)
         return [(int(step), tier) for step, tier in found]
+
+    def last_step(self, *, of: int) -> int:
+        """The last one that a rank of `a` finished while there were so many ranks."""
+        return int(re.findall(rf"^rank \d of {of} step (\d+) loss", self.launcher_log("a"), re.MULTILINE)[-1])
 
     def goes_on(self, replicas: int, attempt: int, why: str) -> Status:
         """Wait until the job of this size has trained for two saves since an attempt after `attempt`."""
@@ -173,15 +185,23 @@ def test_a_job_loses_two_hosts_goes_on_with_the_spare_and_smaller_and_grows_when
     first, second = training.begun(r"\d", 3)
     assert first == (0, "none")
     assert second[0] > 0
+    # Survivors go on from their own memory, or their own disk; the spare from a copy of theirs.
+    sources = training.restored(3)[-1]
+    assert {"memory", "peers"} <= set(sources) <= {"memory", "local", "peers"}
+    assert training.processes("b") == []
 
     training.lose("c")
     status = training.goes_on(2, job_of(status).attempt, "it does not go on smaller")
     assert set(job_of(status).hosts) == {host_of(status, name).id for name in ("a", "spare")}
-    assert training.begun(r"\d", 2)[-1][0] > second[0]
+    smaller = training.begun(r"\d", 2)[-1]
+    assert smaller[0] > second[0]
+    assert training.processes("c") == []
 
     plane.act(Request.UNCORDON, host="b", why="it was repaired")
     status = training.goes_on(3, job_of(status).attempt, "it does not grow")
     assert set(job_of(status).hosts) == {host_of(status, name).id for name in ("a", "spare", "b")}
+    # Growth costs no step: the ranks stopped at one and saved it.
+    assert training.begun(r"\d", 3)[-1][0] == training.last_step(of=2) > smaller[0]
 
     # Once for each loss and for the growth, and nothing for the echoes of them.
     done = [one for one in status.commands if one.outcome is OutcomeStatus.DONE]
@@ -193,9 +213,11 @@ def test_a_job_loses_two_hosts_goes_on_with_the_spare_and_smaller_and_grows_when
     ledger = training.ledger()
     assert sum(ledger.totals.values()) == ledger.wall_us * len(ledger.lanes)
     assert len(ledger.lanes) == 3
-    assert {"hot_swap", "scale_down"} <= {
+    assert {"hot_swap", "scale_down", "scale_up"} == {
         event.fields["action"] for event in _events(training) if event.type.value == "action_decided"
     }
+    (growth,) = (one for one in ledger.incidents if one.action == "scale_up")
+    assert growth.lost_steps == 0
     write_timeline(ledger, training.tmp_path / "timeline.png")
     program.close()
     stop_all(plane.state_dir)

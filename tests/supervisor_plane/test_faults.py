@@ -6,113 +6,35 @@ All processes are real, but for launchers: twins of theirs report steps, and nee
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from resiliency.errors import ControlPlaneError
-from resiliency.testing.processes import Command as Program
 from resiliency.testing.processes import stop_process
-from supervisor.orchestrators.local import stop_all
-from supervisor.orchestrators.processes import Marked, kill_all, marked_processes
+from supervisor.orchestrators.processes import kill_all
 from supervisor.parts.run import LOG_NAME
 from supervisor.values import CommandKind, OutcomeStatus, Request
-from supervisor.view.status import Status
-from tests.ports import free_row
-from tests.supervisor_plane.plane import PARTS, PATIENCE_S, ROOT, Plane, host_of, job_of, open_plane
-from tests.waiting import wait_until
+from tests.supervisor_plane.forwarder import Forwarder
+from tests.supervisor_plane.plane import PARTS, PATIENCE_S, ROOT, host_of, job_of
+from tests.supervisor_plane.twins import SCRIPTS, TIMEOUT_S, Twins, open_twins
+from tests.waiting import wait_for_seconds
 
 pytestmark = [pytest.mark.slow, pytest.mark.leaks("descriptors", reason="gRPC's own pollers")]
-
-SCRIPTS = Path(__file__).parent / "scripts"
-#: Silence is noticed soon, so that a part that is away for longer would be.
-TIMEOUT_S = 5.0
-SHORT = (f"--heartbeat-timeout-s={TIMEOUT_S:g}", "--tick-s=0.5", "--coalesce-s=0.5", "--advancing-s=1")
-
-
-class Twins:
-    """Three processes of the supervisor, and two hosts with a twin each beside a spare."""
-
-    def __init__(self, plane: Plane) -> None:
-        self.plane = plane
-        plane.env["PYTHONPATH"] = str(ROOT)
-        command = ["{python}", str(SCRIPTS / "twin.py"), "{daemon_port}", "{node_rank}", "{replicas}"]
-        command.append("{state_dir}/stalled")
-        job = {"workload": "job", "replicas": 2, "grace_s": 5, "command": command}
-        file = plane.tmp_path / "job.json"
-        hosts = ["a", "b", "spare"]
-        file.write_text(json.dumps({"hosts": hosts, "first_port": free_row(2 * len(hosts)), "jobs": [job]}))
-        self.flags = {"actuator": ("--orchestrator=local", f"--job-file={file}")}
-
-    def start(self, part: str) -> Program:
-        return self.plane.start(part, *self.flags.get(part, ()), thresholds=SHORT)
-
-    def start_all(self) -> Status:
-        for part in ("actuator", "controller", "sensor"):
-            self.start(part)
-        return self.is_whole()
-
-    def is_whole(self) -> Status:
-        """Wait until the controller sees all hosts, connected and at their work, and the job's next step."""
-        first = self.plane.wait_for(self._all_there, "the view is not whole")
-        step = job_of(first).step or 0
-        return self.plane.wait_for(
-            lambda seen: self._all_there(seen) and (job_of(seen).step or 0) > step, "no step is seen"
-        )
-
-    @staticmethod
-    def _all_there(seen: Status) -> bool:
-        hosts = [host_of(seen, name) for name in ("a", "b", "spare")]
-        there = all(host is not None and host.connected for host in hosts)
-        return there and [len(job.hosts) == job.hosts_needed for job in seen.jobs] == [True]
-
-    def processes(self, part: str, host: str) -> list[Marked]:
-        fleet = str(self.plane.state_dir.resolve())
-        return [one for one in marked_processes(fleet) if (one.mark.part, one.mark.host) == (part, host)]
-
-    def stall(self) -> None:
-        """From here on no rank finishes a step, as when one of them is lost."""
-        (self.plane.state_dir / "stalled").touch()
-
-    def did_nothing(self) -> None:
-        """No fault was seen, and nothing was done; what the daemon's loss is told by is no incident."""
-        status = self.plane.status()
-        assert (status.incidents, status.commands, status.frozen) == ((), (), False)
-
-    def acts(self) -> None:
-        """The whole chain works: a person's request gets to the orchestrator and its outcome back."""
-        self.plane.act(Request.CORDON, host="spare")
-        status = self.plane.wait_for(
-            lambda seen: any(one.outcome is OutcomeStatus.DONE for one in seen.commands), "no outcome"
-        )
-        assert status.commands[0].kind is CommandKind.CORDON_HOST
 
 
 @pytest.fixture
 def twins(tmp_path: Path) -> Iterator[Twins]:
-    with open_plane(tmp_path) as (plane, _):
-        try:
-            yield Twins(plane)
-        finally:
-            for program in plane.programs.values():
-                program.signal(signal.SIGCONT)
-                program.close()
-            stop_all(plane.state_dir)
-
-
-def wait_longer_than(seconds: float) -> None:
-    """The length of a fault, and no wait for anything."""
-    end = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() > end, "time stands still")
+    with open_twins(tmp_path) as twins:
+        yield twins
 
 
 def test_a_part_that_is_killed_harms_nothing_and_sees_all_again_after_its_start(twins: Twins) -> None:
@@ -130,7 +52,7 @@ def test_a_part_that_is_stopped_for_longer_than_the_timeout_harms_nothing(twins:
     twins.start_all()
     for part in PARTS:
         with twins.plane.stopped(part):
-            wait_longer_than(TIMEOUT_S + 1)
+            wait_for_seconds(TIMEOUT_S + 1)
         twins.is_whole()
         twins.did_nothing()
     twins.acts()
@@ -138,26 +60,26 @@ def test_a_part_that_is_stopped_for_longer_than_the_timeout_harms_nothing(twins:
 
 def test_a_daemon_that_is_killed_is_back_and_nothing_happens_to_training(twins: Twins) -> None:
     twins.start_all()
-    launcher = twins.processes("launcher", "a")
-    kill_all(twins.processes("daemon", "a"))
+    launcher = twins.processes("a", "launcher")
+    kill_all(twins.processes("a", "daemon"))
     twins.plane.wait_for(
         lambda seen: any(note.text.startswith("daemon of a.") for note in seen.decisions), "not noticed"
     )
     twins.is_whole()
     twins.did_nothing()
-    assert twins.processes("launcher", "a") == launcher
+    assert twins.processes("a", "launcher") == launcher
 
 
 def test_a_daemon_that_is_stopped_is_no_lost_host(twins: Twins) -> None:
     twins.start_all()
-    (daemon,) = twins.processes("daemon", "a")
+    (daemon,) = twins.processes("a", "daemon")
     stop_process(daemon.pid)
     try:
         twins.plane.wait_for(
             lambda seen: any("the host is there, its daemon is silent" in n.text for n in seen.decisions),
             "not noticed",
         )
-        wait_longer_than(TIMEOUT_S)
+        wait_for_seconds(TIMEOUT_S)
         twins.did_nothing()
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
@@ -169,7 +91,7 @@ def test_a_lost_host_is_swapped_although_the_actuator_was_killed_meanwhile(twins
     before = twins.start_all()
     twins.stall()
     twins.plane.kill("actuator")
-    kill_all(twins.processes("launcher", "b") + twins.processes("daemon", "b"))
+    kill_all(twins.processes("b"))
     # The orchestrator cannot be asked, so the host is silent until its time is over.
     twins.plane.wait_for(
         lambda seen: any(one.kind is CommandKind.HOT_SWAP for one in seen.commands), "no swap was decided"
@@ -182,24 +104,24 @@ def test_a_lost_host_is_swapped_although_the_actuator_was_killed_meanwhile(twins
     )
     assert status.epoch == before.epoch + 1
     assert [one.kind for one in status.commands] == [CommandKind.HOT_SWAP]
-    assert len(twins.processes("launcher", "spare")) == 1
+    assert len(twins.processes("spare", "launcher")) == 1
 
 
 def test_a_launcher_that_is_killed_alone_is_started_again_beside_the_others(twins: Twins) -> None:
     twins.start_all()
     twins.stall()  # the others wait for its ranks
-    (other,) = twins.processes("launcher", "b")
-    kill_all(twins.processes("launcher", "a"))
+    (other,) = twins.processes("b", "launcher")
+    kill_all(twins.processes("a", "launcher", "rank"))
     twins.plane.wait_for(
         lambda seen: any(one.outcome is OutcomeStatus.DONE for one in seen.commands), "nothing was done"
     )
-    (twins.plane.state_dir / "stalled").unlink()
+    (twins.folder() / "stalled").unlink()
     status = twins.plane.wait_for(
         lambda seen: job_of(seen).step and not job_of(seen).incident, "no step after the action"
     )
     assert [one.kind for one in status.commands] == [CommandKind.IN_JOB_RESET]
-    assert len(twins.processes("launcher", "a")) == 1
-    assert twins.processes("launcher", "b") == [other]
+    assert len(twins.processes("a", "launcher")) == 1
+    assert twins.processes("b", "launcher") == [other]
     assert len(status.hosts) == 3
 
 
@@ -216,7 +138,7 @@ def test_a_drained_host_is_replaced_and_a_frozen_fleet_waits_for_its_thaw(twins:
     )
     assert [one.kind for one in status.commands] == [CommandKind.DRAIN_HOST]
     assert host_of(status, "a").cordoned
-    assert twins.processes("launcher", "a") == []
+    assert twins.processes("a", "launcher") == []
     twins.plane.act(Request.THAW)
     status = twins.plane.wait_for(
         lambda seen: any(
@@ -225,8 +147,57 @@ def test_a_drained_host_is_replaced_and_a_frozen_fleet_waits_for_its_thaw(twins:
         "the drained host is not replaced",
     )
     assert {host_of(status, name).id for name in ("b", "spare")} == set(job_of(status).hosts)
-    assert len(twins.processes("launcher", "spare")) == 1
-    assert len(twins.processes("daemon", "a")) == 1
+    assert len(twins.processes("spare", "launcher")) == 1
+    assert len(twins.processes("a", "daemon")) == 1
+
+
+# ------------------------------------------------------------------------------------- network and clocks
+
+
+def test_daemons_that_are_cut_off_from_the_sensor_are_no_lost_hosts(twins: Twins) -> None:
+    network = Forwarder(twins.plane.ports["sensor"])
+    with closing(network):
+        # It starts the daemons, and so they reach the sensor by this way.
+        twins.plane.own_env["actuator"] = {"SENSOR_ADDRESS": network.address}
+        twins.start_all()
+        network.cut()
+        for host in ("a", "b", "spare"):
+            twins.plane.wait_for(
+                lambda seen, host=host: any(  # type: ignore[misc]
+                    note.text.startswith(f"daemon of {host}.") and "the host is there" in note.text
+                    for note in seen.decisions
+                ),
+                f"{host} is not noticed",
+            )
+        # What happens meanwhile is seen afterwards.
+        kill_all(twins.processes("a", "rank"))
+        wait_for_seconds(TIMEOUT_S)
+        twins.did_nothing()
+        network.heal()
+        twins.restarts_once()
+
+
+def test_clocks_that_are_moved_by_an_hour_change_nothing(twins: Twins) -> None:
+    clocks = twins.plane.tmp_path / "clocks"
+    clocks.mkdir()
+    twins.plane.env |= {
+        "PYTHONPATH": f"{SCRIPTS / 'moved_clock'}{os.pathsep}{ROOT}",
+        "MOVED_CLOCKS": str(clocks),
+    }
+    twins.start_all()
+    programs = [f"{part}.py" for part in PARTS] + ["host_daemon.py", "twin.py"]
+    for hour in (3600, -3600):
+        for number, program in enumerate(programs):
+            # The others are an hour ahead when these are an hour behind.
+            (clocks / program).write_text(str(-hour if number % 2 else hour))
+        wait_for_seconds(TIMEOUT_S + 1)
+        twins.is_whole()
+        twins.did_nothing()
+    kill_all(twins.processes("a", "rank"))
+    twins.restarts_once()
+    # The clock was moved indeed.
+    hour_ago = datetime.now() - timedelta(hours=1)
+    assert re.search(rf"^{hour_ago:%H:}", twins.plane.programs["sensor"].lines[-1])
 
 
 # ------------------------------------------------------------------------------------------- the event log

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from resiliency.errors import ConfigError
+from resiliency.testing.processes import stop_process
 from supervisor.orchestrator import Answer
 from supervisor.orchestrators import local
 from supervisor.orchestrators.job_file import JobFile, read_job_file
@@ -196,6 +197,12 @@ def test_a_job_shrinks_grows_and_leaves_a_drained_host(tmp_path: Path, fleet: Pa
             assert drained.text == "stopped on c"
             assert here.changes == [("c.boot", Change.GONE)]
             assert set(here.launchers()) == {"b"}
+            # Ranks that stop in order stop on all hosts, and so the other launchers may end as well.
+            kill_all(here.processes("launcher", "b"))
+            await until(lambda: not here.launchers(), "it does not end")
+            await here.do("c6", CommandKind.UNCORDON_HOST, host="a")
+            swapped = await here.do("c7", CommandKind.HOT_SWAP, workload="job", host="c", spare="a")
+            assert swapped.text == "started on b, a"
             other = await here.do("c5", CommandKind.WORKLOAD_RESET, workload="other")
             assert other.text == "the job file has no job other"
 
@@ -221,6 +228,20 @@ def test_a_daemon_that_ended_alone_is_started_again_and_a_host_that_is_dead_is_n
     run(work())
 
 
+def test_a_host_that_stands_still_as_a_whole_is_not_called_there(tmp_path: Path, fleet: Path) -> None:
+    async def work() -> None:
+        async with Local(fleet, job_file(tmp_path)).running() as here:
+            await is_up(here, "ab", daemons=3)
+            (daemon,), (launcher,) = here.processes("daemon", "a"), here.processes("launcher", "a")
+            stop_process(daemon.pid)
+            assert await here.look("a") is True
+            stop_process(launcher.pid)
+            # Nor is it gone: a process that is stopped may go on.
+            assert await here.look("a") is None
+
+    run(work())
+
+
 def test_a_launcher_that_ends_at_once_leaves_its_host_there(tmp_path: Path, fleet: Path) -> None:
     async def work() -> None:
         file = job_file(tmp_path, command=["{python}", "-c", "raise SystemExit(2)"])
@@ -241,15 +262,16 @@ def test_a_watch_goes_on_after_an_error_of_the_machine_and_a_task_that_fails_is_
     tmp_path: Path, fleet: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work() -> None:
+        trouble = "daemon of a: [Errno 17]"
         in_the_way = fleet / "logs"  # where a directory must be made for each daemon
         in_the_way.write_text("")
         here = Local(fleet, job_file(tmp_path, hosts=("a",), replicas=1))
         async with here.running():
-            await until(lambda: "cannot look after its hosts" in caplog.text, "no error is met")
+            await until(lambda: trouble in caplog.text, "no error is met")
             in_the_way.unlink()
             await until(lambda: here.processes("daemon", "a"), "the watch has ended")
-            await until(lambda: "watches its hosts again" in caplog.text, "nothing says that it passed")
-            assert caplog.text.count("cannot look after its hosts") == 1
+            await until(lambda: "daemon of a: well again" in caplog.text, "nothing says that it passed")
+            assert caplog.text.count(trouble) == 1
 
         def fail(host: str, change: Change, evidence: Evidence) -> None:
             raise ValueError(f"no one takes {host}")
@@ -313,6 +335,25 @@ def test_a_launcher_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Pat
             done = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
             assert done.text == "stopped on a, started on a"
             assert here.launchers()["a"] != before
+
+    run(work())
+
+
+def test_a_host_that_is_swapped_out_alive_gets_another_daemon(tmp_path: Path, fleet: Path) -> None:
+    async def work() -> None:
+        deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+        file = job_file(tmp_path, ("a", "b"), replicas=1, grace_s=0.2, command=["{python}", "-c", deaf])
+        async with Local(fleet, file).running() as here:
+            await is_up(here, "a", daemons=2)
+            (before,) = here.processes("daemon", "a")
+            swap = {"workload": "job", "host": "a", "spare": "b"}
+            done = await here.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert done.text == "stopped on a, started on b"
+            # The one before would say for ever that its host works for the job.
+            await until(
+                lambda: [one for one in here.processes("daemon", "a") if one.pid != before.pid], "no other"
+            )
+            assert "a" not in here.orchestrator._state.gone
 
     run(work())
 
@@ -405,11 +446,20 @@ def test_a_job_file_that_is_none_is_refused(tmp_path: Path) -> None:
         read_job_file(path)
 
 
-def test_what_is_started_is_ended_by_one_command(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        async with Local(fleet, job_file(tmp_path)).running() as here:
-            await is_up(here, "ab", daemons=3)
+def test_what_is_started_is_ended_by_one_command_and_starts_again_as_a_later_start_of_its_job(
+    tmp_path: Path, fleet: Path
+) -> None:
+    file = job_file(tmp_path)
 
-    run(work())
+    async def work() -> list[str]:
+        async with Local(fleet, file).running() as here:
+            await is_up(here, "ab", daemons=3)
+            return here.started("a")
+
+    first = run(work())
     assert local.main([f"--stop={fleet}"]) == 0
     assert marked_processes(str(fleet)) == []
+    # The controller's log remembers the generation of before, and takes a lower one for the past.
+    again = run(work())
+    assert again[: len(first)] == first
+    assert [line.split()[3] for line in again] == ["0", "1"]

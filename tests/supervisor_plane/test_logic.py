@@ -58,9 +58,9 @@ def test_news_are_the_newest_of_each_thing_and_all_events() -> None:
     seen = news.take()
     assert (seen.events, seen.hosts) == (tuple(events), (replace(host("a"), cordoned=True),))
     assert seen.progress == (Progress(workload="job", step=2),)
-    assert (seen.silence, seen.complete) == (Silence(frozen=True, silent=3, hosts=4), False)
+    assert seen.silence == Silence(frozen=True, silent=3, hosts=4)
     assert not news.arrived.is_set()
-    assert news.take(complete=True).events == ()
+    assert news.take().events == ()
 
 
 # ------------------------------------------------------------------------------------------- hosts of a job
@@ -79,7 +79,8 @@ class Streams:
         self.asked.append((name, command))
         answer = self._answers[name]
         if answer is not None:
-            outcome = Outcome(command=command.id, epoch=command.epoch, status=answer[0], text=answer[1])
+            epoch = 9 if answer[0] is FENCED else command.epoch
+            outcome = Outcome(command=command.id, epoch=epoch, status=answer[0], text=answer[1])
             asyncio.get_running_loop().call_soon(self._commands.host_message, name, outcome)
         return True
 
@@ -97,7 +98,14 @@ DONE, FAILED, FENCED = OutcomeStatus.DONE, OutcomeStatus.FAILED, OutcomeStatus.F
         ({"a": None, "b": (DONE, "ok")}, Answer(status=DONE, text="ok")),
         ({"a": (FAILED, "no launcher"), "b": (DONE, "ok")}, Answer(status=DONE, text="no launcher; ok")),
         ({"a": (FAILED, "no launcher"), "b": None}, Answer(status=FAILED, text="no launcher")),
-        ({"a": (FENCED, "epoch 9"), "b": (FAILED, "x")}, Answer(status=FENCED, text="epoch 9")),
+        # A host that came from another fleet does not decide for its job; all of them do.
+        ({"a": (FENCED, "epoch 9"), "b": (DONE, "ok")}, Answer(status=DONE, text="epoch 9; ok")),
+        ({"a": (FENCED, "epoch 9"), "b": (FAILED, "x")}, Answer(status=FAILED, text="epoch 9; x")),
+        ({"a": (FENCED, "9"), "b": (FENCED, "9")}, Answer(status=FENCED, text="9", epoch=9)),
+        (
+            {"a": (FENCED, "epoch 9"), "b": None},
+            Answer(status=FAILED, text="none of 2 hosts of job answered within 0.05 s", passing=True),
+        ),
         (
             {"a": None},
             Answer(status=FAILED, text="none of 2 hosts of job answered within 0.05 s", passing=True),
@@ -232,6 +240,16 @@ def test_an_incident_is_shown_with_its_spans_also_after_its_end_and_after_a_rest
         assert (again.incidents, again.commands) == (expected.incidents, expected.commands)
     finally:
         database.close()
+
+
+def test_a_command_that_is_not_waited_for_is_shown_as_ended() -> None:
+    journal = Journal()
+    command = Command(epoch=1, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
+    journal.add(Record(2.0, "Tick", None, (("commands", "c1", Flight(command=command, at=2.0)),), ()))
+    journal.add(Record(5.0, "Event", {}, (("commands", "c1", None),), ()))
+    (past,) = journal.commands.values()
+    assert past.outcome is not None
+    assert (past.ended_at, past.outcome.status) == (5.0, OutcomeStatus.WITHDRAWN)
 
 
 def test_a_journal_keeps_so_much_and_no_more() -> None:

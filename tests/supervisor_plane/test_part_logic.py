@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ import pytest
 from supervisor.orchestrators.none import NoOrchestrator
 from supervisor.parts.actuator import MOST_CHANGES, ActuatorPart
 from supervisor.parts.host_commands import HostCommands
-from supervisor.parts.sensor import SensorPart, first_alive
+from supervisor.parts.sensor import SensorPart, first_alive, with_defaults
 from supervisor.parts.settings import ALL, PartSettings
 from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.host_streams import HostStreams
 from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Security, TokenFile
 from supervisor.transport.server import serve
 from supervisor.transport.services import Probe, daemon_service, sensor_service
-from supervisor.values import Change, DaemonReport, Evidence, HostInfo
+from supervisor.values import Change, DaemonReport, Evidence, HostInfo, WorkloadInfo
 from tests.asynchronous import run, until
 from tests.supervisor_wire.handlers import TestSensor
 
@@ -83,6 +84,34 @@ def test_a_daemon_is_a_second_witness_with_tokens_and_sees_none_of_the_control_t
 
     run(work())
     assert shown.shown == {"a-token-of-all-the-hosts"}
+
+
+# ------------------------------------------------------------------------------------- what hosts tell
+
+
+@pytest.mark.parametrize("job_first", [False, True])
+def test_a_host_describes_the_job_that_it_works_for_and_no_other(job_first: bool) -> None:
+    async def work() -> None:
+        sensor = SensorPart(settings(MAX_IN_JOB_RESTARTS="2"))
+        host = HostInfo(id="a.boot", name="a", workers_per_host=1)
+        sensor.host_connected(host, "d")
+        sensor.host_message("a", WorkloadInfo(workload="others", scaling=True, max_replicas=9))
+        assert sensor._news.take().workloads == ()
+        joins = (replace(host, workload="job"), WorkloadInfo(workload="job"))
+        for value in joins[:: -1 if job_first else 1]:
+            sensor.host_message("a", value)
+        assert sensor._news.take().workloads == (WorkloadInfo(workload="job", max_in_job_restarts=2),)
+        scales = settings(ENABLE_WORKLOAD_SCALING="1")
+        assert with_defaults(WorkloadInfo(workload="job", max_replicas=2), scales).scaling
+        assert not with_defaults(WorkloadInfo(workload="job", replicas=2), scales).scaling  # bounds of 1 to 1
+        # What is held back is not kept for a daemon that comes later.
+        sensor.host_message("a", WorkloadInfo(workload="others"))
+        sensor.host_lost("a", "d")
+        sensor.host_connected(replace(host, workload="others"), "d2")
+        assert sensor._news.take().workloads == ()
+        await sensor._controller.close()
+
+    run(work())
 
 
 # ------------------------------------------------------------------------------------- changes of hosts

@@ -34,18 +34,19 @@ class Cluster:
         self._buffer = b""
         self.address = str(self._read("address"))
 
-    def add(self) -> int:
-        """Add a node; returns its number."""
-        return int(self._ask("add")) - 1
+    def add(self) -> None:
+        """Add a node."""
+        self._ask("add")
 
-    def remove(self, number: int) -> None:
-        self._ask(f"remove {number}")
+    def remove(self, node: str) -> None:
+        """Remove the node with this id of Ray's."""
+        self._ask(f"remove {node}")
 
-    def _ask(self, line: str) -> Any:
+    def _ask(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
         self._process.stdin.flush()
-        return self._read("nodes")
+        self._read("nodes")
 
     def _read(self, field: str) -> Any:
         """The value of `field` in the next line that has it; Ray prints there, too."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ray cluster of several nodes on this machine, which ends with its standard input.
 
-Each line adds or removes a node: ``add`` or ``remove NUMBER``.  Removed nodes end at once, as lost machines.
+Each line adds a node or removes one: ``add`` or ``remove NODE``, with Ray's id.  Removed nodes end at once,
+as lost machines.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def main() -> None:
         )
         try:
             say({"address": cluster.address})
-            nodes = []
+            nodes = {}
             for line in sys.stdin:
-                command, _, number = line.strip().partition(" ")
+                command, _, name = line.strip().partition(" ")
                 if command == "add":
-                    nodes.append(cluster.add_node(num_cpus=1, resources=HOST, **common))
+                    node = cluster.add_node(num_cpus=1, resources=HOST, **common)
+                    nodes[node.node_id] = node
                 else:
-                    cluster.remove_node(nodes[int(number)], allow_graceful=False)
+                    cluster.remove_node(nodes.pop(name), allow_graceful=False)
                 say({"nodes": len(nodes)})
         finally:
             cluster.shutdown()

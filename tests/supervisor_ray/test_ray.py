@@ -38,13 +38,15 @@ class Fleet:
     """Three hosts, two of which have a job, on the nodes of a cluster."""
 
     def __init__(self, path: Path, address: str) -> None:
-        self.path = path
-        port = free_row(6)
+        self.path, self.address = path, address
+        self._port = free_row(6)
+        self.has_hosts("a", "b", "c")
+
+    def has_hosts(self, *hosts: str) -> None:
         command = ["{python}", "-c", WAITER, "{host} {node_rank}/{nnodes} {generation} {address}"]
         jobs = [{"workload": "job", "replicas": 2, "command": command, "grace_s": 5}]
-        file = {"hosts": ["a", "b", "c"], "first_port": port, "jobs": jobs, "resources": HOST}
-        (path / "job.json").write_text(json.dumps(file))
-        self.address = address
+        file = {"hosts": hosts, "first_port": self._port, "jobs": jobs, "resources": HOST}
+        (self.path / "job.json").write_text(json.dumps(file))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[WantedOrchestrator]:
@@ -95,16 +97,8 @@ def test_a_lost_node_costs_its_host_a_spare_takes_its_place_and_a_new_node_is_th
             ids = ("a", f"b.{boot_id()}", "b.before", "d")
             assert [await look_at(first, host) for host in ids] == [True, True, False, None]
             pids = fleet.pids()
-            # Which host is on a node is Ray's choice.
-            cluster.remove(0)
-            await until(lambda: len(fleet.pids("daemon")) == 2, "the node's processes live on")
-            (lost,) = {"a", "b", "c"} - set(fleet.pids("daemon"))
-            if lost == "c":
-                cluster.remove(1)
-                cluster.add()
-                await until(lambda: "c" in fleet.pids("daemon"), "the spare has no machine again")
-                (lost,) = {"a", "b"} - set(fleet.pids("daemon"))
-            survivor = "b" if lost == "a" else "a"
+            lost, survivor = "a", "b"
+            cluster.remove(first._machines._nodes[lost])  # type: ignore[attr-defined]
             await until(lambda: lost in first._state.gone, "it does not count as gone")
             assert await look_at(first, lost) is False
             swap = {"workload": "job", "host": f"{lost}.boot", "spare": "c.boot"}
@@ -148,11 +142,41 @@ def test_a_host_whose_actor_ended_alone_ends_with_it_and_comes_back(fleet: Fleet
             swapped = await do(here, "c1", CommandKind.HOT_SWAP, **swap)
             assert (swapped.status, swapped.text) == (OutcomeStatus.DONE, "started on a")
             assert fleet.pids("daemon").keys() == {"a", "b", "c"}
-        # A fleet is ended by one command, which frees the nodes.
-        command = [sys.executable, "-m", "supervisor.orchestrators.ray", f"--stop={fleet.path}"]
+            # A fleet is ended by one command, also under a supervisor, which starts nothing anew.
+            command = [sys.executable, "-m", "supervisor.orchestrators.ray", f"--stop={fleet.path}"]
+            done = await asyncio.create_subprocess_exec(*command, f"--ray-address={fleet.address}")
+            assert await done.wait() == 0
+            await until(lambda: not marked_processes(str(fleet.path)), "processes live on")
+            await until(lambda: set(here._state.gone) == {"a", "b"}, "its hosts do not count as gone")
+            assert not marked_processes(str(fleet.path))
         done = await asyncio.create_subprocess_exec(*command, f"--ray-address={fleet.address}")
         assert await done.wait() == 0
-        await until(lambda: not marked_processes(str(fleet.path)), "processes live on")
+        async with fleet.running() as again:
+            await fleet.is_up("ab", daemons="abc")
+            # A later start of the job: the controller knows the steps of the one before.
+            assert again._state.jobs[0].generation >= 1
+            assert "c1" in again._state.applied
+
+    run(work())
+
+
+def test_a_node_that_hangs_costs_its_host_and_what_it_trained_is_stopped_when_it_goes_on(
+    fleet: Fleet,
+) -> None:
+    async def work() -> None:
+        async with fleet.running() as here:
+            await fleet.is_up("ab", daemons="abc")
+            actor = fleet.processes("daemon")["a"].parent
+            os.kill(actor, signal.SIGSTOP)
+            try:
+                assert await look_at(here, "a") is None
+                swap = {"workload": "job", "host": "a", "spare": "c"}
+                swapped = await do(here, "c1", CommandKind.HOT_SWAP, **swap)
+                assert (swapped.status, swapped.text) == (OutcomeStatus.DONE, "started on c")
+                assert fleet.pids().keys() == {"a", "b", "c"}
+            finally:
+                os.kill(actor, signal.SIGCONT)
+            await fleet.is_up("bc", daemons="abc")
 
     run(work())
 
@@ -171,6 +195,11 @@ def test_a_client_that_ends_is_replaced_and_a_cluster_that_is_away_is_no_loss(
                 assert done.passing
                 done = await do(here, "c1", CommandKind.CORDON_HOST, host="c")
             assert done.status is OutcomeStatus.DONE
+            assert fleet.pids() == pids
+        # A host that leaves the job file gives its node back.
+        fleet.has_hosts("a", "b")
+        async with fleet.running():
+            await fleet.is_up("ab", daemons="ab")
             assert fleet.pids() == pids
         monkeypatch.setattr(machines, "_CONNECT_S", 0.1)
         monkeypatch.setattr(fleet, "address", f"127.0.0.1:{free_port()}")

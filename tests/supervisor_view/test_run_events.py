@@ -104,6 +104,27 @@ def test_the_ledger_shows_when_the_supervisor_knew_decided_and_had_acted() -> No
     assert " decided " not in incidents_text(alone)
 
 
+def test_growth_is_an_interruption_that_was_decided_and_no_fault() -> None:
+    story = Story(2).start().steps(3)
+    begin = story.events[-1].time
+    story.now += 1
+    story.tell(E.WORKERS_STOPPED)
+    story.attempt += 1
+    events = story.start(restore=3).steps(2).finish().events
+    now = begin + timedelta(hours=1)
+    report = ReportStatus(event="event-1", type=EventType.SCALE_UP, acted_on=True)
+    room = IncidentStatus(
+        id="i1", subject="llama", age_s=3599.5, closed_age_s=0.0, reports=(report,), actions=1
+    )
+    grown = command(CommandKind.SCALE_UP, 3599.5, 30.0, replicas=3)
+    decided, ended = run_events(room, [grown], job_name="demo", now=now)
+    assert (decided.type, ended.type) == (E.ACTION_DECIDED, E.ACTION_ENDED)
+    assert decided.fields == {"incident": "i1", "action": "scale_up", "replicas": 3, "cause": "scale_up"}
+    (incident,) = build_ledger([*events, decided, ended]).incidents
+    assert (incident.action, incident.cause, incident.lost_steps) == ("scale_up", "scale_up", 0)
+    assert from_us(incident.detected) == begin + timedelta(seconds=0.5)
+
+
 def test_a_second_action_for_the_same_incident_is_an_interruption_of_its_own() -> None:
     story = Story(2).start().steps(3)
     begin = story.events[-1].time

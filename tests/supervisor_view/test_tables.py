@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from supervisor.view.tables import history_text, status_text
@@ -41,6 +43,14 @@ def test_durations_are_written_for_people(seconds: float | None, text: str) -> N
 )
 def test_the_status_says(line: str) -> None:
     assert line in status_text(full()).splitlines()
+
+
+def test_the_status_says_that_another_controller_was_heard() -> None:
+    assert (
+        "! Commands are refused: a controller of epoch 9 was heard, this one has 4. End one of the two;"
+        " if there is no other, start this one again."
+        in status_text(replace(full(), fenced_by=9)).splitlines()
+    )
 
 
 def test_columns_are_aligned() -> None:

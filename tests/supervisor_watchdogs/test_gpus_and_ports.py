@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from supervisor.watchdogs.nic import Ports
 from supervisor.watchdogs.nvml import NvmlGpus, NvmlLinks
 from supervisor.watchdogs.testing import FileGpus
 from supervisor.watchdogs.watchdog import Look, UnknownHealth
+from supervisor.watchdogs.xid import ACTIONS
 
 GPU = GpuHealth(
     device="0000:3b:00",
@@ -169,9 +171,14 @@ def test_without_a_driver_nvml_says_so() -> None:
 
 
 class Driver(ModuleType):
-    """A binding of NVML that knows two GPUs and few questions; those in `lost` are off the bus."""
+    """A binding of NVML that knows two GPUs; those in `lost` are off the bus.
 
-    NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_GPU_IS_LOST = 3, 15
+    What is not in `answers` of a GPU its driver does not support.
+    """
+
+    NVML_SUCCESS, NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_GPU_IS_LOST = 0, 3, 15
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 274
     NVML_FEATURE_ENABLED, NVML_NVLINK_MAX_LINKS = 1, 18
     NVML_NVLINK_ERROR_DL_REPLAY, NVML_NVLINK_ERROR_DL_RECOVERY = 0, 1  # older than the other counters
 
@@ -185,6 +192,10 @@ class Driver(ModuleType):
         #: (GPU, link) -> whether it is active; there are no others.
         self.links: dict[tuple[int, int], bool] = {}
         self.replays = 0
+        #: (GPU, question) -> answer.
+        self.answers: dict[tuple[int, str], Any] = {}
+        #: A question at which the GPU that is asked falls off the bus.
+        self.lost_at = ""
 
     def nvmlInit(self) -> None:
         pass
@@ -199,6 +210,40 @@ class Driver(ModuleType):
 
     def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(busId=f"00000000:{handle:02X}:00.0".encode())
+
+    def _answer(self, handle: int, question: str) -> Any:
+        if question == self.lost_at:
+            self.lost.add(handle)
+        if handle in self.lost:
+            raise self.NVMLError
+        if (handle, question) not in self.answers:
+            raise self.NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
+        return self.answers[handle, question]
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        assert (kind, counter) == (self.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, self.NVML_VOLATILE_ECC)
+        return int(self._answer(handle, "ecc"))
+
+    class c_nvmlEccSramErrorStatus_v1_t(ctypes.Structure):
+        _fields_ = (("before", ctypes.c_ulonglong * 9), ("bThresholdExceeded", ctypes.c_uint))
+
+    def nvmlDeviceGetSramEccErrorStatus(self, handle: int, status: Any) -> None:
+        status._obj.bThresholdExceeded = self._answer(handle, "sram")
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
+        corrected, uncorrected, pending, failed = self._answer(handle, "rows")
+        return corrected, uncorrected, pending, failed
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[SimpleNamespace]:
+        assert fields == [self.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        try:
+            action = self._answer(handle, "action")
+        except self.NVMLError as error:
+            if error.value != self.NVML_ERROR_NOT_SUPPORTED:
+                raise
+            # The call succeeds; the field says that it is not supported.
+            return [SimpleNamespace(nvmlReturn=error.value, value=SimpleNamespace(uiVal=0))]
+        return [SimpleNamespace(nvmlReturn=self.NVML_SUCCESS, value=SimpleNamespace(uiVal=action))]
 
     def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
         if (handle, link) not in self.links:
@@ -223,6 +268,58 @@ def test_a_gpu_whose_handle_the_driver_refuses_is_lost_and_hides_no_other(
         GpuHealth(device="0000:00:00"),
         GpuHealth(device="0000:01:00", lost=True),
     ]
+
+
+def test_all_that_a_driver_tells_of_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    reset = next(number for number, word in ACTIONS.items() if word == "gpu_reset")
+    driver.answers = {
+        **{(0, "ecc"): 3, (0, "sram"): 1, (0, "rows"): (5, 2, 1, 0), (0, "action"): reset},
+        **{(1, "ecc"): 0, (1, "sram"): 0, (1, "rows"): (0, 9, 0, 1), (1, "action"): 0},
+    }
+    assert list(NvmlGpus().read()) == [
+        GpuHealth(
+            device="0000:00:00",
+            uncorrected=3,
+            sram_threshold=True,
+            remap_pending=True,
+            remap_failed=False,
+            action="gpu_reset",
+        ),
+        GpuHealth(
+            device="0000:01:00",
+            uncorrected=0,
+            sram_threshold=False,
+            remap_pending=False,
+            remap_failed=True,
+            action=ACTIONS[0],
+        ),
+    ]
+
+
+@pytest.mark.parametrize("question", ["rows", "ecc", "sram", "action"])
+def test_a_question_that_a_driver_does_not_support_is_unknown_and_a_gpu_may_be_lost_at_any_of_them(
+    question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    every: dict[str, Any] = {"rows": (0, 0, 0, 0), "ecc": 0, "sram": 0, "action": 0}
+    driver.answers = {(gpu, name): answer for gpu in (0, 1) for name, answer in every.items()}
+    healthy = NvmlGpus().read()[0]
+    unknown = {
+        "rows": {"remap_pending": None, "remap_failed": None},
+        "ecc": {"uncorrected": None},
+        "sram": {"sram_threshold": None},
+        "action": {"action": None},
+    }
+    del driver.answers[0, question]
+    gpus = NvmlGpus()
+    one, other = gpus.read()
+    assert asdict(one) == asdict(healthy) | unknown[question]
+    assert other == replace(healthy, device="0000:01:00")
+    driver.lost_at = question
+    assert [(gpu.device, gpu.lost) for gpu in gpus.read()] == [("0000:00:00", True), ("0000:01:00", True)]
 
 
 def test_an_nvlink_that_stays_down_is_a_finding_and_one_that_counts_errors_a_note(

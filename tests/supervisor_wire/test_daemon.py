@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ConfigError
 from resiliency.testing import ManualClock
 from supervisor.daemon.daemon import _load_fence
-from supervisor.daemon.workers import HostWorkers
+from supervisor.daemon.workers import GONE_S, HostWorkers, Reporter
 from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.transport.client import Remote
@@ -169,6 +170,26 @@ def test_what_a_launcher_said_grows_old_when_it_is_gone_and_a_stopped_one_answer
                 ages = [one.workers[0].heartbeat_age_s or 0.0 for one in (first, later)]
                 assert ages[1] > ages[0] + 0.3
                 assert later.workers[0].state is DeviceState.RUNNING
+
+    run(work())
+
+
+def test_a_command_fails_at_once_when_its_launcher_disconnects(tmp_path: Path) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        async with fleet.serve():
+            with fleet.daemon():
+                await fleet.actuator.wait_for("connected", "host-1")
+                reader, writer = await asyncio.open_connection("127.0.0.1", fleet.launcher_port)
+                hello = '{"hello":{"protocol":1,"kind":"launcher","key":"raw","workload":{"workload":"job"}}}'
+                writer.write(f"{hello}\n".encode())
+                await reader.readline()  # the welcome
+                asked = asyncio.create_task(fleet.command(restart("c1", deadline_s=3600.0)))
+                assert b'"command"' in await asyncio.wait_for(reader.readline(), WAIT_S)
+                writer.close()
+                failed = await asyncio.wait_for(asked, WAIT_S)
+                assert failed.status is OutcomeStatus.FAILED
+                assert failed.text.startswith("the launcher disconnected before its outcome came")
 
     run(work())
 
@@ -359,6 +380,31 @@ def test_a_host_is_spare_until_all_its_workers_are_known() -> None:
     known.leave(launcher, ended=True)
     assert known.host_info().state is DeviceState.COMPLETE
     assert known.host_info().workload == ""
+
+
+def test_a_launcher_that_died_without_a_word_holds_its_host_until_that_was_seen_and_no_longer() -> None:
+    workers = table()
+    clock = workers.clock
+    assert isinstance(clock, ManualClock)
+    known = {"local_rank": 0, "global_rank": 0, "state": "failed", "heartbeat_age_s": 0.0}
+
+    def join() -> Reporter:
+        reporter = workers.join("k1", "launcher", WorkloadInfo(workload="job"))
+        workers.update(reporter, {"attempt": 3, "workers": [known]})
+        return reporter
+
+    workers.leave(join(), ended=False)
+    clock.advance(timedelta(seconds=GONE_S - 1))
+    # The sensor is told that its workers are silent, and no size of a job that may have another one by now.
+    assert workers.report().workers[0].heartbeat_age_s == GONE_S - 1
+    assert (workers.host_info().workload, workers.told_workload) == ("job", None)
+    # One that was cut off only is back by then.
+    again = join()
+    assert workers.told_workload == WorkloadInfo(workload="job")
+    workers.leave(again, ended=False)
+    clock.advance(timedelta(seconds=GONE_S))
+    assert (workers.host_info().workload, workers.host_info().state) == ("", DeviceState.SPARE)
+    assert workers.report().workers == ()
 
 
 def test_programs_without_a_launcher_share_the_host_and_one_that_starts_again_takes_its_rank() -> None:

@@ -69,7 +69,8 @@ def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
     async def work() -> None:
         fleet = Fleet(tmp_path)
         async with fleet.serve():
-            with fleet.daemon():
+            with fleet.daemon() as daemon:
+                await elsewhere(lambda: daemon.wait_for_line("host daemon of host-1 ready", timeout=WAIT))
                 job = await elsewhere(lambda: start(launch, fleet.launcher_port))
                 _, victim = [await elsewhere(lambda rank=rank: ready(job, rank)) for rank in (0, 1)]
                 # States, steps and their ages, and what the job is.

@@ -139,6 +139,7 @@ def test_a_fence_refuses_a_controller_that_was_replaced() -> None:
     assert answer is not None
     assert answer.status is OutcomeStatus.FENCED
     assert answer.text == "epoch 2 refused: this host has seen epoch 3"
+    assert answer.epoch == 3
 
 
 def test_a_fence_that_was_kept_knows_what_it_does_not_know() -> None:

@@ -327,7 +327,13 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
         def page(after: str) -> Known:
             rest = [one for one in known if one.id > after]
             jobs = () if after else (WorkloadInfo(workload="job"),)
-            return Known(epoch=7, workloads=jobs, hosts=tuple(rest[:2]), more=len(rest) > 2)
+            return Known(
+                epoch=7,
+                workloads=jobs,
+                hosts=tuple(rest[:2]),
+                more=len(rest) > 2,
+                progress=() if after else (Progress(workload="job", step=7, attempt=3, age_s=1.5),),
+            )
 
         streams = HostStreams(part="actuator", report_period_s=5.0, listener=Listener())
         sights = [
@@ -354,7 +360,7 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
         services.append(daemon_service(lambda: probe))
         many = Observations(hosts=tuple(host(f"h{number}") for number in range(BATCH_ITEMS + 1)))
         silence = Silence(frozen=True, silent=3, hosts=4)
-        few = Observations(progress=(Progress(workload="job", step=3),), silence=silence, complete=True)
+        few = Observations(progress=(Progress(workload="job", step=3),), silence=silence)
         command = Command(epoch=1, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
         outcome = Outcome(command="c1", epoch=1, status=OutcomeStatus.DONE)
         async with (
@@ -372,7 +378,12 @@ def test_events_outcomes_and_commands_reach_their_handlers() -> None:
             for name, there in (("h0", True), ("h1", False), ("h2", None)):
                 assert await ask_orchestrator(remote, name, timeout_s=WAIT_S) is there
             told = await ask_known(remote, timeout_s=WAIT_S)
-            assert told == Known(epoch=7, workloads=(WorkloadInfo(workload="job"),), hosts=tuple(known))
+            assert told == Known(
+                epoch=7,
+                workloads=(WorkloadInfo(workload="job"),),
+                hosts=tuple(known),
+                progress=(Progress(workload="job", step=7, attempt=3, age_s=1.5),),
+            )
             assert await ask_sights(remote, timeout_s=WAIT_S) == sights
             evidence = Evidence(id="o1", witness="orchestrator")
             await send_change(remote, "h1", Change.GONE, evidence, deadline_s=WAIT_S)

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+
+import pytest
 
 from resiliency.template.client import Template
 from resiliency.template.server import Work
@@ -75,3 +79,35 @@ def write_modules(directory: Path, **sources: str) -> None:
         path = directory / f"{name}.py"
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(source)
+
+
+# --- what a process passes on to those that it starts; each returns what puts it back ----------------
+
+
+def other_affinity() -> Callable[[], object]:
+    before = os.sched_getaffinity(0)
+    if len(before) == 1:
+        pytest.skip("there is one core only")
+    os.sched_setaffinity(0, [min(before)])
+    return lambda: os.sched_setaffinity(0, before)
+
+
+def other_oom_score() -> Callable[[], object]:
+    path = Path("/proc/self/oom_score_adj")
+    before = path.read_text()
+    path.write_text(str(int(before) + 1))
+
+    def put_back() -> None:
+        with suppress(PermissionError):  # only root may lower it
+            path.write_text(before)
+
+    return put_back
+
+
+def other_numa_policy() -> Callable[[], object]:
+    number = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
+    nodes, default, interleave = (ctypes.c_ulong * 16)(1), 0, 3
+    libc = ctypes.CDLL(None)
+    if number is None or libc.syscall(number, interleave, nodes, ctypes.c_ulong(1024)) != 0:
+        pytest.skip("the system has no NUMA policies")
+    return lambda: libc.syscall(number, default, None, ctypes.c_ulong(0))

@@ -115,6 +115,47 @@ def test_a_stopped_template_is_lost_however_much_it_is_sent(tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_template_that_looks_at_many_files_on_slow_storage_does_not_count_as_hung(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path,
+        slow=f"""
+import os, sys, time
+sys.modules["resiliency.template.server"]._PROGRESS_S = 0.1
+real = os.stat
+def stat(path, *args, **kwargs):
+    if str(path).startswith({str(tmp_path)!r}) and os.access({str(tmp_path / "SLOW")!r}, os.F_OK):
+        time.sleep(0.3)
+    return real(path, *args, **kwargs)
+os.stat = stat
+""",
+        **{f"file{number}": "" for number in range(8)},
+    )
+    env = environment(PYTHONPATH=str(tmp_path))
+    files = [f"file{number}" for number in range(8)]
+    with ready_template("slow", *files, env=env) as template:
+        (tmp_path / "SLOW").touch()
+        pid = start(
+            template, *touch(tmp_path / "ran"), timeout=timedelta(seconds=2), PYTHONPATH=str(tmp_path)
+        )
+        assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_template_that_sigkill_does_not_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a process that waits for a file system, for which a stopped one stands here."""
+    monkeypatch.setattr(client, "KILL_TIMEOUT", timedelta(seconds=0.1))
+    with ready_template() as template:
+        stop_process(template.pid)
+        with monkeypatch.context() as unkillable:
+            unkillable.setattr(template._process, "kill", lambda: None)
+            template.close()
+        assert f"template process {template.pid} left behind" in caplog.text
+        template._process.kill()
+        template._process.wait(DEADLINE_S)
+
+
 def test_a_template_ends_with_its_owner_and_what_it_forked_lives_on(tmp_path: Path) -> None:
     owner_code = """
 import os, sys

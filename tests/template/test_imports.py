@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.template import entry
+from resiliency.template import entry, server
 from resiliency.template.client import ForkRefused
+from resiliency.template.record import Entry
 from resiliency.template.server import Work
 from tests.template.programs import DEADLINE, environment, ready_template, run, write_modules
 from tests.waiting import wait_until
@@ -30,6 +32,16 @@ UNSAFE = {
         "open(os.environ['SLEEPERS'], 'a').write(f'{kept.pid}\\n')",
         "starts a process",
     ),
+    "makes a lock of multiprocessing": (
+        "import multiprocessing\nkept = multiprocessing.Lock()",
+        r"shares memory \(/dev/shm/sem\.",
+    ),
+    "maps memory": ("import mmap\nkept = mmap.mmap(-1, 1 << 20)", r"shares memory \(/dev/zero"),
+    "leaves multiprocessing something to do": (
+        "from multiprocessing.util import Finalize\nkept = Finalize(None, print, exitpriority=1)",
+        "leaves multiprocessing something to clear up",
+    ),
+    "starts CUDA": ("import torch.cuda\nkept = torch.cuda.init()", "starts CUDA"),
     "indexes RANK": ("import os\nkept = os.environ['RANK']", "reads RANK"),
     "gets LOCAL_RANK": ("import os\nkept = os.environ.get('LOCAL_RANK')", "reads LOCAL_RANK"),
     "calls getenv": ("import os\nkept = os.getenv('LOCAL_RANK', '0')", "reads LOCAL_RANK"),
@@ -44,6 +56,13 @@ UNSAFE = {
     "seeds numpy": ("import numpy\nnumpy.random.seed(1)", "seeds the random numbers of numpy"),
 }
 
+#: torch, as far as it matters here, where there is no GPU.
+CUDA = {
+    "torch/__init__": "",
+    "torch/cuda": "started = []\ndef init():\n    started.append(1)\n"
+    "def is_initialized():\n    return bool(started)\n",
+}
+
 
 @pytest.mark.parametrize("harm", UNSAFE)
 def test_an_unsafe_module_is_left_out_with_its_importers_and_nothing_else(harm: str, tmp_path: Path) -> None:
@@ -56,6 +75,7 @@ def test_an_unsafe_module_is_left_out_with_its_importers_and_nothing_else(harm: 
         importer_of_importer="def load():\n    import importer\nload()\n",
         catches="try:\n    import unsafe\nexcept BaseException:\n    pass\n",
         sibling="import decimal\n",
+        **(CUDA if "torch" in source else {}),
     )
     env = environment(PYTHONPATH=str(tmp_path), RANK="0", LOCAL_RANK="0", SLEEPERS=str(sleepers))
     names = ["sibling", "importer_of_importer", "catches", "unsafe", "importer", "decimal"]
@@ -81,6 +101,10 @@ def test_an_unsafe_module_is_left_out_with_its_importers_and_nothing_else(harm: 
         "import os\nnull = open(os.devnull)",
         "import os\ndef later():\n    return os.environ['RANK']",
         "import os\nkept = os.environ.get('HOME')",
+        # As the caches of locale and gconv: to be read only, and shared.
+        "import ctypes, mmap\nwith open(__file__) as file: assert ctypes.CDLL(None, use_errno=True).mmap("
+        "None, 1, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0) != -1",
+        "import multiprocessing\nmultiprocessing.Lock()",
         "import random\nnumber = random.random()",
         "import numpy\nnumber = numpy.random.random()",
         "import socket\nsocket.socket().close()",
@@ -101,6 +125,103 @@ def test_a_program_with_another_value_of_a_variable_that_was_read_is_refused(tmp
         with pytest.raises(ForkRefused, match="reads read HOME while it was imported"):
             run(template, "-c", "", env={**env, "HOME": "/elsewhere"})
         assert run(template, "-c", "import reads; print(reads.home)", env=env).out == env["HOME"] + "\n"
+
+
+def test_every_module_that_asks_for_the_directory_of_temporary_files_is_seen(tmp_path: Path) -> None:
+    """Also where another one asked before, which can be set right."""
+    asks = "import tempfile\nkept = tempfile.gettempdir()\n"
+    write_modules(tmp_path, asks=asks)
+    (tmp_path / "other").mkdir()
+    env = environment(PYTHONPATH=str(tmp_path), TMPDIR=str(tmp_path))
+    other = {**env, "TMPDIR": str(tmp_path / "other")}
+    code = "import dill.session, tempfile; print(dill.session.TEMPDIR, tempfile.gettempdir())"
+    with ready_template("dill.session", env=env) as template:
+        for program in (env, other):
+            assert run(template, "-c", code, env=program).out == "{0} {0}\n".format(program["TMPDIR"])
+    with (
+        ready_template("dill.session", "asks", env=env) as template,
+        pytest.raises(ForkRefused, match="asks read TMPDIR while it was imported"),
+    ):
+        run(template, "-c", code, env=other)
+
+
+def test_the_linear_solver_of_nemos_stack_keeps_its_files_where_the_program_wants_them(
+    tmp_path: Path,
+) -> None:
+    env = environment(TMPDIR=str(tmp_path))
+    other = {**env, "TMPDIR": str(tmp_path / "other")}
+    (tmp_path / "other").mkdir()
+    code = "import pulp; print(pulp.LpSolverDefault.tmpDir)"
+    with ready_template("pulp", env=env) as template:
+        for program in (env, other):
+            assert run(template, "-c", code, env=program).out == "{}\n".format(program["TMPDIR"])
+
+
+def test_a_template_of_nemos_stack_forks_where_no_directory_of_compiled_code_is_named(
+    tmp_path: Path,
+) -> None:
+    """The first import names it, for itself, and others read it then, as Megatron's fused kernels do."""
+    write_modules(tmp_path, kernels="import os\nkept = os.environ.get('TORCHINDUCTOR_CACHE_DIR')\n")
+    env = environment(PYTHONPATH=str(tmp_path), TMPDIR=str(tmp_path))
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    code = (
+        "import os, kernels; from torch._inductor.compiler_bisector import CompilerBisector as c\n"
+        "print(c.bisection_enabled, kernels.kept == os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
+    names = ("torch._inductor.codecache", "torch._inductor.compiler_bisector", "kernels")
+    with ready_template(*names, env=env) as template:
+        for program in (
+            env,
+            {**env, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"torchinductor_{getpass.getuser()}")},
+        ):
+            assert run(template, "-c", code, env=program).out == "False True\n"
+        for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
+            with pytest.raises(ForkRefused, match=f"kernels read {name} while it was imported"):
+                run(template, "-c", code, env={**env, name: "/elsewhere"})
+
+
+def test_compiled_code_goes_where_a_fresh_program_would_keep_it(tmp_path: Path) -> None:
+    """The import of torch's compiler names the directory in the environment, for good."""
+    env = environment(TMPDIR=str(tmp_path))
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    (tmp_path / "other").mkdir()
+    other = {**env, "TMPDIR": str(tmp_path / "other")}
+    own = {**env, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "own")}
+    code = (
+        "import os, torch._dynamo.package as p, torch._inductor.codecache as c, tempfile as t;"
+        "cache = os.getenv('TORCHINDUCTOR_CACHE_DIR');"
+        "print(p.DynamoCache.path_prefix(), cache, c._HEADER_LOCK_DIR, t.tempdir)"
+    )
+    with ready_template("torch._inductor.codecache", env=env) as template:
+        found = [run(template, "-c", code, env=program).out.split() for program in (env, other, own)]
+    name = f"torchinductor_{getpass.getuser()}"
+    caches = [str(tmp_path / name), str(tmp_path / "other" / name), str(tmp_path / "own")]
+    headers = [caches[0], caches[1], caches[0]]  # those of all programs of a user are together
+    assert found == [
+        [f"{cache}/dynamo", cache, f"{header}/precompiled_headers/locks", "None"]
+        for cache, header in zip(caches, headers, strict=True)
+    ]
+
+
+def test_the_directories_of_wandb_are_the_programs_own_and_none_is_left(tmp_path: Path) -> None:
+    env = environment(TMPDIR=str(tmp_path))
+    code = (
+        "import os, wandb.sdk.artifacts.artifact as artifact, wandb.sdk.data_types._private as data\n"
+        "print(os.listdir(os.environ['TMPDIR']))\n"
+        "print(*sorted([data.MEDIA_TMP.name, artifact.Artifact._TMP_DIR.name]))\n"
+        "print(*sorted(entry.path for entry in os.scandir(os.environ['TMPDIR'])))\n"
+    )
+    with ready_template("wandb.sdk.artifacts.artifact", env=env) as template:
+        assert os.listdir(tmp_path) == []
+        seen = set()
+        for _ in range(2):
+            before, named, found = run(template, "-c", code, env=env).out.splitlines()
+            # Else those of a program that is killed would stay, also where it has no use for them.
+            assert before == "[]"
+            assert named == found
+            seen |= set(found.split())
+        assert os.listdir(tmp_path) == []
+    assert len(seen) == 4
 
 
 def test_signal_handlers_and_variables_that_an_import_sets_are_there_as_in_a_fresh_process(
@@ -319,6 +440,16 @@ def test_what_a_template_learned_is_kept_for_the_next_one(tmp_path: Path) -> Non
         pass
     with ready_template(work=Work(known=str(kept)), env={**env, "PYTHONPATH": str(tmp_path)}) as template:
         assert template.left_out == {"reads": "reads MODE while it is imported"}
+
+
+def test_a_record_is_kept_beside_one_that_another_pod_writes_at_this_moment(tmp_path: Path) -> None:
+    """Pods with one home have equal process ids."""
+    theirs = tmp_path / f"kept.{os.getpid()}"
+    theirs.write_text("half of")
+    server._save(tmp_path / "kept", [Entry("colorsys", "")])
+    assert (tmp_path / "kept").read_text() == "m colorsys\t\n"
+    assert theirs.read_text() == "half of"
+    assert len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("words", [("--rank", "1"), ("--rank",), ()])

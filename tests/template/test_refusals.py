@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib import util
 from pathlib import Path
 
@@ -18,7 +17,14 @@ import pytest
 
 from resiliency.template.client import ForkRefused, Template
 from resiliency.template.program import PythonCommand
-from tests.template.programs import environment, ready_template, run
+from tests.template.programs import (
+    environment,
+    other_affinity,
+    other_numa_policy,
+    other_oom_score,
+    ready_template,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +145,6 @@ def other_limit() -> Callable[[], object]:
     return lambda: resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
-def other_affinity() -> Callable[[], object]:
-    before = os.sched_getaffinity(0)
-    if len(before) == 1:
-        pytest.skip("there is one core only")
-    os.sched_setaffinity(0, [min(before)])
-    return lambda: os.sched_setaffinity(0, before)
-
-
 def other_mask() -> Callable[[], object]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     return lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -155,18 +153,6 @@ def other_mask() -> Callable[[], object]:
 def other_disposition() -> Callable[[], object]:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return lambda: signal.signal(signal.SIGUSR1, before)
-
-
-def other_oom_score() -> Callable[[], object]:
-    path = Path("/proc/self/oom_score_adj")
-    before = path.read_text()
-    path.write_text(str(int(before) + 1))
-
-    def put_back() -> None:
-        with suppress(PermissionError):  # only root may lower it
-            path.write_text(before)
-
-    return put_back
 
 
 @pytest.mark.parametrize(
@@ -178,6 +164,7 @@ def other_oom_score() -> Callable[[], object]:
         (other_mask, "SigBlk"),
         (other_disposition, "SigIgn"),
         (other_oom_score, "oom_score_adj"),
+        (other_numa_policy, "NUMA policy"),
     ],
 )
 def test_what_the_owner_would_pass_on_by_now_must_be_what_the_template_got(

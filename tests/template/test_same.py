@@ -8,15 +8,24 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from resiliency.template.client import Template
+from resiliency.template.client import ForkRefused, Template
 from resiliency.template.server import Work
-from tests.template.programs import DEADLINE_S, environment, ready_template, run, write_modules
+from tests.template.programs import (
+    DEADLINE_S,
+    environment,
+    other_affinity,
+    other_numa_policy,
+    other_oom_score,
+    ready_template,
+    run,
+    write_modules,
+)
 
 FACTS = Path(__file__).with_name("facts.py")
 
@@ -96,6 +105,25 @@ def test_a_template_in_the_background_passes_its_low_priority_to_no_program(tmp_
     compare(forked, facts(None, [str(FACTS)], tmp_path))
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert priority in (own, min(own + 10, 19)), "the same where it could not be taken back"
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [(other_affinity, "affinity"), (other_oom_score, "oom_score_adj"), (other_numa_policy, "numa")],
+)
+def test_what_is_not_the_default_of_the_system_is_that_of_a_fresh_process(
+    change: Callable[[], Callable[[], object]], fact: str, tmp_path: Path
+) -> None:
+    default = facts(None, [str(FACTS)], tmp_path)
+    put_back = change()
+    try:
+        with ready_template(work=Work(background=True)) as template:
+            forked = facts(template, [str(FACTS)], tmp_path)
+        fresh = facts(None, [str(FACTS)], tmp_path)
+    finally:
+        put_back()
+    assert fresh[fact] != default[fact]
+    compare(forked, fresh)
 
 
 @pytest.mark.parametrize("name", ["facts.py", "./facts.py", "../here/facts.py", "linked.py", "absolute"])
@@ -220,6 +248,28 @@ def test_a_module_that_stops_collections_has_stopped_them(tmp_path: Path) -> Non
     words = ["-c", "import stops, gc; print(gc.isenabled(), gc.get_threshold())"]
     with ready_template("stops", env=env) as template:
         assert run(template, *words, env=env) == run(None, *words, env=env)
+
+
+def test_libraries_have_as_many_threads_as_in_a_fresh_process_where_nothing_says_how_many() -> None:
+    """As for the only rank of a host.  numexpr starts its threads while it is imported."""
+    env = environment(NUMEXPR_NUM_THREADS="3")
+    del env["OMP_NUM_THREADS"]
+    code = (
+        "import os, numexpr, numpy, torch, threadpoolctl\n"
+        "print(numexpr.nthreads, numexpr.get_num_threads(), torch.get_num_threads())\n"
+        "many = numpy.ones((500, 500))\n"
+        "print((many @ many).sum(), numexpr.evaluate('many + 1').sum())\n"
+        "print(torch.from_numpy(many).mm(torch.from_numpy(many)).sum())\n"
+        "print([(one['internal_api'], one['num_threads']) for one in threadpoolctl.threadpool_info()])\n"
+        "print(len(os.listdir('/proc/self/task')))\n"
+    )
+    with ready_template("numexpr", "torch", env=env) as template:
+        assert template.left_out == {}
+        forked = run(template, "-c", code, env=env)
+        with pytest.raises(ForkRefused, match="numexpr read NUMEXPR_NUM_THREADS while it was imported"):
+            run(template, "-c", code, env={**env, "NUMEXPR_NUM_THREADS": "2"})
+    assert forked.out.startswith("3 3 "), forked.err
+    assert forked.out == run(None, "-c", code, env=env).out
 
 
 def test_ranks_do_not_share_random_numbers() -> None:

@@ -97,7 +97,8 @@ def test_uninstalling_puts_back_every_attribute_and_install_may_be_repeated() ->
 @NO_CUDA
 def test_within_it_cuda_means_the_cpu_and_afterwards_no_more() -> None:
     out = run_python(
-        EVERYTHING + "with megatron_cpu.installed() as active:\n"
+        EVERYTHING + "from resiliency.checkpoint.capture.cuda import CudaHostRegistry\n"
+        "with megatron_cpu.installed() as active:\n"
         "    assert active\n"
         "    assert torch.zeros(2, device='cuda', pin_memory=True).device.type == 'cpu'\n"
         "    assert torch.ones(2).cuda().to('cuda:0').type() == 'torch.cuda.FloatTensor'\n"
@@ -105,6 +106,7 @@ def test_within_it_cuda_means_the_cpu_and_afterwards_no_more() -> None:
         "    assert torch.ones(2).type('torch.cuda.DoubleTensor').dtype == torch.float64\n"
         "    assert torch.cuda.current_device() == torch.device('cpu')\n"
         "    assert not torch.cuda.is_available()\n"
+        "    assert CudaHostRegistry().current_device() is None\n"  # nothing is to be pinned
         "    with torch.cuda.stream(torch.cuda.Stream()) as _:\n"
         "        assert torch.cuda.current_stream().record_event().query()\n"
         "    state = torch.cuda.get_rng_state()\n"

@@ -191,6 +191,26 @@ def test_a_command_that_cannot_start_leaks_nothing() -> None:
     assert open_descriptors() == before
 
 
+LOSES_ITS_INTERPRETER = """
+import os, signal, sys
+from resiliency.testing import warm
+
+def is_forked():
+    return warm.run([sys.executable, "-c", "import sys; print('colorsys' in sys.modules)"], timeout=60).stdout
+
+with warm.interpreter("colorsys"):
+    print(is_forked().strip())
+    os.kill(*warm.pids(), signal.SIGKILL)
+    print(is_forked().strip(), is_forked().strip())
+"""
+
+
+def test_an_interpreter_that_is_lost_is_replaced_and_costs_one_ordinary_start() -> None:
+    with Command([sys.executable, "-c", LOSES_ITS_INTERPRETER]) as cmd:
+        assert cmd.wait(timeout=120) == 0
+        assert cmd.lines == ["True", "False True"]
+
+
 @pytest.mark.parametrize("cold", [False, True])
 def test_a_python_program_is_forked_unless_a_cold_start_is_asked_for(cold: bool) -> None:
     code = "import sys; print('torch' in sys.modules)"

@@ -22,7 +22,7 @@ class SaveJob:
     """This host's part of one save in one tier.
 
     `slots`: lent to the worker of this tier, by rank; that of another tier has borrowed them for itself.
-    `restored_step`: where this start of the job went on; 0: nowhere.
+    `restored_step`, `restored_save`: where this start of the job went on; 0: nowhere.
     `missing`: why there is nothing to write; then nobody's part can become a checkpoint in this tier.
     """
 
@@ -36,6 +36,7 @@ class SaveJob:
     slots: Mapping[int, CapturedSlot] = field(default_factory=dict)
     try_number: int = 1
     restored_step: int = 0
+    restored_save: str = ""
     missing: str = ""
     queued: float = field(default_factory=time.monotonic)
 

@@ -74,8 +74,8 @@ class Attach:
 
     `session` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
     with a checkpoint of another takes over its run; `restored_step` is where it goes on, 0 if it starts
-    from scratch.  All three are the same on all ranks.  `host` is this host's name among the others,
-    `peer_address` where they reach it (empty: anywhere).
+    from scratch, and `restored_save` from which save of that step.  All four are the same on all ranks.
+    `host` is this host's name among the others, `peer_address` where they reach it (empty: anywhere).
     """
 
     kind: ClassVar[str] = "attach"
@@ -87,6 +87,7 @@ class Attach:
     host: str
     peer_address: str = ""
     restored_step: int = 0
+    restored_save: str = ""
     settings: Settings
 
     @property

@@ -421,5 +421,6 @@ def _save_job(
         settings=member.settings,
         try_number=tried.number,
         restored_step=member.restored_step,
+        restored_save=member.restored_save,
         missing=missing,
     )

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -49,6 +50,7 @@ from resiliency.checkpoint.format.dcp_values import PlainLeaves
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.manifest import RankIndex
 from resiliency.checkpoint.format.megatron import MegatronFormat
+from resiliency.checkpoint.format.reader import holds_shards
 from resiliency.checkpoint.gke.hand_off import HandOffQueue, locked
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.replication.retirement import retire_replicas_alone
@@ -319,10 +321,12 @@ class Worker:
             check_tier_in_memory(Path(job.settings.local_directory), size)
             delete_superseded(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
         shards = {rank: slot.shard for rank, slot in job.slots.items()}
+        # A job that was started again at its last step and saved it has it in memory under a new name.
+        is_same = partial(holds_shards, storage, job.step, shards)
         return commit(
             storage,
             self._format(job.settings),
-            _ticket(job),
+            replace(_ticket(job), is_same=is_same if job.step == job.restored_step else None),
             shards,
             leads=job.leads,
             cancel=work.given_up,
@@ -381,7 +385,7 @@ def _ticket(job: SaveJob) -> SaveTicket:
         try_number=job.try_number,
         world_size=job.world_size,
         ranks=job.voters,
-        restored_step=job.restored_step,
+        restored_save=job.restored_save,
         timeout=timedelta(seconds=job.settings.save_timeout_s),
     )
 

@@ -33,7 +33,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -154,27 +154,27 @@ class RankArena:
             with contextlib.suppress(FileNotFoundError):  # removed since
                 return FileLock(self._where / OWNER_LOCK, create=True)
 
-    def try_take(self, room: tuple[int, int] | None = None) -> SlotFile | None:
+    def try_take(self, is_ready: Callable[[SlotFile], bool] = lambda slot: True) -> SlotFile | None:
         """A slot to capture into, held exclusively: never the newest capture; None if all are lent.
 
         Args:
-            room: for tensors and values; a slot that has it is preferred.
+            is_ready: a slot of which this is true is preferred.
         """
         captured = [s for s in self.slots if s.header and s.header.state == SlotState.CAPTURED]
         newest = max(captured, key=_sequence, default=None)
-        for slot in sorted(
-            self.slots, key=lambda s: (room is not None and not s.is_ready(*room), _sequence(s))
-        ):
+        for slot in sorted(self.slots, key=lambda s: (not is_ready(s), _sequence(s))):
             if slot is not newest and slot.try_take():
                 return slot
         return None
 
-    def take(self, timeout: timedelta, room: tuple[int, int] | None = None) -> SlotFile | None:
+    def take(
+        self, timeout: timedelta, is_ready: Callable[[SlotFile], bool] = lambda slot: True
+    ) -> SlotFile | None:
         """`try_take`, waiting for a reader to finish; None at the timeout."""
         deadline = time.monotonic() + timeout.total_seconds()
         with self._changed:
             while True:
-                slot = self.try_take(room)
+                slot = self.try_take(is_ready)
                 left = deadline - time.monotonic()
                 if slot is not None or left <= 0:
                     return slot

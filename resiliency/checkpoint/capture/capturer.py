@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -29,15 +29,15 @@ from typing import Any, Protocol
 import torch
 
 from resiliency.checkpoint.capture.arena import RankArena
-from resiliency.checkpoint.capture.cuda import DeviceCopier, DeviceTransfer, PinnedMemory
+from resiliency.checkpoint.capture.cuda import CudaHostRegistry, DeviceCopier, DeviceTransfer, HostRegistry
 from resiliency.checkpoint.capture.owned_memory import OwnedMemory, Owners, takes_hooks, unwrapped
-from resiliency.checkpoint.capture.slot_memory import SlotMemory, values_room
+from resiliency.checkpoint.capture.slot_memory import PreparedSlot, SlotMemory, SlotRoom
 from resiliency.checkpoint.capture.slots import SlotFile
 from resiliency.checkpoint.state.copying import Copier, CopyRun, MemoryPiece, Piece, pieces
 from resiliency.checkpoint.state.fill import stored_as
 from resiliency.checkpoint.state.layout import StateLayout, TensorEntry
 from resiliency.checkpoint.state.snapshot import Snapshot, StateWalker
-from resiliency.errors import CheckpointError, ConfigError, ResiliencyError
+from resiliency.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class CaptureOptions:
             prepared in the background, and saves are skipped until it is there.
         before_piece: called in a copy thread before each piece that `begin` does not wait for, see `Copier`.
         before_slot: called in the thread that prepares memory before each slot, see `SlotMemory`.
+        registry: pins the slots for copies from a device.
     """
 
     threads: int = 2
@@ -84,6 +85,7 @@ class CaptureOptions:
     at_once_below_bytes: int = 64 << 20
     before_piece: Callable[[int], None] | None = None
     before_slot: Callable[[], None] | None = None
+    registry: HostRegistry = field(default_factory=CudaHostRegistry)
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -174,6 +176,11 @@ class Capture:
         self.on_held(held_s)
         return not self._late
 
+    @property
+    def was_written(self) -> bool:
+        """Whether the state was written without a fence, as far as is known by now."""
+        return self._is_written
+
     def _watch(self, tensors: list[torch.Tensor]) -> None:
         """Notice from here on what writes to `tensors` without a fence."""
         self._watched, self._versions = tensors, _versions(tensors)
@@ -242,12 +249,14 @@ class Capture:
             self._owner._settled(self)
             if self._slot in _left:  # after all
                 self._slot.come_back()
-                del _left[self._slot]
+                _forget_left(self._slot)
             self._done.set()
 
 
 class Capturer:
-    """Captures one rank's state into its arena.  One thread of training uses it; any may `fence`.
+    """Captures one rank's state into its arena.
+
+    One thread of training uses it; any may `fence` or `prepare`.
 
     Args:
         walker: knows the structure of the state; default: plain tensors belong to this rank.
@@ -260,10 +269,14 @@ class Capturer:
         self.stats = CaptureStats()
         self._options = options or CaptureOptions()
         self._walker = walker or StateWalker()
+        #: An optimizer may step for the first time, which prepares, in another thread than that which saves.
+        self._walking = threading.Lock()
         self._owners = Owners()
-        self._memory = SlotMemory(arena, before_slot=self._options.before_slot)
-        #: Room that the newest layout needs: for tensors, and for values.
-        self._room = (0, 0)
+        self._memory = SlotMemory(
+            arena, registry=self._options.registry, before_slot=self._options.before_slot
+        )
+        #: That the newest layout needs.
+        self._room = SlotRoom()
         #: Why the last `begin` returned None, where it was not for want of a free slot.
         self.why_skipped = ""
         self._copier = Copier(self._options.threads, before_piece=self._options.before_piece)
@@ -306,6 +319,8 @@ class Capturer:
         self.fence()
         if self._last is not None:  # its slot counts as busy until it is published
             self._last.wait(FENCE_TIMEOUT)
+        for replaced in self._memory.take_replaced():
+            self._queue.put(replaced.close)
         try:
             if wait is None and self._options.when_full is WhenFull.WAIT:
                 wait = self._options.wait_timeout
@@ -313,7 +328,7 @@ class Capturer:
             if slot is None:
                 return None
             try:
-                snapshot = self._walker.snapshot(state)
+                snapshot = self._snapshot(state)
                 if not self._await_memory(slot, snapshot, step, began, wait):
                     self.arena.abandon(slot)
                     return None
@@ -360,18 +375,22 @@ class Capturer:
         return optimizer.register_step_pre_hook(hook)
 
     def prepare(self, state: object) -> None:
-        """Have the slots for `state` allocated and mapped in the background; returns at once.
+        """Have the slots for `state` allocated, mapped and (on CUDA) pinned in the background.
+
+        Returns at once.
 
         Raises:
             ConfigError: something in the state cannot be saved.
         """
-        snapshot = self._walker.snapshot(state)
-        self.prepare_room(snapshot.layout.size_bytes, len(snapshot.values))
+        self._prepare(self._room_for(self._snapshot(state)))
 
     def prepare_room(self, tensor_bytes: int, values_bytes: int) -> None:
-        """Like `prepare`, for a state of that size."""
-        self._room = (tensor_bytes, values_bytes)
-        self._memory.request(tensor_bytes, values_room(values_bytes))
+        """Like `prepare`, for a state of that size on the device that the calling thread uses, if any."""
+        self._prepare(SlotRoom(tensor_bytes, values_bytes, self._options.registry.current_device()))
+
+    def _prepare(self, room: SlotRoom) -> None:
+        self._room = room
+        self._memory.request(room)
 
     def prewarm(self, state: object, timeout: timedelta = PREWARM_TIMEOUT) -> None:
         """Allocate, map and (on CUDA) pin all slots for `state`, before the first capture needs them.
@@ -379,10 +398,9 @@ class Capturer:
         Raises:
             ConfigError: something in the state cannot be saved, there is no room, or it took too long.
         """
-        snapshot = self._walker.snapshot(state)
-        room = (snapshot.layout.size_bytes, len(snapshot.values))
-        self.prepare_room(*room)
-        if not self._memory.wait(timeout, tensor_bytes=room[0], values_bytes=values_room(room[1])):
+        snapshot = self._snapshot(state)
+        self._prepare(self._room_for(snapshot))
+        if not self._memory.wait(timeout, self._room):
             raise ConfigError(
                 f"memory for the captures of rank {self.arena.rank} was not prepared within {timeout}.",
                 rank=self.arena.rank,
@@ -413,9 +431,8 @@ class Capturer:
         for slot in hung:
             logger.error("capture into %s hangs: the slot is left behind", slot.path)
             slot.leave()
-            _left[slot] = self._areas.pop(slot, None)
-        for area in self._areas.values():
-            area.close()
+            _left[slot] = self._memory.leave(slot)
+        self._memory.unpin()
         self._areas.clear()
 
     def __enter__(self) -> Capturer:
@@ -426,10 +443,14 @@ class Capturer:
 
     def _take(self, step: int, wait: timedelta | None) -> SlotFile | None:
         self.why_skipped = ""
-        slot = self.arena.try_take(self._room)
+
+        def is_ready(slot: SlotFile) -> bool:
+            return self._memory.is_ready(slot, self._room)
+
+        slot = self.arena.try_take(is_ready)
         if slot is None and wait:
             began = time.monotonic()
-            slot = self.arena.take(wait, self._room)
+            slot = self.arena.take(wait, is_ready)
             self.stats.delayed += 1
             self.stats.last_delayed_s = time.monotonic() - began
         if slot is None:
@@ -445,17 +466,16 @@ class Capturer:
         self, slot: SlotFile, snapshot: Snapshot, step: int, began: float, wait: timedelta | None
     ) -> bool:
         """Whether the slot has room for the state; else the save is skipped, as training does not wait."""
-        room = (snapshot.layout.size_bytes, len(snapshot.values))
-        self._room = room
-        if slot.is_ready(*room):
+        self._room = room = self._room_for(snapshot)
+        if self._memory.is_ready(slot, room):
             return True
-        unready = slot.unready_bytes(*room)
-        self._memory.request(room[0], values_room(room[1]))
+        unready = self._memory.unready_bytes(slot, room)
+        self._memory.request(room)
         left = timedelta(seconds=began - time.monotonic()) + (wait or timedelta())
         timeout = max(left, _PREPARE_HOLD)
         if unready < self._options.at_once_below_bytes:
             timeout = max(timeout, FENCE_TIMEOUT)
-        if self._memory.wait(timeout, slot=slot, tensor_bytes=room[0], values_bytes=room[1]):
+        if self._memory.wait(timeout, room, slot=slot):
             return True
         self.why_skipped = f"memory for captures is still being prepared ({unready >> 20} MiB a slot)"
         self._skip(step, self.why_skipped)
@@ -505,13 +525,20 @@ class Capturer:
         if plan.later:
             runs.append(_HostRun(self._copier.start(plan.later, keep=snapshot.sources)))
 
+    def _snapshot(self, state: object) -> Snapshot:
+        with self._walking:
+            return self._walker.snapshot(state)
+
+    def _room_for(self, snapshot: Snapshot) -> SlotRoom:
+        is_pinned = self._options.registry.is_for
+        device = next((s.device for s in snapshot.sources if is_pinned(s.device)), None)
+        return SlotRoom(snapshot.layout.size_bytes, len(snapshot.values), device)
+
     def _area(self, slot: SlotFile, snapshot: Snapshot) -> _Area:
+        prepared = self._memory.prepared(slot)
         area = self._areas.get(slot)
-        if area is None or area.generation != slot.generation:
-            if area is not None:
-                area.close()
-            cuda = next((s.device for s in snapshot.sources if s.device.type == "cuda"), None)
-            area = self._areas[slot] = _Area(slot, cuda)
+        if area is None or area.prepared is not prepared:
+            area = self._areas[slot] = _Area(prepared)
         area.lay_out(snapshot.layout)
         return area
 
@@ -520,7 +547,7 @@ class Capturer:
             try:
                 task()
             except Exception:  # the border of this thread: a save failed, the next may not
-                logger.exception("what follows from a capture failed")
+                logger.exception("publishing a capture failed")
             del task  # while this waits for the next one, it holds nothing of the last
 
     def _held(self, seconds: float) -> None:
@@ -536,7 +563,13 @@ class Capturer:
 
 
 #: What copies that hang may still write to.
-_left: dict[SlotFile, _Area | None] = {}
+_left: dict[SlotFile, list[PreparedSlot]] = {}
+
+
+def _forget_left(slot: SlotFile) -> None:
+    # A function, as the traceback of a dropped capture keeps the variables of `Capture._settle`.
+    for prepared in _left.pop(slot):
+        prepared.close()
 
 
 class _Plan:
@@ -585,18 +618,10 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 class _Area:
     """The mapped memory of a slot as tensors: one per entry, made once per layout."""
 
-    def __init__(self, slot: SlotFile, cuda: torch.device | None) -> None:
-        self.generation = slot.generation
-        memory = slot.memory
-        if memory is None:
-            raise ResiliencyError(f"{slot.path} was not reserved.")
-        self._flat = (
-            torch.frombuffer(memory, dtype=torch.uint8)
-            if memory.nbytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        self.address = self._flat.data_ptr() if memory.nbytes else 0
-        self._pinned = PinnedMemory(self.address, memory.nbytes, cuda) if cuda and memory.nbytes else None
+    def __init__(self, prepared: PreparedSlot) -> None:
+        self.prepared = prepared
+        self._flat = prepared.flat
+        self.address = self._flat.data_ptr()
         self._fingerprint = ""
         self.targets: list[torch.Tensor] = []
         self.plan: _Plan | None = None
@@ -606,8 +631,3 @@ class _Area:
             self.targets = [stored_as(e, self._flat[e.offset_bytes : e.end_bytes]) for e in layout.entries]
             self._fingerprint = layout.fingerprint
             self.plan = None
-
-    def close(self) -> None:
-        if self._pinned is not None:
-            self._pinned.close()
-        self.targets, self.plan = [], None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,43 +27,76 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of this proce
 PACK_BYTES = 64 << 20
 
 
+class HostRegistry(Protocol):
+    """What pins host memory for the copies of a device; any thread may call it."""
+
+    def is_for(self, device: torch.device) -> bool:
+        """Whether copies from `device` want pinned memory."""
+
+    def current_device(self) -> torch.device | None:
+        """The device of this thread, for memory that is pinned before a state was seen; None: none in use."""
+
+    def register(self, address: int, length: int, device: torch.device) -> str:
+        """Pin; what went wrong, or nothing."""
+
+    def unregister(self, address: int, device: torch.device) -> None: ...
+
+
+class CudaHostRegistry:
+    """The registry of CUDA's runtime."""
+
+    def is_for(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def current_device(self) -> torch.device | None:
+        # The first alone is true as well where stand-ins run a program for CUDA on a CPU.
+        if not (torch.cuda.is_initialized() and torch.cuda.is_available()):  # type: ignore[no-untyped-call]
+            return None
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def register(self, address: int, length: int, device: torch.device) -> str:
+        # A thread that has selected no device is on device 0, and would make a context there.
+        with torch.cuda.device(device):
+            code = int(_runtime().cudaHostRegister(address, length, _PORTABLE))
+            if not code:
+                return ""
+            # The runtime tells of a failed call again at this thread's next launch of a kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device)
+            return str(torch.cuda.CudaError(code))
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            _runtime().cudaHostUnregister(address)
+
+
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class PinnedMemory:
-    """Host memory registered with CUDA, in segments, by the thread that owns `device`."""
+    """Host memory registered for the copies of `device`, in segments."""
 
-    def __init__(self, address: int, size: int, device: torch.device) -> None:
+    def __init__(self, address: int, size: int, device: torch.device, registry: HostRegistry) -> None:
         self._device = device
+        self._registry = registry
         self._segments: list[int] = []
-        with torch.cuda.device(device):  # else a context on device 0 comes to be
-            for start in range(address, address + size, SEGMENT_BYTES):
-                length = min(SEGMENT_BYTES, address + size - start)
-                code = int(_runtime().cudaHostRegister(start, length, _PORTABLE))
-                if code:
-                    self.close()
-                    _forget_failure(device)
-                    raise ConfigError(
-                        f"CUDA could not pin {length} bytes of shared memory on {device}:"
-                        f" {torch.cuda.CudaError(code)}.",
-                        hint="Raise the limit on locked memory (ulimit -l, docker run --ulimit memlock=-1).",
-                        device=str(device),
-                    )
-                self._segments.append(start)
+        for start in range(address, address + size, SEGMENT_BYTES):
+            length = min(SEGMENT_BYTES, address + size - start)
+            if why := registry.register(start, length, device):
+                self.close()
+                raise ConfigError(
+                    f"CUDA could not pin {length} bytes of shared memory on {device}: {why}.",
+                    hint="Raise the limit on locked memory (ulimit -l, docker run --ulimit memlock=-1).",
+                    device=str(device),
+                )
+            self._segments.append(start)
 
     def close(self) -> None:
         """Unpin.  No copy may be under way."""
-        with torch.cuda.device(self._device):
-            for start in self._segments:
-                _runtime().cudaHostUnregister(start)
+        for start in self._segments:
+            self._registry.unregister(start, self._device)
         self._segments.clear()
-
-
-def _forget_failure(device: torch.device) -> None:
-    # The runtime tells of a failed call again at the next launch of a kernel, which must not be training's.
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
 
 
 class DeviceRun:

@@ -17,11 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from resiliency.cgroups import memory_left
 from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.proc_stat import stat_fields
-
-#: cgroup v1 says "no limit" with a number of about this size.
-_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -122,51 +120,8 @@ def rooms(
 def _cgroup_rooms(cgroups: Path, proc: Path) -> Iterator[Room]:
     hint = "Raise the container's memory limit (docker run --memory, resources.limits.memory): shared memory"
     hint += " counts against it."
-    for group in _groups(cgroups, proc):
-        for limit_name, used_name, cache_name in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit, used = _number(group / limit_name), _number(group / used_name)
-            if limit is None or used is None or limit >= _NO_LIMIT:
-                continue
-            # Page cache of ordinary files is given back under pressure; shared memory is not.
-            reclaimable = _statistic(group / "memory.stat", cache_name)
-            yield Room(f"the memory limit of the container ({group})", limit - used + reclaimable, hint)
-
-
-def _groups(cgroups: Path, proc: Path) -> Iterator[Path]:
-    """This process's memory cgroup and its ancestors, as far as they can be seen."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            root = cgroups if controllers == "" else cgroups / "memory"
-            group = root / path.lstrip("/")
-            while True:
-                yield group
-                if group == root or root not in group.parents:
-                    break
-                group = group.parent
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _statistic(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
+    for group, free_bytes in memory_left(cgroups, proc):
+        yield Room(f"the memory limit of the container ({group})", free_bytes, hint)
 
 
 def _size(count: int) -> str:

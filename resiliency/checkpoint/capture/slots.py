@@ -121,8 +121,6 @@ class SlotFile:
         self._lent = 0
         self._is_left = False
         self.header = SlotHeader.unpack(os.pread(self._lock.fd, PAGE_BYTES, 0))
-        #: Counts how often `memory` moved.
-        self.generation = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -146,11 +144,6 @@ class SlotFile:
         is_mapped = memory is not None and memory.nbytes >= tensor_bytes
         return is_mapped and not self.missing_bytes(tensor_bytes, values_bytes)
 
-    def unready_bytes(self, tensor_bytes: int, values_bytes: int) -> int:
-        """What `reserve` would still have to allocate or to map."""
-        unmapped = tensor_bytes if tensor_bytes > self.capacity_bytes else 0
-        return max(unmapped, self.missing_bytes(tensor_bytes, values_bytes))
-
     def reserve(self, tensor_bytes: int, values_bytes: int) -> None:
         """Have room for that much, allocated and mapped: later no access can fail.
 
@@ -165,7 +158,6 @@ class SlotFile:
                 memory = memoryview(mapped(self.path, values_offset(tensor_bytes), private=False))
                 populate(memory)
                 self.memory = memory[PAGE_BYTES:]
-                self.generation += 1
 
     def _allocate(self, wanted: int) -> None:
         present = size = os.fstat(self._lock.fd).st_size

@@ -19,12 +19,11 @@ from pathlib import Path
 
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, job_directory
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints, steps_in
-from resiliency.checkpoint.format.file_manifest import check
 from resiliency.checkpoint.format.lease import CLOCK_SKEW, leased_steps
 from resiliency.checkpoint.format.marker import MarkerState, marker_name, step_directory, try_read_marker
+from resiliency.checkpoint.format.nemo import WEIGHTS
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.storage.posix import LocalStorage
-from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete
 from resiliency.runtime import Clock
 
 CHECKPOINTS = "checkpoint"
@@ -154,13 +153,5 @@ def whole_steps(root: Path) -> list[int]:
         found.step
         for found in list_checkpoints(LocalStorage(root))
         if found.condition is Condition.COMPLETE
-        or (found.condition is Condition.STOCK and _is_whole_nemo(root / step_directory(found.step)))
+        or (found.condition is Condition.STOCK and (root / step_directory(found.step) / WEIGHTS).is_dir())
     ]
-
-
-def _is_whole_nemo(directory: Path) -> bool:
-    try:
-        check(directory, sizes_only=True)
-    except (CheckpointCorrupt, CheckpointIncomplete, FileNotFoundError):
-        return False
-    return True

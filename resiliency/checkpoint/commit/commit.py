@@ -60,6 +60,7 @@ from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     CheckpointWriteFailed,
+    ConfigError,
     InternalError,
 )
 from resiliency.runtime import Clock, SystemClock
@@ -98,8 +99,10 @@ class SaveTicket:
         try_number: from 1, the same on all ranks; a later try may begin while a rank is still at its part of
             the one before.
         ranks: ranks that must vote; on a local tier those of this host.
-        restored_step: where this start of the job went on, 0 for nowhere.  Committed by an earlier start,
-            that step is the one to save; any other may be of a branch that the job has left.
+        restored_save: the save that this start of the job went on from; empty: none.  Where it stands at
+            this step it is the one to save; any other, at any step, may be of a branch that the job has left.
+        is_same: compares what stands at this step with the state to save, where they may be the same under
+            other names; None: they are not.
         timeout: longest wait for other ranks, counted from the start of this process's part.
         poll: first pause between looks at the storage while waiting for others; later ones are longer.
     """
@@ -110,7 +113,8 @@ class SaveTicket:
     world_size: int
     ranks: Collection[int]
     try_number: int = 1
-    restored_step: int = 0
+    restored_save: str = ""
+    is_same: Callable[[], bool] | None = None
     timeout: timedelta = timedelta(minutes=10)
     poll: timedelta = timedelta(milliseconds=50)
 
@@ -280,7 +284,7 @@ class _Save(Generic[ShardT]):
         """What stands at this step without a marker is somebody's only copy: never overwrite it."""
         try:
             manifest = read_manifest(self._storage, self._directory)
-        except (CheckpointIncomplete, CheckpointCorrupt) as error:
+        except (CheckpointIncomplete, CheckpointCorrupt, ConfigError) as error:
             raise self._occupied(
                 f"exists and was not written by this library, or is damaged: {error.message}"
             ) from error
@@ -413,7 +417,7 @@ class _Save(Generic[ShardT]):
     def _is_committed(self, *, of_this_save: bool) -> bool:
         try:
             manifest = read_manifest(self._storage, self._directory)
-        except (CheckpointIncomplete, CheckpointCorrupt):
+        except (CheckpointIncomplete, CheckpointCorrupt, ConfigError):
             return False
         if of_this_save:
             return manifest.save_id == self._ticket.save_id
@@ -486,9 +490,11 @@ class _Save(Generic[ShardT]):
     def _check_branch(self, manifest: Manifest) -> None:
         """What stands here must be the state to save, for it stays and counts as saved.
 
-        It is if this very save is here already, or if the job went on from this step.
+        It is if this very save is here already, or the one that the job went on from.
         """
-        if manifest.save_id != self._ticket.save_id and self._ticket.step != self._ticket.restored_step:
+        ticket = self._ticket
+        is_known = manifest.save_id in (ticket.save_id, ticket.restored_save)
+        if not is_known and (ticket.is_same is None or not ticket.is_same()):
             raise self._occupied(
                 f"was saved by an earlier start of the job, or before it went back ({manifest.save_id}), and"
                 " this state did not go on from it: it stays, and the state of now is not saved."

@@ -164,11 +164,11 @@ def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str)
     spare = any(other is not None and other.run_id == run_id for other in older)
     if not spare and not is_damaged(storage, step):
         raise CheckpointWriteFailed(
-            f"{path} was saved before this start of the job, and there is none before it here: it stays.",
+            f"{path} was saved before this start of the job, and there is none before it here: it is kept.",
             step=step,
             path=path,
         )
-    logger.info("%s was saved before this start of the job, and makes way", path)
+    logger.info("%s was saved before this start of the job: deleted", path)
     if not remove_checkpoint(storage, step):
         raise CheckpointWriteFailed(
             f"{path} was saved before this start of the job, and is being read.", step=step, path=path

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from resiliency.checkpoint.format.dcp import METADATA
 from resiliency.checkpoint.format.lease import leased_steps
@@ -28,17 +29,17 @@ from resiliency.checkpoint.format.marker import (
     step_directory,
     try_read_marker,
 )
+from resiliency.checkpoint.format.nemo import WEIGHTS, check_unproven
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.storage.chunked_file import Pace, check_size
 from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError, ResiliencyError
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
 
 
-#: Folder in which NeMo keeps what Megatron writes; `resiliency.checkpoint.format.file_manifest` verifies it.
-_NEMOS = "weights"
 #: End of the name of what stands beside a shard that was found bad; see
 # `recovery.inventory.quarantine_location`.
 QUARANTINED = ".corrupt"
@@ -85,6 +86,16 @@ def list_steps(storage: Storage) -> tuple[list[int], list[int]]:
     marked = _steps_of(name.removesuffix(MARKER_SUFFIX) for name in names if name.endswith(MARKER_SUFFIX))
     there = _steps_of(names)
     return sorted(there | marked), sorted(there - marked)
+
+
+def unmarked_checkpoints(root: Path) -> list[Path]:
+    """Directories ``step=N`` below `root` without a marker, newest first; [] when there is no `root`.
+
+    Raises:
+        OSError, CheckpointCorrupt: it cannot be listed.
+    """
+    unmarked = [root / step_directory(step) for step in list_steps(LocalStorage(root))[1]]
+    return [path for path in reversed(unmarked) if path.is_dir()]
 
 
 def marked_steps(storage: Storage) -> list[int]:
@@ -139,7 +150,8 @@ def inspect(storage: Storage, step: int) -> Found:
         names = storage.list(directory)
         if METADATA in names and MANIFEST not in names and not any(n.startswith("rank=") for n in names):
             return Found(step=step, path=path, condition=Condition.STOCK, why="no checksums")
-        if _NEMOS in names:
+        if WEIGHTS in names and MANIFEST not in names:
+            check_unproven(storage, directory)
             return Found(step=step, path=path, condition=Condition.STOCK, why="in NeMo's own form")
         reader = CheckpointReader(storage, step)
         files = reader.files()
@@ -257,7 +269,7 @@ def try_read_committed(storage: Storage, step: int) -> Manifest | None:
         return None
     expected = {index_name(directory, rank) for rank in manifest.ranks}
     is_whole = manifest.step == step and expected <= {f"{directory}/{name}" for name in names}
-    if not is_whole or _NEMOS in names or any(name.endswith(QUARANTINED) for name in names):
+    if not is_whole or WEIGHTS in names or any(name.endswith(QUARANTINED) for name in names):
         return None
     return manifest
 

@@ -36,6 +36,8 @@ from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
+#: How manifests of NeMo's saves began that had a form of their own.
+_OLD_NEMO = b'{\n "files": {'
 #: What a reader of an index asks for first: the head, and of most indexes all.
 HEAD_BYTES = 64 << 10
 
@@ -274,7 +276,14 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
 
     Raises:
         CheckpointCorrupt: it does not match its own digest.
+        ConfigError: another version of this library wrote it.
     """
+    if content.startswith(_OLD_NEMO):
+        raise ConfigError(
+            f"{path} is of a form in which this library proved NeMo's saves before its first release.",
+            hint=f"Take {MANIFEST} and checksums/ away: then NeMo's files are loaded, without a proof.",
+            path=path,
+        )
     record, _, rest = _unsealed(content, path)
     with _parsing(path):
         if rest:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from resiliency.checkpoint.format.local import LAYOUT_BLOB, SLOT_BLOB, VALUES_BLOB
@@ -12,6 +13,7 @@ from resiliency.checkpoint.format.manifest import (
     Manifest,
     RankIndex,
     TensorRecord,
+    index_name,
     read_index,
     read_manifest,
     table_digest,
@@ -34,6 +36,8 @@ from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.memory import page_memory
 from resiliency.checkpoint.threads import map_parallel
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete
+
+_RANK_IN_NAME = re.compile(r"(?:^|/)(?:rank=|__)(\d+)")
 
 
 class CheckpointReader:
@@ -113,36 +117,44 @@ class CheckpointReader:
             for record in self.files()
         )
 
-    def verify_shard(self, rank: int, name: str = "") -> int:
-        """Read and compare what a restore of `rank` reads; returns the bytes read.  Raises like `open_shard`.
-
-        Args:
-            name: read this file alone, if it is one with data, beside indexes, layout and values; relative to
-                the root of the storage.
-        """
+    def verify_shard(self, rank: int) -> int:
+        """Read and compare what a restore of `rank` reads; returns the bytes.  Raises like `open_shard`."""
         self.open_shard(rank)
         for index in self._indexes.values():
             index.check()
         files = [record.inside(self._directory) for record in self._opened_files().values()]
-        if name.startswith(f"{self._directory}/"):
-            is_table = name.endswith(".json")  # read by now
-            files = [record for record in files if record.name == name] or ([] if is_table else files)
         return sum(
             verify_file(self._storage, record, threads=self._threads, pace=self.pace) for record in files
         )
 
-    def verify_at(self, rank: int, name: str, offsets: Iterable[int]) -> None:
-        """Read and compare the chunks at `offsets` of a file that a restore of `rank` reads; nothing if it is
-        none of those.  Raises like `open_shard`.
+    def verify_named(self, name: str, offsets: Iterable[int] | None = None) -> bool:
+        """Read and compare one file, which may be an index; False: it is none of this checkpoint.
+
+        Raises like `open_shard`.
 
         Args:
             name: relative to the root of the storage.
+            offsets: of a file with data, read the chunks there alone.
         """
-        self.open_shard(rank)
-        for record in self._opened_files().values():
-            inside = record.inside(self._directory)
-            if inside.name == name:
-                verify_chunks(self._storage, inside, offsets, threads=self._threads)
+        own = name.removeprefix(f"{self._directory}/")
+        # All formats name a file after the rank that wrote it; what has no such name is rank 0's.
+        named = _RANK_IN_NAME.search(own)
+        rank = int(named[1]) if named else 0
+        if name == own or (rank not in self.manifest.ranks and named):
+            return False
+        index = self.index(rank) if rank in self.manifest.ranks else None
+        if index is not None and name == index_name(self._directory, rank):
+            index.check()
+            return True
+        for record in (*self.manifest.files, *(() if index is None else index.files)):
+            if record.name == own:
+                inside = record.inside(self._directory)
+                if offsets is None:
+                    verify_file(self._storage, inside, threads=self._threads, pace=self.pace)
+                else:
+                    verify_chunks(self._storage, inside, offsets, threads=self._threads)
+                return True
+        return False
 
     def open_shard(self, rank: int) -> Shard:
         """The state of `rank`, whose tensors are read, and verified, when they are asked for.
@@ -268,6 +280,27 @@ class CheckpointReader:
     def _opened_files(self) -> dict[str, FileRecord]:
         # Only what was opened on the way here: one of a thousand ranks does not read all indexes.
         return {record.name: record for index in self._indexes.values() for record in index.files}
+
+
+def holds_shards(storage: Storage, step: int, shards: Mapping[int, Shard]) -> bool:
+    """Whether the checkpoint of `step` has the same tensors as `shards`, by rank, bit for bit."""
+    try:
+        reader = CheckpointReader(storage, step)
+        return all(_is_same(reader.open_shard(rank), shard) for rank, shard in shards.items())
+    except (CheckpointCorrupt, CheckpointIncomplete):
+        return False
+
+
+def _is_same(stored: Shard, shard: Shard) -> bool:
+    if stored.layout.fingerprint != shard.layout.fingerprint:
+        return False
+    for entry in stored.layout.entries:
+        content = memoryview(bytearray(entry.size_bytes))
+        assert stored.load is not None
+        stored.load([(entry.offset_bytes, content)])
+        if content != shard.read(entry):
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,34 @@
 """Tells tensors apart that ranks call alike, so that a name in a checkpoint means one tensor.
 
 A torch optimizer numbers its state from 0 on every pipeline stage: `optimizer.state.0.exp_avg` is another
-tensor on each.  Ranks are of one *stage* if meshes connect them.  A name that stands for different tensors
+tensor on each.  Ranks are of one *stage* if meshes connect them, or none of them has one, and they hold the
+parameters of their optimizers in common (see `_Program`).  A name that stands for different tensors
 gets, for each of them, the lowest rank that shares it in front: `@rank4.optimizer.state.0.exp_avg`.  All
 other names stay as they are.
 
 Within a stage, ranks run one program: tensors of one name and shape on several meshes of it are copies.  So
-are those that have no mesh, where their ranks are of one stage or of none.  Of copies one is listed.
+are those that have no mesh.  Of copies one is listed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from resiliency.checkpoint.format.manifest import RankIndex, TensorRecord
 from resiliency.checkpoint.state.rank_sets import mesh_of, ranks_of
 
-#: Stage of the ranks that share no mesh with others.
-_NO_STAGE = -1
+#: A name in the state of a torch optimizer: which optimizer, and what of the parameter with that number.
+_OF_OPTIMIZER = re.compile(r"(?:(.*)\.)?state\.\d+\.(.+)")
 
+#: Name, dtype and shape of a tensor that a rank has whole.
+_Plain = tuple[str, str, tuple[int, ...]]
+_CONTENT = attrgetter("key", "dtype", "global_shape", "attributes", "hidden")
+#: In place of the lowest rank of those that meshes connect.
+_NO_MESH = -1
 _Identity = tuple[object, ...]
 
 
@@ -45,13 +53,13 @@ class SharedNames:
     """The names of all tensors of a checkpoint."""
 
     def __init__(self, indexes: Sequence[RankIndex]) -> None:
-        self._stages = _stages(indexes)
         #: Tensors without a mesh of which ranks hold parts; one may hold all of it, and others nothing.
         self._in_parts = {
             (record.key, record.dtype, record.global_shape)
             for _, record in _records(indexes)
             if record.shape != record.global_shape
         }
+        self._stages = self._find_stages(indexes)
         variants: dict[str, dict[_Identity, _Variant]] = defaultdict(dict)
         for index, record in _records(indexes):
             of_name = variants[record.key]
@@ -60,8 +68,7 @@ class SharedNames:
             if variant is None:
                 mesh = mesh_of(record.attributes)
                 lowest = ranks_of(mesh)[0] if mesh else index.rank
-                stage = self._stage_of(index.rank)
-                variant = _Variant(stage, lowest, record.dtype, record.global_shape)
+                variant = _Variant(self._stages[index.rank], lowest, record.dtype, record.global_shape)
                 of_name[identity] = variant
             variant.parts.add((record.offsets, record.shape))
         self._prefixes: dict[tuple[str, _Identity], str] = {}
@@ -91,10 +98,71 @@ class SharedNames:
             return (mesh,)
         if (record.key, record.dtype, record.global_shape) in self._in_parts:
             return ()  # of all ranks
-        return self._stage_of(rank), record.dtype, record.global_shape
+        return self._stages[rank], record.dtype, record.global_shape
 
-    def _stage_of(self, rank: int) -> int:
-        return self._stages.get(rank, _NO_STAGE)
+    def _find_stages(self, indexes: Sequence[RankIndex]) -> dict[int, int]:
+        """The number of each rank's stage."""
+        connected = _connected(indexes)
+        found: list[tuple[int, _Program]] = []
+        by_content: dict[object, int] = {}  # data-parallel ranks have the same
+        stages = {}
+        for index in indexes:
+            mesh = connected.get(index.rank, _NO_MESH)
+            content = mesh, tuple(map(_CONTENT, index.tensors))
+            if content not in by_content:
+                program = _Program(
+                    plain
+                    for *fields, attributes, hidden in content[1]
+                    if not hidden
+                    and not mesh_of(attributes)
+                    and (plain := tuple(fields)) not in self._in_parts
+                )
+                alike = (n for n, (other, its) in enumerate(found) if other == mesh and program.is_same(its))
+                by_content[content] = next(alike, len(found))
+                if by_content[content] == len(found):
+                    found.append((mesh, program))
+            stages[index.rank] = by_content[content]
+        return stages
+
+
+class _Program:
+    """What a rank holds without a mesh, to tell pipeline stages from data-parallel ranks with more or less.
+
+    An optimizer's state says of which parameters it is by their number alone.  So two ranks have copies of it
+    if they have the parameters in common, under their names: as many of each shape as the state has.  Where
+    they have not, the states are taken for different ones: a name too many costs less than one for two
+    tensors.
+    """
+
+    def __init__(self, content: Iterable[_Plain]) -> None:
+        #: By the name of the optimizer.
+        self._states: dict[str, set[_Plain]] = defaultdict(set)
+        self._others: set[_Plain] = set()
+        for plain in content:
+            match = _OF_OPTIMIZER.fullmatch(plain[0])
+            (self._others if match is None else self._states[match[1] or ""]).add(plain)
+
+    def is_same(self, other: _Program) -> bool:
+        """Whether the optimizers that both have are copies."""
+        shared = self._states.keys() & other._states.keys()
+        if not shared:
+            return True
+        common = Counter(shape for _, _, shape in self._others & other._others)
+        return all(
+            self._states[name] == other._states[name] and self._is_of(common, self._states[name])
+            for name in shared
+        )
+
+    @staticmethod
+    def _is_of(parameters: Counter[tuple[int, ...]], states: Iterable[_Plain]) -> bool:
+        """Whether there is a parameter for each of the states; those without dimensions, such as a count of
+        steps, say nothing of it."""
+        wanted = Counter(
+            (match[2], shape)
+            for name, _, shape in states
+            if shape and (match := _OF_OPTIMIZER.fullmatch(name)) is not None
+        )
+        return all(count <= parameters[shape] for (_, shape), count in wanted.items())
 
 
 def _records(indexes: Iterable[RankIndex]) -> Iterator[tuple[RankIndex, TensorRecord]]:
@@ -104,11 +172,11 @@ def _records(indexes: Iterable[RankIndex]) -> Iterator[tuple[RankIndex, TensorRe
                 yield index, record
 
 
-def _stages(indexes: Sequence[RankIndex]) -> dict[int, int]:
-    """The lowest rank of the stage of each rank that is in a mesh."""
+def _connected(indexes: Sequence[RankIndex]) -> dict[int, int]:
+    """Of each rank that is in a mesh, the lowest of the ranks that meshes connect it with."""
     meshes = {mesh_of(record.attributes) for _, record in _records(indexes)} - {""}
-    stages: dict[int, set[int]] = {}
+    joint: dict[int, set[int]] = {}
     for ranks in (set(ranks_of(mesh)) for mesh in meshes):
-        joined = ranks.union(*(stages[rank] for rank in ranks if rank in stages))
-        stages.update(dict.fromkeys(joined, joined))
-    return {rank: min(stage) for rank, stage in stages.items()}
+        joined = ranks.union(*(joint[rank] for rank in ranks if rank in joint))
+        joint.update(dict.fromkeys(joined, joined))
+    return {rank: min(ranks) for rank, ranks in joint.items()}

@@ -5,7 +5,7 @@ A checkpoint is hidden from all readers only when its damage is proven: another 
 complaints where there is one, reads the file and finds other bytes in it.  A host with bad memory, a missing
 mount or a device error (EIO) proves nothing, and must not cost the job its checkpoints.  Neither does a file
 that is missing or too short: somebody may be copying the checkpoint into the directory, and the next start
-finds it whole.
+finds it whole.  Only where a trainer would not save that step again while it stands, it counts as damage.
 
 Each file is read by one rank, however many complain about it, and all ranks that are needed read at once: a
 mount that is missing on a thousand hosts costs no more than a bad byte.  The chunks that ranks found bad are
@@ -24,7 +24,9 @@ from functools import partial
 from typing import TypeVar
 
 from resiliency.checkpoint.format.catalog import quarantine
+from resiliency.checkpoint.format.manifest import MANIFEST
 from resiliency.checkpoint.format.marker import step_directory, try_read_marker
+from resiliency.checkpoint.format.nemo import NEMO_FORMAT, check_unproven
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.locations import ShardRequest
 from resiliency.checkpoint.ranks import RankGroup
@@ -40,8 +42,6 @@ logger = logging.getLogger(__name__)
 READ_AGAIN_WITHIN = timedelta(minutes=2)
 #: Longest time for writing the marker of a checkpoint that is proven bad, likewise.
 HIDE_WITHIN = timedelta(seconds=30)
-#: Reads again what there are complaints about, until a monotonic time; the proof that one is right, or None.
-FindProof = Callable[[Storage, int, Collection["Complaint"], float], str | None]
 #: Of one file that many ranks find bad at many places, as many are read before the rest.
 _MOST_OFFSETS = 16
 
@@ -112,7 +112,7 @@ def try_quarantine(
     mine: Complaint | None,
     needs: Sequence[ShardRequest],
     *,
-    find_proof: FindProof | None = None,
+    hide_incomplete: bool = False,
     within: timedelta = READ_AGAIN_WITHIN,
     hide_within: timedelta = HIDE_WITHIN,
 ) -> bool:
@@ -120,7 +120,7 @@ def try_quarantine(
 
     Args:
         mine: what this rank complains about; None: nothing.
-        find_proof: for a checkpoint that is not in the engine's own form.
+        hide_incomplete: a file that is missing or too short proves it as well.
         within: time to read again; what is not read by then stays.
         hide_within: time to write the marker, after that.
     Raises:
@@ -130,7 +130,7 @@ def try_quarantine(
     complaints = {rank: complaint for rank, complaint in enumerate(gathered) if complaint is not None}
     readers = choose_readers(complaints, needs)
     here = [complaint for complaint, rank in readers.items() if rank == rank_group.rank]
-    proof = _read_again(storage, step, here, within, find_proof or _find_proof) if here else None
+    proof = _read_again(storage, step, here, within, hide_incomplete) if here else None
     proofs = {rank: proof for rank, proof in enumerate(rank_group.gather(proof)) if proof}
     # Whoever has proven it sees the storage.  One alone, for markers of two could be mixed into one.
     if proof and rank_group.rank == min(proofs):
@@ -139,7 +139,7 @@ def try_quarantine(
 
 
 def _read_again(
-    storage: Storage, step: int, here: Collection[Complaint], within: timedelta, find_proof: FindProof
+    storage: Storage, step: int, here: Collection[Complaint], within: timedelta, hide_incomplete: bool
 ) -> str | None:
     """The proof that one of the complaints is right, or None.  Never raises: all ranks wait for it."""
     name = storage.describe(step_directory(step))
@@ -151,7 +151,7 @@ def _read_again(
             return None
         # Hidden already, or its marker cannot be read.
         is_hidden = try_read_marker(storage, step) is not None
-        return None if is_hidden else find_proof(storage, step, here, ends)
+        return None if is_hidden else _find_proof(storage, step, here, ends, hide_incomplete)
 
     try:
         return _aside(look, within)
@@ -186,7 +186,10 @@ def _aside(work: Callable[[], _T], within: timedelta) -> _T:
     return doing.result(within.total_seconds())
 
 
-def _find_proof(storage: Storage, step: int, here: Collection[Complaint], ends: float) -> str | None:
+def _find_proof(
+    storage: Storage, step: int, here: Collection[Complaint], ends: float, hide_incomplete: bool
+) -> str | None:
+    """Read what there are complaints about, until the monotonic time `ends`; the proof that one is right."""
     name = storage.describe(step_directory(step))
 
     def pace(_size: int) -> None:
@@ -194,12 +197,15 @@ def _find_proof(storage: Storage, step: int, here: Collection[Complaint], ends: 
             raise Unanswered
 
     def look(complaint: Complaint, *, at_offsets: bool) -> None:
-        reader = CheckpointReader(storage, step, pace=pace)
-        rank = complaint.source % reader.manifest.world_size
-        if at_offsets:
-            reader.verify_at(rank, complaint.name, complaint.offsets)
+        if not storage.exists(f"{step_directory(step)}/{MANIFEST}"):
+            check_unproven(storage, step_directory(step))
             return
-        reader.verify_shard(rank, complaint.name)
+        reader = CheckpointReader(storage, step, pace=pace)
+        if at_offsets:
+            reader.verify_named(complaint.name, complaint.offsets)
+            return
+        if not reader.verify_named(complaint.name) and reader.manifest.format != NEMO_FORMAT:
+            reader.verify_shard(complaint.source % reader.manifest.world_size)
         logger.warning(
             "a rank found step %d bad that is good here (%s): does its host see it, is its memory good?",
             step,
@@ -210,14 +216,13 @@ def _find_proof(storage: Storage, step: int, here: Collection[Complaint], ends: 
     for task in (*first, *(partial(look, complaint, at_offsets=False) for complaint in here)):
         try:
             task()
-        except CheckpointCorrupt as error:
+        except (CheckpointCorrupt, CheckpointIncomplete) as error:
+            is_short = isinstance(error, CheckpointIncomplete) or error.fields.get("is_short")
             if error.fields.get("errno") is not None:
                 logger.warning("%s was not read again: %s", name, error)
-            elif error.fields.get("is_short"):
+            elif is_short and not hide_incomplete:
                 logger.warning("%s is not hidden, for it may not have been copied in full: %s", name, error)
             else:
                 logger.error("%s", error)
                 return str(error)
-        except CheckpointIncomplete as error:
-            logger.warning("%s is not hidden, for it may not have been copied in full: %s", name, error)
     return None

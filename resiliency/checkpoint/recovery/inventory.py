@@ -16,7 +16,14 @@ from functools import cached_property
 from pathlib import Path
 
 from resiliency.checkpoint.capture.arena import peek, ranks_in
-from resiliency.checkpoint.format.catalog import QUARANTINED, Condition, glance, inspect, list_steps, steps_in
+from resiliency.checkpoint.format.catalog import (
+    QUARANTINED,
+    Condition,
+    glance,
+    list_steps,
+    steps_in,
+    try_read_committed,
+)
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.marker import step_directory
@@ -329,7 +336,8 @@ def find_save(storage: Storage, step: int, *, world_size: int | None = None) -> 
 
     Few operations, however many ranks there are, for one rank does this while all others wait.  A file of it
     that is missing or damaged is found by the ranks that want it.  One that another number of ranks saved is
-    wanted by none, and the job is refused for it, so that is inspected: a damaged one refuses nobody.
+    wanted by none, and the job is refused for it: one that lacks an index, or was found damaged before,
+    refuses nobody.
 
     Args:
         world_size: ranks of the job; None: it takes the checkpoints of any number.
@@ -343,8 +351,13 @@ def find_save(storage: Storage, step: int, *, world_size: int | None = None) -> 
         and manifest.format in _RESTORABLE
         and world_size not in (None, manifest.world_size)
     ):
-        found = inspect(storage, step)
-        manifest = found.manifest
+        manifest = try_read_committed(storage, step)
+        if manifest is None:
+            logger.warning(
+                "skipping %s: an index is missing, or a shard was found bad before, or it cannot be listed;"
+                " and another number of ranks saved it",
+                found.path,
+            )
     if found.condition is Condition.BAD:
         logger.warning("skipping %s: %s", found.path, found.why)
     elif found.condition is Condition.STOCK:  # good, but for other readers

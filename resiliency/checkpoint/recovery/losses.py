@@ -18,7 +18,7 @@ from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointCorrupt, CheckpointError
 
 #: For errors after which a person has to decide.
-BEGIN_ANEW = "Mend what the log names, or name other directories to start from scratch on purpose."
+START_FROM_SCRATCH = "Mend what the log names, or name other directories to start from scratch on purpose."
 #: Of many lost checkpoints the message names as many.
 _NAMED = 3
 
@@ -46,7 +46,7 @@ def refuse_what_was_lost(
         more = f"; and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
         raise CheckpointCorrupt(
             f"no checkpoint is left that can be used, but there were some: {'; '.join(lost[:_NAMED])}{more}.",
-            hint=BEGIN_ANEW,
+            hint=START_FROM_SCRATCH,
         )
 
 

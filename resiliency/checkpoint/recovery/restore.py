@@ -39,7 +39,7 @@ from resiliency.checkpoint.recovery.inventory import (
     quarantine_location,
     take_inventory,
 )
-from resiliency.checkpoint.recovery.losses import BEGIN_ANEW, refuse_what_was_lost
+from resiliency.checkpoint.recovery.losses import START_FROM_SCRATCH, refuse_what_was_lost
 from resiliency.checkpoint.recovery.outcomes import agree
 from resiliency.checkpoint.recovery.planner import Assignment, RestorePlan, each_plan, explain_loss
 from resiliency.checkpoint.recovery.sources import Tier, tier_of, tier_of_pick
@@ -72,7 +72,8 @@ class Restored:
         size_bytes: of this rank's tensors.
         run_id: the run whose checkpoints the directory holds; who goes on with them takes over its name.
         bytes_by_tier: how much of the state of all ranks came from where.
-        holdings: the copies of this save on the disks of hosts, those that turned out bad left out: what
+        is_in_memory_alone: when the ranks looked, disks had all of neither this save nor a later one.
+        locations: the copies of this save on the disks of hosts, those that turned out bad left out: what
             to make new copies from.
     """
 
@@ -82,6 +83,7 @@ class Restored:
     run_id: str = ""
     save_id: str = ""
     bytes_by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    is_in_memory_alone: bool = False
     locations: tuple[ShardLocation, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -149,7 +151,7 @@ class Restorer:
         if self._overwritten:
             raise CheckpointCorrupt(
                 "a checkpoint turned out bad when a part of it was in the state already; there is no other.",
-                hint=BEGIN_ANEW,
+                hint=START_FROM_SCRATCH,
                 rank=self._rank_group.rank,
             )
         if step is None:
@@ -164,7 +166,7 @@ class Restorer:
             tried = len({location.save_id for location in inventory.bad})
             raise CheckpointCorrupt(
                 f"none of the {tried} checkpoints that are left can be used; the log says what is wrong.",
-                hint=BEGIN_ANEW,
+                hint=START_FROM_SCRATCH,
             )
         refusal = find_unusable(inventory.needs, inventory.locations).refusal()
         if refusal is not None:
@@ -401,6 +403,7 @@ def _restored(inventory: Inventory, plan: RestorePlan, size_bytes: int, rank: in
         run_id=_run_of(inventory),
         save_id=plan.save_id,
         bytes_by_tier=dict(moved),
+        is_in_memory_alone=_is_in_memory_alone(inventory, plan),
         locations=tuple(
             location
             for location in inventory.locations
@@ -409,6 +412,17 @@ def _restored(inventory: Inventory, plan: RestorePlan, size_bytes: int, rank: in
             and location not in inventory.bad
         ),
     )
+
+
+def _is_in_memory_alone(inventory: Inventory, plan: RestorePlan) -> bool:
+    if all(pick.location.place is not Place.MEMORY for pick in plan.picks):
+        return False  # without another plan: of many ranks each waits for it
+    on_disks = [
+        location
+        for location in inventory.locations
+        if location.step >= plan.step and location.place is not Place.MEMORY
+    ]
+    return next(each_plan(inventory.needs, on_disks, bad=inventory.bad), None) is None
 
 
 def _run_of(inventory: Inventory) -> str:

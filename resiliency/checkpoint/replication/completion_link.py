@@ -148,7 +148,7 @@ class CompletionLink:
                         self._handle(key.fileobj)
                     self._keep_up()
                 except Exception:  # the border of this thread: without it no save becomes complete any more
-                    logger.exception("the exchange about complete saves failed, and begins anew")
+                    logger.exception("completion link failed; connecting again")
                     self._hang_up()
                     self._later()
                     threading.Event().wait(self._pause_s)

@@ -80,7 +80,9 @@ def can_delete(storage: Storage, step: int, *, run_id: str) -> bool:
     try:
         return read_manifest(storage, step_directory(step)).run_id == run_id
     except (CheckpointIncomplete, CheckpointCorrupt, ConfigError) as error:
-        logger.info("whose copy this is cannot be told, so it stays: %s", error)
+        logger.info(
+            "replica of step %d kept: owner unknown (%s); delete it by hand if its job is gone", step, error
+        )
         return False
 
 
@@ -103,4 +105,4 @@ def _run_of(copy_plan: CopyPlan) -> str:
 def _check_told(error: CheckpointError | ConfigError) -> None:
     """Whether an error says something of the checkpoint, and not only of this process."""
     if error.fields.get("errno") in SHORTAGES:
-        raise CheckpointWriteFailed(f"what stands there cannot be told: {error}") from error
+        raise CheckpointWriteFailed(f"the existing replica cannot be read: {error}") from error

@@ -7,15 +7,15 @@ each other, 64 apart, the first one from rank 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 #: Attribute of a tensor: the ranks that share it, unless all ranks have all of it.
 MESH = "mesh"
 
 
-def mesh_of(attributes: Iterable[tuple[str, str]]) -> str:
+def mesh_of(attributes: Sequence[tuple[str, str]]) -> str:
     """The text of a tensor's mesh; empty: it has none, or all ranks have all of it."""
-    return dict(attributes).get(MESH, "")
+    return dict(attributes).get(MESH, "") if attributes else ""
 
 
 def text_of_ranks(ranks: Iterable[int]) -> str:

@@ -44,8 +44,8 @@ _ACCEPT_PAUSE_S = 0.1
 class StopKind(str, Enum):
     HELLO = "hello"  # number: rank of the sender; text: the job's token
     STOP = "stop"  # somebody asks for a stop; number: the signal, left_s: time until its deadline
-    POST = "post"  # number: the next step at which the sender can stop
-    DECIDE = "decide"  # number: the step at which all stop
+    POST = "post"  # number: the next boundary at which the sender can stop
+    DECIDE = "decide"  # number: the boundary at which all stop
     GIVE_UP = "give_up"  # there will be no such step; text: why
     DETACH = "bye"  # the sender leaves in good order; number: as in POST
     FOUND = "found"  # what the sender found, as words in text; see `Termination.collect`

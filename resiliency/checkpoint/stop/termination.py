@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a signal at any rank to one step at which all ranks stop.
 
-    termination = Termination(Agreement(rank, world_size))
+    termination = Termination(RankGroup(rank, world_size))
     for step in ...:
         train_step()
         if termination.boundary(step):     # False, for the price of a lock, until somebody wants a stop
@@ -24,6 +24,9 @@ only watchers have to act for a decision, and they wait for nothing but words.  
 boundary holds up others in their collectives only until the decision, and then trains on to D, as do
 all.  A rank that has left its loop posts, with its goodbye, a step after all boundaries: the others
 then train to their end as well.
+
+*A job that restores an earlier step passes boundaries again.*  Each restore begins a new round, and every
+boundary of it counts as later than all before: all ranks restore at the same place of their program.
 
 **When it cannot be.**  The end of a connection tells that a rank died, and silence for 40 % of the
 deadline that it hangs.  Then rank 0 calls the stop off: there can be no checkpoint of a new step.  What
@@ -69,6 +72,8 @@ _LAST_RESORT_S = 2.5
 #: How long rank 0 stays for ranks that are about to finish, too.
 _LINGER_S = 10.0
 _CONNECT = timedelta(seconds=60)
+#: More steps than a job has.
+_ROUND = 1 << 48
 
 
 class Termination:
@@ -101,7 +106,9 @@ class Termination:
         # Reentrant: a signal handler of the program may ask for a stop while its thread is in here.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._last = -1  # boundary that training passed
+        #: Boundary that training passed: step, plus `_ROUND` for each restore.
+        self._last = -1
+        self._round = 0
         self._stopping = False
         self._stop_at: int | None = None
         self._called_off = ""
@@ -150,18 +157,25 @@ class Termination:
             Terminated: the ranks could not agree, so there is nothing to save.
         """
         with self._lock:
+            passed = self._round + step
             if not self._stopping:
-                self._last = step
+                self._last = passed
                 return False
             self._changed.wait_for(lambda: self._stop_at is not None or self._called_off, self._left_s())
             if self._stop_at is not None and not self._called_off:
-                if step < self._stop_at:
-                    self._last = step
+                if passed < self._stop_at:
+                    self._last = passed
                     return False
                 self._on_its_way = self._reached = True
                 return True
             self._on_its_way = True
         raise self.terminated(step, committed=False)
+
+    def went_on_from(self, step: int) -> None:
+        """All ranks have restored `step`, maybe one before boundaries that they have passed."""
+        with self._lock:
+            self._round += _ROUND
+            self._last = self._round + step
 
     @property
     def requested(self) -> bool:
@@ -341,17 +355,16 @@ class Termination:
         if self._rank != 0 or not self._stopping or self._stop_at is not None or self._called_off:
             return
         if len(self._posts) == self._world_size:
-            step = max(self._posts.values())
-            self._tell_all(StopMessage(kind=StopKind.DECIDE, number=step))
-            self._decide(step)
+            boundary = max(self._posts.values())
+            self._tell_all(StopMessage(kind=StopKind.DECIDE, number=boundary))
+            self._decide(boundary)
 
-    def _decide(self, step: int) -> None:
+    def _decide(self, boundary: int) -> None:
         with self._changed:
-            self._stop_at = step
+            self._stop_at = boundary
             self._changed.notify_all()
-        logger.log(
-            logging.INFO if self._rank else logging.WARNING, "all ranks stop when %d steps are done", step
-        )
+        level = logging.INFO if self._rank else logging.WARNING
+        logger.log(level, "all ranks stop when %d steps are done", boundary % _ROUND)
 
     def _say_mine(self) -> None:
         """Pass on what training found."""
@@ -466,8 +479,8 @@ class Termination:
         if callback is not None:
             try:
                 callback(text)
-            except Exception:  # the border of this thread: who else would end a process that is stuck?
-                logger.exception("what is called at a stop failed; the stop goes on")
+            except Exception:  # the border of this thread: nothing else ends a process that is stuck
+                logger.exception("callback at a stop failed; the stop goes on")
 
 
 def _catch(rank_group: RankGroup, options: TerminationOptions) -> SignalPipe | None:

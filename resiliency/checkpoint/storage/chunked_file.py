@@ -115,6 +115,23 @@ def write_shard_file(
     )
 
 
+def record_file(storage: Storage, directory: str, name: str) -> FileRecord:
+    """The record of a file that another program has written; its name is relative to `directory`."""
+    file = storage.open(f"{directory}/{name}")
+    digest, buffer = digest_function(DEFAULT_ALGORITHM), page_memory(CHUNK_BYTES)
+    try:
+        starts = range(0, file.size_bytes, CHUNK_BYTES)
+        return FileRecord(
+            name=name,
+            size_bytes=file.size_bytes,
+            chunk_bytes=CHUNK_BYTES,
+            algorithm=DEFAULT_ALGORITHM,
+            digests=tuple(digest(buffer[: file.read_into(start, buffer)]) for start in starts),
+        )
+    finally:
+        file.close()
+
+
 def read_ranges(
     storage: Storage,
     record: FileRecord,

@@ -87,7 +87,7 @@ def clear_way(save: TorchSave, overwrite: bool) -> None:
         )
     if not remove_checkpoint(storage, save.step):
         raise CheckpointWriteFailed(
-            f"{save.path} cannot be replaced: somebody reads it.",
+            f"{save.path} cannot be replaced: a process reads it.",
             hint="Try again when the reader is done.",
             path=save.path,
             step=save.step,

@@ -187,7 +187,7 @@ class DcpStorageReader(StorageReader):
         if record is None:
             raise CheckpointIncomplete(
                 f"{reader.path} has format {reader.manifest.format!r}, without the {METADATA} of torch.",
-                hint="Restore it with resiliency.checkpoint.Checkpointer, which wrote it.",
+                hint="Restore it with what wrote it: resiliency.checkpoint.Checkpointer, or NeMo.",
                 path=reader.path,
             )
         content = bytearray(record.size_bytes)

@@ -99,8 +99,8 @@ class DcpStorageWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
-                "DcpStorageWriter cannot save with use_collectives=False: without a word of all ranks "
-                "nobody can say that a checkpoint is complete.",
+                "DcpStorageWriter cannot save with use_collectives=False: without the votes of all "
+                "ranks a checkpoint cannot be proven complete.",
                 hint="Leave use_collectives at its default.",
             )
         if self._path is None:

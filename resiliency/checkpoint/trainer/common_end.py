@@ -92,6 +92,10 @@ class CommonEnd:
             raise
         self._end(step, state)
 
+    def went_on_from(self, step: int) -> None:
+        """See `Termination.went_on_from`."""
+        self._termination.went_on_from(step)
+
     def leaving(self) -> None:
         """See `Termination.leaving`."""
         self._termination.leaving()

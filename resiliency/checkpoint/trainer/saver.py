@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from resiliency.checkpoint.capture.capturer import Capturer, WhenFull
+from resiliency.checkpoint.capture.capturer import Capture, Capturer, WhenFull
 from resiliency.checkpoint.capture.owned_memory import takes_hooks, unwrapped, why_unfenced
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.trainer.delivery import Delivery
@@ -63,6 +63,12 @@ class Saver:
         self._has_warned = False
         #: Of each of them why its fence cannot be relied upon; empty: it can.
         self._unfenced: dict[int, str] = {}
+        #: Of optimizers that have not stepped yet: what to do once they have, and the handles of their hooks.
+        self._first_steps: dict[int, Callable[[], None]] = {}
+        self._first_hooks: list[Any] = []
+        self._capture: Capture | None = None
+        #: Something wrote the state without a fence: no later save overlaps with training.
+        self._is_written_unfenced = False
         self._times = StepTimes(options.clock.monotonic)
         self._newest: SaveHandle | None = None
         #: How long training had been held when the newest save began.
@@ -101,6 +107,7 @@ class Saver:
         try:
             writers = self._fencing_writers(state)
             capture = self._capturer.begin(state, step, writers=writers, keep=True, wait=wait)
+            self._capture = capture or self._capture
         except ResiliencyError as error:  # the caller may go on without this save, and so must the others
             self._emit(EventType.SAVE_RELEASED, step)
             self._delivery.log.add_held(self._held_s)
@@ -149,9 +156,28 @@ class Saver:
 
     def close(self) -> None:
         """Leave the optimizers alone."""
-        for _, hook in self._hooks.values():
+        for hook in (*(hook for _, hook in self._hooks.values()), *self._first_hooks):
             hook.remove()
         self._hooks.clear()
+        self._first_hooks.clear()
+        self._first_steps.clear()
+
+    def after_first_steps(self, state: object, task: Callable[[], None]) -> None:
+        """Call `task` when an optimizer of `state` has stepped once, as it then has its state; for each."""
+
+        def hook(optimizer: object, *_: object) -> None:
+            # It cannot be removed here, as torch goes through the hooks.  Several threads may step.
+            if (waiting := self._first_steps.pop(id(optimizer), None)) is not None:
+                waiting()
+
+        for optimizer in self._all_optimizers(state).values():
+            if takes_hooks(optimizer) and hasattr(optimizer, "register_step_post_hook"):
+                self._first_steps[id(optimizer)] = task
+                self._first_hooks.append(optimizer.register_step_post_hook(hook))
+
+    def _all_optimizers(self, state: object) -> dict[int, Any]:
+        found = map(unwrapped, (*self._optimizers, *_optimizers_in(state)))
+        return {id(each): each for each in found}
 
     def _wanted(self, step: int, tiers: Collection[TierName] | None, *, is_last: bool) -> tuple[str, ...]:
         """The tiers to try now, the same on all ranks."""
@@ -201,10 +227,10 @@ class Saver:
 
     def _fencing_writers(self, state: object) -> list[Any]:
         """What will call the fence before it writes the state; nothing: that cannot be relied upon."""
-        if not self._options.overlap:
+        self._note_unfenced()
+        if not self._options.overlap or self._is_written_unfenced:
             return []
-        found = map(unwrapped, (*self._optimizers, *_optimizers_in(state)))
-        writers = {id(each): each for each in found}
+        writers = self._all_optimizers(state)
         if unhookable := [each for each in writers.values() if not takes_hooks(each)]:
             self._warn_of(unhookable[0])
             return []
@@ -218,6 +244,16 @@ class Saver:
                 if self._unfenced[key]:
                     logger.warning("saves hold training until the state is copied: %s", self._unfenced[key])
         return [] if any(map(self._unfenced.get, writers)) else list(writers.values())
+
+    def _note_unfenced(self) -> None:
+        self._capturer.fence()  # as the next capture does first: from here on it is known
+        if self._capture is not None and self._capture.was_written and not self._is_written_unfenced:
+            self._is_written_unfenced = True
+            logger.warning(
+                "saves hold training until the state is copied from now on: something wrote it while step %d"
+                " was copied, without a fence() before, such as the forward of Embedding(max_norm=...)",
+                self._capture.step,
+            )
 
     def _warn_of(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._has_warned:

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 _ERRORS: dict[str, type[ResiliencyError]] = {
     error.__name__: error for error in (ConfigError, DataError, StaleRange, PoisonedRange)
 }
+#: They free what the worker holds, or are refused if it took a range: one that is not delivered yet as well.
+_ROLLBACKS = ("rollback", "rollback_to")
 #: Between two attempts to reach the server.
 _PAUSE_S = 0.2
 #: For one answer, before the connection is given up; a server may hold a request for a range.
@@ -87,6 +89,8 @@ class DataClient:
         self._seq = 0
         #: The last request, if a lost server or an interrupt left it without an answer.
         self._unanswered: Plain | None = None
+        #: A range that is this worker's and that no caller got, as its call was interrupted.
+        self._undelivered: Plain | None = None
         #: Ranges that the policy of the server left out so far, as of the last answer that said so.
         self.skipped = 0
         self._ended = threading.Event()
@@ -154,10 +158,12 @@ class DataClient:
         """Say where the model of this attempt is: the state in its checkpoint, or None if it starts from
         scratch. All ranks may say it. See `Book.rollback`."""
         self._ask("rollback", state=state)
+        self._undelivered = None
 
     def rollback_to(self, step: int) -> None:
         """`rollback` to a step whose state the server keeps; see `Book.rollback_to`."""
         self._ask("rollback_to", step=step)
+        self._undelivered = None
 
     def extend(self, stops: Mapping[str, int], *, closed: bool = False) -> None:
         """Partitions reach so far now; `closed`: nothing will be added."""
@@ -187,7 +193,8 @@ class DataClient:
         self.close()
 
     def _grant(self, *, hold_s: float) -> SampleRange | Answer:
-        answer = self._ask("grant", hold_s=min(hold_s, HOLD.total_seconds()))
+        undelivered, self._undelivered = self._undelivered, None
+        answer = undelivered or self._ask("grant", hold_s=min(hold_s, HOLD.total_seconds()))
         self.skipped = cast(int, answer.get("skipped", self.skipped))
         if answer["answer"] == "range":
             return SampleRange.of_plain(answer["range"])
@@ -199,17 +206,30 @@ class DataClient:
                 raise ConfigError("the client is closed.")
             wanted = {"op": op, **fields, "hold_s": None}
             if wanted != self._unanswered:  # else it may have arrived: it comes again, and takes effect once
+                if self._unanswered and self._unanswered["op"] == "grant" and op not in _ROLLBACKS:
+                    self._keep_granted()
                 self._seq += 1
             self._unanswered = wanted
-            request = {"op": op, "seq": self._seq, **fields}
+            return self._answered({"op": op, "seq": self._seq, **fields})
 
-            def ask(deadline: float) -> Plain:
-                self._requests.join(deadline)
+    def _keep_granted(self) -> None:
+        """A grant that was interrupted may have got a range, which nobody would use or give back."""
+        with contextlib.suppress(ConfigError, DataError):  # then it got none
+            answer = self._answered({"op": "grant", "seq": self._seq, "hold_s": 0.0})
+            self._undelivered = answer if answer["answer"] == "range" else None
+
+    def _answered(self, request: Plain) -> Plain:
+        def ask(deadline: float) -> Plain:
+            self._requests.join(deadline)
+            try:
                 return self._requests.exchange(request, deadline)
+            except ResiliencyError:  # which is an answer
+                self._unanswered = None
+                raise
 
-            answer = self._retried(ask)
-            self._unanswered = None
-            return answer
+        answer = self._retried(ask)
+        self._unanswered = None
+        return answer
 
     def _retried(self, ask: Callable[[float], Plain]) -> Plain:
         """What `ask` returns, called with a deadline, until the server answers."""

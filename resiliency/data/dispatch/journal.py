@@ -4,11 +4,13 @@
 A line is a checksum and a list of entries in JSON, which were made durable at once. The first entry is a
 snapshot, the others are what happened since. A kill or a power cut can tear the last line only, whose effects
 were not reported: it is dropped. Damage in any other place is refused, because later entries would have
-another meaning without it.
+another meaning without it. The line of the snapshot is replaced as a whole file, so no crash tears it: a
+journal without it is damaged too, and never an empty one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,6 +21,8 @@ from typing import BinaryIO
 from resiliency.data.dispatch.ranges import Plain
 from resiliency.errors import ConfigError, DataError
 from resiliency.files import sync_dir, write_durably
+
+_REPAIR = "Restore the file, or start with an empty directory and the state in a checkpoint."
 
 
 def encoded(entries: list[Plain]) -> bytes:
@@ -31,7 +35,7 @@ def decoded(data: bytes) -> tuple[list[Plain], int]:
     """The entries of a journal, and the number of bytes that they take: what follows was torn.
 
     Raises:
-        DataError: a line that is not the last one is damaged.
+        DataError: a line that is not the last one is damaged, or the first one is not whole.
     """
     entries: list[Plain] = []
     position = 0
@@ -43,11 +47,13 @@ def decoded(data: bytes) -> tuple[list[Plain], int]:
             if end >= 0 and end + 1 < len(data):
                 raise DataError(
                     f"entry {len(entries) + 1} of the journal is damaged, and others follow it.",
-                    hint="Restore the file, or start with an empty directory and the state in a checkpoint.",
+                    hint=_REPAIR,
                 )
             break
         entries += json.loads(text)
         position = end + 1
+    if not position:
+        raise DataError("the journal is damaged: its first line is not whole.", hint=_REPAIR)
     return entries, position
 
 
@@ -67,12 +73,13 @@ class Journal:
         self._file: BinaryIO | None = None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            data = self.path.read_bytes() if self.path.exists() else b""
             #: What it held when it was opened.
-            self.entries, length = decoded(data)
-            if length < len(data):
-                os.truncate(self.path, length)
-            if self.entries:
+            self.entries: list[Plain] = []
+            if self.path.exists():
+                data = self.path.read_bytes()
+                self.entries, length = decoded(data)
+                if length < len(data):
+                    os.truncate(self.path, length)
                 # A process that was killed may have written what it had no time to sync.
                 os.fsync(self._open().fileno())
                 sync_dir(self.path.parent)
@@ -105,7 +112,8 @@ class Journal:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a full disk: `append` has raised it
+                self._file.close()
             self._file = None
         if self._lock >= 0:
             os.close(self._lock)

@@ -2,11 +2,14 @@
 """Samples of the ranges that a worker is granted: as a sampler for a DataLoader, or as records of text files.
 
 Invariant of the sampler: samples that it handed out and that were not advanced are still held, and come first
-in the next iteration. So what a DataLoader fetched ahead is never lost, and never counts.
+in the next iteration. So what a DataLoader fetched ahead is never lost, and never counts. Where one of them
+went to another worker, all are given back and nothing counts before a new iteration: else the samples that
+come out of the loader would no longer be those that `advance` counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +18,7 @@ from typing import TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from resiliency.data.dispatch.book import Answer
+from resiliency.data.dispatch.book import Answer, StaleRange
 from resiliency.data.dispatch.client import DataClient
 from resiliency.data.dispatch.ranges import Plain, SampleRange
 from resiliency.data.order import EpochOrder
@@ -35,7 +38,8 @@ class DispatchedSampler(Sampler[int]):
             sampler.advance(len(batch))
 
     One iteration ends where a range could only come from another worker while this one still has samples on
-    their way through the loader; `batches` starts the next one, until the data end.
+    their way through the loader; `batches` starts the next one, until the data end. A loop that goes on after
+    a StaleRange, without its batch, gets the next batch from a new iteration too.
 
     Args:
         client: of a server of `SampleRanges`.
@@ -62,6 +66,8 @@ class DispatchedSampler(Sampler[int]):
         #: Handed out, or about to be, and not advanced.
         self._held: deque[SampleRange] = deque()
         self._advanced = True
+        #: What was handed out is another worker's, so that nothing counts before the next iteration.
+        self._is_stale = False
         #: Whether samples counted at once, so that no step says whether a model has them.
         self._without_step = False
 
@@ -71,10 +77,10 @@ class DispatchedSampler(Sampler[int]):
                 "the samples of the last iteration were not advanced, and would come again.",
                 hint="Call sampler.advance(samples of the batch) for each batch that was used.",
             )
-        self._advanced = False
+        self._advanced = self._is_stale = False
         for part in list(self._held):
             yield from self._indexes(part)
-        while (part_or_not := self._next_range()) is not None:
+        while not self._is_stale and (part_or_not := self._next_range()) is not None:
             self._held.append(part_or_not)
             yield from self._indexes(part_or_not)
 
@@ -82,15 +88,24 @@ class DispatchedSampler(Sampler[int]):
         """The batches of a loader over this sampler, until the data end.
 
         Raises:
-            ConfigError: the loader has another sampler, or gives batches out of order.
+            ConfigError: the loader has another sampler, gives batches out of order, or drops the last one.
         """
         if loader.sampler is not self or not loader.in_order:
             raise ConfigError(
                 "the loader does not take its samples from this sampler, in order.",
                 hint="Pass sampler=sampler to the DataLoader, and leave out in_order=False.",
             )
+        if loader.drop_last:
+            raise ConfigError(
+                "the loader has drop_last=True: the samples of a batch that is not full would come again for "
+                "ever.",
+                hint="Leave out drop_last.",
+            )
         while not (self.ended and not self._held):
-            yield from loader
+            for batch in loader:
+                yield batch
+                if self._is_stale:
+                    break
 
     def advance(self, count: int, step: int | None = None) -> None:
         """Say that the next `count` samples that were handed out are used.
@@ -100,18 +115,29 @@ class DispatchedSampler(Sampler[int]):
                 count at once.
         Raises:
             ConfigError: fewer were handed out.
-            StaleRange: they belong to another worker now.
+            StaleRange: they belong to another worker now, or an iteration in which that was said goes on.
         """
+        if self._is_stale:
+            raise StaleRange(
+                "samples of this iteration went to another worker, and the others were given back.",
+                hint="Leave out its batches, and iterate over the loader again; sampler.batches() does.",
+                worker=self.client.worker,
+            )
         if check_whole("advance", count) > (held := sum(map(len, self._held))):
             raise ConfigError(f"advance({count}), and {held} samples were handed out.")
         self._advanced = True
         self._without_step |= step is None and count > 0
         self.step = self.step if step is None else check_whole("step", step)
         while count:
-            part = self._held.popleft()
+            part = self._held[0]
             used = part.first(min(count, len(part)))
-            self.client.done(used, step)
+            try:
+                self.client.done(used, step)
+            except StaleRange:
+                self._forget_held()
+                raise
             count -= len(used)
+            self._held.popleft()
             if used != part:
                 self._held.appendleft(SampleRange(used.stop, part.stop, part.epoch, part.partition))
 
@@ -134,6 +160,14 @@ class DispatchedSampler(Sampler[int]):
         self.step = max(0, cast(int, state["step"]))
         self.ended, self._advanced, self._without_step = False, True, False
         self._held.clear()
+        self._is_stale = False
+
+    def _forget_held(self) -> None:
+        """Give back what this worker still holds: the loader hands out its samples behind stale ones."""
+        self._is_stale = self._advanced = True
+        while self._held:
+            with contextlib.suppress(StaleRange):
+                self.client.give_back(self._held.pop())
 
     def _next_range(self) -> SampleRange | None:
         found = self.client.try_next_range() if self._held else self.client.next_range()

@@ -204,10 +204,12 @@ class DataServer:
         self._wake = asyncio.Event()
         server = await asyncio.start_server(self._connected, *self._wanted, limit=LINE_BYTES, backlog=1024)
         self._address = server.sockets[0].getsockname()[:2]
-        self._heard = dict.fromkeys(self._keeper.workers, time.monotonic())
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._keeper.workers, now)
         self._up.set()
         async with server:
-            tasks = {asyncio.create_task(work) for work in (self._stop.wait(), self._work(), self._expire())}
+            works = (self._stop.wait(), self._work(), self._expire(now))
+            tasks = {asyncio.create_task(work) for work in works}
             done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             server.close()
             await end_tasks([*others, *self._connections])
@@ -227,6 +229,7 @@ class DataServer:
                 for pending in batch:
                     if pending.answer.done():  # its connection was lost
                         continue
+                    self._give_up_older(pending)
                     answer, has_changed = self._keeper.apply(pending.request)
                     if has_changed:
                         changed.append(dict(pending.request))
@@ -245,10 +248,21 @@ class DataServer:
             if self._journal.length > _ENTRIES:
                 self._shorten()
 
-    async def _expire(self) -> None:
-        """Free what silent workers hold, and answer those that were held for long enough."""
+    def _give_up_older(self, pending: _Pending) -> None:
+        """A worker has one request on its way: one that is still held is of a connection that it left, and
+        would take a range that no one gets."""
+        if "seq" in pending.request:
+            for older in self._held:
+                if older.request.get("worker") == pending.request["worker"]:
+                    older.answer.cancel()
+
+    async def _expire(self, last: float) -> None:
+        """Free what silent workers hold, and answer those that were held for long enough.
+
+        Args:
+            last: when this process was surely running: a stop since then counts for no worker.
+        """
         tick_s = min(self._lease_s / 10, 1.0)
-        last = time.monotonic()
         while True:
             await asyncio.sleep(tick_s)
             now = time.monotonic()

@@ -188,7 +188,7 @@ def _worker(local_rank: int, rank: int, state: WorkerReport, page: StepPage, now
         "local_rank": local_rank,
         "global_rank": rank,
         "state": state.value,
-        # The launcher watches the process, and this thread of it lives.
+        # The launcher watches the process, and this thread of it lives: only its own silence is a worker's.
         "heartbeat_age_s": 0.0,
     }
     if seen.heartbeat_time is not None:

@@ -31,7 +31,11 @@ class NotHolder(Exception):
 
 
 class Fenced(Exception):
-    """A newer controller has spoken."""
+    """A newer controller has spoken, of epoch `highest`."""
+
+    def __init__(self, epoch: int, highest: int) -> None:
+        super().__init__(f"epoch {epoch} refused: this orchestrator has seen {highest}")
+        self.highest = highest
 
 
 class WriterLease:
@@ -83,7 +87,7 @@ class WriterLease:
             known = self._mine or await self._api.get(LEASES, NAME, self._namespace)
             highest = _epoch_of(known)
             if epoch < highest:
-                raise Fenced(f"epoch {epoch} refused: this orchestrator has seen {highest}")
+                raise Fenced(epoch, highest)
             if epoch > highest:
                 known = copy.deepcopy(known)
                 meta = known["metadata"]

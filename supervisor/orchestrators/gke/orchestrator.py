@@ -161,7 +161,7 @@ class GkeOrchestrator:
                     raise TimedOut(f"nothing was done within {command.deadline_s:g} s")
                 text = await self._carry_out(command, end)
         except Fenced as error:
-            return Answer(status=OutcomeStatus.FENCED, text=str(error))
+            return Answer(status=OutcomeStatus.FENCED, text=str(error), epoch=error.highest)
         except Refused as error:
             return Answer(status=OutcomeStatus.FAILED, text=str(error))
         except ApiError as error:

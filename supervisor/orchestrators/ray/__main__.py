@@ -11,14 +11,18 @@ from pathlib import Path
 
 import ray
 
+from resiliency.errors import ConfigError
+from supervisor.orchestrators.ray.machines import RayMachines
 from supervisor.orchestrators.ray.order import namespace_of
+from supervisor.orchestrators.wanted import restart_at_next_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Kill the actors of a fleet; what they have started ends with them."""
     parser = argparse.ArgumentParser(
         prog="python3 -m supervisor.orchestrators.ray",
-        description="End all daemons, launchers and ranks of a fleet on a Ray cluster, and free its nodes.",
+        description="End all daemons, launchers and ranks of a fleet on a Ray cluster, and free its nodes.  "
+        "End the supervisor first, which would else start hosts that it misses anew.",
     )
     parser.add_argument("--stop", metavar="DIR", type=Path, required=True, help="The fleet's --state-dir.")
     parser.add_argument(
@@ -40,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ray.kill(ray.get_actor(host), no_restart=True)
     ray.shutdown()
     print(f"{len(hosts)} hosts ended")
+    try:
+        restart_at_next_run(args.stop / f"{RayMachines.name}.json")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

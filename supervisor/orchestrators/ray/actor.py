@@ -20,6 +20,7 @@ from supervisor.orchestrators.processes import (
     signal_roots,
     start_process,
 )
+from supervisor.orchestrators.ray.keeper import KEEPER_S
 from supervisor.watchdogs.watchdog import boot_id
 
 #: The package on this node.
@@ -46,7 +47,9 @@ class HostActor:
             cwd=_SUPERVISOR.parent,
             start_new_session=True,
         )
-        self._keeper.wait()  # what stays is no child of this process
+        # What stays is no child of this process.  It may have to wait for its predecessor.
+        if code := self._keeper.wait(KEEPER_S):
+            raise OSError(f"the keeper of {host} cannot be started (exit code {code})")
 
     def scan(self) -> dict[str, Any]:
         """Where this host is, and its living processes: number, number of the parent, mark."""
@@ -59,20 +62,20 @@ class HostActor:
         }
 
     def start(self, argv: Sequence[str], mark: str, environment: Mapping[str, str], log: str) -> None:
-        """Start a process; ``{python}`` and ``{supervisor}`` are the interpreter and the package here.
+        """Start a process; ``{python}`` and ``{supervisor}`` are the interpreter and the package here, in
+        `argv` and `environment`.
 
         Raises:
             OSError: it cannot be started.
         """
         known = Mark.from_text(mark)
         assert known is not None
-        own = {"{python}": sys.executable, "{supervisor}": str(_SUPERVISOR)}
-        words = []
-        for word in argv:
-            for name, value in own.items():
-                word = word.replace(name, value)
-            words.append(word)
-        child = start_process(words, mark=known, environment={**os.environ, **environment}, log=Path(log))
+
+        def here(text: str) -> str:
+            return text.replace("{python}", sys.executable).replace("{supervisor}", str(_SUPERVISOR))
+
+        words, own = [here(word) for word in argv], {name: here(text) for name, text in environment.items()}
+        child = start_process(words, mark=known, environment={**os.environ, **own}, log=Path(log))
         self._children.append(child)
 
     def signal_roots(self, pids: Sequence[int], number: int) -> None:

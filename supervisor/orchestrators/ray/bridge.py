@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _SCAN_S = 5.0
 #: How long a node may take to start or signal a process.
 _CALL_S = 30.0
+#: Between two actors of a host that cannot be made.
+_MAKE_S = 30.0
 
 
 class Bridge:
@@ -37,9 +39,11 @@ class Bridge:
         self._order = order
         self._actors: dict[str, Any] = {}
         self._nodes = dict(order.nodes)
-        #: Looks that are not answered.
-        self._asked: dict[str, asyncio.Future[Any]] = {}
-        self._late: set[str] = set()
+        #: Looks that were not answered in time.  What they see is past by then.
+        self._late: dict[str, asyncio.Future[Any]] = {}
+        #: Why hosts have no actor now, and when another one may be made.
+        self._why: dict[str, str] = {}
+        self._not_before: dict[str, float] = {}
         self._scanning = asyncio.Lock()
 
     def connect(self) -> None:
@@ -50,6 +54,10 @@ class Bridge:
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
+        for host in ray.util.list_named_actors():
+            if host not in self._order.hosts:
+                logger.warning("host %s is no longer in the job file: its actor is ended", host)
+                ray.kill(ray.get_actor(host), no_restart=True)
         for host in self._order.hosts:
             self._make(host)
 
@@ -88,35 +96,54 @@ class Bridge:
         return {}
 
     async def _scan(self) -> dict[str, Any]:
+        looks: dict[str, asyncio.Future[Any]] = {}
         for host, actor in self._actors.items():
-            if host not in self._asked:
-                self._asked[host] = asyncio.wrap_future(actor.scan.remote().future())
-        prompt = [look for host, look in self._asked.items() if host not in self._late]
-        if prompt:
-            await asyncio.wait(prompt, timeout=_SCAN_S)
+            late = self._late.get(host)
+            if late is not None and not late.done():
+                continue
+            if late is not None and not late.cancelled():
+                late.exception()  # it counts as seen
+            looks[host] = asyncio.wrap_future(actor.scan.remote().future())
+        if looks:
+            await asyncio.wait(looks.values(), timeout=_SCAN_S)
+        asked = {**self._late, **looks}
         found: dict[str, Any] = {}
-        nodes: set[str] | None = None
-        for host in self._order.hosts:
-            look = self._asked[host]
-            if look.done():
-                del self._asked[host]
+        away: list[str] = []
+        for host, look in asked.items():
             try:
-                if not look.done():
+                if host not in looks or not look.done():
                     raise asyncio.TimeoutError
                 found[host] = look.result()
                 self._nodes[host] = found[host]["node"]
-                self._late.discard(host)
-            except (RayError, asyncio.TimeoutError) as error:
-                self._late.add(host)
-                if nodes is None:
-                    nodes = await asyncio.to_thread(_living_nodes)
-                found[host] = {"away": "unseen"}
-                if isinstance(error, ActorDiedError):  # for good: somebody has killed it
-                    self._make(host)
-                    found[host] = {"away": "absent"}
-                elif self._nodes.get(host, "unknown") not in (*nodes, "unknown"):
-                    found[host] = {"away": "absent"}
+                self._why.pop(host, None)
+            except ActorDiedError as error:
+                found[host] = {"away": "absent"}
+                self._make_again(host, error)
+            except (RayError, asyncio.TimeoutError):
+                away.append(host)
+        self._late = {host: look for host, look in asked.items() if not look.done()}
+        nodes = await asyncio.to_thread(_living_nodes) if away else set()
+        for host in away:
+            lost = host in self._nodes and self._nodes[host] not in nodes
+            found[host] = {"away": "absent" if lost else "unseen"}
         return found
+
+    def _make_again(self, host: str, error: ActorDiedError) -> None:
+        """Ray gave it up; unless somebody ended the fleet, another one is made, seldom if that fails too."""
+        if "ray.kill" in str(error):
+            self._note(host, "its actor was ended; the next client of Ray makes it again")
+            return
+        self._note(host, f"its actor has died: {_first_line(error)}; another one is made")
+        now = asyncio.get_running_loop().time()
+        if now >= self._not_before.get(host, now):
+            self._not_before[host] = now + _MAKE_S
+            self._make(host)
+
+    def _note(self, host: str, why: str) -> None:
+        """Log it once."""
+        if self._why.get(host) != why:
+            logger.warning("host %s: %s", host, why)
+        self._why[host] = why
 
 
 def _living_nodes() -> set[str]:

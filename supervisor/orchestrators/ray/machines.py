@@ -16,18 +16,19 @@ from signal import Signals
 from typing import Any
 
 from resiliency.errors import ConfigError
-from resiliency.tasks import end_tasks, wait_for
+from resiliency.tasks import wait_for
 from supervisor.orchestrators.job_file import JobFile
 from supervisor.orchestrators.processes import Mark, Marked
 from supervisor.orchestrators.ray.order import LINE_BYTES, Order, namespace_of
+from supervisor.orchestrators.tasks import LoggedTasks
 from supervisor.orchestrators.wanted import Seen
 
 logger = logging.getLogger(__name__)
 
 #: For an answer of the bridge; longer than it waits for a node.
 _ANSWER_S = 40.0
-#: For another bridge, where one has ended.
-_CONNECT_S = 15.0
+#: For another bridge, where one has ended; and for a bridge's first answer.
+_CONNECT_S, _READY_S = 15.0, 90.0
 #: Between two bridges.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 #: For the end of a bridge whose standard input ended.
@@ -62,11 +63,12 @@ class RayMachines:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        keeping = asyncio.ensure_future(self._keep())
+        keeping = LoggedTasks("the client of Ray")
+        keeping.start(self._keep())
         try:
             yield
         finally:
-            await end_tasks([keeping])
+            await keeping.end()
 
     # ------------------------------------------------------------------------------------- what is asked
 
@@ -121,17 +123,19 @@ class RayMachines:
         """
         with suppress(asyncio.TimeoutError):
             await wait_for(self._connected.wait(), _CONNECT_S)
-        if self._bridge is None or self._bridge.stdin is None:
+        bridge = self._bridge
+        if bridge is None or bridge.stdin is None:
             raise OSError(self._why)
         self._number += 1
         number, answer = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
             line = json.dumps({"number": number, "call": call, "host": host, "args": args})
-            self._bridge.stdin.write(line.encode() + b"\n")
+            bridge.stdin.write(line.encode() + b"\n")
             found: dict[str, Any] = await wait_for(answer, _ANSWER_S)
         except asyncio.TimeoutError:
-            self._bridge.kill()  # a client that hangs is replaced
+            with suppress(ProcessLookupError):
+                bridge.kill()  # a client that hangs is replaced
             raise OSError(f"the client of Ray did not answer within {_ANSWER_S:g} s") from None
         finally:
             self._waiting.pop(number, None)
@@ -146,9 +150,6 @@ class RayMachines:
         while True:
             if await self._run_bridge():
                 pause_s = _FIRST_PAUSE_S
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(OSError(self._why))
             logger.warning("%s; trying again in %g s", self._why, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -181,7 +182,7 @@ class RayMachines:
         self._why = f"the client of Ray at {self._address} has ended"
         try:
             process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-            while line := await process.stdout.readline():
+            while line := await wait_for(process.stdout.readline(), None if useful else _READY_S):
                 answer = json.loads(line)
                 if "failed" in answer:
                     self._why = f"the Ray cluster at {self._address} cannot be reached: {answer['failed']}"
@@ -191,11 +192,16 @@ class RayMachines:
                     logger.info("connected to the Ray cluster at %s", self._address)
                 elif (waiting := self._waiting.get(answer["number"])) is not None and not waiting.done():
                     waiting.set_result(answer)
-        except (OSError, ValueError) as error:  # it wrote no line of ours
+        except asyncio.TimeoutError:
+            self._why = f"the Ray cluster at {self._address} does not answer within {_READY_S:g} s"
+        except (OSError, ValueError, KeyError, TypeError) as error:  # it wrote no line of ours
             self._why = f"the client of Ray cannot be understood: {error}"
         finally:
             self._bridge = None
             self._connected.clear()
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(OSError(self._why))
             await self._end(process)
         return useful
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 
 #: Longest line between a bridge and who started it: thousands of hosts with some dozens of processes each.
 LINE_BYTES = 1 << 26
@@ -32,4 +34,4 @@ class Order:
 
 def namespace_of(fleet: str) -> str:
     """Of the actors of the fleet with this state directory."""
-    return "resiliency-" + fleet.strip("/").replace("/", "-")
+    return f"resiliency-{Path(fleet).name}-{sha256(fleet.encode()).hexdigest()[:12]}"

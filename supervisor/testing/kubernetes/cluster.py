@@ -69,7 +69,11 @@ class Cluster:
         """
         self.kubelets[name].alive = False
         if noticed:
-            self._set_ready(name, "Unknown")
+            self.give_up_on(name)
+
+    def give_up_on(self, name: str) -> None:
+        """The node controller notices that a node is silent, up to 50 s after its loss."""
+        self._set_ready(name, "Unknown")
 
     def remove_node(self, name: str) -> None:
         """Its machine is gone, and its object too; pods on it are collected."""
@@ -79,10 +83,10 @@ class Cluster:
             meta = pod["metadata"]
             self.store.delete("pods", meta["name"], meta["namespace"], grace_s=0)
 
-    def reboot_node(self, name: str) -> None:
-        """Another boot of the same name."""
+    def reboot_node(self, name: str, boot_id: str = "") -> None:
+        """Another start of the same machine; it is there again if it was lost."""
         node = self.store.get("nodes", name)
-        node["status"]["nodeInfo"]["bootID"] = str(uuid.uuid4())
+        node["status"]["nodeInfo"]["bootID"] = boot_id or str(uuid.uuid4())
         self.store.update("nodes", node, checked=False)
         self.kubelets[name].alive = True
         self._set_ready(name, "True")

@@ -20,11 +20,13 @@ class Kubelet:
 
     Attributes:
         pull_s: an image needs for its pull; changed by tests while it runs.
+        pull_error: reason for which no image can be pulled: ``ErrImagePull``, ``ImagePullBackOff``.
         stop_s: a pod needs to end; beyond its grace it is killed.
         alive: it answers, and pods change on it.
     """
 
     pull_s: float = 0.0
+    pull_error: str = ""
     stop_s: float = 0.0
     alive: bool = True
     bound_at: dict[str, float] = field(default_factory=dict)
@@ -136,11 +138,11 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
     if pod["status"]["phase"] != "Pending":
         return None
     runs = kubelet.bound_at.setdefault(uid, now) + kubelet.pull_s
-    started = now >= runs
+    started = now >= runs and not kubelet.pull_error
     state = (
         {"running": {"startedAt": stamp(store.clock())}}
         if started
-        else {"waiting": {"reason": "ContainerCreating"}}
+        else {"waiting": {"reason": kubelet.pull_error or "ContainerCreating"}}
     )
     new = copy.deepcopy(pod)
     new["status"]["containerStatuses"] = [
@@ -152,7 +154,7 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
         kubelet.start_pod(pod)
     if new != pod:
         store.update("pods", new, meta["namespace"], checked=False)
-    return None if started else runs
+    return None if started or kubelet.pull_error else runs
 
 
 def _look_at_end(store: Store, kubelet: Kubelet, pod: Object) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from resiliency.checkpoint import (
     Capturer,
     Outcome,
     RankArena,
+    StateWalker,
     WhenFull,
     materialize,
     open_captured,
 )
 from resiliency.checkpoint.capture.arena import peek
-from resiliency.checkpoint.capture.cuda import PACK_BYTES, SEGMENT_BYTES, DeviceTransfer, cuts
+from resiliency.checkpoint.capture.cuda import PACK_BYTES, SEGMENT_BYTES, DeviceTransfer, PinnedMemory, cuts
 from resiliency.checkpoint.state.copying import strips
+from resiliency.checkpoint.state.snapshot import Snapshot
 from resiliency.errors import ConfigError
 from tests.checkpoint.capture_builders import SOON, Gate, bits
 from tests.checkpoint.low_bit import low_bit
@@ -176,7 +179,7 @@ def test_a_task_that_fails_after_a_capture_does_not_end_the_publishing(
     assert capture is not None
     assert capture.wait(SOON)
     assert [header.step for _, header in peek(arena.directory, 0)] == [1]
-    assert "what follows from a capture failed" in caplog.text
+    assert "publishing a capture failed" in caplog.text
 
 
 def test_what_the_forward_mutates_is_copied_before_begin_returns(make: Make) -> None:
@@ -276,17 +279,47 @@ def test_a_prewarmed_arena_allocates_and_maps_nothing_at_the_first_capture(make:
     arena, capturer = make()
     state = {"w": torch.ones(1 << 16), "n": 1}
     capturer.prewarm(state)
-    before = [(slot.path.stat().st_blocks, slot.generation) for slot in arena.slots]
+    before = [(slot.path.stat().st_blocks, id(slot.memory)) for slot in arena.slots]
     assert all(blocks * 512 >= 4 << 16 for blocks, _ in before)
     for step in (1, 2):
         assert capturer.begin(state, step) is not None
     capturer.fence()
-    assert [(slot.path.stat().st_blocks, slot.generation) for slot in arena.slots] == before
+    assert [(slot.path.stat().st_blocks, id(slot.memory)) for slot in arena.slots] == before
+
+
+class RecordedRegistry:
+    """The CPU twin of CUDA's: pins nothing, and says who pinned what for a state in host memory."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.threads: list[str] = []
+        self.unpinned_by: list[str] = []
+        self.devices = {"cpu"}
+        self.failure = ""
+        self.fails_at = 0
+
+    def is_for(self, device: torch.device) -> bool:
+        return device.type in self.devices
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def register(self, address: int, length: int, device: torch.device) -> str:
+        if address == self.fails_at:
+            return "invalid argument"
+        if not self.failure:
+            self.threads.append(threading.current_thread().name)
+            self.pinned[address] = length
+        return self.failure
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        self.unpinned_by.append(threading.current_thread().name)
+        del self.pinned[address]
 
 
 def test_no_save_allocates_memory_on_the_training_thread(make: Make) -> None:
-    gate = Gate()
-    arena, capturer = make(before_slot=lambda: gate(0), at_once_below_bytes=0)
+    gate, registry = Gate(), RecordedRegistry()
+    arena, capturer = make(before_slot=lambda: gate(0), at_once_below_bytes=0, registry=registry)
     state = {"w": torch.ones(1 << 20)}
 
     def allocated() -> list[int]:
@@ -296,6 +329,7 @@ def test_no_save_allocates_memory_on_the_training_thread(make: Make) -> None:
     assert "still being prepared" in capturer.why_skipped
     assert capturer.stats.skipped == 1
     assert allocated() == [0, 0]  # only the thread at the gate may do it
+    assert registry.pinned == {}
     opener = threading.Thread(target=gate.open)
     opener.start()
     capture = capturer.begin(state, 2, wait=SOON)
@@ -309,6 +343,121 @@ def test_no_save_allocates_memory_on_the_training_thread(make: Make) -> None:
         capture = capturer.begin(state, step)
         assert capture is not None
     assert allocated() == before
+    assert registry.threads == ["resiliency-memory"] * 2
+
+
+def test_slots_that_grow_are_pinned_anew_and_all_is_unpinned_without_training(make: Make) -> None:
+    registry = RecordedRegistry()
+    arena, capturer = make(registry=registry)
+    for step, size in enumerate((1 << 16, 1 << 18, 1 << 17), start=1):
+        state = {"w": torch.full((size,), float(step))}
+        capturer.prewarm(state)
+        capture = capturer.begin(state, step)
+        assert capture is not None
+        assert capture.wait(SOON)
+        assert kept_state(arena, step)["w"].unique().tolist() == [step]  # type: ignore[index]
+    assert registry.threads == ["resiliency-memory"] * 4
+    settled = threading.Event()
+    capturer.call_after_captures(settled.set)
+    assert settled.wait(30)
+    assert registry.unpinned_by == ["resiliency-publish"] * 2
+    assert sorted(registry.pinned.values()) == [1 << 20] * 2
+    capturer.close()
+    assert registry.pinned == {}
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_serves_states_that_need_none(make: Make) -> None:
+    registry = RecordedRegistry()
+    arena, capturer = make(registry=registry)
+    registry.failure = "out of memory"
+    with pytest.raises(ConfigError, match=r"could not pin 4194304 bytes.*out of memory"):
+        capturer.prewarm({"w": torch.ones(1 << 20)})
+    registry.devices.clear()
+    assert capturer.begin({"w": torch.ones(1 << 20)}, 1) is not None
+    registry.devices.add("cpu")
+    registry.failure = ""
+    capturer.prewarm({"w": torch.ones(1 << 20)})
+    assert len(registry.pinned) == len(arena.slots)
+
+
+def test_a_registry_that_raises_is_told_and_the_next_request_tries_again(make: Make) -> None:
+    class Raising(RecordedRegistry):
+        def register(self, address: int, length: int, device: torch.device) -> str:
+            if self.failure:
+                raise RuntimeError(self.failure)
+            return super().register(address, length, device)
+
+    registry = Raising()
+    arena, capturer = make(registry=registry)
+    registry.failure = "the device is lost"
+    with pytest.raises(ConfigError, match="could not be prepared: the device is lost"):
+        capturer.prewarm({"w": torch.ones(1 << 20)}, SOON)
+    registry.failure = ""
+    capturer.prewarm({"w": torch.ones(1 << 20)}, SOON)
+    assert len(registry.pinned) == len(arena.slots)
+
+
+def test_memory_that_a_hanging_copy_goes_to_stays_pinned_also_after_its_slot_grew(tmp_path: Path) -> None:
+    gate, registry = Gate(), RecordedRegistry()
+    arena = RankArena(tmp_path / "job", rank=0)
+    options = CaptureOptions(before_piece=gate, eager_below_bytes=0, threads=1, registry=registry)
+    capturer = Capturer(arena, options)
+    capture = capturer.begin({"w": torch.ones(1000)}, 1)
+    assert capture is not None
+    assert gate.arrived.wait(30)
+    capturer.prewarm({"w": torch.ones(1 << 18)})
+    assert len(registry.pinned) == 4  # of each slot the memory before and the one that it grew to
+    capturer.close(timedelta(milliseconds=1))
+    arena.close()
+    assert len(registry.pinned) == 2
+    gate.open()
+    assert capture.wait(SOON)
+    assert registry.pinned == {}
+
+
+def test_threads_that_prepare_look_at_the_state_one_after_the_other(tmp_path: Path) -> None:
+    class Watched(StateWalker):
+        meeting = threading.Barrier(2)
+        met = False
+
+        def snapshot(self, state: object) -> Snapshot:
+            with suppress(threading.BrokenBarrierError):
+                self.meeting.wait(0.5)  # broken from then on
+                self.met = True
+            return super().snapshot(state)
+
+    walker = Watched()
+    with RankArena(tmp_path / "job", rank=0) as arena, Capturer(arena, walker=walker) as capturer:
+        state = {"w": torch.ones(1000)}
+        threads = [threading.Thread(target=capturer.prepare, args=(state,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert not walker.met
+
+
+def test_room_for_a_state_that_was_not_seen_is_pinned_for_the_device_in_use(make: Make) -> None:
+    registry = RecordedRegistry()
+    _, capturer = make(registry=registry)
+    registry.devices.clear()
+    capturer.prepare_room(4 << 20, 100)
+    capturer.prewarm({"w": torch.ones(1 << 20)})
+    assert sorted(registry.pinned.values()) == [4 << 20] * 2
+
+
+def test_memory_is_pinned_in_segments_and_all_of_them_are_given_back_if_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resiliency.checkpoint.capture.cuda.SEGMENT_BYTES", 4096)
+    registry = RecordedRegistry()
+    pinned = PinnedMemory(1 << 20, 10_000, torch.device("cpu"), registry)
+    assert registry.pinned == {1 << 20: 4096, (1 << 20) + 4096: 4096, (1 << 20) + 8192: 1808}
+    pinned.close()
+    registry.fails_at = (1 << 20) + 8192
+    with pytest.raises(ConfigError, match="could not pin 1808 bytes"):
+        PinnedMemory(1 << 20, 10_000, torch.device("cpu"), registry)
+    assert registry.pinned == {}
 
 
 def test_a_small_state_is_saved_at_once_by_memory_of_another_thread(make: Make) -> None:

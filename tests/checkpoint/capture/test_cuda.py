@@ -255,6 +255,69 @@ def test_a_plan_is_used_again_and_holds_nothing_of_the_state(make: Make) -> None
     assert kept_state(arena, 5)["w"].unique().tolist() == [7.0]  # type: ignore[index]
 
 
+def replayed(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
+    """A graph of one step."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            weights.grad = torch.ones_like(weights)
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph
+
+
+def test_a_step_that_a_cuda_graph_replays_beside_a_save_is_in_none_or_all_of_it(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    weights = torch.nn.Parameter(torch.zeros(16 * MEBI, device="cuda"))
+    optimizer = torch.optim.AdamW([weights], lr=0.1, capturable=True)
+    state = {"weights": weights, "optimizer": optimizer}
+    graph = replayed(weights, optimizer)
+    info = RunInfo(job_name="cuda-graphs", host="here", rank=0)
+    with Checkpointer(tmp_path / "ckpt", info=info, options=CheckpointerOptions(arena_root=memory)) as saves:
+        saves.prewarm(state)
+        torch.cuda.synchronize()
+        expected = weights.detach().cpu()
+        torch.cuda._sleep(BUSY_CYCLES // 10)  # type: ignore[no-untyped-call]
+        handle = saves.save(1, state)
+        graph.replay()  # calls no hook
+        assert handle.wait(timedelta(minutes=1))
+        assert handle.state is SaveState.COMMITTED
+        torch.cuda.synchronize()
+        assert not torch.equal(weights.detach().cpu(), expected)
+        assert saves.restore(state, step=1).step == 1
+    assert torch.equal(weights.detach().cpu(), expected)
+
+
+def test_a_fence_inside_the_recording_of_a_graph_neither_fails_nor_is_recorded(make: Make) -> None:
+    arena, capturer = make()
+    weights = torch.nn.Parameter(torch.full((16 * MEBI,), 3.0, device="cuda"))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    capturer.prewarm({"w": weights})
+    weights.grad = torch.ones_like(weights)
+    optimizer.step()
+    weights.data.fill_(3.0)
+    torch.cuda.synchronize()
+    capture = capturer.begin({"w": weights}, 1, writers=[optimizer])
+    assert capture is not None
+    hook = capturer.install_fence(optimizer)
+    graph = torch.cuda.CUDAGraph()
+    # Only this thread's calls are checked: the publisher waits for the copies meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        optimizer.step()
+    hook.remove()
+    assert capture.wait(SOON)
+    assert capture.error is None
+    graph.replay()
+    torch.cuda.synchronize()
+    assert weights.unique().tolist() == [2.0]
+    assert kept_state(arena, 1)["w"].unique().tolist() == [3.0]  # type: ignore[index]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_state_on_two_devices_is_captured_whole(make: Make) -> None:
     arena, capturer = make()

@@ -25,15 +25,15 @@ from resiliency.checkpoint.cleaner.cleaner import Cleaner
 from resiliency.checkpoint.cleaner.flags import parse
 from resiliency.checkpoint.cleaner.in_use import IdleLimits
 from resiliency.checkpoint.commit.commit import open_save
-from resiliency.checkpoint.format import file_manifest as manifest
 from resiliency.checkpoint.format.catalog import Condition, inspect, list_checkpoints, quarantine, verify
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.lease import Lease
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker, try_read_marker
+from resiliency.checkpoint.format.nemo import record_rank, seal
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError
-from resiliency.plugins.checkpoint_kinds import find_problem
+from resiliency.plugins import checkpoint_kinds
 from resiliency.runtime import SystemClock
 from resiliency.testing import warm
 from resiliency.testing.clock import ManualClock
@@ -81,8 +81,8 @@ def nemo(root: Path, step: int, *, sealed: bool = True) -> None:
     for name in (".metadata", "metadata.json", "common.pt", "__0_0.distcp"):
         (weights / name).write_text(f"{name} of {step}")
     if sealed:
-        manifest.record_rank_files(weights.parent, 0)
-        manifest.seal(weights.parent, step=step, world_size=1)
+        record_rank(weights.parent, step=step, rank=0)
+        seal(weights.parent, step=step, world_size=1)
 
 
 def steps_of(root: Path) -> list[int]:
@@ -124,7 +124,7 @@ def test_nemos_own_checkpoints_count_and_go_like_the_engines(tmp_path: Path) -> 
     nemo(root, 5, sealed=False)  # by NeMo's own callback
     clean(tmp_path, "--num-checkpoints-to-keep", "2")
     assert steps_of(root) == [4, 5]
-    assert find_problem(root / "step=5") is None
+    assert checkpoint_kinds.verify(root / "step=5") is None
 
 
 def test_a_damaged_checkpoint_does_not_count_and_is_left_for_people(tmp_path: Path) -> None:

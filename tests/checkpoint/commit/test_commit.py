@@ -128,7 +128,9 @@ def test_no_rename_and_no_link_is_used(format: CheckpointFormat[Shard]) -> None:
 
 
 @pytest.mark.parametrize("leads", [True, False])
-@pytest.mark.parametrize("again", [{"save_id": "attempt-0"}, {"save_id": "attempt-1", "restored_step": 4}])
+@pytest.mark.parametrize(
+    "again", [{"save_id": "attempt-0"}, {"save_id": "attempt-1", "restored_save": "attempt-0"}]
+)
 def test_a_step_that_this_very_save_or_the_one_the_job_went_on_from_committed_is_kept_as_it_is(
     again: dict[str, Any], leads: bool
 ) -> None:
@@ -140,7 +142,11 @@ def test_a_step_that_this_very_save_or_the_one_the_job_went_on_from_committed_is
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_a_step_of_a_branch_that_the_job_has_left_stays_and_does_not_count_as_saved(leads: bool) -> None:
+@pytest.mark.parametrize("restored_save", ["attempt-0-3", "other-4", ""])
+def test_a_step_of_a_branch_that_the_job_has_left_stays_and_does_not_count_as_saved(
+    leads: bool, restored_save: str
+) -> None:
+    """Also where the job went on from another save of that step."""
     storage = MemoryStorage()
     save(storage, LocalFormat(), [small_shard(4)])
     with pytest.raises(CheckpointWriteFailed, match=r"step=4 was saved by an earlier start .*attempt-0"):
@@ -149,7 +155,7 @@ def test_a_step_of_a_branch_that_the_job_has_left_stays_and_does_not_count_as_sa
             LocalFormat(),
             [small_shard(4, seed=9)],
             save_id="attempt-1",
-            restored_step=3,
+            restored_save=restored_save,
             leads=leads,
         )
     assert_holds(storage, small_shard(4))
@@ -185,13 +191,18 @@ def test_a_committed_step_is_not_opened_for_another_save() -> None:
     assert_holds(storage, small_shard(5))
 
 
-def test_a_foreign_directory_at_the_same_step_is_never_overwritten() -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("precious", b"1"), ("manifest.json", b'{\n "files": {}}')],
+    ids=["anything", "of NeMo, of old"],
+)
+def test_a_foreign_directory_at_the_same_step_is_never_overwritten(name: str, content: bytes) -> None:
     storage = MemoryStorage()
     storage.make_dir("step=4")
-    write_file(storage, "step=4/precious", b"1")
+    write_file(storage, f"step=4/{name}", content)
     with pytest.raises(CheckpointWriteFailed, match="was not written by this library"):
         save(storage, LocalFormat(), [small_shard(4)])
-    assert storage.list("step=4") == ["precious"]
+    assert storage.list("step=4") == [name]
 
 
 @pytest.mark.parametrize("content", [b"", b"{torn", b"[]", b'{"state":"writing","save_id":"x","reason":""}'])
@@ -247,7 +258,7 @@ def test_a_power_cut_at_any_operation_leaves_the_previous_or_the_new_step(
         steps = [restored_step(disk.crash(*world), 2) for world in worlds]
         outcomes.append(set(steps))
         after = disk.crash(Survival.RANDOM, operation)
-        save(after, format, two_ranks(2), save_id="attempt-1", restored_step=restored_step(after, 2))
+        save(after, format, two_ranks(2), save_id="attempt-1", restored_save="attempt-0")
         assert restored_step(after, 2) == 2, f"a save after a cut at operation {operation}"
     assert outcomes[0] == {1}
     assert outcomes[-1] == {2}

@@ -233,6 +233,44 @@ def test_tensors_of_one_name_that_differ_between_ranks_are_all_there_for_stock_t
         assert_holds(LocalStorage(tmp_path), shard)
 
 
+def names_of(states: Sequence[dict[str, torch.Tensor]]) -> set[str]:
+    """What stock readers find of ranks that hold `states`."""
+    storage = MemoryStorage()
+    shards = [make_shard(state, rank=rank, world_size=len(states)) for rank, state in enumerate(states)]
+    save(storage, DcpFormat(), shards)
+    found = CheckpointReader(storage, 1)
+    assert found.keys().keys() == dcp_metadata(found.indexes()).state_dict_metadata.keys()
+    return set(found.keys())
+
+
+WEIGHT = torch.ones(4, 4)
+STATE = {"optimizer/state/0/exp_avg": WEIGHT, "optimizer/state/0/step": torch.ones(())}
+
+
+def test_stages_without_a_mesh_whose_optimizers_number_alike_are_told_apart() -> None:
+    shared = {"model/embedding": torch.ones(7, 4), "seed": torch.ones(3)}
+    stages = [{f"model/layer{rank // 2}": WEIGHT, **STATE, **shared} for rank in range(4)]
+    own = {f"@rank{rank}.optimizer.state.0.{what}" for rank in (0, 2) for what in ("exp_avg", "step")}
+    assert own < names_of(stages)
+    assert not {"optimizer.state.0.exp_avg", "optimizer.state.0.step"} & names_of(stages)
+    # A block that all stages share is one parameter; the optimizer has two of that shape.
+    second = {"optimizer/state/1/exp_avg": WEIGHT}
+    blocks = [{f"model/layer{rank}": WEIGHT, "model/shared": WEIGHT, **STATE, **second} for rank in range(2)]
+    assert {"@rank0.optimizer.state.1.exp_avg", "@rank1.optimizer.state.1.exp_avg"} < names_of(blocks)
+    longer = [{"layer0": WEIGHT, **STATE}, {"layer0": WEIGHT, **STATE, **second, "layer1": WEIGHT}]
+    assert {"@rank0.optimizer.state.0.exp_avg", "@rank1.optimizer.state.0.exp_avg"} < names_of(longer)
+
+
+def test_data_parallel_ranks_with_entries_of_their_own_keep_the_names() -> None:
+    model = {"model/weight": WEIGHT, **STATE}
+    plain = {"model.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.step"}
+    assert names_of([model, model]) == plain
+    assert names_of([{**model, "average/weight": WEIGHT}, model]) == {*plain, "average.weight"}
+    loaders = [{**model, f"loader{rank}": torch.ones(2)} for rank in range(3)]
+    assert names_of(loaders) == {*plain, "loader0", "loader1", "loader2"}
+    assert names_of([{**model, "other/state/0/exp_avg": WEIGHT}, model]) == {*plain, "other.state.0.exp_avg"}
+
+
 def test_a_part_that_torch_cannot_place_is_kept_for_our_reader_and_said_aloud(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -32,6 +32,7 @@ from resiliency.checkpoint.recovery.inventory import (
 )
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, ConfigError
+from resiliency.testing.counting_storage import CountingStorage
 from resiliency.testing.rank_pool import RankOutcome, RankPool
 from tests.checkpoint.held import (
     arena_of,
@@ -184,19 +185,42 @@ def test_a_checkpoint_for_all_holds_the_shards_of_all_its_ranks(tmp_path: Path) 
     }
 
 
-@pytest.mark.parametrize("lost", ["__2_0.distcp", "rank=2.json"])
+def spoil_for_all(step: Path, how: str) -> None:
+    if how == "index gone":
+        (step / "rank=2.json").unlink()
+    else:
+        (step / "rank=2.corrupt").write_text("a restore found it bad")
+
+
+@pytest.mark.parametrize("how", ["index gone", "found bad before"])
 def test_a_damaged_checkpoint_of_another_number_of_ranks_stands_in_nobodys_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     commit_for_all(tmp_path, [make(4, 0, 1)])
     storage = commit_for_all(tmp_path, [make(5, rank, 3) for rank in range(3)])
     assert [save.step for save in of_shared_storage(tmp_path).saves] == [5]  # refuses a job of one rank
-    (tmp_path / "persistent" / "step=5" / lost).unlink()
+    spoil_for_all(tmp_path / "persistent" / "step=5", how)
     assert [save.step for save in of_shared_storage(tmp_path).saves] == [4]
-    assert lost in caplog.text
+    assert "step=5: an index is missing, or a shard was found bad before" in caplog.text
     # Ranks that want it find out themselves.
     assert find_save(storage, 5, world_size=3) is not None
     assert find_save(storage, 5) is not None
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_found_by_as_few_operations_whatever_that_is(
+    tmp_path: Path,
+) -> None:
+    counts = []
+    for ranks in (2, 12):
+        storage = CountingStorage(
+            commit_for_all(tmp_path / str(ranks), [make(5, rank, ranks) for rank in range(ranks)])
+        )
+        found = find_save(storage, 5, world_size=ranks + 1)
+        assert found is not None
+        assert (found.world_size, found.size_bytes > 0) == (ranks, True)
+        counts.append(storage.counts.operations)
+    assert counts[0] == counts[1]
+    assert counts[1].total() <= 6
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -88,6 +89,23 @@ def replica_steps(hosts: list[Host], owner: str) -> dict[str, list[int]]:
         if steps:
             found[host.name] = steps
     return found
+
+
+def test_the_host_that_leads_makes_room_for_a_link_to_each_host_and_no_other_does(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    host = Host("h0", tmp_path)
+    others = [replace(host.peer, host=f"h{number}") for number in range(1, 200)]
+    try:
+        for leads in (False, True):
+            few = len(open_descriptors()) + 30
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+            peers = [host.peer, *others] if leads else [*others, host.peer]
+            host.service.update(table_of(peers, session=f"session-{leads}"))
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            assert (soft - few >= 200) is leads
+    finally:
+        host.service.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # --- hosts that are well --------------------------------------------------------------------------

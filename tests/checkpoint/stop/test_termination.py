@@ -41,6 +41,7 @@ from resiliency.testing.rank_pool import RankOutcome, RankPool
 from tests.checkpoint import stopping_ranks
 from tests.checkpoint.agreeing_threads import Together
 from tests.checkpoint.stopping_threads import QUIET, SOON_S, T, together
+from tests.waiting import wait_until
 
 PROGRAM = "tests.checkpoint.training_until_told"
 LAUNCHER = Path(__file__).parents[3] / "launcher.py"
@@ -89,6 +90,34 @@ def test_wherever_ranks_are_when_a_stop_is_asked_for_all_stop_at_the_same_step(s
     # Not before it was asked for; and if never, then because training was at its end.
     assert stop is None or stop >= min(asked_at)
     assert stop is not None or max(asked_at) >= 1
+
+
+@pytest.mark.parametrize("asked", ["before", "between", "after"])
+def test_after_a_rollback_all_ranks_stop_at_the_next_step_and_not_beyond_where_they_were(asked: str) -> None:
+    """The request comes when none, one or both of the ranks have gone back."""
+
+    def train(rank_group: RankGroup) -> int:
+        with Termination(rank_group, QUIET) as termination:
+            assert not any(termination.boundary(step) for step in range(1, 31))
+            rank_group.gather(None)
+
+            def ask(when: str) -> None:
+                if asked == when:
+                    if rank_group.rank == 1:
+                        termination.request()
+                    wait_until(lambda: termination.requested or None, "the request does not arrive")
+                rank_group.gather(None)
+
+            ask("before")
+            if rank_group.rank == 0:
+                termination.went_on_from(10)
+            ask("between")
+            if rank_group.rank == 1:
+                termination.went_on_from(10)
+            ask("after")
+            return next(step for step in range(11, 40) if termination.boundary(step))
+
+    assert together(2, train) == [11, 11]
 
 
 @pytest.mark.parametrize("who", ["another rank", "rank 0"])

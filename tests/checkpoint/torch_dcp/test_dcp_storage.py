@@ -420,7 +420,7 @@ def test_a_step_that_stands_is_not_overwritten_unless_asked_for(tmp_path: Path) 
     error = refusal(lambda: store(storage, 1))
     assert "step=1 is a complete checkpoint already" in str(error)
     with Lease(storage, 1):
-        assert "somebody reads it" in str(refusal(lambda: store(storage, 1, overwrite=True)))
+        assert "a process reads it" in str(refusal(lambda: store(storage, 1, overwrite=True)))
     assert_stored(storage, 1)
     assert inspect(storage, 1).condition is Condition.COMPLETE
     writer = DcpStorageWriter(tmp_path / "step=1", overwrite=True)

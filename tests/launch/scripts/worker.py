@@ -7,6 +7,7 @@ It does not import torch unless asked to, because that is two seconds for each s
 
 ACTION is done by rank --only (default: every rank) in attempt --attempt (default: every attempt);
 the others wait for a signal, and exit 0 in attempts without action.
+With --told, a graceful worker tells the launcher, as a training does, that it was told to end.
 """
 
 import argparse
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("action", choices=["finish", "wait", "graceful", "stubborn", "children", "env"])
     parser.add_argument("--exit", type=int, default=0)
     parser.add_argument("--raise", dest="message")
+    parser.add_argument("--told", action="store_true")
     args = parser.parse_args()
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if args.attempt is not None and attempt != args.attempt:
@@ -42,8 +44,17 @@ def main() -> int:
 
 def act(args: argparse.Namespace, rank: int) -> int:
     if args.action == "graceful":
-        signal.signal(signal.SIGTERM, lambda *_: (say("saved"), sys.exit(0)))
-        signal.signal(signal.SIGINT, lambda *_: (say("saved"), sys.exit(0)))
+
+        def save(number: int, frame: object) -> None:
+            if args.told:
+                from resiliency.runtime import StopNote
+
+                StopNote(step=7, committed=True, cause=signal.Signals(number).name).leave()
+            say("saved")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        signal.signal(signal.SIGINT, save)
     if args.action == "stubborn":
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: say("ignores the signal"))

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, LocalTier, TerminationOptions
 from resiliency.events import EventStream, EventType
 from resiliency.goodput_measure.tracker import open_event_stream
 from resiliency.runtime import RunInfo, process_start_time
@@ -65,8 +65,16 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         options = CheckpointerOptions(arena_root=memory, save_timeout=SOON)
         local = LocalTier(directory=str(disk), every_steps=EVERY, keep=3, replicas=1)
+        # Told to end, all ranks stop at one step and save it.
+        termination = TerminationOptions(deadline=SOON, address="127.0.0.1")
         with Checkpointer(
-            None, local=local, replicated=True, info=info, options=options, events=events
+            None,
+            local=local,
+            replicated=True,
+            info=info,
+            options=options,
+            events=events,
+            termination=termination,
         ) as checkpoints:
             train(info, events, checkpoints)
 
@@ -78,6 +86,8 @@ def train(info: RunInfo, events: EventStream, checkpoints: Checkpointer) -> None
     restored = checkpoints.restore({"weights": model.weights})
     events.emit(EventType.CHECKPOINT_LOADED, step=restored.step)
     say(info, f"begins at step {restored.step} from {restored.tier.value}")
+    parts = sorted(restored.bytes_by_tier.items(), key=lambda part: part[0].value)
+    say(info, f"restored {' '.join(f'{tier.value}={size}' for tier, size in parts)}")
     step = restored.step
     while True:
         begin = time.monotonic()

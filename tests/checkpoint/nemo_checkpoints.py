@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from resiliency.checkpoint.format import file_manifest as manifest
+from resiliency.checkpoint.format import nemo
 
 #: As Megatron writes them: two ranks with one and two files, and what rank 0 writes for all.
 FILES = {
@@ -21,11 +21,11 @@ FILES = {
 def write_checkpoint(root: Path, step: int = 10, *, ranks: int = 2) -> Path:
     """A sealed checkpoint of `ranks` ranks."""
     directory = root / f"step={step}"
-    weights = directory / manifest.WEIGHTS
+    weights = directory / nemo.WEIGHTS
     weights.mkdir(parents=True)
     for name, data in FILES.items():
         (weights / name).write_bytes(data)
     for rank in range(ranks):
-        manifest.record_rank_files(directory, rank)
-    manifest.seal(directory, step=step, world_size=ranks)
+        nemo.record_rank(directory, step=step, rank=rank)
+    nemo.seal(directory, step=step, world_size=ranks)
     return directory
