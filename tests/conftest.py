@@ -55,8 +55,39 @@ def unit_of(nodeid: str) -> str:
     return folder if folder in WITH_NEMO else nodeid.partition("::")[0]
 
 
+class _NamedAtOnce:
+    """Failures are named when they happen, and not at the end of the run alone."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_line(f"\nfailed: {report.nodeid} ({report.when})")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_NamedAtOnce(terminal))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("gpu")
+    if mark is not None:
+        import torch
+
+        wanted, there = mark.kwargs.get("devices", 1), torch.cuda.device_count()
+        if there < wanted:
+            pytest.skip(f"gpu: needs {wanted} CUDA devices, {there} are there")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Units with the most slow tests come first, so that no worker is left with one at the end."""
+    for item in items:
+        mark = item.get_closest_marker("thorough")
+        if mark is not None and not (mark.args and str(mark.args[0]).strip()):
+            raise pytest.UsageError(f"{item.nodeid}: the mark `thorough` needs a reason")
     marks = ("slow", "nemo")
     slow = Counter(unit_of(item.nodeid) for item in items if any(map(item.get_closest_marker, marks)))
     items.sort(key=lambda item: -slow[unit_of(item.nodeid)])

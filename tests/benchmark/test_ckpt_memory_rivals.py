@@ -24,7 +24,7 @@ def groups() -> Iterator[Groups]:
 
 def skip_unless_installed(contestant: str) -> None:
     package = OPTIONAL[contestant]
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[compare]'")
+    pytest.importorskip(package, reason=f"rivals: {package} is not installed: pip install -e '.[compare]'")
 
 
 # The one that starts a Python of its own for each rank has one rank, since the imports take their time.

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.tools import helm
+from tests.tools import kept
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "resiliency-supervisor"
@@ -19,7 +19,7 @@ RUN_S = 60.0
 
 
 def run_helm(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(helm()), *args], capture_output=True, text=True, timeout=RUN_S, check=False)
+    return subprocess.run([str(kept("helm")), *args], capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
 def render(*values: str, file: Path | None = None, namespace: str = "fleet") -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from simulator.command_line import parse as parse_simulator
 from supervisor.orchestrators.gke import jobsets, sizes
 from supervisor.values import WorkloadInfo
 from tests.deploy.chart import ROOT, Objects, render
-from tests.deploy.tools import definitions, problems, type_of
+from tests.deploy.schemas import META, definitions, problems, type_of
+from tests.tools import kept
 
 EXAMPLES = ROOT / "examples" / "gke"
 MANIFESTS = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if not path.stem.startswith("values"))
@@ -47,7 +49,7 @@ JOBSET_TYPE: dict[str, Any] = {
                 "properties": {
                     "name": {"type": "string"},
                     "replicas": {"type": "integer"},
-                    "template": {"$ref": "io.k8s.api.batch.v1.JobTemplateSpec"},
+                    "template": {"$ref": "#/$defs/io.k8s.api.batch.v1.JobTemplateSpec"},
                 },
             },
         },
@@ -101,19 +103,15 @@ def program(container: dict[str, Any], tmp_path: Path) -> tuple[list[str], dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_every_object_fits_the_schema_of_its_api(name: str) -> None:
-    types = definitions()
     for thing in objects(name):
-        found = type_of(thing, types)
-        if found is not None:
-            assert list(problems(thing, types[found], types, thing["kind"])) == []
+        schema = type_of(thing)
+        if schema is not None:
+            assert problems(thing, schema) == []
             continue
         assert thing["apiVersion"] in FOREIGN
         if thing["kind"] == "JobSet":
-            assert list(problems(thing["spec"], JOBSET_TYPE, types, "JobSet")) == []
-            assert list(problems(thing["metadata"], types[META], types, "JobSet")) == []
-
-
-META = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
+            assert problems(thing["spec"], JOBSET_TYPE) == []
+            assert problems(thing["metadata"], definitions()[META]) == []
 
 
 @pytest.mark.parametrize("name", JOBSETS)
@@ -255,3 +253,27 @@ def test_the_chart_takes_the_values_for_a_cluster_without_gpus_and_serves_what_j
     found = chart.of("Service")[service]
     assert (found["metadata"]["namespace"], found["spec"]["ports"][0]["port"]) == (namespace, int(port))
     assert ddp["metadata"]["namespace"] == values["workloadNamespace"]
+
+
+def _kubectl_commands() -> list[str]:
+    """Each command of kubectl that a page tells a reader to type; words in capitals are the reader's."""
+    found = set()
+    for page in (*ROOT.glob("docs/*.md"), *ROOT.glob("deploy/**/*.md")):
+        text = page.read_text().replace("\\\n", " ")
+        for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
+            found |= set(re.findall(r"\bkubectl [^#&|)\n]+", block))
+        found |= set(re.findall(r"`(kubectl [^`\n]+ [^`\n]+)`", text))
+    return sorted(command.strip() for command in found)
+
+
+def test_kubectl_takes_the_commands_of_the_pages() -> None:
+    """It parses each before it looks for a server, and there is none."""
+    commands = [command for command in _kubectl_commands() if "https://" not in command]
+    assert len(commands) > 10
+    for command in commands:
+        words = shlex.split(command)
+        done = subprocess.run(
+            [str(kept("kubectl")), "--server=http://127.0.0.1:9", *words[1:]],
+            capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
+        )  # fmt: skip
+        assert "127.0.0.1:9" in done.stderr, f"{command}: {done.stderr}"

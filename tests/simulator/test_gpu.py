@@ -233,16 +233,10 @@ def test_a_kernel_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "kmsg").exists()
 
 
-def real_gpus() -> Nvml:
-    gpus = Nvml()
-    if why := gpus.refusal():
-        pytest.skip(why)
-    return gpus
-
-
 @pytest.mark.gpu
 def test_the_drivers_own_library_tells_the_same() -> None:
-    gpus = real_gpus()
+    gpus = Nvml()
+    assert gpus.refusal() == ""
     least, most = gpus.power_range(0)
     assert 0 < least <= gpus.power_limit(0) <= most
     domain, bus, device = gpus.bus_id(0).split(":")
@@ -254,13 +248,14 @@ def test_the_drivers_own_library_tells_the_same() -> None:
 def test_a_real_gpu_is_capped_where_this_user_may(
     start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = real_gpus()
+    gpus = Nvml()
+    assert gpus.refusal() == ""
     worker = start_worker(JOB)
     # It computes nothing, so the driver does not show it.
     monkeypatch.setattr(gpus, "processes", lambda gpu: [worker.pid])
     injector = PowerCap(Job(JOB, 0), gpus)
     if why := injector.refusal():
-        pytest.skip(why)
+        pytest.skip(f"gpu: {why}")
     before = gpus.power_limit(0)
     record = injector.aim_fault(fault(Kind.POWER_CAP, gpus.power_range(0)[0] // 1000 + 1))
     try:

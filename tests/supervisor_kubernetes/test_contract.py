@@ -220,7 +220,7 @@ def _running(pods: list[dict[str, Any]]) -> set[str]:
 
 
 NEEDS_CLUSTER = pytest.mark.skipif(
-    not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no API server to run the contract against"
+    not os.environ.get("KUBECONFIG"), reason="KUBECONFIG: names no API server to run the contract against"
 )
 SUBJECTS = [
     pytest.param(local, id="local"),

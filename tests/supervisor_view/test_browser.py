@@ -10,15 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from supervisor.view.server import StatusServer
 from supervisor.view.status import Status
+from tests.tools import browser
 
 from .documents import full, large
 
 pytestmark = pytest.mark.slow
-playwright = pytest.importorskip("playwright.sync_api", reason="needs a browser: playwright is not installed")
-PATIENCE_MS = 60_000
+TIMEOUT_MS = 60_000
+#: As root, in a container; and nothing that the browser would look up in the internet by itself.
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 
 
 class Served:
@@ -57,13 +60,9 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def page() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        try:
-            browser = running.chromium.launch()
-        except playwright.Error as error:
-            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
-        yield browser.new_page()
-        browser.close()
+    path = browser()
+    with sync_playwright() as running, running.chromium.launch(executable_path=path, args=FLAGS) as chromium:
+        yield chromium.new_page()
 
 
 def test_the_page_refreshes_itself_keeps_what_is_open_and_says_when_it_is_old(
@@ -75,11 +74,11 @@ def test_the_page_refreshes_itself_keeps_what_is_open_and_says_when_it_is_old(
     assert page.get_by_text("Frozen by alice").is_visible()
     page.locator("#closed summary").click()
     served.status = replace(served.status, epoch=5, frozen_by="bob")
-    page.get_by_text("Frozen by bob").wait_for(timeout=PATIENCE_MS)
+    page.get_by_text("Frozen by bob").wait_for(timeout=TIMEOUT_MS)
     assert page.locator("#closed").get_attribute("open") is not None
     assert complaints == []
     served.stop()
-    page.get_by_text("No answer for").wait_for(timeout=PATIENCE_MS)
+    page.get_by_text("No answer for").wait_for(timeout=TIMEOUT_MS)
 
 
 def test_a_thousand_hosts_fit_on_a_phone_and_on_a_screen(served: Served, page: Any) -> None:

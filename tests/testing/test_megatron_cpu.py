@@ -144,7 +144,6 @@ def test_nothing_is_touched_where_torch_says_that_a_cuda_device_works() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_real_cuda_device_nothing_is_touched() -> None:
     out = run_python(
         EVERYTHING + "before = everything()\n"

@@ -36,7 +36,6 @@ from tests.waiting import agent_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.leaks("descriptors", reason="CUDA keeps its devices open for the life of the process"),
 ]
 

@@ -109,8 +109,7 @@ def receive_over_nccl(rank: int, plan: RestorePlan, store: Path) -> Received:
         dist.destroy_process_group()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.gpu(devices=2)
 @pytest.mark.leaks("descriptors", reason="CUDA keeps its devices open for the life of the process")
 def test_shards_travel_over_nccl(tmp_path: Path, rank_pool: RankPool) -> None:
     hosts = host_per_rank(tmp_path, 2)
