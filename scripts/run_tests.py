@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one level of the tests, and say what it showed: what failed, is flaky, was skipped, and has no test.
 
-    python scripts/run_tests.py {fast,usual,all,gpu} [PYTEST FLAGS]
+    python scripts/run_tests.py {fast,usual,all,gpu} [--workers N] [PYTEST FLAGS]
 
-A failed test runs once more, alone, after the others, where at most two failed: one that passes then is flaky, is named
-with both outputs, and does not make the run red. In the levels `usual` and `all`, each row of docs/guarantees.md needs
-a test that passed. A skip makes the run red where CI is set, unless its reason begins as `MAY_SKIP` has it. The JUnit
-files of a run stay in build/check.
+Where at most two tests failed, they run once more, alone, after the others: one that passes then is flaky, is
+named with both outputs, and does not make the run red. In the levels `usual` and `all`, each row of
+docs/guarantees.md needs a test that passed. Where CI is set, a skip makes the run red, unless its reason
+begins as `MAY_SKIP` has it. The JUnit files of a run stay in build/check.
 
 Exit status: 0 good, 1 bad.
 """
@@ -63,6 +63,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Run one level of the tests, and say what it showed.")
     parser.add_argument("level", choices=LEVELS)
     parser.add_argument("--root", type=Path, default=PROJECT, help="of the project (default: this one)")
+    parser.add_argument("--workers", type=int, default=WORKERS, help=f"tests at a time (default: {WORKERS})")
     args, flags = parser.parse_known_args(argv)
     os.chdir(args.root)
     folder = Path("build", "check")
@@ -71,7 +72,9 @@ def main(argv: list[str]) -> int:
     beside = None
     if args.level in BESIDE:
         beside = _start(folder / "beside.xml", BESIDE[args.level], ["-p", "no:cacheprovider"])
-    status = _wait(_start(folder / "tests.xml", LEVELS[args.level], [*_workers(args.level), *flags]))
+    status = _wait(
+        _start(folder / "tests.xml", LEVELS[args.level], [*_several(args.workers, args.level), *flags])
+    )
     results = read(folder / "tests.xml")
     again: Results = {}
     failed = [name for name, result in results.items() if result.failures]
@@ -99,14 +102,17 @@ def _worker() -> list[str]:
     return [str(worker)] if may else [sys.executable]
 
 
-def _workers(level: str) -> list[str]:
+def _several(workers: int, level: str) -> list[str]:
+    """Flags for so many tests at a time: none without namespaces, nor on a GPU that all would share."""
     worker = _worker()[0]
-    if level == "gpu" or worker == sys.executable:
+    if workers < 2 or level == "gpu" or worker == sys.executable:
         return []
-    return ["--tx", f"{WORKERS}*popen//python={worker}", "--dist", "loadfile", "--no-loadscope-reorder"]
+    return ["--tx", f"{workers}*popen//python={worker}", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
-def _start(junit: Path, marks: str, flags: list[str], python: list[str] | None = None) -> subprocess.Popen[bytes]:
+def _start(
+    junit: Path, marks: str, flags: list[str], python: list[str] | None = None
+) -> subprocess.Popen[bytes]:
     argv = [*(python or [sys.executable]), "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}", *flags]
     return subprocess.Popen(argv, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -120,7 +126,7 @@ def _wait(run: subprocess.Popen[bytes]) -> int:
 
 
 def read(path: Path) -> Results:
-    """Results of a JUnit file, by the names that pytest takes on its command line; none where there is no file."""
+    """Results of a JUnit file, by the names that pytest takes; none where there is no file."""
     results: Results = {}
     for case in ET.parse(path).iter("testcase") if path.exists() else ():  # noqa: S314 - our own file
         result = results.setdefault(_node_id(case), Result())

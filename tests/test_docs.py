@@ -49,7 +49,7 @@ def test_every_row_of_the_guarantees_names_its_tests() -> None:
         row for table in tables if table.splitlines()[0].endswith("| Test |") for row in table.splitlines()
     ]
     assert len(rows) > 40
-    heads = ("| Failure |", "| Situation |", "|---")
+    heads = ("| Failure |", "| Situation |", "| Section |", "|---")
     assert [row for row in rows if not row.startswith(heads) and "::test_" not in row.split(" | ")[-1]] == []
 
 
@@ -66,6 +66,15 @@ def test_every_row_of_the_guarantees_says_which_of_the_listed_assumptions_it_mak
     assumed = [row.split(" | ")[-2].split(", ") for row in rows]
     assert [row for row, found in zip(rows, assumed, strict=True) if not {*found} <= {*letters, "-"}] == []
     assert {letter for found in assumed for letter in found} == {*letters, "-"}
+
+
+def test_every_section_of_the_readme_has_its_promise_among_the_guarantees() -> None:
+    sections = re.findall(r"^##+ (.+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    promised = re.findall(
+        r"^\| \[(.+?)\]\(\.\./README", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE
+    )
+    without = {"Use it", "How it compares", "Learn more"}  # a heading, figures of dated notes, links
+    assert [one for one in sections if one not in without] == promised
 
 
 @pytest.mark.parametrize("page", PAGES, **AS_PAGE)

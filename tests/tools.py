@@ -3,10 +3,10 @@
 
     python -m tests.tools
 
-fetches what is missing; `scripts/setup --tests` does that before the test workers enter networks of their own. Files
-are checked by digest and kept in the user's cache; the browser comes from the distribution's packages, where root can
-install them. A test that needs one asks `kept` or `browser`, and is skipped where it is missing: `scripts/outcome.py`
-counts that as a failure where CI is set.
+fetches what is missing; `scripts/setup --tests` does that before test workers enter networks of their own.
+Files are checked by digest and kept in the user's cache; the browser comes from the distribution's packages,
+where root can install them. A test that needs one asks `kept` or `browser`, and is skipped where it is
+missing: `scripts/run_tests.py` counts that as a failure where CI is set.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ RUN_S = 60.0
 
 
 def run_helm(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(kept("helm")), *args], capture_output=True, text=True, timeout=RUN_S, check=False)
+    argv = [str(kept("helm")), *args]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
 def render(*values: str, file: Path | None = None, namespace: str = "fleet") -> str:

@@ -129,8 +129,8 @@ def test_a_field_that_the_api_does_not_know_is_found() -> None:
     spec["hostNetwrok"] = True
     spec["containers"][0]["ports"][0]["containerPort"] = "60060"
     port, unknown = sorted(problems(thing, type_of(thing) or {}))
-    assert unknown.startswith("$.spec.template.spec: Additional properties") and "'hostNetwrok'" in unknown
-    assert port.startswith("$.spec.template.spec.containers[0].ports[0].containerPort: '60060' is not of type")
+    assert unknown.startswith("$.spec.template.spec: Additional properties are not allowed ('hostNetwrok'")
+    assert port.startswith("$.spec.template.spec.containers[0].ports[0].containerPort: '60060' is not of")
 
 
 # ---------------------------------------------------------------- programs

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests import tools
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -52,3 +57,79 @@ def test_class_names_that_are_there_twice_and_full_folders_are_found(tmp_path: P
     status, lines = run("structure.py", "--classes", "--folders", "--root", str(tmp_path))
     assert status == 1
     assert lines[:2] == ["_One: resiliency/a.py:1, resiliency/b/c.py:2", "supervisor: 17 modules, 16 at most"]
+
+
+#: A project of five tests; one of them fails the first time only.
+TESTS = """
+import pathlib, pytest
+
+def test_good(): pass
+
+@pytest.mark.skip(reason="gpu: needs 1 CUDA devices, 0 are there")
+def test_on_a_gpu(): pass
+
+@pytest.mark.thorough("test_good is near")
+def test_long(): raise AssertionError("belongs to another level")
+
+def test_once():
+    seen = pathlib.Path("seen")
+    if not seen.exists():
+        seen.touch()
+        raise AssertionError("the first time")
+    print("the second time")
+"""
+MARKS = "[pytest]\nmarkers =\n    slow\n    nemo\n    network\n    thorough\n    gpu\n"
+HEAD = "| Failure | Test |\n|---|---|\n"
+
+
+def run_tests(root: Path, tests: str, rows: list[str]) -> tuple[int, str]:
+    write(root, "tests/test_a.py", tests)
+    write(root, "pytest.ini", MARKS)
+    write(
+        root, "docs/guarantees.md", HEAD + "".join(f"| {row} | `tests/test_a.py::{row}` |\n" for row in rows)
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "run_tests.py", "usual", "--root", root, "--workers=1"],
+        capture_output=True, text=True, env=env | {"CI": "true", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_a_test_that_passes_when_it_runs_again_alone_is_flaky_and_the_run_green(tmp_path: Path) -> None:
+    status, said = run_tests(tmp_path, TESTS, ["test_good"])
+    assert status == 0, said
+    summary = said[said.rindex("FLAKY tests/test_a.py::test_once") :]
+    assert "the first time" in summary
+    assert "the second time" in summary
+    assert "2 passed, 0 failed, 1 skipped" in summary.splitlines()
+    assert (tmp_path / "build" / "check" / "tests.xml").exists()
+
+
+def test_a_run_is_red_for_what_failed_was_skipped_or_has_no_test(tmp_path: Path) -> None:
+    added = (
+        "@pytest.mark.skip(reason='no helm')\ndef test_chart(): pass\n"
+        "@pytest.mark.parametrize('x', [1, 2])\ndef test_bad(x): assert not x, 'wrong sum'\n"
+    )
+    rows = ["test_good", "test_on_a_gpu", "test_long"]
+    status, said = run_tests(tmp_path, TESTS + added, rows)
+    assert status == 1
+    assert "FLAKY" not in said, "three failed: none of them is taken for flaky"
+    for name in ("test_bad[1]", "test_bad[2]", "test_once"):
+        assert f"FAILED tests/test_a.py::{name}" in said
+    assert said.count("wrong sum") >= 2
+    assert "UNKNOWN SKIP tests/test_a.py::test_chart: no helm" in said
+    untested = [line for line in said.splitlines() if line.startswith("NO TEST PASSED")]
+    assert [line.split()[-1] for line in untested] == rows[1:]
+    assert "1 passed, 3 failed, 2 skipped" in said.splitlines()
+
+
+def test_a_browser_or_helm_that_is_missing_is_a_skip_that_makes_ci_red(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for ask in (tools.browser, lambda: tools.kept("helm"), lambda: tools.kept("schemas")):
+        with pytest.raises(pytest.skip.Exception) as skipped:
+            ask()
+        assert "apt-get install" in skipped.value.msg or "scripts/setup --tests" in skipped.value.msg
