@@ -344,7 +344,13 @@ def test_local_saves_of_all_ranks_outlive_the_agent_when_other_hosts_are_told_of
 def delivering(arena: Path, rank: int, settings: Settings) -> Iterator[tuple[Delivery, Capturer]]:
     """One of the two ranks here, of a job that has two more on another host, attached to its agent."""
     attach = Attach(
-        rank=rank, world_size=4, local_ranks=(0, 1), run_id="run", session="s", host="here", settings=settings
+        rank=rank,
+        world_size=4,
+        local_ranks=(0, 1),
+        run_id="run",
+        attempt_id="s",
+        host="here",
+        settings=settings,
     )
     slots = RankArena(arena, rank=rank, world_size=4, slots=3, run_id="s")
     capturer = Capturer(slots)
@@ -471,7 +477,7 @@ def test_old_generations_go_when_a_newer_one_is_complete_and_so_many_stay_as_wer
 def test_copies_of_hosts_that_left_go_when_the_job_has_gone_on_with_one_host(place: Place) -> None:
     for owner, run_id in (("left", place.job), ("stranger", "another")):
         storage = LocalStorage(place.local / "replicas" / owner)
-        commit_step(storage, 1, session="before", run_id=run_id)
+        commit_step(storage, 1, attempt_id="before", run_id=run_id)
     with place.open(alone=True, keep=2) as checkpoints:
         for step in (2, 3):
             assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
@@ -483,11 +489,11 @@ def test_copies_of_hosts_that_left_go_when_the_job_has_gone_on_with_one_host(pla
 def generations(root: Path, **saves: str) -> LocalStorage:
     """Checkpoints without any data: ``s1="a"`` is step 1 of save id a-1."""
     storage = LocalStorage(root)
-    for name, session in saves.items():
+    for name, attempt_id in saves.items():
         step = int(name[1:])
         storage.make_dir(f"step={step}")
         manifest = Manifest(
-            step=step, run_id="run", save_id=f"{session}-{step}", world_size=1, format="local", ranks={}
+            step=step, run_id="run", save_id=f"{attempt_id}-{step}", world_size=1, format="local", ranks={}
         )
         write_manifest(storage, f"step={step}", manifest)
     return storage

@@ -255,7 +255,7 @@ def test_a_goodbye_that_a_rank_left_behind_is_heard_when_a_report_does_not_reach
         assert agent._listen_to(served)
         rank.send(Detach())
         rank.close()
-        agent._tell(ALONE.session, DONE)
+        agent._tell(ALONE.attempt_id, DONE)
         began = time.monotonic()
         agent.run()
         assert time.monotonic() - began < grace.total_seconds() / 2, "it waits for a rank that has left"
@@ -516,12 +516,12 @@ def rank_pid(command: Command, rank: int) -> int:
 
 SETTINGS = Settings(directory="/ckpt", keep=3, replicated=False, bytes_per_s=0, save_timeout_s=600.0)
 ATTACH = Attach(
-    rank=1, world_size=2, local_ranks=(0, 1), run_id="r", session="s", host="h", settings=SETTINGS
+    rank=1, world_size=2, local_ranks=(0, 1), run_id="r", attempt_id="s", host="h", settings=SETTINGS
 )
 ALONE = replace(ATTACH, rank=0, world_size=1, local_ranks=(0,))
-DONE = Done(step=3, session="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
+DONE = Done(step=3, attempt_id="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
 SAVE = SaveRequest(step=3, slot="slot-0", tiers=("local", "persistent"), patient=True)
-COPIES = Copies(step=3, session="s", hosts=("a", "b"), complete=True)
+COPIES = Copies(step=3, attempt_id="s", hosts=("a", "b"), complete=True)
 
 
 @pytest.mark.parametrize("message", [ATTACH, DONE, SAVE, COPIES, Attached(peer_port=7), Detach()])
