@@ -34,6 +34,7 @@ def train(directory: Path, die_at: object, epochs: int = 3) -> tuple[int, str]:
     return done.returncode, "".join(line for line in done.stdout.splitlines() if line.startswith("seen"))
 
 
+@pytest.mark.thorough("two ranks that are killed are near")
 def test_a_lightning_training_that_is_killed_three_times_is_that_of_an_undisturbed_one(
     nemo_is_warm: None, tmp_path: Path
 ) -> None:

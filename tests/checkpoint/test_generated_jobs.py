@@ -481,6 +481,7 @@ def test_jobs_that_once_got_wrong_bytes_or_none_get_back_what_they_saved(
     check(FOUND[name], rank_pool, agent_host_env)
 
 
+@pytest.mark.thorough("the few generated jobs are near")
 @pytest.mark.slow
 @given(job=jobs())
 @settings(generated, max_examples=EXAMPLES or 25)

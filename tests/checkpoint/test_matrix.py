@@ -142,7 +142,7 @@ def test_the_job_goes_on_bit_by_bit_after(
     goes_on(cluster, PARK, order=happen(cluster))
 
 
-@pytest.mark.parametrize("hosts", [2, 4, 5, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hosts", [2, 4, 5, pytest.param(8, marks=pytest.mark.thorough("five are near"))])
 def test_any_number_of_hosts_survives_the_loss_of_one(
     new_cluster: Callable[..., TestCluster], hosts: int
 ) -> None:
@@ -475,8 +475,16 @@ POINTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("returns", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "returns"),
+    [
+        (1, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough("the loss of the other host is near"))
+            for case in ((0, False), (0, True), (1, False))
+        ),
+    ],
+)
 def test_no_loss_of_a_single_host_loses_a_complete_step_wherever_it_strikes(
     new_cluster: Callable[..., TestCluster], rank: int, returns: bool
 ) -> None:

@@ -274,10 +274,10 @@ def test_the_template_ends_with_a_launcher_that_was_killed(
 
 
 @pytest.mark.slow
-def test_200_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
-    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
+@pytest.mark.parametrize("times", [30, pytest.param(200, marks=pytest.mark.thorough("30 are near"))])
+def test_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
+    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing, times: int
 ) -> None:
-    times = 200
     job = launch(
         *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json", STANDBY_WORKER),
         *(f"--fail-until={times}", f"--wait={times}"),

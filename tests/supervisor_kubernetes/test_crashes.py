@@ -123,7 +123,15 @@ def cut_everywhere(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in EACH_ACTION
+        else pytest.param(name, marks=pytest.mark.thorough("another case of the same action is near"))
+        for name in SCENARIOS
+    ],
+)
 def test_an_action_that_is_killed_between_any_two_calls_is_finished_once_by_the_next_adapter(
     name: str,
 ) -> None:

@@ -326,7 +326,9 @@ def torch_save(state: dict[str, torch.Tensor], storage: Storage, root: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-@pytest.mark.parametrize("write", [engine_save, torch_save])
+@pytest.mark.parametrize(
+    "write", [engine_save, pytest.param(torch_save, marks=pytest.mark.thorough("the engine's is near"))]
+)
 def test_what_lies_beyond_four_gibibytes_is_written_and_read_at_its_place(
     tmp_path: Path, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -700,6 +700,7 @@ def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
         assert f"; step {step}, at which {number.name} stopped them, is committed" in launcher.output
 
 
+@pytest.mark.thorough("a signal to our launcher is near")
 @pytest.mark.slow
 def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path, job: str) -> None:
     argv = [
