@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough("two ranks that are killed are near")
 def test_a_resumed_fit_takes_the_same_steps_and_what_would_lose_samples_is_refused(
     nemo_is_warm: None, tmp_path: Path
 ) -> None:

@@ -305,6 +305,7 @@ def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails
     assert (complete(place.local), complete(place.persistent)) == ([1, 2], [2])
 
 
+@pytest.mark.thorough("a local save that outlives its agent is near")
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_agents")
 def test_local_saves_of_all_ranks_outlive_the_agent_when_other_hosts_are_told_of_the_persistent_ones(
@@ -625,6 +626,7 @@ def test_saves_go_on_while_nothing_is_handed_over_and_the_disk_holds_so_many_of_
         wait_until_equal(lambda: complete(place.local), [6, 7, 8])
 
 
+@pytest.mark.thorough("a local save that outlives its agent is near")
 @pytest.mark.usefixtures("own_agents")
 def test_what_a_killed_agent_knew_to_be_complete_on_a_single_host_waits_on(place: Place) -> None:
     limits = {"alone": True, "keep": 1, "backlog": 3}

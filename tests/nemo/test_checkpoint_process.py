@@ -138,6 +138,7 @@ def test_when_the_process_is_killed_training_goes_on_and_a_later_save_is_committ
     assert {20, steps} <= set(complete(job.checkpoints))
 
 
+@pytest.mark.thorough("tests/checkpoint/test_fencing.py fences each optimizer")
 def test_what_is_copied_as_late_as_possible_is_still_what_was_there_when_the_save_began(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,7 @@ from tests.nemo.conftest import ONE_RESTART, STEPS, TENSOR_PARALLEL, TWO_REPLICA
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
 
+@pytest.mark.thorough("a kill with the checkpoint process is near")
 def test_after_a_kill_between_synchronous_saves_every_loss_is_bit_identical(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:

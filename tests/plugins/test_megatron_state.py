@@ -147,6 +147,7 @@ def run_stock(root: Path, jobs: list[tuple[int, list[tuple[str, str, str]]]]) ->
         assert command.wait(timeout=len(jobs) * JOB_S) == 0, command.output
 
 
+@pytest.mark.thorough("tests/nemo/test_stock_readers.py has one size")
 @pytest.mark.parametrize("pair", READ_BY_STOCK, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
 def test_stock_megatron_loads_it_at_any_size_with_the_same_bits(
     ranks: Ranks, stock: Stock, pair: tuple[Layout, Layout]

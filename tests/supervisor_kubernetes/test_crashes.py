@@ -144,6 +144,7 @@ def test_an_action_survives_an_api_server_that_is_away_at_any_of_its_calls(name:
     run(cut_everywhere(SCENARIOS[name], without_a_server_at, (FaultKind.HOLD_AFTER,)))
 
 
+@pytest.mark.thorough("one that is away at any call is near")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH_ACTION)
 def test_an_action_survives_an_api_server_that_is_away_for_longer_than_the_lease(name: str) -> None:
@@ -182,6 +183,7 @@ async def outcome_of(adapter: Adapter, command: Command) -> Outcome:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.thorough("one that is away at any call is near")
 @pytest.mark.slow
 def test_a_command_outlives_an_api_server_that_is_away_for_half_of_its_deadline() -> None:
     async def work() -> None:

@@ -157,6 +157,7 @@ def test_the_linear_solver_of_nemos_stack_keeps_its_files_where_the_program_want
             assert run(template, "-c", code, env=program).out == "{}\n".format(program["TMPDIR"])
 
 
+@pytest.mark.thorough("tests/nemo/test_template.py forks NeMo")
 def test_a_template_of_nemos_stack_forks_where_no_directory_of_compiled_code_is_named(
     tmp_path: Path,
 ) -> None:

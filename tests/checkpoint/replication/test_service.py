@@ -857,6 +857,7 @@ def test_a_service_that_waits_uses_no_processor(start: Start, replicas: int) -> 
         assert time.process_time() - began < 0.3
 
 
+@pytest.mark.thorough("each test looks for what it left")
 def test_hundreds_of_copies_leave_no_thread_and_no_descriptor_behind(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
