@@ -217,6 +217,7 @@ async def refused_everywhere(scenario: Scenario, fault: Fault) -> None:
         await settled(cluster, scenario, seen)
 
 
+@pytest.mark.thorough("a server that is away at any call is near")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EACH_ACTION, "hot swap by eviction"])
 def test_an_action_survives_conflicts_throttling_errors_and_lost_answers(name: str) -> None:
