@@ -115,7 +115,8 @@ def an_interval_of_the_process_makes_its_tier_due_beside_one_in_steps(directory:
     run.train_with(run.process(every_local=soon), 9, run.tier(None, "local"), run.tier(4, priority=1))
     # Nothing is known of the time of a step before the second.
     saved = sorted(set(run.saved("local")))
-    assert saved == [2, 3, 4, 5, 6, 7, 8, 9], [(e.type.value, e.step, e.fields) for e in run.sink.events]
+    # Nor does the end wait until the last step is complete in the local tier: the persistent one has it.
+    assert saved in ([2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 6, 7, 8, 9])
     assert sorted(set(run.saved("persistent"))) == [4, 8, 9]
     assert run.steps_of("save_started") == [4, 8, 9]
 
