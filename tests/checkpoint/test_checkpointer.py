@@ -277,6 +277,7 @@ def test_the_steps_after_a_save_are_compared_with_undisturbed_ones(place: Place)
         assert excess in checkpoints.metrics_text()
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_once_in_order_and_again_only_if_it_was_skipped_or_failed(place: Place) -> None:
     with place.open(bytes_per_s=4 << 20) as checkpoints:
         state = make_state(1, size=2 << 20)  # two seconds each, and a moment to capture

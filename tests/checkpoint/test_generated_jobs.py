@@ -467,6 +467,7 @@ generated = settings(
 @example(job=FOUND["the last step again, from memory"])
 @given(job=jobs())
 @settings(generated, max_examples=EXAMPLES or 5)
+@pytest.mark.slow
 def test_a_few_generated_jobs_get_back_what_they_saved_or_the_reason_why_not(
     rank_pool: RankPool, agent_host_env: dict[str, str], job: Job
 ) -> None:

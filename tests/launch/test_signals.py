@@ -30,6 +30,7 @@ def start(launch: Launch, *words: object, cold: bool = False) -> Command:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("action", "clean"), [("graceful", True), ("children", False)])
+@pytest.mark.slow
 def test_a_signal_reaches_the_workers_and_the_exit_code_says_whether_they_finished_cleanly(
     launch: Launch,
     tmp_path: Path,

@@ -72,6 +72,7 @@ def test_after_a_kill_ranks_are_forked_and_are_children_of_the_launcher_as_befor
     leaves_nothing(job)
 
 
+@pytest.mark.slow
 def test_with_standby_off_every_rank_imports_for_itself(launch: Launch, tmp_path: Path) -> None:
     job = launch(*("--nproc-per-node=2", "--max-restarts=1", "--standby=off"), STANDBY_WORKER, "--wait")
     first = [says(job, rank, 0) for rank in range(2)]
@@ -81,6 +82,7 @@ def test_with_standby_off_every_rank_imports_for_itself(launch: Launch, tmp_path
     assert forked(tmp_path / "run") == [0, 0], job.output
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_restart_prepares_nothing(launch: Launch) -> None:
     job = launch("--nproc-per-node=1", STANDBY_WORKER, "--wait")
     worker = says(job, 0, 0)
@@ -115,6 +117,7 @@ def test_what_a_job_imported_is_there_for_the_first_start_of_the_next_one(
     assert {worker["value"] for worker in second} == {"mine"}
 
 
+@pytest.mark.slow
 def test_named_modules_are_imported_instead_of_what_a_rank_imports(launch: Launch, tmp_path: Path) -> None:
     of_workers = ("JOB_IDENTIFIER", "RESILIENCY_RUN_DIR", "ROLE_NAME", "TORCHELASTIC_MAX_RESTARTS")
     of_torch = ("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")

@@ -386,6 +386,7 @@ def test_a_step_that_the_replicator_brought_back_holds_nothing_up_when_it_is_sav
         assert job.hand_off.given_up == []
 
 
+@pytest.mark.slow
 def test_a_replicator_that_takes_nothing_gets_no_more_until_it_does_and_then_the_rest_in_order(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

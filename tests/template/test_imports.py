@@ -181,6 +181,7 @@ def test_a_template_of_nemos_stack_forks_where_no_directory_of_compiled_code_is_
                 run(template, "-c", code, env={**env, name: "/elsewhere"})
 
 
+@pytest.mark.slow
 def test_compiled_code_goes_where_a_fresh_program_would_keep_it(tmp_path: Path) -> None:
     """The import of torch's compiler names the directory in the environment, for good."""
     env = environment(TMPDIR=str(tmp_path))

@@ -257,6 +257,7 @@ def _busy(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_save_of_the_very_step_that_is_being_removed_is_whole(tmp_path: Path, rank_pool: RankPool) -> None:
     rounds = 60
     saver, cleaner = rank_pool.run(_race, 2, str(tmp_path), rounds, timeout=120).values

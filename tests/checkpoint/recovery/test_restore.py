@@ -45,6 +45,7 @@ def job(tmp_path: Path) -> Iterator[str]:
     assert list(DEFAULT_ROOT.glob(f"resiliency-{name[:30]}*")) == []
 
 
+@pytest.mark.slow
 def test_the_sources_are_listed_best_first_and_any_step_can_be_asked_for(tmp_path: Path, job: str) -> None:
     seen = []
     with opened(tmp_path, job) as checkpoints:
@@ -168,6 +169,7 @@ def not_of_one_mind(rank: int, directory: Path, job: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_ranks_that_restore_from_different_inventories_are_refused_on_all(
     tmp_path: Path, job: str, rank_pool: RankPool
 ) -> None:

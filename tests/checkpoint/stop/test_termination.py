@@ -523,6 +523,7 @@ def end_after_three(checkpoints: Checkpointer, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.slow
 def test_a_last_save_waits_for_slow_storage_and_a_stop_takes_the_bandwidth_cap_away(
     tmp_path: Path, job: str
 ) -> None:
