@@ -488,9 +488,9 @@ def test_a_call_to_nobody_is_tried_again_until_its_deadline_and_no_longer() -> N
             pass
         async with Remote(f"127.0.0.1:{port}", PLAIN) as remote:
             began = time.monotonic()
-            with pytest.raises(
-                Unreachable, match=rf"ReportEvents at 127.0.0.1:{port} failed: "
-            ):  # by what gRPC met last
+            # The last try may be cut by the deadline.
+            said = rf"ReportEvents at 127.0.0.1:{port} failed: (UNAVAILABLE|DEADLINE_EXCEEDED)"
+            with pytest.raises(Unreachable, match=said):
                 await send_observations(remote, Observations(), deadline_s=0.5)
             assert time.monotonic() - began < 5
 
