@@ -105,4 +105,5 @@ def _run_of(copy_plan: CopyPlan) -> str:
 def _check_told(error: CheckpointError | ConfigError) -> None:
     """Whether an error says something of the checkpoint, and not only of this process."""
     if error.fields.get("errno") in SHORTAGES:
-        raise CheckpointWriteFailed(f"the existing replica cannot be read: {error}") from error
+        number = error.fields["errno"]
+        raise CheckpointWriteFailed(f"the existing replica cannot be read: {error}", errno=number) from error

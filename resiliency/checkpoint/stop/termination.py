@@ -53,6 +53,7 @@ from datetime import timedelta
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.stop.stop_link import StopKind, StopMessage, connect_ranks
 from resiliency.checkpoint.stop.terminated import Terminated, TerminationOptions, end_process
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import StopNote, name_ranks
 from resiliency.signal_pipe import SignalPipe
@@ -137,13 +138,19 @@ class Termination:
         except BaseException:
             self._give_back()
             raise
-        self._selector.register(self._news, selectors.EVENT_READ)
-        if self._signals is not None:
-            self._selector.register(self._signals, selectors.EVENT_READ)
-        for rank, peer in self._peers.items():
-            self._selector.register(peer, selectors.EVENT_READ, rank)
         self._watcher = threading.Thread(target=self._watch, name="resiliency-termination", daemon=True)
-        self._watcher.start()
+        try:
+            self._selector.register(self._news, selectors.EVENT_READ)
+            if self._signals is not None:
+                self._selector.register(self._signals, selectors.EVENT_READ)
+            for rank, peer in self._peers.items():
+                self._selector.register(peer, selectors.EVENT_READ, rank)
+            start_thread(self._watcher)
+        except BaseException:
+            for peer in self._peers.values():  # by the end of their connection the others learn of it
+                peer.close()
+            self._give_back()
+            raise
 
     # --- training's side -------------------------------------------------------------------------
 
