@@ -24,5 +24,5 @@ numbers = pytest.mark.parametrize(
 def nothing_leaks() -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), set(open_descriptors())
     yield
-    wait_until_equal(lambda: set(threading.enumerate()) - threads, set())
-    wait_until_equal(lambda: set(open_descriptors()), descriptors)
+    wait_until_equal(lambda: set(threading.enumerate()) - threads, set(), timeout=30)
+    wait_until_equal(lambda: set(open_descriptors()), descriptors, timeout=30)

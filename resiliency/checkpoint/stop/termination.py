@@ -48,9 +48,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import timedelta
 
 from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.stop.loader_workers import outliving
 from resiliency.checkpoint.stop.stop_link import StopKind, StopMessage, connect_ranks
 from resiliency.checkpoint.stop.terminated import Terminated, TerminationOptions, end_process
 from resiliency.checkpoint.threads import start_thread
@@ -131,6 +133,8 @@ class Termination:
         self._closing: float | None = None  # until when to stay for others
         self._polite = self._said_detach = self._ended = False
         self._signals = _catch(rank_group, self._options)
+        self._workers = ExitStack()
+        self._workers.enter_context(outliving(self._options.signals))
         self._selector = selectors.DefaultSelector()
         self._news = WakePipe()
         try:
@@ -262,6 +266,7 @@ class Termination:
         return 0 if self._committed else 128 + self._number
 
     def _give_back(self, *, ending: bool = False) -> None:
+        self._workers.close()
         if self._signals is not None:
             self._signals.close(ending=ending)
         self._selector.close()
