@@ -241,7 +241,7 @@ class Worker:
             try:
                 work = self._begin(job)
             except Exception as error:  # as below
-                logger.exception("a job of the %s tier did not begin", self._tier.value)
+                logger.exception("a job of the %s tier failed", self._tier.value)
                 self._count(job, -1)
                 if isinstance(job, SaveJob):
                     self.refuse(job, str(error), left_out=False, hangs=False)
