@@ -34,16 +34,16 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def posix_path(path: str | os.PathLike[str], *, of: str = "checkpoints") -> Path:
-    """A path of a file system, for what is promised only there: locks, links, renames and `fsync`.
+    """A path of a file system, which alone has the locks, links, renames and `fsync` that files here need.
 
-    Whatever else people name would become a directory of a strange name below the working directory, on a
-    disk that is lost with its host.
+    A URL would become a directory called ``s3:`` below the working directory, on a disk that is lost with its
+    host.
 
     Args:
-        of: what is to be kept there, for the message.
+        of: what is kept there, for the message.
     Raises:
-        ConfigError: it is the URL of an object store, has a ``~`` that nobody has replaced, is empty, or is
-            no text.
+        ConfigError: `path` is the URL of an object store, begins with an unexpanded ``~``, is empty, or is no
+            text.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:

@@ -78,7 +78,7 @@ TAKES_A_DIRECTORY: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("taker", TAKES_A_DIRECTORY)
 @pytest.mark.parametrize("path", ["gs://bucket/run", "~/run"])
-def test_an_object_store_and_a_home_that_nobody_has_replaced_are_refused_wherever_a_directory_is_taken(
+def test_an_object_store_url_and_an_unexpanded_home_are_refused_wherever_a_directory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], taker: str, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -18,7 +19,8 @@ import torch
 
 from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.capture.arena import RankArena
-from resiliency.checkpoint.capture.capturer import Capturer
+from resiliency.checkpoint.capture.capturer import CaptureOptions, Capturer
+from resiliency.checkpoint.capture.slot_memory import SlotMemory, SlotRoom
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.replication.service import PeerService
@@ -30,6 +32,8 @@ from resiliency.errors import ResourceShortage
 from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.stopping_threads import QUIET
 from tests.checkpoint.system_errors import nothing_leaks
+
+LONG = timedelta(seconds=60)
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["while tasks are handed out", "while all are under way"])
@@ -76,12 +80,29 @@ def test_tasks_are_done_by_their_caller_where_no_thread_can_be_had_for_them(
         assert run_parallel([partial(int, digit) for digit in "375"], "errand") == [3, 7, 5]
 
 
-def test_a_copy_without_threads_of_its_own_is_made_by_who_starts_it(tmp_path: Path) -> None:
+def test_a_copy_without_threads_of_its_own_is_made_by_its_caller(tmp_path: Path) -> None:
     source, target = torch.arange(6000, dtype=torch.float64), torch.zeros(6000, dtype=torch.float64)
     pieces = list(memory_pieces(target.data_ptr(), source.data_ptr(), source.nbytes))
     with SystemFault(tmp_path, NO_THREAD, call=0, lasts=True), Copier(2) as copier:
         assert copier.start(pieces, keep=(source, target)).done
     assert target.equal(source)
+
+
+def test_a_wait_for_slot_memory_ends_at_once_where_no_thread_can_prepare_it_and_the_next_request_may(
+    tmp_path: Path,
+) -> None:
+    room = SlotRoom(tensor_bytes=4096)
+    with RankArena(tmp_path / "arena", rank=0) as arena:
+        memory = SlotMemory(arena, registry=CaptureOptions().registry)
+        with SystemFault(tmp_path, NO_THREAD, call=0):
+            memory.request(room)
+            began = time.monotonic()
+            assert not memory.wait(LONG, room)
+            assert time.monotonic() - began < LONG.total_seconds() / 2
+        memory.request(room)
+        assert memory.wait(LONG, room)
+        assert memory.close(LONG)
+        memory.unpin()
 
 
 @contextmanager
@@ -106,7 +127,7 @@ def stops(root: Path) -> Iterator[None]:
 def writes(root: Path) -> Iterator[None]:
     worker = Worker(TierName.LOCAL, lambda job, done: None, Throttle())
     yield
-    worker.close(timedelta(seconds=60))
+    worker.close(LONG)
 
 
 @pytest.mark.parametrize("part", [captures, copies, stops, writes])

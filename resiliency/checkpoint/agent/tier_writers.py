@@ -327,7 +327,7 @@ class Worker:
 
     def _commit(self, work: _Work, job: SaveJob) -> Committed:
         try:
-            self._make_way(work.storage, job)
+            self._remove_obstacles(work.storage, job)
             layout = self._format(job.settings)
         except Exception as error:  # before the commit, which tells other hosts of what fails in it
             if job.concerns_others:
@@ -347,7 +347,7 @@ class Worker:
             overtaken=work.overtaken,
         )
 
-    def _make_way(self, storage: Storage, job: SaveJob) -> None:
+    def _remove_obstacles(self, storage: Storage, job: SaveJob) -> None:
         """Remove what a save would find in its way."""
         if job.leads:
             _try(lambda: free_failed(storage))

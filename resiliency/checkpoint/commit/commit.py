@@ -202,7 +202,7 @@ def commit(
         CheckpointWriteFailed: the storage refused, here or at another rank; or something else stands at
             this step; or the save was cancelled or overtaken.
         CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
-        ResourceShortage, InternalError: anything else went wrong here; others learn of it as of a refusal.
+        ResourceShortage, InternalError: anything else failed here; the other hosts get it as a refusal.
     """
     return _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel, overtaken).run()
 
@@ -235,7 +235,7 @@ class _Save(Generic[ShardT]):
         self._indexes: dict[int, RankIndex] = {}
         self._digests: dict[int, str] = {}
         self._error: ResiliencyError | None = None
-        #: Leader: nothing of this save can stand yet, nor can a later one have come.
+        #: Leader: its marker does not stand yet, nor can one of a later save.
         self._is_claiming = False
 
     def run(self) -> Committed:
@@ -255,7 +255,7 @@ class _Save(Generic[ShardT]):
             try:
                 self._check_cancel(state)
                 event = actions[state]()
-            except Exception as error:  # the border of this part: others wait for its word, whatever failed
+            except Exception as error:  # the border of this part: other hosts wait for its outcome
                 failure = any_failed(error, f"save step {self._ticket.step} in", self._storage.describe())
                 # The first failure is the cause; failing to report it is not.
                 self._error = self._error or failure
@@ -434,7 +434,7 @@ class _Save(Generic[ShardT]):
             return False
         if of_this_save:
             return manifest.save_id == self._ticket.save_id
-        self._check_run(manifest)  # as the leader finds it, which can tell nobody: the step is not its own
+        self._check_run(manifest)  # as on the leader, which has no marker there to say so
         self._check_branch(manifest)
         return True
 
@@ -544,7 +544,7 @@ class _Save(Generic[ShardT]):
         for pause_s in _TELL_AGAIN_S:
             try:
                 self._tell_others(str(self._error))
-            except Exception:  # whatever it is, those who wait have done nothing wrong
+            except Exception:  # other hosts wait for it, and are not to blame
                 self._cancel.wait(pause_s)
             else:
                 return Event.DONE
@@ -567,7 +567,7 @@ class _Save(Generic[ShardT]):
                 write_file(self._storage, self._refusal_name(rank), reason.encode())
 
     def _may_mark(self, marker: Marker | None) -> bool:
-        """Whether the leader failed before its marker stood, and that hides nothing that is shown now."""
+        """Whether the leader failed before its marker stood, and a marker hides no checkpoint."""
         if not self._is_claiming or self._cancel.is_set():
             return False
         return marker is not None or not self._storage.list(self._directory)

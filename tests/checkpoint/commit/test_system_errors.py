@@ -95,7 +95,7 @@ CASES = [(LocalFormat(threads=2), number) for number in NUMBERS] + [(DcpFormat(t
     ids=[f"{form.name}-{errno.errorcode.get(n, 'no-thread')}" for form, n in CASES],
 )
 @pytest.mark.parametrize("role", ROLES)
-def test_an_error_at_any_call_of_one_host_ends_the_save_by_name_and_the_other_host_hears_of_it(
+def test_an_error_at_any_call_of_one_host_ends_the_save_by_name_and_the_other_host_does_not_wait(
     tmp_path: Path, role: str, format: CheckpointFormat[Shard], number: int
 ) -> None:
     sides, call, hit, failures = Sides(tmp_path, format), 0, True, 0

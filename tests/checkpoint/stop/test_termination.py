@@ -722,7 +722,7 @@ def test_a_signal_to_all_processes_of_a_rank_leaves_its_loader_workers_until_it_
     assert complete(tmp_path)[0] >= 14
 
 
-def test_a_loader_worker_ends_by_the_signal_of_its_own_rank_and_of_nobody_else_while_that_lives() -> None:
+def test_a_loader_worker_ignores_a_signal_of_other_processes_and_without_termination_dies_of_it() -> None:
     started = multiprocessing.get_context("spawn").SimpleQueue()
     with outliving([signal.SIGTERM]):
         loader = DataLoader(Told(started), num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
