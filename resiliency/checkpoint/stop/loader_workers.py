@@ -34,13 +34,13 @@ def outliving(numbers: Collection[signal.Signals]) -> Iterator[None]:
     """For the time in which this process handles `numbers`: workers started meanwhile outlive them."""
     wanted = frozenset(numbers)
     _wanted.append(wanted)
-    DataLoader.__iter__ = _begin  # type: ignore[method-assign]
+    DataLoader.__iter__ = _begin  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         _wanted.remove(wanted)
         if not _wanted:
-            DataLoader.__iter__ = _iter  # type: ignore[method-assign]
+            DataLoader.__iter__ = _iter  # type: ignore[method-assign, assignment]
 
 
 def _begin(loader: DataLoader[Any]) -> Iterator[Any]:
