@@ -22,8 +22,8 @@ from resiliency.checkpoint.format.marker import parse_step
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.inventory import Inventory
+from resiliency.checkpoint.recovery.refusals import RefusedSaves, find_refused_saves
 from resiliency.checkpoint.recovery.sources import Tier
-from resiliency.checkpoint.recovery.unusable import Unusable, find_unusable
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.errors import CheckpointCorrupt, CheckpointMissing, LayoutMismatch
 from resiliency.files import posix_path
@@ -81,10 +81,10 @@ class ProcessRestores:
         """
         return self.inventory().on_hosts
 
-    def unusable(self, *, above: int) -> Unusable:
+    def refused_saves(self, *, above: int) -> RefusedSaves:
         """What local tiers hold above the newest step that can be restored; collective as `inventory` is."""
         inventory = self.inventory()
-        return find_unusable(inventory.needs, inventory.locations, above=above)
+        return find_refused_saves(inventory.needs, inventory.locations, above=above)
 
     def path_of(self, step: int) -> Path:
         """How a step that the hosts hold is named to a trainer."""

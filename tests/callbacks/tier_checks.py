@@ -33,7 +33,7 @@ class TwoTiers(Run):
         *,
         both: bool = True,
         memory: str = "memory",
-        handing_over: Any = None,
+        hand_off: Any = None,
         every: Any = None,
         every_local: Any = None,
     ) -> Any:
@@ -57,11 +57,11 @@ class TwoTiers(Run):
                 directory=self.directory / "local",
                 every=every_local,
                 keep=10,
-                replicas=int(handing_over is None),
+                replicas=int(hand_off is None),
             ),
             persistent_directory=self.directory / "persistent" if both else None,
             every=every,
-            handing_over=handing_over,
+            hand_off=hand_off,
             events=self.events,
             options=CheckpointerOptions(arena_root=self.directory / memory),
         )
@@ -281,7 +281,7 @@ def a_local_tier_of_several_hosts_that_nobody_writes_is_refused(directory: Path)
 @check
 def complete_steps_are_handed_over_and_the_newest_comes_back_at_the_next_start(directory: Path) -> None:
     from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
-    from resiliency.plugins.handing_over import HandingOver
+    from resiliency.plugins.hand_off import HandOff
     from resiliency.testing.replicator import start_replicator
 
     run = TwoTiers(directory)
@@ -289,22 +289,22 @@ def complete_steps_are_handed_over_and_the_newest_comes_back_at_the_next_start(d
     for path in (volume, bucket):
         path.mkdir()
 
-    def handing_over(volume: Path = volume) -> HandingOver:
+    def hand_off(volume: Path = volume) -> HandOff:
         job = ReplicatedJob(directory=volume, job_name="checks", node_rank=0, nodes=1)
-        return HandingOver(job, is_first=True, timeout=timedelta(seconds=60))
+        return HandOff(job, is_first=True, timeout=timedelta(seconds=60))
 
     with start_replicator(volume, store=bucket) as replicator:
-        io = run.process(both=False, handing_over=handing_over())
+        io = run.process(both=False, hand_off=hand_off())
         run.train_with(io, 6, run.tier(2, "local"))
         for step in (2, 4, 6):
             replicator.wait_for_line(f"kept {step}$", timeout=60)
     with start_replicator(volume, store=bucket) as replicator:
-        io = run.process(both=False, memory="new", handing_over=handing_over())
+        io = run.process(both=False, memory="new", hand_off=hand_off())
         try:
             assert {step: tier.value for step, tier in io.restores.captured().items()} == {6: "local"}
             replicator.wait_for_line("restored 6$", timeout=60)
         finally:
             io.finish()
             io.teardown()
-    text = refusal(lambda: run.process(handing_over=handing_over(directory)))
+    text = refusal(lambda: run.process(hand_off=hand_off(directory)))
     assert f"cannot be handed over in {directory}" in text

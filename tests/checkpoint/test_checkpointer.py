@@ -650,6 +650,7 @@ def test_a_part_of_a_step_comes_back_from_memory_and_from_storage(place: Place) 
         checkpoints.close()
 
 
+@pytest.mark.thorough("each test looks for what it left")
 @pytest.mark.slow
 def test_many_saves_leave_no_threads_files_or_processes_behind(place: Place) -> None:
     with place.open() as checkpoints:

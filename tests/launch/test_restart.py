@@ -148,7 +148,7 @@ def test_workers_are_told_the_job_and_where_its_files_go(launch: Launch, tmp_pat
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["--run-path", WORKER], id="in process", marks=pytest.mark.slow),
+        pytest.param(["--run-path", WORKER], id="in process", marks=pytest.mark.thorough("a module is near")),
         pytest.param(["-m", "worker"], id="module"),
         pytest.param(["--no-python", SCRIPTS / "hello.sh"], id="program"),
     ],

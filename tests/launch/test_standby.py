@@ -89,6 +89,7 @@ def test_a_job_that_cannot_restart_prepares_nothing(launch: Launch) -> None:
     assert job.wait(timeout=WAIT) == 1
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_what_a_job_imported_is_there_for_the_first_start_of_the_next_one(
     launch: Launch, tmp_path: Path
@@ -142,6 +143,7 @@ def test_named_modules_are_imported_instead_of_what_a_rank_imports(launch: Launc
     assert values[0] == ["local", str(tmp_path / "run"), "default", "1", "False", "1"]
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 def test_behind_nohup_ranks_are_forked_and_a_hang_up_ends_nothing(launch: Launch, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -212,6 +214,7 @@ def test_a_template_that_hangs_is_killed_after_a_few_seconds_and_the_rank_starts
     leaves_nothing(job)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_a_module_that_reads_its_rank_at_import_is_named_and_right_in_each_rank(
     launch: Launch, tmp_path: Path
@@ -231,6 +234,7 @@ def test_a_module_that_reads_its_rank_at_import_is_named_and_right_in_each_rank(
     assert forked(tmp_path / "run") == [0, 2], job.output
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 def test_a_script_that_sets_what_libraries_read_is_told_what_that_costs(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -244,6 +248,7 @@ def test_a_script_that_sets_what_libraries_read_is_told_what_that_costs(
     job.wait(timeout=WAIT)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_code_that_changed_since_it_was_imported_is_not_used_from_memory(
     launch: Launch, tmp_path: Path
@@ -263,6 +268,7 @@ def test_code_that_changed_since_it_was_imported_is_not_used_from_memory(
     assert re.search(r"ranks start the ordinary way: .*mine\.py has changed", job.output)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 def test_the_template_ends_with_a_launcher_that_was_killed(
     launch: Launch, leaves_nothing: LeavesNothing
 ) -> None:
@@ -274,10 +280,10 @@ def test_the_template_ends_with_a_launcher_that_was_killed(
 
 
 @pytest.mark.slow
-def test_200_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
-    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
+@pytest.mark.parametrize("times", [30, pytest.param(200, marks=pytest.mark.thorough("30 are near"))])
+def test_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
+    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing, times: int
 ) -> None:
-    times = 200
     job = launch(
         *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json", STANDBY_WORKER),
         *(f"--fail-until={times}", f"--wait={times}"),
@@ -303,6 +309,7 @@ def test_200_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
     leaves_nothing(job)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_ranks_that_wait_in_native_code_are_killed_within_seconds(launch: Launch, tmp_path: Path) -> None:
     script = tmp_path / "waits.py"

@@ -46,7 +46,7 @@ from resiliency.checkpoint.format.catalog import (
     try_prune,
 )
 from resiliency.checkpoint.format.dcp import DcpFormat
-from resiliency.checkpoint.format.dcp_values import PlainLeaves
+from resiliency.checkpoint.format.dcp_values import FlattenedValues
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.manifest import RankIndex
 from resiliency.checkpoint.format.megatron import MegatronFormat
@@ -108,10 +108,10 @@ class Worker:
         self._throttle = throttle
         self._open_storage = open_storage
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
-        #: Sessions of the saves that are being written or wait to be.
+        #: attempts of the saves that are being written or wait to be.
         self._saves: Counter[str] = Counter()
-        #: The session that saves; hosts may be gone that were of one before.
-        self._session = ""
+        #: The attempt that saves; hosts may be gone that were of one before.
+        self._attempt_id = ""
         self._is_leaving = False
         #: Of the last save, and what of the settings it was made for: it knows the layouts of this host.
         self._layout: tuple[object, CheckpointFormat[Shard]] | None = None
@@ -120,15 +120,15 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
         start_thread(self._thread)
 
-    def is_saving(self, session: str) -> bool:
-        """Whether a save of a session is being written or waits to be."""
+    def is_saving(self, attempt_id: str) -> bool:
+        """Whether a save of an attempt is being written or waits to be."""
         with self._lock:
-            return self._saves[session] > 0
+            return self._saves[attempt_id] > 0
 
-    def overtake(self, session: str) -> None:
-        """A session saves: those of earlier ones, whose hosts may be gone, soon wait for others no more."""
+    def overtake(self, attempt_id: str) -> None:
+        """An attempt saves: those of earlier ones, whose hosts may be gone, soon wait for others no more."""
         with self._lock:
-            self._session = session
+            self._attempt_id = attempt_id
             self._note_overtaken()
 
     def stop_waiting(self) -> None:
@@ -151,7 +151,7 @@ class Worker:
         """Which call of the storage has not returned for longer than a save may take; empty: none.
 
         Args:
-            patience: with a call, if it ends sooner.
+            timeouts: with a call, if it ends sooner.
         """
         with self._lock:
             work = self._work
@@ -161,7 +161,7 @@ class Worker:
         """Report what waits for a call that hangs: the save that made it as failed, others as skipped.
 
         Args:
-            patience: see `why_hung`.
+            timeouts: see `why_hung`.
         """
         with self._lock:
             work = self._work
@@ -205,7 +205,7 @@ class Worker:
     def _count(self, job: Job, change: int) -> None:
         if isinstance(job, SaveJob):
             with self._lock:
-                self._saves[job.session] += change
+                self._saves[job.attempt_id] += change
 
     def _take_waiting_saves(self) -> list[SaveJob]:
         saves: list[SaveJob] = []
@@ -225,8 +225,8 @@ class Worker:
     def _note_overtaken(self) -> None:
         if self._work is None:
             return
-        session = _session(self._work.job)
-        is_earlier = session != self._session and bool(session and self._session)
+        attempt_id = _attempt_id(self._work.job)
+        is_earlier = attempt_id != self._attempt_id and bool(attempt_id and self._attempt_id)
         if self._is_leaving or is_earlier:
             self._work.overtaken.set()
 
@@ -315,7 +315,7 @@ class Worker:
             logger.exception("save of step %d in the %s tier failed", job.step, self._tier.value)
         return Done(
             step=job.step,
-            session=job.session,
+            attempt_id=job.attempt_id,
             tier=self._tier.value,
             error=error,
             try_number=job.try_number,
@@ -370,7 +370,7 @@ class Worker:
         pace = self._throttle.wait
         if settings.format == MegatronFormat.name:
             return MegatronFormat(pace=pace)
-        return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)
+        return DcpFormat(spread_unsharded=settings.replicated, values=FlattenedValues(), pace=pace)
 
 
 def _why_hung(work: _Work, timeouts: CallTimeouts | None) -> str:
@@ -395,10 +395,10 @@ def _settings(job: Job) -> Settings:
     return job.save.settings if isinstance(job, RefuseJob) else job.settings
 
 
-def _session(job: Job) -> str:
+def _attempt_id(job: Job) -> str:
     """Of a job that may wait for other hosts; empty: it does not."""
     save = job.save if isinstance(job, RefuseJob) else job
-    return save.session if isinstance(save, SaveJob) and save.concerns_others else ""
+    return save.attempt_id if isinstance(save, SaveJob) and save.concerns_others else ""
 
 
 def _ticket(job: SaveJob) -> SaveTicket:
@@ -455,8 +455,8 @@ def _retire(storage: WatchedStorage, job: RetireJob) -> None:
         )
     _log_gone("old", gone)
     with storage.noted("delete copies in", ""):
-        for owner, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
-            _log_gone(f"{owner}'s old", steps)
+        for source_host, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
+            _log_gone(f"{source_host}'s old", steps)
 
 
 def _remove_given_up(storage: WatchedStorage, job: GiveUpJob) -> None:

@@ -241,7 +241,7 @@ class _Save(Generic[ShardT]):
     def run(self) -> Committed:
         actions: dict[State, Callable[[], Event]] = {
             State.CLAIMING: self._claim,
-            State.JOINING: self._join,
+            State.JOIN: self._join,
             State.WRITING: self._write,
             State.VOTING: self._vote,
             State.COLLECTING: self._gather,

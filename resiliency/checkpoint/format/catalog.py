@@ -184,14 +184,14 @@ def find_newest(storage: Storage, *, accept: Callable[[Found], bool] = lambda fo
     Raises:
         CheckpointMissing: there is none; the message says what was there instead.
     """
-    passed_over = []
+    skipped = []
     for step in reversed(steps_in(storage)):
         found = inspect(storage, step)
         if found.is_usable and accept(found):
             return found
-        passed_over.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
+        skipped.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
         logger.info("skipping %s: %s %s", found.path, found.condition.value, found.why)
-    there = "; ".join(passed_over) or "it is empty or does not exist"
+    there = "; ".join(skipped) or "it is empty or does not exist"
     raise CheckpointMissing(
         f"{storage.describe()} holds no usable checkpoint: {there}.", path=storage.describe()
     )

@@ -303,31 +303,31 @@ class Termination:
 
     def _listen(self, rank: int) -> None:
         try:
-            for word in self._peers[rank].receive():
-                self._hear(rank, word)
+            for message in self._peers[rank].receive():
+                self._hear(rank, message)
         except (PeerError, ValueError) as error:
             self._lose(rank, error)
 
-    def _hear(self, rank: int, word: StopMessage) -> None:
-        if word.kind is StopKind.STOP:
-            self._begin(signal.Signals(word.number), word.left_s, f"at rank {rank}")
-        elif word.kind is StopKind.POST:
-            self._posts[rank] = word.number
+    def _hear(self, rank: int, message: StopMessage) -> None:
+        if message.kind is StopKind.STOP:
+            self._begin(signal.Signals(message.number), message.left_s, f"at rank {rank}")
+        elif message.kind is StopKind.POST:
+            self._posts[rank] = message.number
             self._leader_state()
-        elif word.kind is StopKind.DETACH:
-            self._departed[rank] = self._posts[rank] = word.number
+        elif message.kind is StopKind.DETACH:
+            self._departed[rank] = self._posts[rank] = message.number
             self._leader_state()
             self._sum_up()
-        elif word.kind is StopKind.DECIDE:
-            self._decide(word.number)
-        elif word.kind is StopKind.GIVE_UP:
-            self._call_off(word.text)
-        elif word.kind is StopKind.FOUND:
-            self._found[rank] = frozenset(word.text.split())
+        elif message.kind is StopKind.DECIDE:
+            self._decide(message.number)
+        elif message.kind is StopKind.GIVE_UP:
+            self._call_off(message.text)
+        elif message.kind is StopKind.FOUND:
+            self._found[rank] = frozenset(message.text.split())
             self._sum_up()
-        elif word.kind is StopKind.ALL_FOUND:
-            self._answer(frozenset(word.text.split()))
-        elif word.kind is StopKind.NOT_ALL:
+        elif message.kind is StopKind.ALL_FOUND:
+            self._answer(frozenset(message.text.split()))
+        elif message.kind is StopKind.NOT_ALL:
             self._answer(None)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -442,9 +442,9 @@ class Termination:
     def _who_is_gone(self) -> str:
         return f"lost contact with {name_ranks(self._gone)}"
 
-    def _tell_all(self, word: StopMessage) -> None:
+    def _tell_all(self, message: StopMessage) -> None:
         for peer in self._peers.values():
-            peer.send(word)
+            peer.send(message)
 
     # --- time ------------------------------------------------------------------------------------
 

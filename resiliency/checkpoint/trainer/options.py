@@ -33,7 +33,7 @@ class LocalTier:
             Where there are fewer other hosts, each gets one.
         bytes_per_s: bandwidth of a host for these copies; 0 means no limit.
         backlog: complete generations beyond `keep` that may wait to be handed over to somebody who takes them
-            away (`resiliency.plugins.handing_over`); when more wait, the oldest is given up.  0: nobody takes
+            away (`resiliency.plugins.hand_off`); when more wait, the oldest is given up.  0: nobody takes
             any.
     """
 

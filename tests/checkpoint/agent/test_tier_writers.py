@@ -44,7 +44,7 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
     job = SaveJob(
         tier=TierName.PERSISTENT,
         step=2,
-        session="s",
+        attempt_id="s",
         run_id="run",
         world_size=2,
         ranks=(rank,),

@@ -71,8 +71,8 @@ class Receiver:
         self.peer = Peer(host="b", address="127.0.0.1", port=self.server.port)
         self.table = table_of([Peer(host="a", address="127.0.0.1", port=1), self.peer])
 
-    def _open(self, owner: str) -> FaultyStorage:
-        disk = LocalStorage(self.root / "replicas" / owner)
+    def _open(self, source_host: str) -> FaultyStorage:
+        disk = LocalStorage(self.root / "replicas" / source_host)
         storage = FaultyStorage(disk, self._fault, on_kill=self._on_kill)
         self.storages.append(storage)
         self._fault = None
@@ -204,14 +204,14 @@ class Sending:
         timeouts = how.get("timeouts", QUICK)
         self._sender = Sender("a", Links(), self.throttle, timeouts)  # type: ignore[arg-type]
 
-    def send(self, step: int, *, port: int = 0, session: str = "", owner: str = "a") -> None:
+    def send(self, step: int, *, port: int = 0, attempt_id: str = "", source_host: str = "a") -> None:
         assert self._receiver.table is not None
         table = self._receiver.table
-        if session:
-            table = replace(table, session=session)
+        if attempt_id:
+            table = replace(table, attempt_id=attempt_id)
         target = replace(self._receiver.peer, port=port or self._receiver.peer.port)
         with CopySource(self._own, step, save_name(step)) as source:
-            self._sender.send(source, owner, table, target)
+            self._sender.send(source, source_host, table, target)
 
 
 def assert_copied(own: Path, receiver: Receiver, step: int) -> None:
@@ -323,7 +323,7 @@ def test_a_host_that_accepts_and_says_nothing_is_given_up(own: Path, receiver: R
 
 def test_a_host_of_another_session_refuses(own: Path, receiver: Receiver) -> None:
     with pytest.raises(PeerRefused, match="stranger"):
-        Sending(own, receiver).send(1, session="later")
+        Sending(own, receiver).send(1, attempt_id="later")
 
 
 def test_a_full_disk_is_a_refusal_that_names_it(tmp_path: Path, own: Path, stack: ExitStack) -> None:
@@ -400,7 +400,7 @@ def test_too_many_copies_at_once_are_put_off(own: Path, receiver: Receiver) -> N
         link = connect(receiver.table, "a", receiver.peer, replace(QUICK, silence=timedelta(60)), links)
         open_links.append(link)
         offer = Offer(
-            owner=f"o{number}", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
+            source_host=f"o{number}", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
             sizes=tuple(map(len, contents)),
         )  # fmt: skip
         link.send(offer, *contents)
@@ -424,7 +424,7 @@ def test_a_host_that_may_have_no_more_threads_puts_copies_off_and_takes_them_lat
     copy_plan = CopyPlan.read(LocalStorage(own), 1)
     contents = [copy_plan.manifest_bytes, *copy_plan.index_bytes.values()]
     offer = Offer(
-        owner="a", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
+        source_host="a", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
         sizes=tuple(map(len, contents)),
     )  # fmt: skip
     for _ in range(RECEIVERS + 1):
@@ -565,11 +565,11 @@ def test_an_error_of_the_system_at_any_call_of_either_host_ends_the_copy_by_name
         with nothing_leaks():
             with SystemFault(root, number, call=call, thread=side) as fault:
                 try:
-                    sending.send(1, owner=f"a{call}")
+                    sending.send(1, source_host=f"a{call}")
                     why = ""
                 except (CheckpointError, PeerError) as error:
                     why = str(error)
-            sending.send(1, owner=f"a{call}")  # what has come is kept open for it
+            sending.send(1, source_host=f"a{call}")  # what has come is kept open for it
         assert "moved no byte" not in why, "it waited for the other host in vain"
         failures += bool(why)
         hit, call = fault.hit, call + 1

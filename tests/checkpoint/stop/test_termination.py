@@ -594,6 +594,7 @@ def complete(directory: Path) -> list[int]:
     return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
 
 
+@pytest.mark.thorough("a signal to the launcher is near")
 @pytest.mark.slow
 def test_one_signal_while_ranks_sit_in_a_collective_and_all_slots_are_being_written_loses_nothing(
     tmp_path: Path, job: str
@@ -641,6 +642,7 @@ def test_when_a_rank_was_killed_the_captured_step_is_committed_and_the_others_en
     assert complete(tmp_path)[-1] == 8
 
 
+@pytest.mark.thorough("a rank that was killed is near")
 @pytest.mark.slow
 def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_it_later(
     tmp_path: Path, job: str
@@ -754,6 +756,7 @@ class Told(Dataset[int]):
         return index
 
 
+@pytest.mark.thorough("a signal to our launcher is near")
 @pytest.mark.slow
 def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path, job: str) -> None:
     argv = [

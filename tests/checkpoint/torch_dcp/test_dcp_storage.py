@@ -514,6 +514,7 @@ def test_a_save_whose_writer_was_given_another_one_meanwhile_fails_and_the_other
     assert_stored(LocalStorage(tmp_path), 2)
 
 
+@pytest.mark.thorough("the writer in a thread is near")
 @pytest.mark.slow
 def test_the_process_executor_takes_the_writer_and_a_failed_save_does_not_end_it(tmp_path: Path) -> None:
     assert isinstance(pickle.loads(pickle.dumps(DcpStorageWriter(tmp_path / "step=1"))), DcpStorageWriter)  # noqa: S301
