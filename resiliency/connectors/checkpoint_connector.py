@@ -46,6 +46,7 @@ from resiliency.errors import (
     ResiliencyError,
 )
 from resiliency.events import EventStream, EventType
+from resiliency.files import posix_path
 from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero
 from resiliency.plugins.in_cluster_local_ckpt import SplitCheckpointIO
@@ -110,7 +111,7 @@ class CheckpointConnector(_CheckpointConnector):
         super().__init__(trainer)
         # Nearer first: of two checkpoints of one step, the one in the first tier is taken.
         tiers = {"local": local_ckpt_dir, "persistent": persistent_ckpt_dir}
-        self._tiers = {Path(root): name for name, root in tiers.items() if root is not None}
+        self._tiers = {posix_path(root): name for name, root in tiers.items() if root is not None}
         if not self._tiers and process_of(trainer) is None:
             raise ConfigError("CheckpointConnector needs persistent_ckpt_dir, local_ckpt_dir or both.")
         if max_attempts < 1:

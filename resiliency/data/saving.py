@@ -37,7 +37,7 @@ from resiliency.errors import (
     PeerError,
     ResiliencyError,
 )
-from resiliency.files import Files, LocalFiles, replacing
+from resiliency.files import Files, LocalFiles, posix_path, replacing
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,14 @@ def atomic_torch_save(obj: object, f: str | os.PathLike[str], **torch_save_optio
         f: a path; file objects are refused, as they have no old content to keep.
         torch_save_options: passed to `torch.save`.
     Raises:
-        ConfigError: `f` is no path.
+        ConfigError: `f` is no path of a file system.
         CheckpointWriteFailed: storage refused; what was at `f` is still there.
     """
     if not isinstance(f, str | os.PathLike):
         raise ConfigError(f"atomic_torch_save writes to a path, and was given a {type(f).__name__}.")
+    path = posix_path(f)
     try:
-        with replacing(f) as temporary:
+        with replacing(path) as temporary:
             torch.save(obj, temporary, **torch_save_options)
     except OSError as error:
         raise CheckpointWriteFailed(
@@ -125,6 +126,7 @@ class AtomicDirectory:
             raise ConfigError(f"keep_last is {keep_last}; it is at least 1, or -1 to keep all.")
         if not name or "/" in name:
             raise ConfigError(f"the name of a saver is part of file names; {name!r} cannot be.")
+        posix_path(output_directory)
         self._ranks = _Ranks(strategy, timeout)
         self.strategy = strategy
         self.keep_last = keep_last

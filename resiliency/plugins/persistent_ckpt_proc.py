@@ -47,6 +47,7 @@ from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType, JsonValue, RunEvent
+from resiliency.files import posix_path
 from resiliency.plugins.hand_off import HandOff
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
 from resiliency.plugins.parallel_groups import parallel_groups
@@ -113,7 +114,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         }
         #: The directories of the tiers that this process writes, the one to fall back to first.
         self.directories = {
-            tier: Path(place).absolute() for tier in PRIORITY if (place := places[tier]) is not None
+            tier: posix_path(place).absolute() for tier in PRIORITY if (place := places[tier]) is not None
         }
         if not self.directories:
             raise ConfigError("a checkpoint process needs a directory, a local tier, or both.")
@@ -205,7 +206,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             self.fence()
 
     def _tier_of(self, path: str | Path, step: int) -> TierName:
-        directory = Path(ckpt_to_dir(path)).absolute()
+        directory = Path(ckpt_to_dir(posix_path(path))).absolute()
         expected = {root / f"step={step}": tier for tier, root in self.directories.items()}
         if directory not in expected:
             raise ConfigError(

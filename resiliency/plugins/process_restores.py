@@ -26,6 +26,7 @@ from resiliency.checkpoint.recovery.refusals import RefusedSaves, find_refused_s
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.errors import CheckpointCorrupt, CheckpointMissing, LayoutMismatch
+from resiliency.files import posix_path
 from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.checkpoint_kinds import CheckpointKind
 from resiliency.plugins.host_shards import Filling, content_metadata
@@ -120,7 +121,7 @@ class ProcessRestores:
                 it, for only the persistent tier is cut anew; or its form there does not allow that, and
                 `is_resharded` is set.
         """
-        directory = Path(ckpt_to_dir(path))
+        directory = Path(ckpt_to_dir(posix_path(path)))
         step = self.step_of(path)
         self.restored_rng, self.restored_from, self.is_resharded = None, Tier.NONE, False
         if step is not None:

@@ -107,6 +107,24 @@ def an_interval_is_given_to_the_callback_or_to_the_process_and_not_to_both_or_no
 
 
 @check
+def the_url_of_an_object_store_is_refused_by_callback_connector_and_process(directory: Path) -> None:
+    from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+    from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO
+    from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
+    from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
+
+    url = "s3://bucket/run"
+    inner = MinCkptOverheadCheckpointIO()
+    for make in (
+        lambda: ModelCheckpoint(url, 10),
+        lambda: connector(persistent_ckpt_dir=url),
+        lambda: PersistentCheckpointProcessIO(inner, url),
+        lambda: VerifiedCheckpointIO().save_checkpoint({"global_step": 1}, f"{url}/step=1"),
+    ):
+        assert "found the URL 's3:" in refusal(make)
+
+
+@check
 def an_interval_of_the_process_makes_its_tier_due_beside_one_in_steps(directory: Path) -> None:
     from resiliency.checkpoint import Interval
 

@@ -45,6 +45,7 @@ from resiliency.checkpoint.agent.protocol import (
 from resiliency.checkpoint.agent.request_queue import RequestQueue
 from resiliency.checkpoint.names import TierTry
 from resiliency.checkpoint.storage.posix import SHORTAGES
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import AGENT_HOST_ENV
 from resiliency.wake_pipe import WakePipe
@@ -126,7 +127,11 @@ class AgentLink:
         self.losses = 0
         reap_agents()
         self._thread = threading.Thread(target=self._run, name="resiliency-agent-link", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._news.close()
+            raise
 
     def wait_for_agent(
         self, at_most: timedelta | None = None, *, tell_every: timedelta = timedelta(seconds=10)

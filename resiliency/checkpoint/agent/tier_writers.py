@@ -60,6 +60,7 @@ from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts, WatchedStorage
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import CheckpointWriteFailed, ResiliencyError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Worker:
         self._lock = threading.Lock()
         self._work: _Work | None = None
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def is_saving(self, attempt_id: str) -> bool:
         """Whether a save of an attempt is being written or waits to be."""
@@ -237,10 +238,14 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            work = _Work(job, WatchedStorage(self._open_storage(_directory(self._tier, _settings(job)))))
-            with self._lock:
-                self._work = work
-                self._note_overtaken()
+            try:
+                work = self._begin(job)
+            except Exception as error:  # as below
+                logger.exception("a job of the %s tier failed", self._tier.value)
+                self._count(job, -1)
+                if isinstance(job, SaveJob):
+                    self.refuse(job, str(error), left_out=False, hangs=False)
+                continue
             try:
                 self._do(work)
             except Exception:  # the border of this thread: the jobs that wait are not to blame
@@ -250,6 +255,13 @@ class Worker:
                     self._work = None
                 if work.given_up.is_set():
                     logger.warning("the storage of the %s tier answers again", self._tier.value)
+
+    def _begin(self, job: Job) -> _Work:
+        work = _Work(job, WatchedStorage(self._open_storage(_directory(self._tier, _settings(job)))))
+        with self._lock:
+            self._work = work
+            self._note_overtaken()
+        return work
 
     def _do(self, work: _Work) -> None:
         job, storage = work.job, work.storage
@@ -268,11 +280,13 @@ class Worker:
 
     def _run_save(self, work: _Work, job: SaveJob) -> None:
         done = self._save(work, job)
-        # The slots first: who hears that the save is done may want them.
-        job.give_back()
-        self._count(job, -1)
-        if self._may_report(work):
-            self._on_done(job, done)
+        try:
+            # The slots first: who hears that the save is done may want them.
+            job.give_back()
+        finally:
+            self._count(job, -1)
+            if self._may_report(work):
+                self._on_done(job, done)
         # Nobody waits for this: to delete a large file takes a good part of writing it.
         if job.leads and not done.error:
             _tidy(work.storage, job)
@@ -312,7 +326,29 @@ class Worker:
         )
 
     def _commit(self, work: _Work, job: SaveJob) -> Committed:
+        try:
+            self._remove_obstacles(work.storage, job)
+            layout = self._format(job.settings)
+        except Exception as error:  # before the commit, which tells other hosts of what fails in it
+            if job.concerns_others:
+                self.try_put(RefuseJob(save=replace(job, slots={}, missing=str(error)), why=str(error)))
+            raise
         storage = work.storage
+        shards = {rank: slot.shard for rank, slot in job.slots.items()}
+        # A job that was started again at its last step and saved it has it in memory under a new name.
+        is_same = partial(holds_shards, storage, job.step, shards)
+        return commit(
+            storage,
+            layout,
+            replace(_ticket(job), is_same=is_same if job.step == job.restored_step else None),
+            shards,
+            leads=job.leads,
+            cancel=work.given_up,
+            overtaken=work.overtaken,
+        )
+
+    def _remove_obstacles(self, storage: Storage, job: SaveJob) -> None:
+        """Remove what a save would find in its way."""
         if job.leads:
             _try(lambda: free_failed(storage))
         # A step that the job went on from is the one to save, and stays.
@@ -320,18 +356,6 @@ class Worker:
             size = sum(slot.header.tensor_bytes + slot.header.values_bytes for slot in job.slots.values())
             check_tier_in_memory(Path(job.settings.local_directory), size)
             delete_superseded(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
-        shards = {rank: slot.shard for rank, slot in job.slots.items()}
-        # A job that was started again at its last step and saved it has it in memory under a new name.
-        is_same = partial(holds_shards, storage, job.step, shards)
-        return commit(
-            storage,
-            self._format(job.settings),
-            replace(_ticket(job), is_same=is_same if job.step == job.restored_step else None),
-            shards,
-            leads=job.leads,
-            cancel=work.given_up,
-            overtaken=work.overtaken,
-        )
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         of = settings.format, settings.replicated, settings.bytes_per_s

@@ -54,6 +54,7 @@ from resiliency.checkpoint.format.marker import (
 from resiliency.checkpoint.format.writers import find_writers
 from resiliency.checkpoint.storage.chunked_file import FileRecord
 from resiliency.checkpoint.storage.interface import Storage, write_file
+from resiliency.checkpoint.storage.posix import any_failed
 from resiliency.checkpoint.threads import map_parallel, run_parallel
 from resiliency.errors import (
     CheckpointCorrupt,
@@ -62,6 +63,7 @@ from resiliency.errors import (
     CheckpointWriteFailed,
     ConfigError,
     InternalError,
+    ResiliencyError,
 )
 from resiliency.runtime import Clock, SystemClock
 
@@ -71,6 +73,8 @@ ShardT = TypeVar("ShardT", contravariant=True)
 _LONGEST_PAUSE_S = 1.0
 #: How long an overtaken save waits for others at least.
 _LAST_WAIT_S = 3.0
+#: Before each further try to tell others of a failure: else they wait for the whole timeout of the save.
+_TELL_AGAIN_S = (0.02, 0.1)
 
 
 class CheckpointFormat(Protocol[ShardT]):
@@ -198,6 +202,7 @@ def commit(
         CheckpointWriteFailed: the storage refused, here or at another rank; or something else stands at
             this step; or the save was cancelled or overtaken.
         CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
+        ResourceShortage, InternalError: anything else failed here; the other hosts get it as a refusal.
     """
     return _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel, overtaken).run()
 
@@ -229,7 +234,9 @@ class _Save(Generic[ShardT]):
         self._directory = step_directory(ticket.step)
         self._indexes: dict[int, RankIndex] = {}
         self._digests: dict[int, str] = {}
-        self._error: CheckpointError | None = None
+        self._error: ResiliencyError | None = None
+        #: Leader: its marker does not stand yet, nor can one of a later save.
+        self._is_claiming = False
 
     def run(self) -> Committed:
         actions: dict[State, Callable[[], Event]] = {
@@ -248,9 +255,10 @@ class _Save(Generic[ShardT]):
             try:
                 self._check_cancel(state)
                 event = actions[state]()
-            except CheckpointError as error:
+            except Exception as error:  # the border of this part: other hosts wait for its outcome
+                failure = any_failed(error, f"save step {self._ticket.step} in", self._storage.describe())
                 # The first failure is the cause; failing to report it is not.
-                self._error = self._error or error
+                self._error = self._error or failure
                 event = Event.ERROR
             state = next_state(state, event, leads=self._leads)
         if state is State.FAILED:
@@ -273,11 +281,13 @@ class _Save(Generic[ShardT]):
 
     def _claim(self) -> Event:
         storage, step = self._storage, self._ticket.step
+        self._is_claiming = True
         storage.make_dir("")
         if read_marker(storage, step) is None and storage.list(self._directory):
             self._check_kept()
             return Event.EXISTS
         open_save(storage, step, self._ticket.save_id, self._ticket.try_number)
+        self._is_claiming = False
         return Event.DONE
 
     def _check_kept(self) -> None:
@@ -288,11 +298,14 @@ class _Save(Generic[ShardT]):
             raise self._occupied(
                 f"exists and was not written by this library, or is damaged: {error.message}"
             ) from error
+        self._check_run(manifest)
+        self._check_branch(manifest)
+
+    def _check_run(self, manifest: Manifest) -> None:
         if manifest.run_id != self._ticket.run_id:
             raise self._occupied(
                 f"is a checkpoint of run {manifest.run_id!r}, this is run {self._ticket.run_id!r}."
             )
-        self._check_branch(manifest)
 
     def _occupied(self, why: str) -> CheckpointWriteFailed:
         path = self._storage.describe(self._directory)
@@ -421,8 +434,7 @@ class _Save(Generic[ShardT]):
             return False
         if of_this_save:
             return manifest.save_id == self._ticket.save_id
-        if manifest.run_id != self._ticket.run_id:
-            return False
+        self._check_run(manifest)  # as on the leader, which has no marker there to say so
         self._check_branch(manifest)
         return True
 
@@ -529,20 +541,36 @@ class _Save(Generic[ShardT]):
         return Event.DONE
 
     def _give_up(self) -> Event:
-        reason = str(self._error)
+        for pause_s in _TELL_AGAIN_S:
+            try:
+                self._tell_others(str(self._error))
+            except Exception:  # other hosts wait for it, and are not to blame
+                self._cancel.wait(pause_s)
+            else:
+                return Event.DONE
+        self._tell_others(str(self._error))
+        return Event.DONE
+
+    def _tell_others(self, reason: str) -> None:
         # What cannot be read may be somebody's committed step, which a marker of ours would hide.
         marker = read_marker(self._storage, self._ticket.step)
         if self._leads:
             # Else it came so late that the step is somebody else's, and maybe committed.
             is_ours = marker is not None and self._is_of_this_try(marker)
-            if is_ours or marker == Marker(state=MarkerState.UNKNOWN):
+            if is_ours or marker == Marker(state=MarkerState.UNKNOWN) or self._may_mark(marker):
                 put_marker(self._storage, self._ticket.step, self._failed_marker(reason))
-            return Event.DONE
+            return
         # Else nobody waits for it; and where no marker stands, it would be in the way of all later saves.
-        if marker is not None and self._is_of_this_try(marker):
+        if marker is not None and self._is_of_this_try(marker) and marker.state is MarkerState.WRITING:
+            self._storage.make_dir(self._directory)  # the leader may not have come to that
             for rank in self._shards:
                 write_file(self._storage, self._refusal_name(rank), reason.encode())
-        return Event.DONE
+
+    def _may_mark(self, marker: Marker | None) -> bool:
+        """Whether the leader failed before its marker stood, and a marker hides no checkpoint."""
+        if not self._is_claiming or self._cancel.is_set():
+            return False
+        return marker is not None or not self._storage.list(self._directory)
 
     def _failed_marker(self, reason: str) -> Marker:
         return Marker(

@@ -62,7 +62,8 @@ FOLLOWER: Mapping[tuple[State, Event], State] = {
     (_S.NEW, _E.FOLLOW): _S.JOIN,
     (_S.JOIN, _E.DONE): _S.WRITING,
     (_S.JOIN, _E.EXISTS): _S.KEPT,
-    (_S.JOIN, _E.ERROR): _S.FAILED,
+    # The leader may have begun to wait by then.
+    (_S.JOIN, _E.ERROR): _S.GIVING_UP,
     (_S.WRITING, _E.DONE): _S.VOTING,
     (_S.VOTING, _E.DONE): _S.AWAITING,
     (_S.AWAITING, _E.DONE): _S.COMMITTED,

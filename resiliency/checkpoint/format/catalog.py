@@ -10,6 +10,7 @@ Whoever deletes hides first: a checkpoint that is half deleted was never seen as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -323,7 +324,13 @@ def remove_checkpoint(storage: Storage, step: int, *, clock: Clock | None = None
     if step in leased_steps(storage, clock):
         return False
     before = try_read_marker(storage, step)
-    put_marker(storage, step, Marker(state=MarkerState.REMOVING))
+    try:
+        put_marker(storage, step, Marker(state=MarkerState.REMOVING))
+    except CheckpointError:
+        if before is None:  # it is whole: behind half a marker no later removal would find it
+            with contextlib.suppress(CheckpointError):
+                lift_marker(storage, step)
+        raise
     if step in leased_steps(storage, clock):
         if before is None:
             lift_marker(storage, step)

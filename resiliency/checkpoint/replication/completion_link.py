@@ -31,6 +31,7 @@ from resiliency.checkpoint.replication.transport.messages import (
     Message,
     PeerHeartbeat,
 )
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import PeerError
 from resiliency.wake_pipe import WakePipe
 
@@ -88,7 +89,12 @@ class CompletionLink:
         #: Held to write to the pipe or close it: its number may soon be another file's.
         self._pipe = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="resiliency-peer-roll", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._selector.close()
+            self._news.close()
+            raise
 
     def update(self, table: HostTable) -> None:
         """Whose acknowledgements count from now on.  Does not wait."""

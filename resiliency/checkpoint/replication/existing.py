@@ -107,4 +107,5 @@ def _run_of(copy_plan: CopyPlan) -> str:
 def _raise_shortage(error: CheckpointError | ConfigError) -> None:
     """Raise an error that says nothing of the checkpoint, only of this process."""
     if error.fields.get("errno") in SHORTAGES:
-        raise CheckpointWriteFailed(f"the existing replica cannot be read: {error}") from error
+        number = error.fields["errno"]
+        raise CheckpointWriteFailed(f"the existing replica cannot be read: {error}", errno=number) from error

@@ -41,6 +41,7 @@ from resiliency.errors import (
     CheckpointWriteFailed,
     ConfigError,
     PeerError,
+    ResourceShortage,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class CopyReceiver:
     Args:
         release: called when nothing of this is left, which on a hanging disk is after `run`.
     Raises:
-        RuntimeError: this process may have no more threads; then there is nothing to release.
+        ResourceShortage: this process may have no more threads; then there is nothing to release.
     """
 
     def __init__(
@@ -123,6 +124,8 @@ class CopyReceiver:
             self._refuse(Refusal.CORRUPT if "chunk" in error.fields else Refusal.INVALID, error)
         except ReplicaKept as error:
             self._refuse(Refusal.KEPT, error)
+        except ResourceShortage as error:
+            self._refuse(Refusal.BUSY, error)
         except (CheckpointError, ConfigError) as error:
             self._refuse(Refusal.INVALID, error)
         finally:

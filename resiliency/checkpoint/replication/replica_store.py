@@ -389,14 +389,16 @@ class _Partial:
     def close(self) -> None:
         self.is_open = False
         while self._files:
-            self._files.popitem()[1].close()
+            # All that counts was synced, and who closes may have an error to tell already.
+            with contextlib.suppress(CheckpointWriteFailed):
+                self._files.popitem()[1].close()
 
     def discard(self) -> None:
         """Free the space; on a storage that refuses even that, what stays is hidden."""
         self.close()
         try:
             _remove_hidden(self._storage, self.copy_plan.step)
-        except CheckpointWriteFailed as error:
+        except CheckpointError as error:
             logger.warning("an unfinished replica was not removed: %s", error)
 
     def _vote(self, rank: int) -> None:

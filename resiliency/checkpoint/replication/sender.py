@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from types import TracebackType
 
 from resiliency.checkpoint.format.marker import marker_name, step_directory
@@ -107,7 +108,8 @@ class CopySource:
                 raise SourceUnavailable(f"{path} cannot be sent: {error.message}", path=path) from error
             raise CheckpointCorrupt(f"{path} was cut: {error.message}", path=path) from error
         # Training needs the page cache more than we do: this was read once and for all.
-        os.posix_fadvise(self._fds[file], start, length, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):
+            os.posix_fadvise(self._fds[file], start, length, os.POSIX_FADV_DONTNEED)
         return length
 
     def check_chunk(self, file: int, number: int) -> None:
@@ -136,9 +138,10 @@ class CopySource:
             )
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            with suppress(OSError):  # it says nothing of the bytes that were sent
+                os.close(fd)
 
     def __enter__(self) -> CopySource:
         return self

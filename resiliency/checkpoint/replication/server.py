@@ -25,7 +25,8 @@ from resiliency.checkpoint.replication.replica_store import ReplicaStore
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Link, Links
 from resiliency.checkpoint.replication.transport.handshake import admit
 from resiliency.checkpoint.replication.transport.messages import Join, Offer, Refusal, refused
-from resiliency.errors import ConfigError, PeerError
+from resiliency.checkpoint.threads import start_thread
+from resiliency.errors import ConfigError, PeerError, ResourceShortage
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,13 @@ class PeerServer:
             *(port, self._timeouts.pause.total_seconds(), port),
         )
         thread = threading.Thread(target=self._await_port, name="resiliency-peer-port", daemon=True)
+        try:
+            start_thread(thread)
+        except ResourceShortage as error:
+            logger.error("port %d is not waited for: %s", port, error)
+            return
         with self._lock:
             self._acceptors.append(thread)
-        thread.start()
 
     def _await_port(self) -> None:
         while not self._closing.wait(self._timeouts.pause.total_seconds()):
@@ -149,9 +154,13 @@ class PeerServer:
             if self._closing.is_set():
                 listener.close()
                 return
+            try:
+                start_thread(acceptor)
+            except ResourceShortage:
+                listener.close()
+                raise
             self._listeners[listener.getsockname()[1]] = listener
             self._acceptors.append(acceptor)
-        acceptor.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -172,8 +181,8 @@ class PeerServer:
             with self._lock:
                 self._threads.add(thread)
             try:
-                thread.start()
-            except RuntimeError as error:  # a limit of threads: the other side tries again
+                start_thread(thread)
+            except ResourceShortage as error:  # a limit of threads: the other side tries again
                 logger.warning("a connection was turned away: %s", error)
                 with self._lock:
                     self._threads.discard(thread)
@@ -225,7 +234,7 @@ class PeerServer:
             receiver = CopyReceiver(
                 link, self._store, attempt_id=table.attempt_id, release=self._receivers.release
             )
-        except RuntimeError as error:
+        except ResourceShortage as error:
             self._receivers.release()
             link.send(refused(Refusal.BUSY, f"{self._host} cannot receive a copy now: {error}"))
             link.finish()

@@ -45,13 +45,14 @@ from resiliency.checkpoint.replication.server import PeerServer
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Links
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
-from resiliency.checkpoint.threads import TaskThread
+from resiliency.checkpoint.threads import CallerThread, TaskThread, start_thread
 from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     ConfigError,
     PeerError,
     ResiliencyError,
+    ResourceShortage,
 )
 
 logger = logging.getLogger(__name__)
@@ -200,19 +201,24 @@ class PeerService:
                 join=self._completion_link.join,
                 timeouts=timeouts,
             )
-        except ConfigError:
+        except (ConfigError, ResourceShortage):
             self._completion_link.close()
             raise
-        self._tidy = TaskThread("resiliency-peer-tidy")
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
+        self._threads: list[threading.Thread] = []
+        #: Last of all closed, for what it closes then may take as long as any other operation.
+        self._tidy: TaskThread | CallerThread = CallerThread()
+        try:
+            self._tidy = TaskThread("resiliency-peer-tidy")
             for name, target in (
                 ("resiliency-peer-copy", self._copy_saves),
                 ("resiliency-peer-repair", self._carry_out_pushes),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+            ):
+                thread = threading.Thread(target=target, name=name, daemon=True)
+                start_thread(thread)
+                self._threads.append(thread)
+        except ResourceShortage:
+            self.close()
+            raise
 
     @property
     def port(self) -> int:
@@ -300,7 +306,7 @@ class PeerService:
         self._completion_link.close(left())
         for thread in self._threads:
             thread.join(left().total_seconds())
-        self._tidy.submit(self._store.close)  # to close a file may take as long as any other operation
+        self._tidy.submit(self._store.close)
         self._tidy.close()
         if not self._tidy.wait_for_end(left()) or any(thread.is_alive() for thread in self._threads):
             logger.warning("the disk of %s does not answer: threads that wait for it stay behind", self._root)

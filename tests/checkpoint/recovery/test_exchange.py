@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -24,8 +25,14 @@ from resiliency.checkpoint.recovery.exchange import ExchangeOptions, exchange, r
 from resiliency.checkpoint.recovery.inventory import open_location
 from resiliency.checkpoint.recovery.planner import RestorePlan
 from resiliency.checkpoint.recovery.transfer import Incoming, Outgoing
-from resiliency.errors import CheckpointCorrupt, PeerError, ResiliencyError
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    PeerError,
+    ResiliencyError,
+)
 from resiliency.testing.rank_pool import RankOutcome, RankPool
+from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.held import (
     commit_locally,
     content,
@@ -38,6 +45,7 @@ from tests.checkpoint.held import (
     replicate,
 )
 from tests.checkpoint.storage_builders import read_shard
+from tests.checkpoint.system_errors import nothing_leaks
 
 PAGE = 4096
 #: Small, so that small shards take many messages.
@@ -395,6 +403,57 @@ def test_any_byte_that_changes_on_its_way_is_noticed_however_the_shard_is_cut(
     else:
         with pytest.raises(CheckpointCorrupt):
             incoming.shard()
+
+
+def test_a_shard_travels_also_between_ranks_that_may_have_no_more_threads(location: ShardLocation) -> None:
+    with nothing_leaks(), SystemFault(Path(location.root), NO_THREAD, call=0, lasts=True):
+        incoming, _ = ship(location, 100 * PAGE)
+    assert content(incoming.shard()) == content(make(1, 0, 2, size=9_000_001))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+def test_an_error_of_the_system_at_any_call_of_a_sender_is_told_to_the_receiver_in_place_of_the_shard(
+    location: ShardLocation, number: int
+) -> None:
+    call, hit, failures = 0, True, 0
+    while hit:
+        root = Path(location.root)
+        outgoing, incoming = Outgoing(location, 1, 600 * PAGE), Incoming(location, 0, 600 * PAGE)
+        with nothing_leaks():
+            arriving = incoming.messages()
+            with SystemFault(root, number, call=call) as fault:
+                for out in outgoing.messages():
+                    next(arriving)[:] = out
+                outgoing.close()
+            assert next(arriving, None) is None
+            incoming.close()
+        try:
+            incoming.shard()
+        except (CheckpointIncomplete, CheckpointCorrupt):
+            failures += 1
+        hit, call = fault.hit, call + 1
+    assert failures > 5
+
+
+def test_a_sender_without_memory_says_so_before_the_receiver_expects_a_payload(
+    location: ShardLocation,
+) -> None:
+    call, hit, told = 0, True, 0
+    while hit:
+        outgoing, incoming = Outgoing(location, 1, 600 * PAGE), Incoming(location, 0, 600 * PAGE)
+        messages, arriving = outgoing.messages(), incoming.messages()
+        with SystemFault(Path(location.root), errno.ENOMEM, call=call) as fault:
+            header = next(messages)
+        next(arriving)[:] = header
+        next(arriving, None)
+        outgoing.close()
+        incoming.close()
+        hit, call = fault.hit, call + 1
+        if hit and fault.calls[-1] == "mmap":
+            with pytest.raises(CheckpointIncomplete, match="cannot map"):
+                incoming.shard()
+            told += 1
+    assert told > 0
 
 
 def test_a_sender_of_another_release_is_refused(location: ShardLocation) -> None:

@@ -35,6 +35,7 @@ from resiliency.checkpoint.storage.memory import page_memory
 from resiliency.checkpoint.storage.posix import LocalStorage, read_failed
 from resiliency.errors import (
     CheckpointCorrupt,
+    CheckpointError,
     CheckpointIncomplete,
     CheckpointWriteFailed,
     ConfigError,
@@ -48,9 +49,11 @@ from resiliency.testing.storage import (
     StorageKilled,
     Survival,
 )
+from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.held import flip
 from tests.checkpoint.peer_builders import commit_step, shard, tree
 from tests.checkpoint.storage_builders import assert_holds
+from tests.checkpoint.system_errors import nothing_leaks, numbers
 
 OWNER = "host-a"
 LARGE = 9 << 20  # three chunks
@@ -594,3 +597,31 @@ def test_a_copy_for_whose_manifest_there_is_no_room_gives_all_its_space_back(
         replica_writer.finish()
     replica_writer.abort()
     assert not list(root.rglob("slot.bin"))
+
+
+@numbers
+def test_an_error_of_the_system_at_any_call_of_a_copy_is_named_and_the_next_one_arrives(
+    tmp_path: Path, original: LocalStorage, number: int
+) -> None:
+    call, hit, failures = 0, True, 0
+    while hit:
+        root = tmp_path / str(call)
+        store = ReplicaStore(root)
+        receive(store, original, 1)
+        with nothing_leaks(), SystemFault(root, number, call=call) as fault:
+            try:
+                receive(store, original, 2)
+            except CheckpointError as error:
+                errors = [error]
+            else:
+                errors = []
+            store.close()
+        assert all(error.fields.get("errno") == number for error in errors), (fault.calls[call], errors)
+        failures += len(errors)
+        hit, call = fault.hit, call + 1
+        replicas = LocalStorage(root / "replicas" / OWNER)
+        assert_replica(replicas, 1)
+        receive(store, original, 2)
+        assert_replica(replicas, 2)
+        store.close()
+    assert failures > 10 or number == NO_THREAD

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -34,9 +35,11 @@ from resiliency.checkpoint.replication.transport.messages import (
 )
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
-from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, PeerError
+from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, PeerError
 from resiliency.testing.storage import FaultyStorage, StorageFault, StorageFaultKind
+from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.peer_builders import QUICK, commit_step, save_name, table_of, tree
+from tests.checkpoint.system_errors import nothing_leaks
 from tests.waiting import wait_until
 
 LARGE = 9 << 20  # three chunks, with the rest
@@ -201,14 +204,14 @@ class Sending:
         timeouts = how.get("timeouts", QUICK)
         self._sender = Sender("a", Links(), self.throttle, timeouts)  # type: ignore[arg-type]
 
-    def send(self, step: int, *, port: int = 0, attempt_id: str = "") -> None:
+    def send(self, step: int, *, port: int = 0, attempt_id: str = "", source_host: str = "a") -> None:
         assert self._receiver.table is not None
         table = self._receiver.table
         if attempt_id:
             table = replace(table, attempt_id=attempt_id)
         target = replace(self._receiver.peer, port=port or self._receiver.peer.port)
         with CopySource(self._own, step, save_name(step)) as source:
-            self._sender.send(source, "a", table, target)
+            self._sender.send(source, source_host, table, target)
 
 
 def assert_copied(own: Path, receiver: Receiver, step: int) -> None:
@@ -547,3 +550,28 @@ def test_a_receiver_that_answers_nothing_while_it_takes_all_is_given_up(
         release.set()
         thread.join()
         listener.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM, NO_THREAD], ids=["EIO", "ENOMEM", "no-thread"])
+@pytest.mark.parametrize("where", ["owner", "receiver"])
+def test_an_error_of_the_system_at_any_call_of_either_host_ends_the_copy_by_name_and_at_once(
+    own: Path, receiver: Receiver, where: str, number: int
+) -> None:
+    call, hit, failures = 0, True, 0
+    before, sending = tree(own), Sending(own, receiver, timeouts=CALM)
+    accepts = next(thread for thread in threading.enumerate() if thread.name == "resiliency-peer-accept")
+    root, side = (own, "") if where == "owner" else (receiver.root, accepts.name)
+    while hit:
+        with nothing_leaks():
+            with SystemFault(root, number, call=call, thread=side) as fault:
+                try:
+                    sending.send(1, source_host=f"a{call}")
+                    why = ""
+                except (CheckpointError, PeerError) as error:
+                    why = str(error)
+            sending.send(1, source_host=f"a{call}")  # what has come is kept open for it
+        assert "moved no byte" not in why, "it waited for the other host in vain"
+        failures += bool(why)
+        hit, call = fault.hit, call + 1
+        assert tree(own) == before
+    assert failures > (5 if number != NO_THREAD else 1 if where == "receiver" else -1)

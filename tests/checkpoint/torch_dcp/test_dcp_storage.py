@@ -446,7 +446,7 @@ def test_old_checkpoints_go_only_after_the_new_one_stands(tmp_path: Path) -> Non
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keep must be at least 1"):
         DcpStorageWriter(keep=0)
-    with pytest.raises(ConfigError, match=r"called step=N, found 's3://bucket/step=1'"):
+    with pytest.raises(ConfigError, match=r"found the URL 's3://bucket/step=1'"):
         DcpStorageWriter("s3://bucket/step=1")
     assert "was given no path" in str(
         refusal(lambda: dcp.save(small_state(1), storage_writer=DcpStorageWriter()))
