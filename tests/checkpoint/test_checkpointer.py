@@ -364,22 +364,66 @@ def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new
     assert outcomes == {3: good, 5: good, 8: failed, 10: good}
 
 
-def test_a_rollback_says_which_checkpoints_stay_and_what_a_restart_takes(
+def saved(checkpoints: Checkpointer, step: int, value: int) -> SaveState:
+    handle = checkpoints.save(step, make_state(value), wait=SOON)
+    assert handle.wait(SOON)
+    return handle.state
+
+
+def test_after_a_rollback_each_step_is_saved_and_a_restart_goes_on_from_the_new_branch(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
+    state = make_state(0)
+    with place.open(keep=2) as checkpoints:
+        for step in (1, 2, 3, 4):
+            assert saved(checkpoints, step, step) is SaveState.COMMITTED
+        assert checkpoints.restore(state, step=3).step == 3
+        assert "job went back to step 3: its saves from now on are branch 1" in caplog.text
+    with place.open(keep=2) as checkpoints:  # nothing of the new branch is saved
+        assert checkpoints.restore(state).step == 3
+        assert saved(checkpoints, 5, -5) is SaveState.COMMITTED
+        assert checkpoints.restore(state, step=3).step == 3
+        assert saved(checkpoints, 6, -6) is SaveState.COMMITTED
+    agent_host.wait_for_end(place.root.name)
+    steps = [found.step for found in list_checkpoints(LocalStorage(place.directory))]
+    assert steps == [3, 4, 5, 6]
+    with place.open(keep=2) as checkpoints:
+        assert (checkpoints.restore(state).step, state["lr"]) == (6, -6)
+        # Of the first branch, by its step: that is the live one again.
+        assert (checkpoints.restore(state, step=4).step, state["lr"]) == (4, 4)
+        assert saved(checkpoints, 6, 6) is SaveState.COMMITTED
+        assert saved(checkpoints, 7, 7) is SaveState.COMMITTED
+    agent_host.wait_for_end(place.root.name)
+    steps = [found.step for found in list_checkpoints(LocalStorage(place.directory))]
+    assert steps == [6, 7]
+    with place.open(keep=2) as checkpoints:
+        assert (checkpoints.restore(state).step, state["lr"]) == (7, 7)
+
+
+def test_a_start_that_goes_back_and_saves_nothing_changes_nothing(place: Place) -> None:
     with place.open() as checkpoints:
-        for step in (1, 2, 3):
-            assert checkpoints.save(step, make_state(step)).wait(SOON)
+        for step in (1, 2):
+            assert saved(checkpoints, step, step) is SaveState.COMMITTED
+    with place.open() as checkpoints:
         assert checkpoints.restore(make_state(0), step=1).step == 1
-        text = "job went back from step 3 to 1: its checkpoints of later steps stay; until a step after 3 is"
-        assert text in caplog.text
-        again = checkpoints.save(3, make_state(-3), wait=SOON)
-        assert again.wait(SOON)
-        assert again.state is SaveState.FAILED
-        assert checkpoints.save(4, make_state(-4), wait=SOON).wait(SOON)
-        state = make_state(0)
-        assert checkpoints.restore(state).step == 4
-        assert state["lr"] == -4
+    with place.open() as checkpoints:
+        assert checkpoints.restore(make_state(0)).step == 2
+    assert sorted(path.name for path in place.directory.iterdir()) == ["step=1", "step=2"]
+
+
+def test_a_state_with_parts_that_were_not_saved_is_not_reported_as_committed(place: Place) -> None:
+    with place.open() as checkpoints:
+        assert saved(checkpoints, 1, 1) is SaveState.COMMITTED
+    with place.open() as checkpoints:
+        state = {**make_state(0), "ema": torch.zeros(3)}
+        assert checkpoints.restore(state, partial=True).step == 1
+        handle = checkpoints.save(1, state, wait=SOON)
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.FAILED
+        assert "did not go on from it" in handle.record.why
+        handle = checkpoints.save(2, state, wait=SOON)
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED
 
 
 @pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")

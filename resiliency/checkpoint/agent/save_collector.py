@@ -422,5 +422,6 @@ def _save_job(
         try_number=tried.number,
         restored_step=member.restored_step,
         restored_save=member.restored_save,
+        branches=member.branches,
         missing=missing,
     )

@@ -27,6 +27,7 @@ from typing import TypeAlias
 
 from resiliency.checkpoint.agent.jobs import CleanJob, FreeJob, GiveUpJob, RefuseJob, RetireJob, SaveJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
+from resiliency.checkpoint.branches import Branches
 from resiliency.checkpoint.capture.arena import free_others
 from resiliency.checkpoint.capture.limits import check_tier_in_memory
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, SaveTicket, commit
@@ -35,8 +36,10 @@ from resiliency.checkpoint.commit.retention import (
     committed_save,
     delete_superseded,
     remove_given_up,
+    remove_left,
     retire,
 )
+from resiliency.checkpoint.format.branch_record import record_branches
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     forget_failed,
@@ -351,6 +354,9 @@ class Worker:
         """Remove what a save would find in its way."""
         if job.leads:
             _try(lambda: free_failed(storage))
+            branches = Branches(job.branches)
+            record_branches(storage, branches)
+            remove_left(storage, job.step, branches)
         # A step that the job went on from is the one to save, and stays.
         if self._tier is TierName.LOCAL and (job.step != job.restored_step or is_damaged(storage, job.step)):
             size = sum(slot.header.tensor_bytes + slot.header.values_bytes for slot in job.slots.values())

@@ -16,6 +16,8 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from resiliency.checkpoint.branches import Branches
+from resiliency.checkpoint.format.branch_record import left_steps
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     half_removed,
@@ -78,7 +80,7 @@ def retire(
     """Delete generations of a run below its newest complete one; returns the steps that went.
 
     That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
-    which may have been complete in an earlier attempt.
+    which may have been complete in an earlier attempt.  Of a branch that the job has left none stays.
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
@@ -94,12 +96,16 @@ def retire(
     if alone:
         complete = _saved_by(storage, attempt_id_of(complete[newest], newest), before=newest) | dict(complete)
     wanted = () if hook is None else hook.wanted(complete, keep=keep)
-    older = []
-    for step in list_steps(storage)[1]:
-        manifest = try_read_committed(storage, step) if step < newest else None
-        if manifest is not None and manifest.run_id == run_id:
-            older.append((step == restored_step or complete.get(step) == manifest.save_id, step))
+    found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
+    saves = {step: m.save_id for step, m in found.items() if m is not None and m.run_id == run_id}
+    left = left_steps(storage, saves)
+    older = [
+        (step == restored_step or complete.get(step) == save, step)
+        for step, save in saves.items()
+        if step < newest and step not in left
+    ]
     needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted}
+    needless.update(left)
     needless.update(step for step in half_removed(storage) if step < newest)
     gone = remove_checkpoints(storage, needless)
     if hook is not None:
@@ -146,6 +152,23 @@ def _saved_by(storage: Storage, attempt_id: str, *, before: int) -> dict[int, st
         for step, save in found.items()
         if save is not None and save == save_id_of(attempt_id, step)
     }
+
+
+def remove_left(storage: Storage, step: int, branches: Branches) -> None:
+    """Delete what stands at `step` if it is of a branch that the job has left.
+
+    Raises:
+        CheckpointWriteFailed: somebody reads it.
+    """
+    manifest = committed(storage, step) if branches.known else None
+    if manifest is None or branches.is_live(step, manifest.save_id):
+        return
+    path = storage.describe(step_directory(step))
+    if not remove_checkpoint(storage, step):
+        raise CheckpointWriteFailed(
+            f"{path} is of a branch that the job has left, and is being read.", step=step, path=path
+        )
+    logger.info("%s deleted: it was of a branch that the job has left", path)
 
 
 def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:

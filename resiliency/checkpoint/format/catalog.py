@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from resiliency.checkpoint.format.branch_record import left_steps, read_branches
 from resiliency.checkpoint.format.dcp import METADATA
 from resiliency.checkpoint.format.lease import leased_steps
 from resiliency.checkpoint.format.manifest import MANIFEST, Manifest, index_name, read_manifest
@@ -92,11 +93,35 @@ def list_steps(storage: Storage) -> tuple[list[int], list[int]]:
 def unmarked_checkpoints(root: Path) -> list[Path]:
     """Directories ``step=N`` below `root` without a marker, newest first; [] when there is no `root`.
 
+    Those of a branch that the job has left are not among them.
+
     Raises:
         OSError, CheckpointCorrupt: it cannot be listed.
     """
-    unmarked = [root / step_directory(step) for step in list_steps(LocalStorage(root))[1]]
+    unmarked = [root / step_directory(step) for step in live_steps(LocalStorage(root))]
     return [path for path in reversed(unmarked) if path.is_dir()]
+
+
+def live_steps(storage: Storage) -> list[int]:
+    """Steps without a marker, lowest first, but for those of a branch that the job has left.
+
+    Raises:
+        CheckpointCorrupt: the storage cannot be listed.
+    """
+    unmarked = list_steps(storage)[1]
+    left = left_among(storage, unmarked)
+    return [step for step in unmarked if step not in left]
+
+
+def left_among(storage: Storage, steps: Iterable[int]) -> dict[int, float]:
+    """`left_steps` of those that have a manifest which says whose they are; any other counts."""
+    if not read_branches(storage).known:
+        return {}  # as nearly always: two operations less for each step
+    saves = {}
+    for step in steps:
+        with contextlib.suppress(CheckpointError, ConfigError):
+            saves[step] = read_manifest(storage, step_directory(step)).save_id
+    return left_steps(storage, saves)
 
 
 def marked_steps(storage: Storage) -> list[int]:
@@ -179,14 +204,19 @@ def list_checkpoints(storage: Storage) -> list[Found]:
 
 
 def find_newest(storage: Storage, *, accept: Callable[[Found], bool] = lambda found: True) -> Found:
-    """The usable checkpoint with the highest step, among those that `accept` takes.
+    """The usable checkpoint with the highest step of the live branch, among those that `accept` takes.
 
     Raises:
         CheckpointMissing: there is none; the message says what was there instead.
     """
     skipped = []
-    for step in reversed(steps_in(storage)):
+    steps = steps_in(storage)
+    left = left_among(storage, steps)
+    for step in reversed(steps):
         found = inspect(storage, step)
+        if step in left:
+            skipped.append(f"step {step} (the job went back behind it)")
+            continue
         if found.is_usable and accept(found):
             return found
         skipped.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
@@ -240,7 +270,7 @@ def quarantine(storage: Storage, step: int, reason: str) -> None:
 def prune(
     storage: Storage, *, keep_last: int, keep: Collection[int] = (), clock: Clock | None = None
 ) -> list[int]:
-    """Delete complete checkpoints but the newest `keep_last`; returns the steps that went.
+    """Delete complete checkpoints that are `needless_steps`; returns the steps that went.
 
     Spared are those in `keep`, those somebody holds a lease on, and checkpoints that were written by others,
     were found damaged, or lack their manifest or an index: those are for people to look at.  Removals that
@@ -252,9 +282,27 @@ def prune(
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
-    committed = [step for step in list_steps(storage)[1] if try_read_committed(storage, step) is not None]
-    needless = {*committed[:-keep_last], *half_removed(storage)}.difference(keep)
+    manifests = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
+    saves = {step: manifest.save_id for step, manifest in manifests.items() if manifest is not None}
+    left = left_steps(storage, saves)
+    needless = {*needless_steps(sorted(saves), left, keep_last), *half_removed(storage)}.difference(keep)
     return remove_checkpoints(storage, needless, clock=clock)
+
+
+def needless_steps(committed: Sequence[int], left: Mapping[int, float], keep_last: int) -> list[int]:
+    """Which checkpoints may go, lowest first.
+
+    Of the live branch the newest `keep_last` stay.  Those of a branch that was left go when the live one has
+    that many behind the step at which it was left.
+
+    Args:
+        committed: steps, lowest first.
+        left: see `left_steps`.
+    """
+    live = [step for step in committed if step not in left]
+    old, newest = live[:-keep_last], live[-keep_last:]
+    oldest = newest[0] if len(newest) == keep_last else -math.inf
+    return [step for step in committed if step in old or left.get(step, math.inf) < oldest]
 
 
 def try_read_committed(storage: Storage, step: int) -> Manifest | None:

@@ -238,7 +238,7 @@ def table_digest(index: RankIndex, name: str) -> str:
 
 
 def write_manifest(storage: Storage, directory: str, manifest: Manifest) -> None:
-    write_file(storage, f"{directory}/{MANIFEST}", _sealed(_json(asdict(manifest)))[0])
+    write_file(storage, f"{directory}/{MANIFEST}", sealed_file(asdict(manifest)))
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
@@ -284,10 +284,8 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
             hint=f"Take {MANIFEST} and checksums/ away: then NeMo's files are loaded, without a proof.",
             path=path,
         )
-    record, _, rest = _unsealed(content, path)
+    record = parse_sealed(content, path)
     with _parsing(path):
-        if rest:
-            raise ValueError("something follows its end")
         version = record.get("format_version", FORMAT_VERSION)
         if version > FORMAT_VERSION:
             raise ConfigError(
@@ -324,6 +322,24 @@ def _line_of(rows: Sequence[TensorRecord | SharedEntry]) -> TableLine | None:
 @functools.lru_cache(maxsize=64)
 def _rendered(rows: tuple[TensorRecord | SharedEntry, ...]) -> TableLine:
     return render_table(rows)
+
+
+def sealed_file(content: object) -> bytes:
+    """JSON with its own digest, for `parse_sealed`."""
+    return _sealed(_json(content))[0]
+
+
+def parse_sealed(content: bytes, path: str) -> dict[str, Any]:
+    """What `sealed_file` was given; `path` is for messages.
+
+    Raises:
+        CheckpointCorrupt: it is not what was written.
+    """
+    record, _, rest = _unsealed(content, path)
+    with _parsing(path):
+        if rest:
+            raise ValueError("something follows its end")
+        return record
 
 
 def _json(content: object) -> str:

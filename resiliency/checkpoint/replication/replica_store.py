@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
+from resiliency.checkpoint.branches import Branches
 from resiliency.checkpoint.capture.limits import check_tier_in_memory
 from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.commit.retention import committed_save
@@ -123,16 +124,23 @@ class ReplicaStore:
                 self._partials[source_host, copy_plan.step] = partial
             return ReplicaWriter(self, source_host, partial, partial.take_over())
 
-    def retire(self, source_host: str, below_step: int, *, run_id: str) -> list[int]:
-        """Delete the replicas of a run before `below_step`; returns the steps that went.
+    def retire(
+        self, source_host: str, below_step: int, *, run_id: str, branches: Branches | None = None
+    ) -> list[int]:
+        """Delete the replicas of a run before `below_step`, and those of branches that it has left; returns
+        the steps that went.
 
         Only for when a newer save of that run is complete on all hosts.  Those being read or received
         stay, and those of other runs.  What is unfinished is no run's, and goes.
         """
         gone = []
+        branches = branches or Branches()
         with self._source_lock(source_host):
             storage = self._open_storage(source_host)
-            for step in (step for step in steps_in(storage) if step < below_step):
+            for step in steps_in(storage):
+                is_left = branches.known and not branches.is_live(step, committed_save(storage, step) or "")
+                if step >= below_step and not is_left:
+                    continue
                 partial = self._find(source_host, step)
                 if (partial is not None and partial.is_active) or not can_delete(
                     storage, step, run_id=run_id
