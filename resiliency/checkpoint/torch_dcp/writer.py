@@ -190,9 +190,8 @@ class DcpStorageWriter(StorageWriter):
     def _write(
         self, save: TorchSave, save_id: str, plan: SavePlan, planner: SavePlanner
     ) -> list[WriteResult]:
-        storage, directory, rank = save.storage, save.directory, save.rank
-        storage.make_dir(directory)
-        files = PlannedFiles(storage, directory, rank=rank, threads=self._threads)
+        storage, rank, claim = save.storage, save.rank, save.claim(save_id)
+        files = PlannedFiles(storage, save.directory, claim.folder, rank=rank, threads=self._threads)
         files.write(plan, planner)
         index = RankIndex(
             rank=rank,
@@ -204,9 +203,10 @@ class DcpStorageWriter(StorageWriter):
             tensors=tuple(files.tensors),
             blobs=tuple(files.blobs),
         )
-        digest = write_index(storage, directory, index)
+        index = index.placed_in(claim.folder)
+        digest = write_index(storage, claim.place, index)
         if not save.coordinates:  # the coordinator syncs the names once, with that of the manifest
-            storage.sync_dir(directory)
+            storage.sync_dir(claim.place)
         vote = WriteResult(
             index=MetadataIndex(f"rank={rank}"), size_in_bytes=0, storage_data=Vote(save_id, digest)
         )
