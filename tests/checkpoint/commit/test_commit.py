@@ -25,12 +25,13 @@ from resiliency.checkpoint.commit.protocol import FINAL, FOLLOWER, LEADER, Event
 from resiliency.checkpoint.format.catalog import Condition, find_newest, inspect, remove_checkpoint
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
-from resiliency.checkpoint.format.manifest import RankIndex, read_index, save_folder
+from resiliency.checkpoint.format.manifest import SAVE_PREFIX, RankIndex, read_index, save_folder
 from resiliency.checkpoint.format.marker import Marker, MarkerState, marker_name, put_marker, try_read_marker
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.interface import ReadableFile, Storage, write_file
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import (
+    CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
@@ -455,9 +456,9 @@ def test_a_leader_that_gives_up_releases_its_followers_with_the_reason(tmp_path:
 def test_a_leader_whose_claim_fails_behind_its_marker_keeps_no_follower_waiting(tmp_path: Path) -> None:
     count = FaultyStorage(MemoryStorage())
     save(count, LocalFormat(), [small_shard(2)])
-    directory = count.operations.index("make_dir step=2")
+    behind = count.operations.index("sync_dir ")
     storage = LocalStorage(tmp_path)
-    broken = FaultyStorage(storage, StorageFault(operation=directory, kind=StorageFaultKind.ERROR))
+    broken = FaultyStorage(storage, StorageFault(operation=behind, kind=StorageFaultKind.ERROR))
     with ThreadPoolExecutor(1) as pool:
         follower = pool.submit(
             save, storage, LocalFormat(), [small_shard(2, rank=1, world_size=2)], leads=False
@@ -497,13 +498,23 @@ def test_a_leader_lists_the_votes_of_all_ranks_at_once_and_looks_less_often_the_
     assert len([look for look in storage.looks if look != votes]) < 20, storage.looks
 
 
+class VotesUnlisted(FaultyStorage):
+    """Cannot list a save's folder at first."""
+
+    times = 3
+
+    def list(self, name: str) -> list[str]:
+        if SAVE_PREFIX in name and self.times:
+            self.times -= 1
+            raise CheckpointCorrupt(f"cannot read {name}: EIO")
+        return super().list(name)
+
+
 def test_a_leader_whose_storage_cannot_be_listed_for_a_moment_finds_the_votes_later(pair: Pair) -> None:
     storage = pair.storage
-    put_marker(storage, 2, Marker(state=MarkerState.FAILED, save_id="before"))
-    troubled = TroubledStorage(storage, StorageTrouble(step=2, operation="list", times=3))
-    pair.storage = troubled
+    pair.storage = troubled = VotesUnlisted(storage)
     leader = pair.pool.submit(pair.lead, LocalFormat())
-    wait_until(lambda: troubled.is_over, "the leader does not look")
+    wait_until(lambda: not troubled.times, "the leader does not look")
     pair.storage = storage
     pair.follow(LocalFormat())
     assert not leader.result(timeout=60).kept
