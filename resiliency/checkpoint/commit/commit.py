@@ -33,7 +33,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from resiliency.checkpoint.commit.protocol import FINAL, Event, State, next_state
-from resiliency.checkpoint.format.claim import StepClaim, StepLook, is_claim, look_at
+from resiliency.checkpoint.format.claim import StepClaim, StepLook, holds_claims_alone, look_at
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
@@ -315,8 +315,8 @@ class _Save(Generic[ShardT]):
     def _claim(self) -> Event:
         storage, step = self._storage, self._ticket.step
         storage.make_dir("")
-        # A claim alone is what a late process has left, or one that was killed.
-        if read_marker(storage, step) is None and not all(map(is_claim, storage.list(self._directory))):
+        is_there = read_marker(storage, step) is None and bool(storage.list(self._directory))
+        if is_there and not holds_claims_alone(storage, step):
             self._check_kept()
             return Event.EXISTS
         ticket = self._ticket
@@ -429,9 +429,9 @@ class _Save(Generic[ShardT]):
         return Event.DONE
 
     def _publish(self) -> Event:
-        # What this save has put there may have been replaced since it looked.
-        is_lifted = self._claimed.try_lift(self._is_of_this_try)
-        if not is_lifted or read_manifest(self._storage, self._directory).folder != self._ticket.folder:
+        is_own = read_manifest(self._storage, self._directory).folder == self._ticket.folder
+        # That it can be lifted says that nobody has opened the step since.
+        if not is_own or not self._claimed.try_lift(self._is_of_this_try):
             raise self._claimed.overtaken()
         return Event.DONE
 

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from resiliency.checkpoint.format.claim import UNSHARED, StepClaim, StepLook, is_claim, look_at
+from resiliency.checkpoint.format.claim import (
+    UNSHARED,
+    StepClaim,
+    StepLook,
+    holds_claims_alone,
+    is_claim,
+    look_at,
+)
 from resiliency.checkpoint.format.dcp import METADATA
 from resiliency.checkpoint.format.lease import CLOCK_SKEW, leased_steps
 from resiliency.checkpoint.format.manifest import (
@@ -156,7 +163,7 @@ def inspect(storage: Storage, step: int) -> Found:
         return _unfinished(step, path, marker)
     try:
         names = storage.list(directory)
-        if names and all(map(is_claim, names)):  # nothing of it counts, see `format.claim`
+        if holds_claims_alone(storage, step):
             return Found(step=step, path=path, condition=Condition.UNFINISHED, why="its save did not begin")
         if METADATA in names and MANIFEST not in names and not _has_index(names):
             return Found(step=step, path=path, condition=Condition.STOCK, why="no checksums")

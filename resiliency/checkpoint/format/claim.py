@@ -83,6 +83,18 @@ def is_claim(name: str) -> bool:
     return name.startswith((SAVE_PREFIX, _REMOVAL_PREFIX))
 
 
+def holds_claims_alone(storage: Storage, step: int) -> bool:
+    """Whether a step has a directory with nothing in it but what a late process left, or one that was killed.
+
+    A folder whose save has lifted its marker is a checkpoint that lost its manifest.
+    """
+    directory = step_directory(step)
+    names = storage.list(directory)
+    if not names or not all(map(is_claim, names)):
+        return False
+    return not any(storage.exists(f"{directory}/{name}/{_LIFTED}") for name in names)
+
+
 class StepClaim:
     """See the module.  A claim that has been overtaken raises CheckpointWriteFailed whatever it does."""
 

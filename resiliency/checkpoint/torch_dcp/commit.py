@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from resiliency.checkpoint.format._compat import DCP_VERSION
 from resiliency.checkpoint.format.catalog import remove_checkpoint
-from resiliency.checkpoint.format.claim import StepClaim, is_claim
+from resiliency.checkpoint.format.claim import StepClaim, holds_claims_alone
 from resiliency.checkpoint.format.dcp import METADATA, write_whole_file
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
@@ -80,7 +80,7 @@ def clear_way(save: TorchSave, overwrite: bool) -> None:
     """See that nothing worth keeping stands at this step."""
     storage, marker = save.storage, try_read_marker(save.storage, save.step)
     names = storage.list(save.directory)
-    if marker is not None or all(map(is_claim, names)):
+    if not names or marker is not None or holds_claims_alone(storage, save.step):
         return
     if METADATA not in names and MANIFEST not in names:
         raise CheckpointWriteFailed(
@@ -172,8 +172,8 @@ def commit_save(save: TorchSave, metadata: Metadata, results: Sequence[Sequence[
     with claim.changing():
         show_files(storage, directory, claim.folder, [METADATA, MANIFEST])
     storage.sync_dir(directory)
-    is_lifted = claim.try_lift(lambda marker: marker.save_id == save.save_id)
-    if not is_lifted or read_manifest(storage, directory).save_id != save.save_id:
+    is_own = read_manifest(storage, directory).save_id == save.save_id
+    if not is_own or not claim.try_lift(lambda marker: marker.save_id == save.save_id):
         raise claim.overtaken()
 
 

@@ -124,7 +124,11 @@ class DcpStorageWriter(StorageWriter):
         save = self._current()
         save.storage.make_dir("")
         clear_way(save, self._overwrite)
-        open_save(save.storage, save.step, save.save_id)
+        try:
+            open_save(save.storage, save.step, save.save_id)
+        except ResiliencyError as error:
+            give_up(save, save.save_id, error)
+            raise
         # Torch may cache these plans and give them to a writer of its own later, which needs this.
         return [
             replace(plan, storage_data=StoragePrefix(f"__{rank}_")) if plan.storage_data is None else plan
