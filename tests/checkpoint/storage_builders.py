@@ -142,6 +142,12 @@ def folder_of(storage: Storage | Path, step: int) -> str:
     return f"{directory}/{read_manifest(storage, directory).folder}"
 
 
+def file_in(directory: Path, name: str) -> Path:
+    """The file of that name in a checkpoint, which may lie in the folder of its save."""
+    (found,) = directory.rglob(name)
+    return found
+
+
 def small_shard(step: int, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> Shard:
     """A few tensors whose content depends on step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + seed)

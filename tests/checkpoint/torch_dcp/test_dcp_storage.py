@@ -323,8 +323,11 @@ def test_an_error_at_any_operation_fails_the_save_by_name_and_nothing_else(numbe
         error = refusal(lambda: store(FaultyStorage(disk, fault), 2))  # noqa: B023  # called at once
         assert isinstance(error, CheckpointWriteFailed)
         assert errno.errorcode[number] in str(error)
-        assert find_newest(disk).step == 1
+        # Its last operation alone may fail after the fact: then the new step is shown, and whole.
+        assert find_newest(disk).step in ({1, 2} if operation == count - 1 else {1})
         assert_stored(disk, 1)
+        if operation == count - 1:
+            continue
         marker = try_read_marker(disk, 2)
         if disk.exists("step=2") and not holds_claims_alone(disk, 2):
             assert marker is not None
