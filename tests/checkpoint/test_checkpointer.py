@@ -38,6 +38,7 @@ from resiliency.testing import MemorySink
 from tests import agent_host
 from tests.checkpoint.capture_builders import Gate
 from tests.checkpoint.checkpointer_builders import SOON, Place, make_state
+from tests.checkpoint.storage_builders import file_in
 from tests.waiting import agent_of, settled, wait_until
 
 pytestmark = [
@@ -191,7 +192,7 @@ def test_a_damaged_checkpoint_is_hidden_and_the_one_before_it_restored(place: Pl
     with place.open() as checkpoints:
         for step in (1, 2):
             assert checkpoints.save(step, make_state(step)).wait(SOON)
-    data = place.directory / "step=2" / "__0_0.distcp"
+    data = file_in(place.directory / "step=2", "__0_0.distcp")
     content = bytearray(data.read_bytes())
     content[content.index(bytes.fromhex("0000004000000040"))] ^= 1  # a weight, 2.0
     data.write_bytes(content)
@@ -533,7 +534,7 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
         pid = agent_of(checkpoints)
         if phase != "idle":
             handle = checkpoints.save(2, state)
-            seen = {"claimed": "step=2-unfinished", "writing": "step=2/__0_0.distcp"}[phase]
+            seen = {"claimed": "step=2-unfinished", "writing": "step=2/save=*/__0_0.distcp"}[phase]
             wait_until((place.directory / seen).exists, f"there is no {seen}", every=0.005)
         os.kill(pid, kind)
         if phase == "idle":

@@ -90,8 +90,10 @@ def holds_claims_alone(storage: Storage, step: int) -> bool:
     """
     directory = step_directory(step)
     names = storage.list(directory)
-    if not names or not all(map(is_claim, names)):
+    if not all(map(is_claim, names)):
         return False
+    if not names:
+        return storage.exists(directory)
     return not any(storage.exists(f"{directory}/{name}/{_LIFTED}") for name in names)
 
 

@@ -321,7 +321,8 @@ class _Partial:
         step, storage = self.copy_plan.step, self._storage
         storage.make_dir("")
         marker = try_read_marker(storage, step)
-        if marker is not None and self._is_own(marker) and self._has_only_own_files():
+        is_begun = marker is not None and self._is_own(marker) and storage.exists(self._claim.place)
+        if is_begun and self._has_only_own_files():
             self._keep_voted()
         else:
             open_save(storage, step, self.copy_plan.save_id, folder=self._claim.folder, replaces=True)
