@@ -24,10 +24,12 @@ from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.capturer import CaptureOptions
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, hold_job, job_directory
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.format.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.recovery.restore import Restored
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.state.layout import Shard
+from resiliency.checkpoint.storage.interface import write_file
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.torch_dcp import DcpStorageWriter
 from resiliency.checkpoint.trainer.handles import SaveState
@@ -512,6 +514,22 @@ def test_what_a_forward_writes_is_of_the_saved_step_while_the_optimizers_memory_
     assert held == {0, 1, 2, 3}  # weight and bias, and the momentum of each
 
 
+@pytest.mark.parametrize("saves", [False, True], ids=["restores", "saves"])
+def test_a_second_job_on_the_directory_leaves_what_the_first_one_is_writing(
+    place: Place, saves: bool
+) -> None:
+    """Such as an evaluation beside the training, with a name of its own."""
+    storage = LocalStorage(place.directory)
+    storage.make_dir("")
+    claim = open_save(storage, 7, "start-7", 1, run_id="the training", until=int(time.time()) + 600)
+    write_file(storage, f"{claim.place}/__0_0.distcp", b"half")
+    with place.open() as checkpoints:
+        if saves:
+            assert checkpoints.save(1, make_state(1)).wait(SOON)
+    assert storage.list(claim.place) == ["__0_0.distcp"]
+    assert claim.try_lift(lambda marker: marker.save_id == "start-7")
+
+
 @pytest.mark.parametrize(
     ("phase", "kind"),
     [
@@ -535,7 +553,7 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
         if phase != "idle":
             handle = checkpoints.save(2, state)
             seen = {"claimed": "step=2-unfinished", "writing": "step=2/save=*/__0_0.distcp"}[phase]
-            wait_until((place.directory / seen).exists, f"there is no {seen}", every=0.005)
+            wait_until(lambda: any(place.directory.glob(seen)), f"there is no {seen}", every=0.005)
         os.kill(pid, kind)
         if phase == "idle":
             handle = checkpoints.save(2, state)

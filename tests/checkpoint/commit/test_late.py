@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed
-from resiliency.checkpoint.format.catalog import Condition, inspect, verify
+from resiliency.checkpoint.format.catalog import Condition, clean_unfinished, inspect, verify
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.manifest import read_manifest
@@ -105,4 +106,56 @@ def test_whoever_is_late_at_any_operation_touches_nothing_that_a_later_save_comm
             else:  # the late one has only to say that it is done, and its save is there whole
                 assert read_manifest(disk, f"step={STEP}").save_id == "first", where
                 assert_stands(disk, 1, where)
+    assert operation > 10
+
+
+@formats
+@pytest.mark.parametrize("dies", [False, True], ids=["", "and dies there"])
+def test_a_cleaning_that_is_late_at_any_operation_removes_nothing_that_was_committed_meanwhile(
+    format: CheckpointFormat[Shard], dies: bool
+) -> None:
+    """It has seen the marker of a save that is being written; that one is committed, or another after it."""
+    with ThreadPoolExecutor(5) as pool:
+        for operation in itertools.count():
+            disk = MemoryStorage()
+            leave_unfinished(disk, format)
+            late = LateStorage(disk, operation, dies=dies)
+            cleaning = pool.submit(clean_unfinished, late, run_id="run")
+            hangs = pool.submit(late.hangs.wait, 60)
+            wait([cleaning, hangs], return_when=FIRST_COMPLETED)
+            if cleaning.done() and not late.hangs.is_set():
+                late.hangs.set()
+                break
+            done = Start(format, pool, "second", 2).save(disk)
+            late.answers.set()
+            with contextlib.suppress(CheckpointError, StorageKilled):
+                cleaning.result(timeout=60)
+            assert all(isinstance(ended, Committed) for ended in done), late.operations[operation]
+            assert_stands(disk, 2, f"late at {operation}, {late.operations[operation]}, then {done}")
+    assert operation > 10
+
+
+@formats
+@pytest.mark.parametrize("run_id", ["run", "evaluation"])
+def test_a_save_whose_step_is_cleaned_while_it_is_in_flight_is_committed_or_says_that_it_is_not(
+    format: CheckpointFormat[Shard], run_id: str
+) -> None:
+    """At any operation.  What another run does leaves it alone."""
+    with ThreadPoolExecutor(5) as pool:
+        for operation in itertools.count():
+            disk = MemoryStorage()
+            late = LateStorage(disk, operation)
+            start = Start(format, pool, "first", 1)
+            parts = [start.part(late if rank == 0 else disk, rank, 1.0) for rank in (0, 1)]
+            hangs = pool.submit(late.hangs.wait, 60)
+            wait([parts[0], hangs], return_when=FIRST_COMPLETED)
+            if parts[0].done() and not late.hangs.is_set():
+                late.hangs.set()
+                break
+            clean_unfinished(disk, run_id=run_id)
+            late.answers.set()
+            outcomes = [outcome_of(part) for part in parts]
+            if run_id == "evaluation" or isinstance(outcomes[0], Committed):
+                assert isinstance(outcomes[0], Committed), (late.operations[operation], outcomes)
+                assert_stands(disk, 1, f"cleaned at {operation}, {late.operations[operation]}")
     assert operation > 10
