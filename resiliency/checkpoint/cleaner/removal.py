@@ -110,7 +110,7 @@ def _is_dead(timeouts: IdleLimits, clock: Clock, *places: Path) -> bool:
 def remove_leftover(leftover: Leftover, timeouts: IdleLimits, clock: Clock) -> RemovalOutcome:
     """Remove an unfinished checkpoint and its marker, unless somebody works on it.
 
-    A save changes the marker before it makes its directory.  So as long as the marker is the old one,
+    A save changes the marker before its ranks write.  So as long as the marker is the old one,
     the directory is the old one too; and what was renamed is compared with that by its inode, which
     the open descriptor keeps from being given to another.
     """
