@@ -49,7 +49,13 @@ from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.storage.chunked_file import Pace, check_size
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
-from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError, ResiliencyError
+from resiliency.errors import (
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointWriteFailed,
+    ConfigError,
+    ResiliencyError,
+)
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -359,6 +365,16 @@ def remove_checkpoint(
         return False
     claim = StepClaim.for_removal(storage, step)
     claim.take()
+    try:
+        return _remove_claimed(storage, claim, seen, clock)
+    except CheckpointWriteFailed:
+        if storage.exists(claim.place):
+            raise
+        return False  # a save, or another removal, has claimed the step
+
+
+def _remove_claimed(storage: Storage, claim: StepClaim, seen: StepLook, clock: Clock) -> bool:
+    step = claim.step
     if look_at(storage, step) != seen:
         claim.drop()
         return False

@@ -152,12 +152,19 @@ class StepClaim:
         names = self.others()
         for name in sorted(names, key=lambda name: name != MANIFEST):
             if not name.startswith(UNSHARED):
-                self._move(f"{self._directory}/{name}", f"{self.place}/{_OLD}{name}")
+                self._take_in(name)
         for name in names:
             if name.startswith(UNSHARED):
                 self._storage.remove_tree(f"{self._directory}/{name}")
             else:
                 self._storage.remove_tree(f"{self.place}/{_OLD}{name}")
+
+    def _take_in(self, name: str) -> None:
+        try:
+            self._move(f"{self._directory}/{name}", f"{self.place}/{_OLD}{name}")
+        except CheckpointWriteFailed as error:  # another removal may be quicker
+            if error.fields.get("errno") != errno.ENOENT:
+                raise
 
     def drop(self) -> None:
         """Remove the folder, and the directory if nothing else is in it."""
