@@ -7,6 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
+from resiliency.files import path_flag
 from resiliency.log import LEVELS
 from resiliency.model import MODELS
 
@@ -135,7 +136,7 @@ def _tier_flags(group: argparse._ArgumentGroup) -> None:
     """Where checkpoints go, and how often."""
     group.add_argument(
         "--persistent-ckpt-dir",
-        type=Path,
+        type=path_flag,
         metavar="DIR",
         help="storage that all hosts see; checkpoints go to DIR/<job-name>/checkpoint/step=N",
     )
@@ -147,7 +148,7 @@ def _tier_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--local-ckpt-dir",
-        type=Path,
+        type=path_flag,
         metavar="DIR",
         help="memory or disk of each host; checkpoints go to DIR/<job-name>/checkpoint/step=N, and the "
         "newest two stay.  Together with --persistent-ckpt-dir: two tiers, each with its own interval",

@@ -372,8 +372,8 @@ def run_once(name: str, number: int, plan: Plan, directory: Path) -> Run:
 
                 _watch(fleet, losing, is_over)
         incidents_s = fleet.incidents_s()
-    told = [*sorted((directory / "logs").glob("*")), directory / "state"] if is_ours else []
-    return counted(name, number, plan, directory, told, begin=begin, ended=ended, incidents_s=incidents_s)
+    run_dirs = [*sorted((directory / "logs").glob("*")), directory / "state"] if is_ours else []
+    return counted(name, number, plan, directory, run_dirs, begin=begin, ended=ended, incidents_s=incidents_s)
 
 
 def _watch(fleet: Fleet, losing: Losing, is_over: Callable[[], bool]) -> float | None:

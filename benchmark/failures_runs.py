@@ -246,7 +246,7 @@ def counted(
     number: int,
     plan: Plan,
     directory: Path,
-    told: Iterable[Path],
+    run_dirs: Iterable[Path],
     *,
     begin: float,
     ended: float | None,
@@ -255,7 +255,7 @@ def counted(
     """A run by what its notes and events say.
 
     Args:
-        told: run directories of those that write events.
+        run_dirs: run directories of those that write events.
         begin, ended: of the window; of the job, if it ended by itself.
 
     Raises:
@@ -265,7 +265,7 @@ def counted(
     events = list(read_events(path, progress=False)) if path.exists() else []
     injected = [event.time.timestamp() for event in events if event.type is EventType.FAULT_INJECTED]
     notes = plan.training.notes(directory, JOB)
-    logs = [events_path(RunInfo(job_name=JOB, run_dir=str(one))) for one in told]
+    logs = [events_path(RunInfo(job_name=JOB, run_dir=str(one))) for one in run_dirs]
     logs = [log for log in logs if log.exists()]
     steps, seconds = kept(notes, begin, end)
     if steps > (different := len({note.step for note in notes if begin < note.time <= end})):
@@ -294,13 +294,13 @@ def _difference(run: Run, noted: Iterable[str]) -> str:
     """
     if not run.causes_s or not run.steps:
         return ""
-    told = sum(run.causes_s.get(cause, 0.0) for cause in noted)
+    accounted = sum(run.causes_s.get(cause, 0.0) for cause in noted)
     step_s = run.kept_time_s / run.steps
     allowed = max(run.wall_s * LEDGER_TOLERANCE, step_s * (2 + len(run.faults)))
-    if abs(told - run.kept_time_s) <= allowed:
+    if abs(accounted - run.kept_time_s) <= allowed:
         return ""
     return (
-        f"the ledger tells {told:.2f} s of kept steps, and rank 0 noted {run.kept_time_s:.2f} s of"
+        f"the ledger tells {accounted:.2f} s of kept steps, and rank 0 noted {run.kept_time_s:.2f} s of"
         f" {run.wall_s:g} s."
     )
 

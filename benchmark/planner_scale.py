@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from resiliency.checkpoint.locations import Place, ShardLocation, ShardRequest, decode, encode
 from resiliency.checkpoint.names import directory_name
-from resiliency.checkpoint.recovery.planner import RestorePlan, each_plan, explain_loss, plans
+from resiliency.checkpoint.recovery.planner import RestorePlan, each_plan, explain_missing, plans
 from resiliency.checkpoint.replication.placement import Peer, choose_targets
 from resiliency.checkpoint.replication.repairs import repairs
 
@@ -196,9 +196,9 @@ def measure(case: Case, *, replicas: int, runs: int) -> Figures:
         all_plans_s=all_s,
         repairs_s=repairs_s,
         peak_bytes=peak,
-        sent_shards=sum(pick.sender is not None for pick in plan.picks) if plan else 0,
+        sent_shards=sum(assignment.sender is not None for assignment in plan.assignments) if plan else 0,
         pushes=pushes,
-        loss="" if plan else explain_loss(case.needs, case.locations),
+        loss="" if plan else explain_missing(case.needs, case.locations),
     )
 
 

@@ -225,8 +225,8 @@ def _checkpoint_process(workload: Workload, events: EventStream) -> Any:
             local,
             persistent_directory=workload.checkpoint_dir if by_process else None,
             keep=workload.topk_ckpt,
-            stand_ins=workload.load_replication,
-            handing_over=_handing_over(workload, events.info),
+            substitutes=workload.load_replication,
+            hand_off=_hand_off(workload, events.info),
             events=events,
             options=options,
         )
@@ -235,14 +235,14 @@ def _checkpoint_process(workload: Workload, events: EventStream) -> Any:
     )
 
 
-def _handing_over(workload: Workload, info: RunInfo) -> Any:
+def _hand_off(workload: Workload, info: RunInfo) -> Any:
     if not workload.high_scale or workload.local_checkpoint_dir is None:
         return None
     from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
-    from resiliency.plugins.handing_over import HandingOver
+    from resiliency.plugins.hand_off import HandOff
 
     job = ReplicatedJob.from_run(replace(info, job_name=workload.job_name), workload.local_checkpoint_dir)
-    return HandingOver(job, is_first=info.local_rank in (None, 0))
+    return HandOff(job, is_first=info.local_rank in (None, 0))
 
 
 def _engine_options(workload: Workload) -> Any:

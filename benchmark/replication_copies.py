@@ -173,7 +173,7 @@ def _table(port: int, rank: int) -> HostTable:
         for host in range(HOSTS)
     ]
     return HostTable(
-        session="measured", run_id="replication", token="of one run on one machine",  # noqa: S106
+        attempt_id="measured", run_id="replication", token="of one run on one machine",  # noqa: S106
         leader=host_name(0), replicas=1, peers=tuple(peers),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from supervisor_plane import WAIT_S, Beat, BenchPlane, Job, open_plane
+from supervisor_plane import WAIT_S, BenchPlane, Heartbeat, Job, open_plane
 
 from supervisor.policy.thresholds import Thresholds
 
@@ -50,7 +50,7 @@ def _first_try(kind: str) -> str:
 
 
 def _both(plane: BenchPlane, began: float, since: dict[str, int], event: str, action: str) -> Moments:
-    within_s = plane.beat.timeout_s + plane.beat.period_s + HANG_S + WAIT_S
+    within_s = plane.heartbeat.timeout_s + plane.heartbeat.period_s + HANG_S + WAIT_S
     detected = plane.moment("sensor", _event(event), since, within_s=within_s)
     acted = plane.moment("actuator", _first_try(action), since, within_s=WAIT_S)
     return Moments(detected_s=detected - began, acted_s=acted - began)
@@ -195,31 +195,31 @@ class FaultCell:
         bar: what is promised, in words, and the seconds that `judged` may be, at a heartbeat.
         judged: name of the moment that the bar is about.
         detected: the seconds that detection alone may take; the time in which echoes gather comes after it.
-        every_beat: else it is measured at the first beat alone, because no heartbeat matters.
+        every_heartbeat: else it is measured at the first beat alone, because no heartbeat matters.
     """
 
     name: str
     what: str
     inflict: Callable[[BenchPlane], Moments]
     judged: str
-    bar: Callable[[Beat], float | None]
-    detected: Callable[[Beat], float | None] = lambda beat: None
-    peer: Callable[[Beat], str] = lambda beat: "-"
+    bar: Callable[[Heartbeat], float | None]
+    detected: Callable[[Heartbeat], float | None] = lambda heartbeat: None
+    peer: Callable[[Heartbeat], str] = lambda heartbeat: "-"
     flags: tuple[str, ...] = ()
-    every_beat: bool = True
+    every_heartbeat: bool = True
 
 
-def _at_default(text: str) -> Callable[[Beat], str]:
-    return lambda beat: text if (beat.period_s, beat.timeout_s) == (15.0, 30.0) else "-"
+def _at_default(text: str) -> Callable[[Heartbeat], str]:
+    return lambda heartbeat: text if (heartbeat.period_s, heartbeat.timeout_s) == (15.0, 30.0) else "-"
 
 
-def _within(seconds: float) -> Callable[[Beat], float]:
-    return lambda beat: seconds
+def _within(seconds: float) -> Callable[[Heartbeat], float]:
+    return lambda heartbeat: seconds
 
 
-def _timeout_at_once(beat: Beat) -> float:
+def _timeout_at_once(heartbeat: Heartbeat) -> float:
     """A silence: what is left of the second after the timeout, once `--tick-s` of echoes is taken."""
-    return beat.timeout_s + 1.0 - Thresholds().tick_s
+    return heartbeat.timeout_s + 1.0 - Thresholds().tick_s
 
 
 #: From the end of a host's stream until it is suspected.
@@ -228,9 +228,9 @@ SUSPECTED_S = 0.1
 _CONFIRMED_S = 5.0 - Thresholds().coalesce_s
 
 
-def _timeout_and_a_second(beat: Beat) -> float:
+def _timeout_and_a_second(heartbeat: Heartbeat) -> float:
     """Where the timeout is short, a job counts as advancing (`--advancing-s`) for longer than that."""
-    return max(beat.timeout_s, Thresholds().advancing_s) + 1.0
+    return max(heartbeat.timeout_s, Thresholds().advancing_s) + 1.0
 
 
 FAULTS = (
@@ -256,42 +256,42 @@ FAULTS = (
     ),
     FaultCell(
         name="rank-fails", what="rank failed, until the action", inflict=rank_fails,
-        judged="acted_s", bar=lambda beat: None,
+        judged="acted_s", bar=lambda heartbeat: None,
     ),
     FaultCell(
         name="hang", what=f"hang, from its threshold ({HANG_S:g} s), until the action", inflict=hang,
-        judged="acted_s", bar=lambda beat: None, flags=(f"--hang-threshold-s={HANG_S:g}",),
+        judged="acted_s", bar=lambda heartbeat: None, flags=(f"--hang-threshold-s={HANG_S:g}",),
     ),
     FaultCell(
         name="daemon-killed", what="daemon alone killed, until it is back", inflict=daemon_killed,
-        judged="whole_s", bar=lambda beat: None, peer=_at_default("the pod is deleted"),
+        judged="whole_s", bar=lambda heartbeat: None, peer=_at_default("the pod is deleted"),
     ),
     FaultCell(
         name="during-an-action", inflict=during_an_action, judged="acted_s", bar=_within(5.0),
         detected=_within(_CONFIRMED_S),
         what=f"host killed during an action of {LONG_ACTION_S:g} s, until the action",
-        peer=lambda beat: "77 s", every_beat=False,
+        peer=lambda heartbeat: "77 s", every_heartbeat=False,
     ),
     FaultCell(
         name="hung-daemon", what="rank failed, a daemon hangs, until all others restart", inflict=hung_daemon,
-        judged="acted_s", bar=_within(10.0), peer=lambda beat: "27 s late", every_beat=False,
+        judged="acted_s", bar=_within(10.0), peer=lambda heartbeat: "27 s late", every_heartbeat=False,
     ),
     *(
         FaultCell(
             name=f"{part}-killed", what=f"{part} killed, until its view is whole after its start",
             inflict=part_killed(part), judged="whole_s", bar=_within(5.0),
-            peer=lambda beat: "7 s of retries, then all parts and daemons abort", every_beat=False,
+            peer=lambda heartbeat: "7 s of retries, then all parts and daemons abort", every_heartbeat=False,
         )
         for part in ("sensor", "controller", "actuator")
     ),
 )  # fmt: skip
 
 
-def measure(cell: FaultCell, beat: Beat, directory: Path) -> Moments:
+def measure(cell: FaultCell, heartbeat: Heartbeat, directory: Path) -> Moments:
     """Strike once, at a plane of its own.
 
     Raises:
         TimeoutError, EOFError, OSError, ResiliencyError: the run says nothing.
     """
-    with open_plane(directory, beat, cell.flags) as plane:
+    with open_plane(directory, heartbeat, cell.flags) as plane:
         return cell.inflict(plane)

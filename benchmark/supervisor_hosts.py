@@ -111,11 +111,11 @@ class Hosts:
         if self.connected == self._count:
             self.all_connected.set()
         try:
-            await self._beat(number, call, message)
+            await self._send_heartbeat(number, call, message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             self.load.ended += 1
 
-    async def _beat(self, number: int, call: Any, message: Any) -> None:
+    async def _send_heartbeat(self, number: int, call: Any, message: Any) -> None:
         due = time.monotonic()
         phase = random.random() * self._period_s  # noqa: S311 - daemons do not start in step
         while True:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 from supervisor_hosts import Load
-from supervisor_plane import WAIT_S, Beat, BenchPlane, Job, open_plane
+from supervisor_plane import WAIT_S, BenchPlane, Heartbeat, Job, open_plane
 
 from resiliency.errors import ResiliencyError
 
@@ -51,7 +51,7 @@ class Held:
     """
 
     hosts: int
-    beat: Beat
+    heartbeat: Heartbeat
     window_s: float
     per_connection: int
     sensor: Usage
@@ -81,7 +81,7 @@ class Watch:
         return float(times.user + times.system)
 
 
-def hold_hosts(hosts: int, beat: Beat, window_s: float, directory: Path) -> Held:
+def hold_hosts(hosts: int, heartbeat: Heartbeat, window_s: float, directory: Path) -> Held:
     """Keep `hosts` on one sensor for `window_s`, then let one of them fall silent.
 
     Raises:
@@ -89,24 +89,24 @@ def hold_hosts(hosts: int, beat: Beat, window_s: float, directory: Path) -> Held
     """
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     per_connection = -(-hosts // (limit - OTHER_FILES))
-    with open_plane(directory, beat) as plane:
+    with open_plane(directory, heartbeat) as plane:
         plane.start_all()
         began = time.monotonic()
-        with _hosts(plane, hosts, beat, per_connection) as programs:
+        with _hosts(plane, hosts, heartbeat, per_connection) as programs:
             opened_s = time.monotonic() - began
             # What connecting costs is not what holding costs.
-            _pass_time(2 * beat.period_s)
+            _pass_time(2 * heartbeat.period_s)
             since, load = plane.mark(), [Watch(program.pid) for program in programs]
             watches = {part: Watch(plane.programs[part].pid) for part in ("sensor", "controller")}
             _pass_time(window_s)
             usage = {part: watch.usage() for part, watch in watches.items()}
             load_cores = sum(watch.usage().cores for watch in load)
             false = plane.said("sensor", _FALSE, since) + plane.said("controller", "fleet frozen", since)
-            found_s = _silence_one(plane, programs[0], beat)
+            found_s = _silence_one(plane, programs[0], heartbeat)
             done = [_end(program) for program in programs]
     return Held(
         hosts=hosts,
-        beat=beat,
+        heartbeat=heartbeat,
         window_s=window_s,
         per_connection=per_connection,
         sensor=usage["sensor"],
@@ -120,23 +120,23 @@ def hold_hosts(hosts: int, beat: Beat, window_s: float, directory: Path) -> Held
     )
 
 
-def stop_sensor(hosts: int, beat: Beat, stopped_s: float, directory: Path) -> int:
+def stop_sensor(hosts: int, heartbeat: Heartbeat, stopped_s: float, directory: Path) -> int:
     """Stop the sensor for `stopped_s`, let it go on, and count what it calls lost within two timeouts."""
-    with open_plane(directory, beat) as plane:
+    with open_plane(directory, heartbeat) as plane:
         plane.start_all()
-        with _hosts(plane, hosts, beat, 1):
-            _pass_time(2 * beat.period_s)
+        with _hosts(plane, hosts, heartbeat, 1):
+            _pass_time(2 * heartbeat.period_s)
             since = plane.mark()
             plane.programs["sensor"].signal(signal.SIGSTOP)
             _pass_time(stopped_s)
             plane.programs["sensor"].signal(signal.SIGCONT)
-            _pass_time(2 * beat.timeout_s)
+            _pass_time(2 * heartbeat.timeout_s)
             return plane.said("sensor", _FALSE, since) + plane.said("controller", "fleet frozen", since)
 
 
-def idle(beat: Beat, window_s: float, directory: Path) -> dict[str, Usage]:
+def idle(heartbeat: Heartbeat, window_s: float, directory: Path) -> dict[str, Usage]:
     """What each process uses while three hosts train and nothing happens."""
-    with open_plane(directory, beat) as plane:
+    with open_plane(directory, heartbeat) as plane:
         plane.use_hosts(("a", "b", "c"), (Job(name="job", hosts=3),))
         plane.start_all()
         (daemon,) = plane.processes("a", "daemon")
@@ -162,7 +162,7 @@ def simulate(seeds: int, hosts: int) -> float:
 
 @contextmanager
 def _hosts(
-    plane: BenchPlane, hosts: int, beat: Beat, per_connection: int
+    plane: BenchPlane, hosts: int, heartbeat: Heartbeat, per_connection: int
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """So many synthetic hosts, connected, in as many programs as they need."""
     programs: list[subprocess.Popen[str]] = []
@@ -170,7 +170,7 @@ def _hosts(
         for first in range(0, hosts, PER_PROCESS):
             count = min(PER_PROCESS, hosts - first)
             argv = [sys.executable, str(HOSTS), plane.sensor_address, f"--first={first}", f"--hosts={count}"]
-            argv += [f"--period={beat.period_s:g}", f"--per-connection={per_connection}"]
+            argv += [f"--period={heartbeat.period_s:g}", f"--per-connection={per_connection}"]
             program = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             programs.append(program)
             _expect_ready(program)
@@ -187,7 +187,7 @@ def _expect_ready(program: subprocess.Popen[str]) -> None:
         raise OSError(f"the synthetic hosts did not connect: {line!r}")
 
 
-def _silence_one(plane: BenchPlane, program: subprocess.Popen[str], beat: Beat) -> float | None:
+def _silence_one(plane: BenchPlane, program: subprocess.Popen[str], heartbeat: Heartbeat) -> float | None:
     """Seconds from now until host 0, which says nothing more, is called lost."""
     since, began = plane.mark(), time.time()
     assert program.stdin is not None
@@ -195,7 +195,9 @@ def _silence_one(plane: BenchPlane, program: subprocess.Popen[str], beat: Beat) 
     program.stdin.flush()
     try:
         pattern = r"event \S+: host_hb of \S+ host-00000"
-        found = plane.moment("sensor", pattern, since, within_s=beat.timeout_s + beat.period_s + WAIT_S)
+        found = plane.moment(
+            "sensor", pattern, since, within_s=heartbeat.timeout_s + heartbeat.period_s + WAIT_S
+        )
     except TimeoutError:
         return None
     return found - began

@@ -35,12 +35,16 @@ from typing import Any
 from measuring import count, machine
 from supervisor_faults import FAULTS, SUSPECTED_S, FaultCell, Moments, measure
 from supervisor_load import Held, Usage, hold_hosts, idle, simulate, stop_sensor
-from supervisor_plane import Beat
+from supervisor_plane import Heartbeat
 from tqdm import tqdm
 
 from resiliency.errors import ResiliencyError
 
-BEATS = (Beat(period_s=1, timeout_s=2), Beat(period_s=5, timeout_s=10), Beat(period_s=15, timeout_s=30))
+HEARTBEATS = (
+    Heartbeat(period_s=1, timeout_s=2),
+    Heartbeat(period_s=5, timeout_s=10),
+    Heartbeat(period_s=15, timeout_s=30),
+)
 OTHERS = ("hosts", "sensor-stopped", "idle", "simulation")
 #: What a run may fail with without a bug of ours: it is reported, and the next one starts.
 _RUN_ERRORS = (ResiliencyError, TimeoutError, EOFError, OSError)
@@ -50,7 +54,7 @@ _RUN_ERRORS = (ResiliencyError, TimeoutError, EOFError, OSError)
 class Scale:
     """How long and how large: all of it, or a look at whether it runs."""
 
-    held: tuple[tuple[int, Beat], ...]
+    held: tuple[tuple[int, Heartbeat], ...]
     window_s: float
     stopped_hosts: int
     stopped_s: float
@@ -60,11 +64,11 @@ class Scale:
 
 
 FULL = Scale(
-    held=((2_400, BEATS[0]), (10_000, BEATS[1]), (20_000, BEATS[2])), window_s=120.0, stopped_hosts=300,
-    stopped_s=60.0, idle_s=60.0, seeds=1000, simulated_hosts=10_000,
+    held=((2_400, HEARTBEATS[0]), (10_000, HEARTBEATS[1]), (20_000, HEARTBEATS[2])), window_s=120.0,
+    stopped_hosts=300, stopped_s=60.0, idle_s=60.0, seeds=1000, simulated_hosts=10_000,
 )  # fmt: skip
 QUICK = Scale(
-    held=((40, BEATS[0]),), window_s=1.0, stopped_hosts=20, stopped_s=3.0, idle_s=1.0, seeds=20,
+    held=((40, HEARTBEATS[0]),), window_s=1.0, stopped_hosts=20, stopped_s=3.0, idle_s=1.0, seeds=20,
     simulated_hosts=50,
 )  # fmt: skip
 
@@ -143,10 +147,15 @@ def run_all(names: Sequence[str], quick: bool, rounds: int, root: Path) -> list[
     work: list[tuple[str, Callable[[Path], Iterator[Row]]]] = []
     for cell in FAULTS:
         if cell.name in names:
-            beats = BEATS[:1] if quick or not cell.every_beat else BEATS
-            work += [(f"{cell.name} {beat}", _fault(cell, beat, rounds)) for beat in beats]
+            heartbeats = HEARTBEATS[:1] if quick or not cell.every_heartbeat else HEARTBEATS
+            work += [
+                (f"{cell.name} {heartbeat}", _fault(cell, heartbeat, rounds)) for heartbeat in heartbeats
+            ]
     if "hosts" in names:
-        work += [(f"{hosts} hosts {beat}", _held(hosts, beat, scale.window_s)) for hosts, beat in scale.held]
+        work += [
+            (f"{hosts} hosts {heartbeat}", _held(hosts, heartbeat, scale.window_s))
+            for hosts, heartbeat in scale.held
+        ]
     others = {"sensor-stopped": _stopped(scale), "idle": _idle(scale), "simulation": _simulation(scale)}
     work += [(name, others[name]) for name in OTHERS if name in others and name in names]
     rows: list[Row] = []
@@ -162,21 +171,23 @@ def run_all(names: Sequence[str], quick: bool, rounds: int, root: Path) -> list[
     return rows
 
 
-def _fault(cell: FaultCell, beat: Beat, rounds: int) -> Callable[[Path], Iterator[Row]]:
+def _fault(cell: FaultCell, heartbeat: Heartbeat, rounds: int) -> Callable[[Path], Iterator[Row]]:
     def run(directory: Path) -> Iterator[Row]:
-        runs = [measure(cell, beat, directory / str(number)) for number in range(rounds)]
+        runs = [measure(cell, heartbeat, directory / str(number)) for number in range(rounds)]
         yield Row(
             what=cell.what,
-            setting=str(beat),
+            setting=str(heartbeat),
             values=_values(runs, cell.judged),
-            most=cell.bar(beat),
-            peer=cell.peer(beat),
+            most=cell.bar(heartbeat),
+            peer=cell.peer(heartbeat),
             note="; ".join(one.harmed for one in runs if one.harmed),
         )
         fault = cell.what.partition(",")[0]
-        for moment, most in (("suspected", SUSPECTED_S), ("detected", cell.detected(beat))):
+        for moment, most in (("suspected", SUSPECTED_S), ("detected", cell.detected(heartbeat))):
             if values := _values(runs, f"{moment}_s"):
-                yield Row(what=f"{fault}: until it is {moment}", setting=str(beat), values=values, most=most)
+                yield Row(
+                    what=f"{fault}: until it is {moment}", setting=str(heartbeat), values=values, most=most
+                )
 
     return run
 
@@ -185,25 +196,27 @@ def _values(runs: Sequence[Moments], name: str) -> tuple[float, ...]:
     return tuple(value for one in runs if (value := getattr(one, name)) is not None)
 
 
-def _held(hosts: int, beat: Beat, window_s: float) -> Callable[[Path], Iterator[Row]]:
+def _held(hosts: int, heartbeat: Heartbeat, window_s: float) -> Callable[[Path], Iterator[Row]]:
     peers = {2_400: "false deaths from 2,400 hosts on", 20_000: "aborts above 14,800 hosts"}
 
     def run(directory: Path) -> Iterator[Row]:
-        held = hold_hosts(hosts, beat, window_s, directory)
+        held = hold_hosts(hosts, heartbeat, window_s, directory)
         yield from _of_held(held, peers.get(hosts, "-"))
 
     return run
 
 
 def _of_held(held: Held, peer: str) -> Iterator[Row]:
-    base = Row(what="", setting=f"{held.hosts:,} hosts, {held.beat}, {held.window_s:g} s", values=())
+    base = Row(what="", setting=f"{held.hosts:,} hosts, {held.heartbeat}, {held.window_s:g} s", values=())
     load = f"hosts' own programs: {held.load_cores:.2f} cores, {held.load_late_s:.1f} s late at most"
     yield replace(
         base, what="called lost wrongly", values=(float(held.false),), unit="", most=0.0, peer=peer,
         note="" if held.false == 0 else load,
     )  # fmt: skip
     found = () if held.found_s is None else (held.found_s,)
-    yield replace(base, what="a host that falls silent, found", values=found, most=held.beat.timeout_s + 1.0)
+    yield replace(
+        base, what="a host that falls silent, found", values=found, most=held.heartbeat.timeout_s + 1.0
+    )
     yield replace(base, what="sensor: processor", values=(held.sensor.cores,), unit="cores", most=1.0)
     yield replace(base, what="sensor: memory", values=(held.sensor.memory_mib,), unit="MiB")
     yield replace(base, what="controller: processor", values=(held.controller.cores,), unit="cores")
@@ -216,11 +229,11 @@ def _of_held(held: Held, peer: str) -> Iterator[Row]:
 
 def _stopped(scale: Scale) -> Callable[[Path], Iterator[Row]]:
     def run(directory: Path) -> Iterator[Row]:
-        false = stop_sensor(scale.stopped_hosts, BEATS[0], scale.stopped_s, directory)
+        false = stop_sensor(scale.stopped_hosts, HEARTBEATS[0], scale.stopped_s, directory)
         yield Row(
             what=f"sensor stopped for {scale.stopped_s:g} s: called lost wrongly",
-            setting=f"{scale.stopped_hosts} hosts, {BEATS[0]}", values=(float(false),), unit="", most=0.0,
-            peer="all hosts at once",
+            setting=f"{scale.stopped_hosts} hosts, {HEARTBEATS[0]}", values=(float(false),), unit="",
+            most=0.0, peer="all hosts at once",
         )  # fmt: skip
 
     return run
@@ -228,8 +241,8 @@ def _stopped(scale: Scale) -> Callable[[Path], Iterator[Row]]:
 
 def _idle(scale: Scale) -> Callable[[Path], Iterator[Row]]:
     def run(directory: Path) -> Iterator[Row]:
-        setting = f"3 hosts, {BEATS[-1]}, {scale.idle_s:g} s"
-        for part, usage in idle(BEATS[-1], scale.idle_s, directory).items():
+        setting = f"3 hosts, {HEARTBEATS[-1]}, {scale.idle_s:g} s"
+        for part, usage in idle(HEARTBEATS[-1], scale.idle_s, directory).items():
             yield from _of_idle(part, usage, setting)
 
     return run

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """How often hosts report, and when one that does not is lost; seconds."""
 
     period_s: float
@@ -63,15 +63,15 @@ class Job:
 class BenchPlane:
     """One supervisor with default thresholds, and hosts as processes; made by `open_plane`."""
 
-    def __init__(self, directory: Path, stack: ExitStack, beat: Beat, flags: Sequence[str]) -> None:
-        self.beat, self._dir, self._stack, self._flags = beat, directory, stack, tuple(flags)
+    def __init__(self, directory: Path, stack: ExitStack, heartbeat: Heartbeat, flags: Sequence[str]) -> None:
+        self.heartbeat, self._dir, self._stack, self._flags = heartbeat, directory, stack, tuple(flags)
         self.state_dir = directory / "state"
         self.programs: dict[str, Command] = {}
         self._ports = dict(zip(PARTS, free_ports(len(PARTS)), strict=True))
         self._env: dict[str, str | None] = {
             **{f"{part.upper()}_ADDRESS": f"127.0.0.1:{port}" for part, port in self._ports.items()},
-            "HEARTBEAT_POLLING_PERIOD_S": f"{beat.period_s:g}",
-            "HEARTBEAT_TIMEOUT_S": f"{beat.timeout_s:g}",
+            "HEARTBEAT_POLLING_PERIOD_S": f"{heartbeat.period_s:g}",
+            "HEARTBEAT_TIMEOUT_S": f"{heartbeat.timeout_s:g}",
             "RESILIENCY_LOG_FORMAT": "json",
             "PYTHONPATH": str(ROOT),
         }
@@ -208,11 +208,11 @@ def ask(port: int, question: Callable[[RemoteController], Coroutine[Any, Any, T]
 
 
 @contextmanager
-def open_plane(directory: Path, beat: Beat, flags: Sequence[str] = ()) -> Iterator[BenchPlane]:
+def open_plane(directory: Path, heartbeat: Heartbeat, flags: Sequence[str] = ()) -> Iterator[BenchPlane]:
     """A plane that leaves no process behind.  `flags`: of sensor and controller."""
     directory.mkdir(parents=True)
     with ExitStack() as stack:
-        plane = BenchPlane(directory, stack, beat, flags)
+        plane = BenchPlane(directory, stack, heartbeat, flags)
         try:
             yield plane
         finally:

@@ -71,6 +71,7 @@ def main() -> None:
                 raise SystemExit(f"epoch {epoch}: samples were trained on {trained.unique().tolist()} times")
         checkpoints.save(step, state, wait=timedelta(minutes=10))
     print(f"rank {rank} done: every sample once in each of {options.epochs} epochs", flush=True)
+    del ddp  # with gloo it must not outlive its group: the end of both may wait for each other
     dist.destroy_process_group()
 
 

@@ -62,6 +62,7 @@ def main() -> None:
 
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()}", flush=True)
+    del ddp  # with gloo it must not outlive its group: the end of both may wait for each other
     dist.destroy_process_group()
 
 

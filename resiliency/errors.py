@@ -9,6 +9,7 @@
     │   ├── CheckpointIncomplete a checkpoint lacks files, ranks or its commit
     │   ├── CheckpointCorrupt    bytes differ from what was committed
     │   ├── CheckpointWriteFailed storage refused the bytes (full, read-only, I/O error)
+    │   ├── ResourceShortage     this process may have no more memory or threads
     │   └── LayoutMismatch       checkpoint and model disagree about a key, shape or dtype
     ├── DataError                training data cannot be read, or a part of it cannot be accounted for
     ├── PeerError                another rank or host died, hung or broke the protocol
@@ -79,6 +80,10 @@ class CheckpointCorrupt(CheckpointError):
 
 class CheckpointWriteFailed(CheckpointError):
     """Storage refused the bytes (full, read-only, over quota, failing), or the save was given up."""
+
+
+class ResourceShortage(CheckpointError):
+    """This process may have no more memory or threads, which says nothing of the files."""
 
 
 class LayoutMismatch(CheckpointError):

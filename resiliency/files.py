@@ -27,6 +27,55 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from resiliency.errors import ConfigError
+
+#: A scheme, also as `Path` spells it: with one slash.  A single letter may be a directory of its own.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def posix_path(path: str | os.PathLike[str], *, of: str = "checkpoints") -> Path:
+    """A path of a file system, which alone has the locks, links, renames and `fsync` that files here need.
+
+    A URL would become a directory called ``s3:`` below the working directory, on a disk that is lost with its
+    host.
+
+    Args:
+        of: what is kept there, for the message.
+    Raises:
+        ConfigError: `path` is the URL of an object store, begins with an unexpanded ``~``, is empty, or is no
+            text.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{of} need the path of a directory, found {text!r}.", path=repr(text))
+    if "://" in text or _URL.match(text):
+        raise ConfigError(
+            f"{of} go to a directory of a file system, found the URL {text!r}.",
+            hint="There is no tier for object stores: mount the bucket, or copy committed steps there.",
+            path=text,
+        )
+    if text.split("/")[0].startswith("~"):
+        raise ConfigError(
+            f"{of} would go to a directory called {text.split('/')[0]!r}, found {text!r}.",
+            hint="Let the shell or os.path.expanduser replace it.",
+            path=text,
+        )
+    return Path(path)
+
+
+def path_flag(text: str) -> Path:
+    """`posix_path` as the `type` of a flag of argparse.
+
+    Raises:
+        ArgumentTypeError: see there.
+    """
+    from argparse import ArgumentTypeError
+
+    try:
+        return posix_path(text)
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from None
+
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:

@@ -44,7 +44,7 @@ class SignalPipe:
         self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._native: Counter[int] = Counter()
         self._handled: Counter[int] = Counter()
-        self._told: Counter[int] = Counter()
+        self._reported: Counter[int] = Counter()
         self._open = True
         self._previous: dict[signal.Signals, Any] = {}
         self._previous_fd = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
@@ -70,8 +70,8 @@ class SignalPipe:
         came = []
         for number in self._previous:
             count = max(self._native[number], self._handled[number])
-            came += [number] * (count - self._told[number])
-            self._told[number] = count
+            came += [number] * (count - self._reported[number])
+            self._reported[number] = count
         return came
 
     def close(self, *, ending: bool = False) -> None:

@@ -34,7 +34,7 @@ LEVELS = {
 #: Beside the others and outside of their networks: these install from a package index.
 BESIDE = {"all": "network"}
 #: Tests often wait: so many at a time are right for two cores.
-WORKERS = 4
+WORKERS = 5
 #: Why a test may be skipped where CI is set: beginnings of reasons.
 MAY_SKIP = ("gpu: ", "KUBECONFIG: ", "rivals: ")
 FLAKY_AT_MOST = 2
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     failed = [name for name, result in results.items() if result.failures]
     if status == 1 and len(failed) <= FLAKY_AT_MOST:
         print(f"\n== {len(failed)} failed: once more, alone", flush=True)
-        alone = ["--last-failed", "--last-failed-no-failures=none", "-o", "junit_logging=all"]
+        alone = ["--last-failed", "--last-failed-no-failures=none"]
         _wait(_start(folder / "again.xml", LEVELS[args.level], alone, _worker()))
         again = read(folder / "again.xml")
     if beside is not None:
@@ -114,6 +114,7 @@ def _start(
     junit: Path, marks: str, flags: list[str], python: list[str] | None = None
 ) -> subprocess.Popen[bytes]:
     argv = [*(python or [sys.executable]), "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}", *flags]
+    argv += ["-o", "junit_logging=all", "-o", f"junit_log_passing_tests={junit.stem == 'again'}"]
     return subprocess.Popen(argv, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 

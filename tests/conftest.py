@@ -44,15 +44,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-#: What uses NeMo: one worker takes all of a folder, so that few interpreters import NeMo, and runs that many
-#: tests compare with are made once.
-WITH_NEMO = ("tests/callbacks", "tests/nemo", "tests/plugins")
+#: Folders that use NeMo: one worker takes all of a group, so that few interpreters import NeMo, and runs that
+#: many tests compare with are made once.
+WITH_NEMO = {"tests/nemo": "trainings", "tests/callbacks": "adapters", "tests/plugins": "adapters"}
 
 
 def unit_of(nodeid: str) -> str:
-    """Tests of one unit run in one worker: those of one file, or of a folder of `WITH_NEMO`."""
+    """Tests of one unit run in one worker: those of one file, or of a group of `WITH_NEMO`."""
     folder = "/".join(nodeid.split("/")[:2])
-    return folder if folder in WITH_NEMO else nodeid.partition("::")[0]
+    return WITH_NEMO.get(folder, nodeid.partition("::")[0])
 
 
 class _NamedAtOnce:

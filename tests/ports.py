@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: Ports that this process has chosen, which may not be served yet.
+_chosen: set[int] = set()
 
 
 def free_ports(count: int) -> list[int]:
@@ -24,6 +26,7 @@ def free_ports(count: int) -> list[int]:
         if _is_free(port):
             found.append(port)
         if len(found) == count:
+            _chosen.update(found)
             return found
     raise AssertionError(f"this machine has no {count} free ports")
 
@@ -36,12 +39,16 @@ def free_row(count: int) -> int:
     """The first of `count` such ports in a row, as the hosts of a job file have them."""
     some = _range_of_this_process()
     for first in random.sample(some, len(some)):
-        if first + count - 1 in some and all(_is_free(port) for port in range(first, first + count)):
+        row = range(first, first + count)
+        if row[-1] in some and all(map(_is_free, row)):
+            _chosen.update(row)
             return first
     raise AssertionError(f"this machine has no {count} free ports in a row")
 
 
 def _is_free(port: int) -> bool:
+    if port in _chosen:
+        return False
     with suppress(OSError), socket.create_server(("127.0.0.1", port)):
         return True
     return False
@@ -56,4 +63,6 @@ def _range_of_this_process() -> range:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     index = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     size = (last - first) // processes
+    if len(_chosen) > size // 2:  # those from long ago are free again, or are seen to be served
+        _chosen.clear()
     return range(first + index * size, first + (index + 1) * size)

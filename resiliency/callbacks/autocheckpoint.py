@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import Callback
 
 from resiliency.callbacks.model_checkpoint import ModelCheckpoint
 from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.stop.loader_workers import outliving
 from resiliency.checkpoint.stop.termination import Termination, TerminationOptions
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType
@@ -70,6 +72,7 @@ class AutoCheckpointCallback(Callback):
         self._exit_process = exit_process
         self._termination: Termination | None = None
         self._restore: Callable[[], None] | None = None
+        self._workers = ExitStack()
         self._step = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -80,6 +83,8 @@ class AutoCheckpointCallback(Callback):
                 " which saves when training ends.",
                 hint="Add one to the trainer's callbacks.",
             )
+        if stage == "fit":  # Lightning starts the loaders' workers before the first hook of training
+            self._workers.enter_context(outliving(self._options.signals))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.stopped_at, self._step = None, trainer.global_step
@@ -135,6 +140,7 @@ class AutoCheckpointCallback(Callback):
         termination, self._termination = self._termination, None
         if termination is not None:
             termination.close(finished=finished, ending=self._exit_process)
+        self._workers.close()
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()

@@ -42,6 +42,7 @@ from resiliency.checkpoint.names import TierName as Tier
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError, CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
+from resiliency.files import posix_path
 from resiliency.plugins.dist_ckpt import is_rank_zero
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
 from resiliency.progress import report_step
@@ -99,7 +100,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
                 f"keep at least 1 checkpoint (or -1 for all), found {keep}.", flag="--topk-ckpt"
             )
         super().__init__(
-            dirpath=str(dirpath),
+            dirpath=str(posix_path(dirpath)),
             filename="{step}",
             monitor=None,
             save_last=False,
@@ -397,7 +398,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
     def set_checkpoint_unfinished_marker(checkpoint_path: str | Path, barrier_after: bool = False) -> None:
         """Mark, and clear what an attempt that did not finish left at the same step."""
         if is_rank_zero():
-            directory = Path(ckpt_to_dir(checkpoint_path))
+            directory = Path(ckpt_to_dir(posix_path(checkpoint_path)))
             root, step = split_path(directory)
             storage = LocalStorage(root)
             storage.make_dir("")

@@ -267,8 +267,8 @@ class Checkpointer:
         went_back = restored.step and self._went_back(restored.step)
         if went_back:
             self._branches += 1
-            attach = replace(attach, session=branch_of(attach.session, self._branches))
-            self._arena.run_id = attach.session
+            attach = replace(attach, attempt_id=branch_of(attach.attempt_id, self._branches))
+            self._arena.run_id = attach.attempt_id
         if attach != self._attach:
             self._attach = attach
             self._delivery.link.introduce_again(attach)
@@ -298,7 +298,7 @@ class Checkpointer:
         self._delivery.went_back(self._options.close_timeout)
         self._saver.went_back()
         self._schedule.went_back(step)
-        # The first rank that introduces itself again ends the session for all ranks of its host.
+        # The first rank that introduces itself again ends the attempt for all ranks of its host.
         self._rank_group.gather(None)
         return True
 

@@ -31,6 +31,7 @@ from resiliency.checkpoint.progress import ReadProgress
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError, CheckpointIncomplete, CheckpointMissing, ConfigError
+from resiliency.files import path_flag
 
 OK, DAMAGED, USAGE, NOTHING, INTERRUPTED = 0, 1, 2, 3, 130
 MODULE = "python3 -m resiliency.checkpoint"
@@ -125,7 +126,7 @@ def _command(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="directory that holds step=N, or one step=N"
+        "directory", type=path_flag, metavar="DIR", help="directory that holds step=N, or one step=N"
     )
     parser.set_defaults(step=None)
     if name != "ls":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is left of a job's saves: one rank's shard of one save, in one place.
 
-A save of one session at one step has one identity, its `save_id`, the same on all ranks and in all
+A save of one attempt at one step has one identity, its `save_id`, the same on all ranks and in all
 places.  Shards of one save may be taken from any mix of places; shards of two saves never meet, even
 if the steps are equal, for two attempts may have come to the same step by different ways.
 
@@ -42,7 +42,7 @@ class ShardLocation:
 
     Args:
         rank: of the job that saved it, which had `world_size` ranks.
-        run_id: the run that the checkpoint belongs to, which outlives sessions.
+        run_id: the run that the checkpoint belongs to, which outlives attempts.
         host: that can read it; empty: all can.
         root: of the storage it lies in; empty for memory.
         digest: of the rank's index, which the manifest there vouches for; empty for memory.
@@ -63,7 +63,7 @@ class ShardLocation:
     group: str = ""
 
     @property
-    def owner(self) -> str:
+    def source_host(self) -> str:
         """Whose checkpoint this is a part of: the directory name of the host that saved it.
 
         Empty where hosts have no part: in memory and on storage that all see.

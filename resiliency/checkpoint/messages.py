@@ -23,6 +23,8 @@ from resiliency.errors import PeerError
 _SHOWN_CHARS = 80
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = _SHOWN_CHARS
+#: Fields whose key in the JSON is an older name: agents and ranks of two releases meet.
+_KEYS = {"attempt_id": "session", "source_host": "owner"}
 
 
 class Record(Protocol):
@@ -52,7 +54,7 @@ class MessageCodec(Generic[_Message]):
         self._text_chars = text_chars
 
     def encode(self, message: _Message) -> bytes:
-        body = {name: self._cut(value) for name, value in asdict(message).items()}
+        body = {name: self._cut(value) for name, value in encode_fields(message).items()}
         return json.dumps({"kind": message.kind, **body}, separators=(",", ":")).encode()
 
     def decode(self, data: bytes) -> _Message:
@@ -77,6 +79,11 @@ class MessageCodec(Generic[_Message]):
 _Read = TypeVar("_Read")
 
 
+def encode_fields(record: Any) -> dict[str, Any]:
+    """The fields of a record as `decode_record` takes them."""
+    return asdict(record, dict_factory=lambda items: {_KEYS.get(name, name): value for name, value in items})
+
+
 def decode_record(cls: type[_Read], data: bytes | str) -> _Read:
     """A record on its own, from the JSON object of its fields.
 
@@ -96,13 +103,16 @@ def _record(cls: type[_Read], body: object) -> _Read:
     if not isinstance(body, dict) or body.keys() != wanted.keys():
         found = sorted(body) if isinstance(body, dict) else body
         raise PeerError(f"{cls.__name__} must have the fields {sorted(wanted)}, found {_shown(found)}.")
-    return cls(**{name: _value(f"{cls.__name__}.{name}", wanted[name], body[name]) for name in wanted})
+    return cls(
+        **{name: _value(f"{cls.__name__}.{name}", type_, body[key]) for key, (name, type_) in wanted.items()}
+    )
 
 
 @functools.cache
-def _fields_of(cls: type[Any]) -> Mapping[str, Any]:
+def _fields_of(cls: type[Any]) -> Mapping[str, tuple[str, Any]]:
+    """By key in the JSON: the field's name and type."""
     types = get_type_hints(cls)
-    return {field.name: types[field.name] for field in fields(cls)}
+    return {_KEYS.get(field.name, field.name): (field.name, types[field.name]) for field in fields(cls)}
 
 
 def _value(where: str, wanted: Any, found: object) -> object:

@@ -13,24 +13,24 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 
-def save_id_of(session: str, step: int) -> str:
-    """The name of what `session` saved at `step`."""
-    return f"{session}-{step}"
+def save_id_of(attempt_id: str, step: int) -> str:
+    """The name of what `attempt_id` saved at `step`."""
+    return f"{attempt_id}-{step}"
 
 
-def session_of(save_id: str, step: int) -> str:
+def attempt_id_of(save_id: str, step: int) -> str:
     """The inverse, for a name of `step`."""
     return save_id.removesuffix(f"-{step}")
 
 
-def branch_of(session: str, number: int) -> str:
-    """The session of a start of the job after it went back for the `number`-th time."""
-    return f"{start_of(session)}.{number}"
+def branch_of(attempt_id: str, number: int) -> str:
+    """The attempt of a start of the job after it went back for the `number`-th time."""
+    return f"{start_of(attempt_id)}.{number}"
 
 
-def start_of(session: str) -> str:
-    """The session as it was when the job started."""
-    return session.partition(".")[0]
+def start_of(attempt_id: str) -> str:
+    """The attempt as it was when the job started."""
+    return attempt_id.partition(".")[0]
 
 
 class TierName(str, Enum):

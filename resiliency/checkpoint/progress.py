@@ -39,14 +39,14 @@ class ReadProgress:
         self._bar: tqdm[NoReturn] | None = None
         self._lock = threading.Lock()  # readers call from several threads, and tqdm only adds
         self._expected = self._done = 0
-        self._began = self._told = 0.0
+        self._began = self._reported_at = 0.0
 
     def expect(self, size_bytes: int) -> None:
         """Say how much will be read; without it nothing is shown."""
         if not self._shown or size_bytes < LARGE_BYTES:
             return
         self._expected, self._done = size_bytes, 0
-        self._began = self._told = self._clock.monotonic()
+        self._began = self._reported_at = self._clock.monotonic()
         if sys.stderr.isatty():
             from tqdm import tqdm  # only here: a program that never shows a bar need not load it
 
@@ -66,8 +66,8 @@ class ReadProgress:
             self._done += size_bytes
             if self._bar is not None:
                 self._bar.update(size_bytes)
-            elif (now := self._clock.monotonic()) - self._told >= TELL_EVERY_S:
-                self._told = now
+            elif (now := self._clock.monotonic()) - self._reported_at >= TELL_EVERY_S:
+                self._reported_at = now
                 done, expected = self._done / 2**30, self._expected / 2**30
                 rate = done / (now - self._began)
                 logger.info("%s: %.1f of %.1f GiB read, %.2f GiB/s", self._what, done, expected, rate)

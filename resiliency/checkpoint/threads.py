@@ -7,6 +7,7 @@ would then keep the whole process: when the interpreter ends, it waits for the t
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -15,10 +16,28 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
+from resiliency.errors import ResourceShortage
+
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 #: A thread for fewer costs more than it saves.
 _ITEMS_PER_THREAD = 8
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        ResourceShortage: this process may have no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:  # "can't start new thread", and there is no number with it
+        raise ResourceShortage(
+            f"cannot start thread {thread.name!r}: {error}.",
+            hint="See the limit of processes: ulimit -u, and pids.max of the container.",
+            errno=errno.EAGAIN,
+        ) from error
 
 
 class TaskThread:
@@ -27,13 +46,13 @@ class TaskThread:
     Args:
         name: of the thread.
     Raises:
-        RuntimeError: this process may have no more threads.
+        ResourceShortage: this process may have no more threads.
     """
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def submit(self, work: Callable[[], _T]) -> Future[_T]:
         """Have `work` done after all that was given before.  Its errors are in the future alone."""
@@ -56,8 +75,34 @@ class TaskThread:
             del task  # while this waits for the next one, it holds nothing of the last
 
 
+class CallerThread:
+    """In place of a `TaskThread` that cannot be had: does the work at once, in the thread that submits it."""
+
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        _carry_out(work, future)
+        return future
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+    def wait_for_end(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+def helper_thread(name: str) -> TaskThread | CallerThread:
+    """A thread for work that the caller can do as well: more slowly, but it is done."""
+    try:
+        return TaskThread(name)
+    except ResourceShortage:
+        return CallerThread()
+
+
 def run_parallel(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
     """Do all `tasks` at once, each in a thread of its own; returns what they returned, in their order.
+
+    Where this process may have no more threads the caller does what is left: no task may wait for another
+    one to begin.
 
     All have ended when this returns, and when it raises the error of the first that failed.  Interrupted
     (by Ctrl-C), it waits for them before it raises as well, since they use the caller's memory.  Only a
@@ -65,14 +110,12 @@ def run_parallel(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
 
     Args:
         name: of the threads; their number follows.
-    Raises:
-        RuntimeError: this process may have no more threads.
     """
-    threads: list[TaskThread] = []
+    threads: list[TaskThread | CallerThread] = []
     futures: list[Future[_T]] = []
     try:
         for number in range(len(tasks)):
-            threads.append(TaskThread(f"{name}_{number}"))
+            threads.append(helper_thread(f"{name}_{number}"))
         for thread, task in zip(threads, tasks, strict=True):
             futures.append(thread.submit(task))
         for thread in threads:

@@ -32,7 +32,7 @@ from resiliency.checkpoint.format.catalog import unmarked_checkpoints
 from resiliency.checkpoint.format.marker import parse_step, step_directory
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
-from resiliency.checkpoint.recovery.losses import refuse_what_was_lost
+from resiliency.checkpoint.recovery.lost_checkpoints import refuse_lost_checkpoints
 from resiliency.checkpoint.recovery.outcomes import agree
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.storage.posix import LocalStorage
@@ -46,6 +46,7 @@ from resiliency.errors import (
     ResiliencyError,
 )
 from resiliency.events import EventStream, EventType
+from resiliency.files import posix_path
 from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero
 from resiliency.plugins.in_cluster_local_ckpt import SplitCheckpointIO
@@ -55,7 +56,7 @@ from resiliency.plugins.random_states import set_rng_state
 logger = logging.getLogger(__name__)
 
 #: What a load raises, on any rank, when its checkpoint is of no use and another may be.
-_UNUSABLE = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, LayoutMismatch)
+_REFUSALS = (CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, LayoutMismatch)
 
 _WITH_RANDOM_STATE = (VerifiedCheckpointIO, PersistentCheckpointProcessIO, SplitCheckpointIO)
 
@@ -110,7 +111,7 @@ class CheckpointConnector(_CheckpointConnector):
         super().__init__(trainer)
         # Nearer first: of two checkpoints of one step, the one in the first tier is taken.
         tiers = {"local": local_ckpt_dir, "persistent": persistent_ckpt_dir}
-        self._tiers = {Path(root): name for name, root in tiers.items() if root is not None}
+        self._tiers = {posix_path(root): name for name, root in tiers.items() if root is not None}
         if not self._tiers and process_of(trainer) is None:
             raise ConfigError("CheckpointConnector needs persistent_ckpt_dir, local_ckpt_dir or both.")
         if max_attempts < 1:
@@ -202,7 +203,7 @@ class CheckpointConnector(_CheckpointConnector):
         error: ResiliencyError | None = None
         try:
             super()._restore_modules_and_callbacks(path)
-        except _UNUSABLE as failure:
+        except _REFUSALS as failure:
             error = failure
         bad = agree(RankGroup.of_process_group(), error, f"restoring {path}")
         return sorted(set(bad.values()))
@@ -233,8 +234,8 @@ class CheckpointConnector(_CheckpointConnector):
             self._tell_what_is_lost(process, candidates)
         if not candidates:
             local = None if process is None else process.directories.get(TierName.LOCAL)
-            seen_by_all = [LocalStorage(root) for root in self._listed()]
-            refuse_what_was_lost(RankGroup.of_process_group(), seen_by_all, local)
+            shared_storages = [LocalStorage(root) for root in self._listed()]
+            refuse_lost_checkpoints(RankGroup.of_process_group(), shared_storages, local)
         for number, path in enumerate(candidates):
             if attempts.failed == attempts.longest:
                 break
@@ -262,7 +263,7 @@ class CheckpointConnector(_CheckpointConnector):
             CheckpointIncomplete: nothing else is left than parts of several saves.
         """
         newest = max((parse_step(path.name) or 0 for path in candidates), default=-1)
-        found = process.restores.unusable(above=newest)
+        found = process.restores.refused_saves(above=newest)
         refusal = None if candidates else found.refusal()
         if refusal is not None:
             raise refusal

@@ -94,11 +94,11 @@ class MetricsTracker:
         Raises:
             ConfigError: ranks use a name in two ways; on all ranks, and nothing was added.
         """
-        told = [self._pending]
+        gathered = [self._pending]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            told = [{}] * dist.get_world_size()
-            dist.all_gather_object(told, self._pending)
-        added = _merge(told)
+            gathered = [{}] * dist.get_world_size()
+            dist.all_gather_object(gathered, self._pending)
+        added = _merge(gathered)
         self._reduced, self._agg = _merge([self._reduced, added]), _merge([self._agg, added])
         self._pending = {}
         return self

@@ -37,7 +37,7 @@ from resiliency.errors import (
     PeerError,
     ResiliencyError,
 )
-from resiliency.files import Files, LocalFiles, replacing
+from resiliency.files import Files, LocalFiles, posix_path, replacing
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,14 @@ def atomic_torch_save(obj: object, f: str | os.PathLike[str], **torch_save_optio
         f: a path; file objects are refused, as they have no old content to keep.
         torch_save_options: passed to `torch.save`.
     Raises:
-        ConfigError: `f` is no path.
+        ConfigError: `f` is no path of a file system.
         CheckpointWriteFailed: storage refused; what was at `f` is still there.
     """
     if not isinstance(f, str | os.PathLike):
         raise ConfigError(f"atomic_torch_save writes to a path, and was given a {type(f).__name__}.")
+    path = posix_path(f)
     try:
-        with replacing(f) as temporary:
+        with replacing(path) as temporary:
             torch.save(obj, temporary, **torch_save_options)
     except OSError as error:
         raise CheckpointWriteFailed(
@@ -125,6 +126,7 @@ class AtomicDirectory:
             raise ConfigError(f"keep_last is {keep_last}; it is at least 1, or -1 to keep all.")
         if not name or "/" in name:
             raise ConfigError(f"the name of a saver is part of file names; {name!r} cannot be.")
+        posix_path(output_directory)
         self._ranks = _Ranks(strategy, timeout)
         self.strategy = strategy
         self.keep_last = keep_last
@@ -196,8 +198,8 @@ class AtomicDirectory:
         failures = self._ranks.gather("")
         if any(failures):
             self._abandon(directory)
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-            raise PeerError(f"{directory} is not linked, as writing it failed on another rank: {told}.")
+            reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+            raise PeerError(f"{directory} is not linked, as writing it failed on another rank: {reasons}.")
         try:
             found = self._sync(directory)
         except CheckpointWriteFailed:  # on all ranks
@@ -382,13 +384,13 @@ class AtomicDirectory:
 
     def _check_ranks(self, name: str) -> None:
         mine = (self.strategy, name, self.keep_last)
-        told = self._ranks.gather((*mine, self.is_master))
-        differing = sorted({str(values[:3]) for values in told})
+        gathered = self._ranks.gather((*mine, self.is_master))
+        differing = sorted({str(values[:3]) for values in gathered})
         if len(differing) > 1:
             raise ConfigError(
                 f"ranks disagree about (strategy, name, keep_last) of a saver: {' and '.join(differing)}."
             )
-        masters = [rank for rank, values in enumerate(told) if values[3]]
+        masters = [rank for rank, values in enumerate(gathered) if values[3]]
         if self.strategy.startswith("sync") and len(masters) != 1:
             found = f"ranks {masters} are masters" if masters else "no rank is its master"
             raise ConfigError(
@@ -399,8 +401,8 @@ class AtomicDirectory:
     def _on_master(self, work: Callable[[], T]) -> T:
         """Do `work` on the master; its value on all ranks, or its error."""
         value, error = _attempt(work) if self.is_master else (None, None)
-        told = self._ranks.gather((self.is_master, value, error))
-        _, value, error = next(found for found in told if found[0])
+        gathered = self._ranks.gather((self.is_master, value, error))
+        _, value, error = next(found for found in gathered if found[0])
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
@@ -457,12 +459,12 @@ class _Ranks:
         """
         if self._group is None:
             return [value]
-        told: list[T] = [value] * self._group.size()
+        gathered: list[T] = [value] * self._group.size()
         try:
-            dist.all_gather_object(told, value, group=self._group)
+            dist.all_gather_object(gathered, value, group=self._group)
         except RuntimeError as error:
             raise self._lost(error) from error
-        return told
+        return gathered
 
     def _lost(self, error: RuntimeError) -> PeerError:
         return PeerError(

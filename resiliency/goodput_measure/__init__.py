@@ -17,7 +17,7 @@
     prometheus  the same as metrics
     follow      the same while the logs are written
     zoom        the ledger in several resolutions, for the page
-    timeline    the ledger as values to draw; `_png` and `_html` draw them, `_file` writes them
+    timeline    the ledger as values to draw; its `png` and `html` draw them, its `file` writes them
     cloud       the border to Google Cloud Logging
     calculator  the command line over all of these
 

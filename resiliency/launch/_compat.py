@@ -416,7 +416,7 @@ class _RendezvousValue:
         """
         # Counted in looks: while a store hangs no host can say that it lives.
         enough, last = silent_after / LOOK, (silent_after + BEYOND_SILENCE) / LOOK
-        beats: dict[Any, datetime] = {}
+        heartbeats: dict[Any, datetime] = {}
         same: dict[Any, int] = {}
         look = 0
         while True:
@@ -425,9 +425,12 @@ class _RendezvousValue:
             if value == self.initial.encode() or not (state := self.decode(value)).closed:
                 return
             found = dict(state.last_heartbeats)
-            same = {node: same[node] + 1 if beats.get(node) == beat else 0 for node, beat in found.items()}
-            beats, old = found, _utc_now() - silent_after
-            if all(beat <= old or same[node] >= enough for node, beat in found.items()):
+            same = {
+                node: same[node] + 1 if heartbeats.get(node) == heartbeat else 0
+                for node, heartbeat in found.items()
+            }
+            heartbeats, old = found, _utc_now() - silent_after
+            if all(heartbeat <= old or same[node] >= enough for node, heartbeat in found.items()):
                 fresh = _ft_rendezvous._RendezvousState()
                 fresh.round = state.round + 1
                 begun = self.encode(fresh)
@@ -679,7 +682,7 @@ class HookedAgent(_launcher.LocalElasticAgent):
     """Upstream's agent with its protected methods turned into named hooks."""
 
     @abstractmethod
-    def joining(self) -> AbstractContextManager[None]:
+    def interruptible_join(self) -> AbstractContextManager[None]:
         """Around code that waits for other hosts."""
 
     @abstractmethod
@@ -703,7 +706,7 @@ class HookedAgent(_launcher.LocalElasticAgent):
         """All workers of this host succeeded, and so the job, as far as this host knows."""
 
     @abstractmethod
-    def were_told_to_end(self) -> bool:
+    def were_asked_to_end(self) -> bool:
         """Whether the workers, which all succeeded, had been told to end, by no signal to this launcher."""
 
     @abstractmethod
@@ -745,11 +748,11 @@ class HookedAgent(_launcher.LocalElasticAgent):
         return result is not None and not result.is_failed()
 
     #: Until when hosts whose ranks were told to end wait for each other; None: they were not.
-    _told_until: float | None = None
+    _wait_until: float | None = None
 
     def _rendezvous(self, worker_group: Any) -> None:
-        self._told_until = None
-        with self.joining():
+        self._wait_until = None
+        with self.interruptible_join():
             super()._rendezvous(worker_group)
         spec = worker_group.spec
         self._remaining_restarts = max(spec.max_restarts - self._rdzv_handler.job_restarts, 0)
@@ -778,11 +781,11 @@ class HookedAgent(_launcher.LocalElasticAgent):
         A launcher that is told to end leaves the meeting; others say that they are done, as this one does.
         """
         rendezvous = self._rdzv_handler
-        if not rendezvous.sees_losses or self.host_count == 1 or not self.were_told_to_end():
+        if not rendezvous.sees_losses or self.host_count == 1 or not self.were_asked_to_end():
             return False
-        if self._told_until is None:
-            self._told_until = time.monotonic() + self._exit_barrier_timeout
-        if time.monotonic() >= self._told_until:
+        if self._wait_until is None:
+            self._wait_until = time.monotonic() + self._exit_barrier_timeout
+        if time.monotonic() >= self._wait_until:
             return False
         if not rendezvous.try_report_success(0):
             return rendezvous.outside is not None  # a store that comes back; else nobody can meet again
@@ -791,7 +794,7 @@ class HookedAgent(_launcher.LocalElasticAgent):
     def _exit_barrier(self) -> None:
         rendezvous = self._rdzv_handler
         reported = rendezvous.try_report_success(LEAVE_S)
-        with self.joining():
+        with self.interruptible_join():
             if not reported:  # a store that is away: from here on a signal ends the wait for it
                 rendezvous.try_report_success(self._exit_barrier_timeout)
             with rendezvous.wait_at_most(self._exit_barrier_timeout):

@@ -116,7 +116,7 @@ class ResilientAgent(HookedAgent):
     def attempt(self) -> int:
         return self._rendezvous_handler.attempt
 
-    def joining(self) -> AbstractContextManager[None]:
+    def interruptible_join(self) -> AbstractContextManager[None]:
         return self._signals.interruptible()
 
     def joined(self) -> None:
@@ -194,7 +194,7 @@ class ResilientAgent(HookedAgent):
                 self._seen_pids.add(failure.pid)
                 self._record(self._fault(failure))
 
-    def were_told_to_end(self) -> bool:
+    def were_asked_to_end(self) -> bool:
         return self._watch is not None and bool(self.stops)
 
     def finished(self) -> None:

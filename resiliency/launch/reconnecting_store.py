@@ -103,7 +103,7 @@ class ReconnectingStore:
     Args:
         first: a connection that is open already.
         shared: the value that all launchers change.
-        patience: how long a call waits for a store that is away.
+        wait: how long a call waits for a store that is away.
     """
 
     def __init__(

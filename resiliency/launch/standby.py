@@ -84,8 +84,8 @@ class Standby:
         if self._known is not None and not self._known_imports:
             _delete_oldest(self._known.parent)
         self._template = held if self._command is not None else None
-        self._told_ready = held is not None
-        self._told: set[str] = set()
+        self._reported_ready = held is not None
+        self._reported: set[str] = set()
         #: How many templates were lost.
         self._lost = 0
         #: How many modules the template holds, and when that may be called all of them.
@@ -209,8 +209,8 @@ class Standby:
             )
         if self._template.modules != self._modules:
             self._modules, self._settled_at = self._template.modules, time.monotonic() + _SETTLED_S
-        if self._template.ready and not self._told_ready and time.monotonic() > self._settled_at:
-            self._told_ready = True
+        if self._template.ready and not self._reported_ready and time.monotonic() > self._settled_at:
+            self._reported_ready = True
             logger.info(
                 "standby ready: %d modules, imported in %.1f s; the next ranks are forked from process %d",
                 *(self._template.modules, self._template.seconds, self._template.pid),
@@ -245,7 +245,7 @@ class Standby:
         except OSError as error:
             self._tell("ranks start the ordinary way: no template can be started: %s", error)
             return
-        self._told_ready = False
+        self._reported_ready = False
         self._stuck_at = time.monotonic() + WAIT_TIMEOUT.total_seconds()
         self._protection.exempt.add(self._template.pid)
 
@@ -290,8 +290,8 @@ class Standby:
     def _tell(self, text: str, *values: object) -> None:
         """Once."""
         line = text % values
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._reported:
+            self._reported.add(line)
             logger.info("%s", line)
 
 

@@ -74,5 +74,5 @@ class CombinedCheckpointIO(SplitCheckpointIO):
             parallel_load=local_parallel_load,
         )
         local = LocalTier(directory=local_ckpt_dir, replicas=replicas)
-        process = InClusterLocalCheckpointIO(captured, local, stand_ins=use_ckpt_load_replication)
+        process = InClusterLocalCheckpointIO(captured, local, substitutes=use_ckpt_load_replication)
         super().__init__(persistent, process)

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from resiliency.checkpoint.format import nemo
 from resiliency.errors import CheckpointCorrupt, CheckpointWriteFailed, LayoutMismatch
+from resiliency.files import posix_path
 from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.random_states import rng_state
 
@@ -70,7 +71,7 @@ class VerifiedCheckpointIO(MegatronCheckpointIO):
         Raises:
             CheckpointWriteFailed: storage refused the bytes; what was committed before is untouched.
         """
-        directory = Path(ckpt_to_dir(path))
+        directory = Path(ckpt_to_dir(posix_path(path)))
         step = int(checkpoint["global_step"])
         checkpoint = checkpoint | {RNG_KEY: sharded_per_rank(rng_state())}
         with _write_errors(directory, step):

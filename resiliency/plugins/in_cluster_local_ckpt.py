@@ -22,7 +22,7 @@ One engine, three ways to use it:
     trainer._checkpoint_connector = CheckpointConnector(trainer, persistent_ckpt_dir="/shared/ckpt")
 
 At a restart each rank gets its own shard, wherever it lies: in the memory or on the disk of its host, with
-the rank that now runs where it ran before, or on a host that keeps a copy.  With `stand_ins` it may also
+the rank that now runs where it ran before, or on a host that keeps a copy.  With `substitutes` it may also
 be the shard of another rank of its replica group (`resiliency.plugins.replica_groups`).  Steps are
 never mixed.  Only the persistent tier can be cut anew for another parallel layout.
 """
@@ -42,7 +42,7 @@ from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream
 from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO
-from resiliency.plugins.handing_over import HandingOver
+from resiliency.plugins.hand_off import HandOff
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
 
@@ -59,9 +59,9 @@ class InClusterLocalCheckpointIO(PersistentCheckpointProcessIO):
         persistent_directory: of a persistent tier that the same process writes; None: it writes none.
         every: interval of that tier; given here, its `ModelCheckpoint` has none.
         keep: newest complete persistent checkpoints that stay, -1: all.
-        stand_ins: a rank whose shard is lost everywhere goes on from that of another rank of its replica
+        substitutes: a rank whose shard is lost everywhere goes on from that of another rank of its replica
             group.
-        handing_over: of local checkpoints to GKE's replicator; then `local` has no replicas of its own.
+        hand_off: of local checkpoints to GKE's replicator; then `local` has no replicas of its own.
         events: where the ends of saves are recorded.
     """
 
@@ -73,28 +73,28 @@ class InClusterLocalCheckpointIO(PersistentCheckpointProcessIO):
         persistent_directory: str | Path | None = None,
         every: Interval | None = None,
         keep: int = -1,
-        stand_ins: bool = False,
-        handing_over: HandingOver | None = None,
+        substitutes: bool = False,
+        hand_off: HandOff | None = None,
         events: EventStream | None = None,
         options: CheckpointerOptions | None = None,
     ) -> None:
-        volume = None if handing_over is None else handing_over.job.directory
+        volume = None if hand_off is None else hand_off.job.directory
         if volume is not None and (local.replicas or Path(local.directory) != volume):
             raise ConfigError(
                 f"a local tier in {local.directory} with {local.replicas} copies on other hosts cannot be"
                 f" handed over in {volume}.",
                 hint="Its directory must be that volume itself; the replicator makes the copies: replicas=0.",
             )
-        if handing_over is not None:
-            local = replace(local, backlog=handing_over.backlog)
+        if hand_off is not None:
+            local = replace(local, backlog=hand_off.backlog)
         super().__init__(
             checkpoint_io,
             persistent_directory,
             local=local,
             every=every,
             keep=keep,
-            stand_ins=stand_ins,
-            handing_over=handing_over,
+            substitutes=substitutes,
+            hand_off=hand_off,
             events=events,
             options=options,
         )

@@ -47,7 +47,7 @@ from resiliency.checkpoint.state.fill import plan_restore_tensors
 from resiliency.checkpoint.state.layout import Shard, TensorEntry, TensorView
 from resiliency.checkpoint.state.snapshot import sharded_objects
 from resiliency.errors import CheckpointIncomplete, InternalError, LayoutMismatch
-from resiliency.plugins.megatron_leaves import CommonPart, block, block_place, packed, register, unpacked
+from resiliency.plugins.megatron_values import CommonPart, block, block_place, packed, register, unpacked
 
 logger = logging.getLogger(__name__)
 

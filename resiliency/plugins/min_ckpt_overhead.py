@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from resiliency.plugins.dist_ckpt import IN_PLACE, RNG_KEY, VerifiedCheckpointIO, sharded_per_rank
-from resiliency.plugins.megatron_leaves import CommonPart, packed, unpacked
 from resiliency.plugins.megatron_state import CONTENT_METADATA, MegatronSaving, padding_in
+from resiliency.plugins.megatron_values import CommonPart, packed, unpacked
 from resiliency.plugins.prepared_state import MODEL, OPTIMIZER, NotReusable, PreparedState
 from resiliency.plugins.random_states import RandomStates, rng_state
 

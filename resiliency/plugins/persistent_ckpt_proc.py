@@ -47,7 +47,8 @@ from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType, JsonValue, RunEvent
-from resiliency.plugins.handing_over import HandingOver
+from resiliency.files import posix_path
+from resiliency.plugins.hand_off import HandOff
 from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
 from resiliency.plugins.parallel_groups import parallel_groups
 from resiliency.plugins.prepared_state import saved_buffers
@@ -78,9 +79,9 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         every: the same for the persistent tier.
         keep: newest complete persistent checkpoints that stay, -1: all.  The agent deletes, for it knows
             what is durable; leave `ModelCheckpoint.keep` at -1.
-        stand_ins: a rank whose shard is lost everywhere goes on from the shard of another rank of its
+        substitutes: a rank whose shard is lost everywhere goes on from the shard of another rank of its
             replica group, see `resiliency.plugins.replica_groups`.
-        handing_over: of local checkpoints to GKE's replicator, which then keeps the copies.
+        hand_off: of local checkpoints to GKE's replicator, which then keeps the copies.
         events: where the ends of saves are recorded; the callback records their beginnings.
     """
 
@@ -97,8 +98,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         local: LocalTier | None = None,
         every: Interval | None = None,
         keep: int = -1,
-        stand_ins: bool = False,
-        handing_over: HandingOver | None = None,
+        substitutes: bool = False,
+        hand_off: HandOff | None = None,
         events: EventStream | None = None,
         options: CheckpointerOptions | None = None,
     ) -> None:
@@ -113,7 +114,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         }
         #: The directories of the tiers that this process writes, the one to fall back to first.
         self.directories = {
-            tier: Path(place).absolute() for tier in PRIORITY if (place := places[tier]) is not None
+            tier: posix_path(place).absolute() for tier in PRIORITY if (place := places[tier]) is not None
         }
         if not self.directories:
             raise ConfigError("a checkpoint process needs a directory, a local tier, or both.")
@@ -128,8 +129,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self.restores = ProcessRestores(checkpoint_io, self.directories, self.open)
         self._local = local
         self._every = every
-        self._stand_ins = stand_ins
-        self._handing_over = handing_over
+        self._substitutes = substitutes
+        self._hand_off = hand_off
         self._keep = sys.maxsize if keep == -1 else keep
         self._events = events
         self._options = replace(options or CheckpointerOptions(), format="megatron")
@@ -205,7 +206,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
             self.fence()
 
     def _tier_of(self, path: str | Path, step: int) -> TierName:
-        directory = Path(ckpt_to_dir(path)).absolute()
+        directory = Path(ckpt_to_dir(posix_path(path))).absolute()
         expected = {root / f"step={step}": tier for tier, root in self.directories.items()}
         if directory not in expected:
             raise ConfigError(
@@ -230,8 +231,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         self._newest = handle = self.open().save(step, state, tiers=tiers, wait=wait)
         kept = {tier: saved for tier, saved in self._saved.items() if saved.step == step}
         self._saved = kept | {TierName(tier): handle for tier in handle.record.tiers}
-        if self._handing_over is not None:
-            self._handing_over.saved(handle)
+        if self._hand_off is not None:
+            self._hand_off.saved(handle)
 
     def prewarm(self, strategy: Any) -> None:
         """Have room made for captures in the background, so that the first saves cost what later ones do.
@@ -281,8 +282,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         if checkpointer is not None and step != self._last_step:
             self._last_step = step
             self._due = checkpointer.due(step)
-            if self._handing_over is not None:
-                self._handing_over.step_done()
+            if self._hand_off is not None:
+                self._hand_off.step_done()
 
     def is_due(self, step: int, tier: TierName) -> bool:
         """Whether a tier with an interval here is to save `step`, which was the last that is done."""
@@ -348,8 +349,8 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         if self._checkpointer is None:
             info = self._info()
             ranks = RankGroup.of_process_group()
-            if self._handing_over is not None:
-                self._handing_over.meet()
+            if self._hand_off is not None:
+                self._hand_off.meet()
             self._checkpointer = Checkpointer(
                 self.directories.get(TierName.PERSISTENT),
                 every=self._every,
@@ -368,7 +369,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         return self._checkpointer
 
     def _group(self) -> str:
-        return replica_group() if self._stand_ins else ""
+        return replica_group() if self._substitutes else ""
 
     def _info(self) -> RunInfo:
         return self._events.info if self._events is not None else RunInfo.from_env()
@@ -383,11 +384,11 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         finished, self._finished = self._finished, False  # a trainer may fit again
         self.restores.forget_inventory()
         self.is_prewarmed = False
-        if self._handing_over is not None:
+        if self._hand_off is not None:
             if finished:
-                self._handing_over.finish()
+                self._hand_off.finish()
             else:
-                self._handing_over.stop()
+                self._hand_off.stop()
         if checkpointer is not None:
             checkpointer.close(finished=finished)
         self.checkpoint_io.teardown()

@@ -22,10 +22,11 @@ from resiliency.checkpoint.format.marker import parse_step
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.inventory import Inventory
+from resiliency.checkpoint.recovery.refusals import RefusedSaves, find_refused_saves
 from resiliency.checkpoint.recovery.sources import Tier
-from resiliency.checkpoint.recovery.unusable import Unusable, find_unusable
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.errors import CheckpointCorrupt, CheckpointMissing, LayoutMismatch
+from resiliency.files import posix_path
 from resiliency.plugins import checkpoint_kinds
 from resiliency.plugins.checkpoint_kinds import CheckpointKind
 from resiliency.plugins.host_shards import Filling, content_metadata
@@ -80,10 +81,10 @@ class ProcessRestores:
         """
         return self.inventory().on_hosts
 
-    def unusable(self, *, above: int) -> Unusable:
+    def refused_saves(self, *, above: int) -> RefusedSaves:
         """What local tiers hold above the newest step that can be restored; collective as `inventory` is."""
         inventory = self.inventory()
-        return find_unusable(inventory.needs, inventory.locations, above=above)
+        return find_refused_saves(inventory.needs, inventory.locations, above=above)
 
     def path_of(self, step: int) -> Path:
         """How a step that the hosts hold is named to a trainer."""
@@ -120,7 +121,7 @@ class ProcessRestores:
                 it, for only the persistent tier is cut anew; or its form there does not allow that, and
                 `is_resharded` is set.
         """
-        directory = Path(ckpt_to_dir(path))
+        directory = Path(ckpt_to_dir(posix_path(path)))
         step = self.step_of(path)
         self.restored_rng, self.restored_from, self.is_resharded = None, Tier.NONE, False
         if step is not None:

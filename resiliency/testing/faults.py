@@ -290,10 +290,10 @@ def _delay(text: str, value: str) -> timedelta:
     raise _bad(text, f"the delay must be seconds (zero or more) or step=N, found {value!r}")
 
 
-_Word = TypeVar("_Word", FaultKind, Phase)
+_Value = TypeVar("_Value", FaultKind, Phase)
 
 
-def _choice(words: type[_Word], text: str, value: str) -> _Word:
+def _choice(words: type[_Value], text: str, value: str) -> _Value:
     try:
         return words(value)
     except ValueError:

@@ -85,10 +85,10 @@ def leaks_since(
     """
     deadline = time.monotonic() + grace_s
     found = _look(before, allowed, owners)
-    if _may_go_away(found):
+    if _can_end(found):
         gc.collect()  # an object in a reference cycle may be all that keeps it open
         found = _look(before, allowed, owners)
-    while _may_go_away(found) and time.monotonic() < deadline:
+    while _can_end(found) and time.monotonic() < deadline:
         # Nothing tells when a descriptor or a file of somebody else goes, so look again.
         threading.Event().wait(0.02)
         found = _look(before, allowed, owners)
@@ -111,7 +111,7 @@ def _look(
     return {kind: lines for kind, lines in found.items() if lines and kind not in allowed}
 
 
-def _may_go_away(found: Mapping[LeakKind, list[str]]) -> bool:
+def _can_end(found: Mapping[LeakKind, list[str]]) -> bool:
     return bool(found.keys() - {LeakKind.VARIABLES})
 
 

@@ -202,7 +202,7 @@ class HostDaemon:
 
     async def _send_host(self, stream: ClientStream, sent: set[Any]) -> set[Any]:
         """Send what describes host and workload, unless it is among `sent`; returns what is sent now."""
-        host, workload = self._workers.host_info(), self._workers.told_workload
+        host, workload = self._workers.host_info(), self._workers.reported_workload
         if workload is not None and workload not in sent:
             await stream.send(fleet_pb2.HostMessage(workload=to_message(workload)))
         if host not in sent:

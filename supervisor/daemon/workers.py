@@ -213,7 +213,7 @@ class HostWorkers:
         return last.workload
 
     @property
-    def told_workload(self) -> WorkloadInfo | None:
+    def reported_workload(self) -> WorkloadInfo | None:
         """As `workload`; None from a reporter that is away: its job may have another size by now."""
         here = any(one.connected for one in self._speakers() if not one.ended)
         return self.workload if here else None

@@ -92,8 +92,8 @@ class View:
         """When the newest confirmed loss of a host was told that the job's incident is about."""
         incident = self.state.incidents.get(workload)
         losses = [each for each in (incident.reports if incident else ()) if each.confirms_loss]
-        told = (self.state.seen.get(each.id) for each in losses if not self.is_back(each.host))
-        return max((seen.at for seen in told if seen is not None), default=-math.inf)
+        reported = (self.state.seen.get(each.id) for each in losses if not self.is_back(each.host))
+        return max((seen.at for seen in reported if seen is not None), default=-math.inf)
 
     def is_back(self, host: str) -> bool:
         """Whether a host that was reported lost works again; to one that is cordoned no job comes back."""

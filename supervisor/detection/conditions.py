@@ -107,7 +107,7 @@ class Conditions:
         known = (self._losses.get(each, -math.inf) for each in ids if each not in self._withdrawn)
         return max(known, default=-math.inf)
 
-    def told(self, time: float) -> Iterator[Event]:
+    def reported(self, time: float) -> Iterator[Event]:
         """Events of open conditions, and those of late that are none."""
         for events in self._open.values():
             yield from events

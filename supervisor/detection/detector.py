@@ -477,7 +477,7 @@ class Detector:
         said += [self._job_watch.progress(job, time) for job in self._jobs.values() if job.step is not None]
         if self._settles_at is None or self._silence.frozen:
             said.append(self._silence.value())
-        return [*said, *self._conditions.told(time)]
+        return [*said, *self._conditions.reported(time)]
 
     def poll(self, workload: str) -> list[Output]:
         """Ask where a job is; before `holds` is asked, so that its answer is not a heartbeat period old."""

@@ -28,7 +28,7 @@ from supervisor.transport.host_streams import HostStreams
 from supervisor.transport.limits import BATCH_ITEMS, Backoff
 from supervisor.transport.server import Service
 from supervisor.transport.services import (
-    Holding,
+    EvidenceCheck,
     Observations,
     ask_known,
     ask_orchestrator,
@@ -76,17 +76,17 @@ class News:
         self._silence: Silence | None = None
         self.arrived = asyncio.Event()
 
-    def add(self, told: Event | HostInfo | WorkloadInfo | Progress | Silence) -> None:
-        if isinstance(told, Event):
-            self._events[told.id] = told
-        elif isinstance(told, HostInfo):
-            self._hosts[told.id] = told
-        elif isinstance(told, WorkloadInfo):
-            self._workloads[told.workload] = told
-        elif isinstance(told, Progress):
-            self._progress[told.workload] = told
+    def add(self, report: Event | HostInfo | WorkloadInfo | Progress | Silence) -> None:
+        if isinstance(report, Event):
+            self._events[report.id] = report
+        elif isinstance(report, HostInfo):
+            self._hosts[report.id] = report
+        elif isinstance(report, WorkloadInfo):
+            self._workloads[report.workload] = report
+        elif isinstance(report, Progress):
+            self._progress[report.workload] = report
         else:
-            self._silence = told
+            self._silence = report
         self.arrived.set()
 
     def take(self) -> Observations:
@@ -119,7 +119,7 @@ class SensorPart:
         self._news = News()
         self._hosts: dict[str, HostInfo] = {}  # by id, for their addresses
         self._ids: dict[str, str] = {}  # by name
-        self._told: dict[str, WorkloadInfo] = {}  # by id of the host, which has not named that job yet
+        self._reported: dict[str, WorkloadInfo] = {}  # by id of the host, which has not named that job yet
         self._tasks = Tasks()
         self._probes = asyncio.Semaphore(PROBES_AT_ONCE)
         self._controller = Remote(settings.addresses["controller"], settings.security)
@@ -147,21 +147,21 @@ class SensorPart:
             self._register(value)
         elif isinstance(value, WorkloadInfo):
             name = self._ids[host]
-            self._told[name] = value
+            self._reported[name] = value
             if name in self._hosts:
                 self._take_workload(self._hosts[name])
 
     def host_lost(self, host: str, incarnation: str) -> None:
         del incarnation
-        self._told.pop(self._ids[host], None)
+        self._reported.pop(self._ids[host], None)
         self._say(self._detector.stream_ended(self._ids[host], time.monotonic()))
 
     def _take_workload(self, host: HostInfo) -> None:
         """What a host tells of a job counts where it works for it; either may be said first."""
-        told = self._told.get(host.id)
-        if told is not None and told.workload == host.workload:
-            del self._told[host.id]
-            info = with_defaults(told, self._settings)
+        reported = self._reported.get(host.id)
+        if reported is not None and reported.workload == host.workload:
+            del self._reported[host.id]
+            info = with_defaults(reported, self._settings)
             self._say(self._detector.register_workload(info, time.monotonic()))
 
     def _register(self, host: HostInfo) -> None:
@@ -270,12 +270,12 @@ class SensorPart:
 
     # ------------------------------------------------------------------------------------- calls
 
-    async def check_evidence(self, command: Command) -> Holding:
+    async def check_evidence(self, command: Command) -> EvidenceCheck:
         self._say(self._detector.poll(command.workload))
         end = time.monotonic() + POLL_S
         while (holds := self._detector.holds(command, time.monotonic())) is None and time.monotonic() < end:
             await asyncio.sleep(LOOK_S)
-        return Holding(holds=holds, attempt=self._detector.attempt_of(command.workload))
+        return EvidenceCheck(holds=holds, attempt=self._detector.attempt_of(command.workload))
 
     def take_change(self, host: str, change: Change, evidence: Evidence) -> None:
         self._say(self._detector.orchestrator_changed(host, change, evidence, time.monotonic()))

@@ -71,9 +71,9 @@ ADVICE = {
 
 def remedy(code: int, advice: str = "") -> Remedy:
     """What to do about Xid `code`; an `advice` that is not one of `ADVICE` is taken for none given."""
-    told = ADVICE.get(advice.lower())
-    if told is not None:
-        return told
+    known = ADVICE.get(advice.lower())
+    if known is not None:
+        return known
     return next((found for found, codes in _CATALOGUE if code in codes), Remedy.UNKNOWN)
 
 

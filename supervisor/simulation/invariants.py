@@ -31,8 +31,8 @@ class Invariants:
         self._last_action: dict[str, tuple[tuple[object, ...], float]] = {}  # for what, and when
         self._resets: dict[tuple[str, CommandKind], set[str]] = {}
         self._ended: set[str] = set()  # commands whose outcome was told
-        self._told_step: dict[str, tuple[int, int]] = {}
-        self._told_step_at: dict[str, float] = {}
+        self._reported_step: dict[str, tuple[int, int]] = {}
+        self._reported_step_at: dict[str, float] = {}
         self._decided: set[str] = set()
         self._grown: dict[str, int] = {}
         self._said: dict[str, Event] = {}
@@ -45,7 +45,7 @@ class Invariants:
         plane.decided = self.command_decided
         plane.performing = self.command_starts
         plane.effected = self.effect_happened
-        plane.told = self.controller_told
+        plane.on_input = self.controller_input
         plane.recovered = self.controller_recovered
 
     @property
@@ -64,13 +64,13 @@ class Invariants:
             if many and fault.kind == "host dies" and not fault.seconds:
                 self._fell_together.update(newly)
 
-    def controller_told(self, given: Input) -> None:
+    def controller_input(self, given: Input) -> None:
         now = self._plane.loop.now
-        if isinstance(given, Progress) and (given.attempt, given.step) > self._told_step.get(
+        if isinstance(given, Progress) and (given.attempt, given.step) > self._reported_step.get(
             given.workload, (-1, -1)
         ):
-            self._told_step[given.workload] = (given.attempt, given.step)
-            self._told_step_at[given.workload] = now - given.age_s
+            self._reported_step[given.workload] = (given.attempt, given.step)
+            self._reported_step_at[given.workload] = now - given.age_s
         if (
             isinstance(given, Silence)
             and given.frozen
@@ -123,13 +123,13 @@ class Invariants:
             raise Violation(f"{command.workload} has {len(under_way)} actions under way: {under_way}")
         if command.kind.restarts and not command.evidence:
             raise Violation(f"{command.kind.value} {command.id} has no evidence")
-        told_at = self._told_step_at.get(command.workload, -math.inf)
+        reported_at = self._reported_step_at.get(command.workload, -math.inf)
         lost_at = max((self._lost_at.get(each, -math.inf) for each in command.evidence), default=-math.inf)
-        recent = now - told_at < self._limits.advancing_s - 0.5
-        if command.kind.restarts and recent and told_at > lost_at + 0.5:
+        recent = now - reported_at < self._limits.advancing_s - 0.5
+        if command.kind.restarts and recent and reported_at > lost_at + 0.5:
             raise Violation(
                 f"{command.kind.value} {command.id} for {command.workload},"
-                f" which advanced {now - told_at:.1f} s ago"
+                f" which advanced {now - reported_at:.1f} s ago"
             )
         if command.kind is CommandKind.SCALE_UP:
             self._check_growth(command)
@@ -177,10 +177,10 @@ class Invariants:
             report.type is EventType.WORKER_HB and report.launcher.value == "restarting" for report in reports
         ):
             raise Violation(f"{command.kind.value} {command.id} while the launcher restarts the ranks itself")
-        told = [report for report in reports if report.launcher.value == "gave_up"]
-        if command.kind is CommandKind.IN_JOB_RESET and told:
+        ended = [report for report in reports if report.launcher.value == "gave_up"]
+        if command.kind is CommandKind.IN_JOB_RESET and ended:
             raise Violation(
-                f"{command.id} asks the launcher of {told[0].host}, which has ended, for a restart"
+                f"{command.id} asks the launcher of {ended[0].host}, which has ended, for a restart"
             )
 
     def _count_restart(self, command: Command, now: float) -> None:

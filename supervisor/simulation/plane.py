@@ -58,14 +58,14 @@ class CrashingLog(EventLog):
         if self.full:
             raise LogFull("event log: the disk is full.")
         # Where a command is decided, or lost, is where a crash can do harm.
-        strikes = any(table == "commands" for record in records for table, _, _ in record.changes)
-        if strikes and self.crash_at == "before":
+        is_hit = any(table == "commands" for record in records for table, _, _ in record.changes)
+        if is_hit and self.crash_at == "before":
             raise Crash
         super().append(records)
         for record in records:
             self.committed = self.committed.with_changes(record.changes)
             self.notes.extend((record.now, note) for note in record.notes)
-        if strikes and self.crash_at == "after":
+        if is_hit and self.crash_at == "after":
             raise Crash
 
 
@@ -107,9 +107,8 @@ class Plane:
     """Sensor, controller, actuator and log over one fleet.
 
     Attributes:
-        observe: told of each decision's notes, for the history of a failing seed.
-        decided: told of each command, before it leaves.
-        performing: told of each first try of a command.
+        decided: called with each command, before it leaves.
+        performing: called with each command at its first try.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Plane:
         self.decided: Callable[[Command], None] = lambda command: None
         self.performing: Callable[[Command], None] = lambda command: None
         self.effected: Callable[[Command], None] = lambda command: None
-        self.told: Callable[[Input], None] = lambda given: None
+        self.on_input: Callable[[Input], None] = lambda given: None
         self.recovered: Callable[[State, State], None] = lambda found, expected: None
         self.orchestrator = SimOrchestrator(fleet, lambda command: self.effected(command))
         self.sensor = Part(self.loop)
@@ -152,7 +151,7 @@ class Plane:
         fleet.changed = self._register
         for host in fleet.hosts.values():
             self._connect(host)
-            self.loop.after(period_s * self.loop.random.random(), partial(self._beat, host))
+            self.loop.after(period_s * self.loop.random.random(), partial(self._heartbeat, host))
         self._tick_sensor()
         self._tick_actuator()
         self._repeat_commands()
@@ -172,8 +171,8 @@ class Plane:
     def _reaches(self, host: SimHost) -> bool:
         return host.alive and host.daemon and not host.cut
 
-    def _beat(self, host: SimHost) -> None:
-        self.loop.after(self.period_s, lambda: self._beat(host))
+    def _heartbeat(self, host: SimHost) -> None:
+        self.loop.after(self.period_s, lambda: self._heartbeat(host))
         self.send_report(host)
 
     def send_report(self, host: SimHost) -> None:
@@ -330,7 +329,7 @@ class Plane:
                 self._resyncs = True
                 self.loop.after(REPEAT_S, self._resync)
             return
-        self.told(given)
+        self.on_input(given)
         for command in commands:
             self.decided(command)
             self._command(command)

@@ -160,7 +160,7 @@ def run(
 def _play(scenario: Scenario, plane: Plane, invariants: Invariants) -> None:
     loop = plane.loop
     for fault in scenario.faults:
-        loop.after(fault.at, partial(_strike, fault, plane, invariants))
+        loop.after(fault.at, partial(_hit, fault, plane, invariants))
     quiet_at = max([fault.at + fault.seconds for fault in scenario.faults], default=0.0) + 30.0
     look_at = quiet_at
     while loop.step():
@@ -180,7 +180,7 @@ def _play(scenario: Scenario, plane: Plane, invariants: Invariants) -> None:
         look_at = loop.now + 10.0
 
 
-def _strike(fault: SimFault, plane: Plane, invariants: Invariants) -> None:
+def _hit(fault: SimFault, plane: Plane, invariants: Invariants) -> None:
     invariants.fault_hits(fault)
     KINDS[fault.kind](plane, fault)
 

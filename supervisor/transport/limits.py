@@ -76,7 +76,7 @@ class Backoff:
 
     first_s: float = 0.2
     most_s: float = 10.0
-    random: random.Random = field(default_factory=random.Random)
+    random: random.Random = field(default_factory=random.Random)  # noqa: S311 - no secret
     _next_s: float = 0.0
 
     def next_s(self) -> float:

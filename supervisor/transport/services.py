@@ -57,7 +57,7 @@ class Observations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class EvidenceCheck:
     """A sensor's answer about a command.
 
     Attributes:
@@ -83,7 +83,7 @@ class Known:
 class SensorHandlers(Protocol):
     """What a sensor answers, beside its streams of hosts."""
 
-    async def check_evidence(self, command: Command) -> Holding: ...
+    async def check_evidence(self, command: Command) -> EvidenceCheck: ...
 
     def take_change(self, host: str, change: Change, evidence: Evidence) -> None: ...
 
@@ -147,7 +147,7 @@ def _sight_message(sight: HostSight) -> Any:
     )
 
 
-async def ask_evidence(remote: Remote, command: Command, *, timeout_s: float) -> Holding:
+async def ask_evidence(remote: Remote, command: Command, *, timeout_s: float) -> EvidenceCheck:
     """Ask a sensor whether the evidence of `command` still holds.
 
     Raises:
@@ -155,7 +155,7 @@ async def ask_evidence(remote: Remote, command: Command, *, timeout_s: float) ->
     """
     method = SENSOR.methods_by_name["CheckEvidence"]
     reply = await remote.call(method, to_message(command), timeout_s=timeout_s)
-    return Holding(
+    return EvidenceCheck(
         holds=reply.holds if reply.HasField("holds") else None,
         attempt=reply.attempt if reply.HasField("attempt") else None,
     )
@@ -319,13 +319,13 @@ async def send_observations(remote: Remote, seen: Observations, *, deadline_s: f
     Raises:
         Refused, Unreachable: see `Remote.call_until`; batches before may have arrived, and may be repeated.
     """
-    told = [
+    reports = [
         *(("workloads", to_message(value)) for value in seen.workloads),
         *(("hosts", to_message(value)) for value in seen.hosts),
         *(("progress", to_message(value)) for value in seen.progress),
         *(("events", to_message(value)) for value in seen.events),
     ]
-    parts = list(_batches(told, lambda one: _size_of(one[1]))) or [[]]
+    parts = list(_batches(reports, lambda one: _size_of(one[1]))) or [[]]
     epoch = 0
     for part in parts:
         batch = fleet_pb2.EventBatch(

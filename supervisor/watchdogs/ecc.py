@@ -56,9 +56,9 @@ class EccWatchdog:
         self._host, self._gpus, self._boot = host, gpus, boot or boot_id()
         self._known: dict[str, GpuHealth] = {}
         #: How often each fact was told: one that is over and comes again is another finding.
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         if memory.get("boot") == self._boot:
-            self._told.update(memory.get("told", {}))
+            self._reported.update(memory.get("told", {}))
             for gpu in memory.get("gpus", []):
                 health = GpuHealth(**gpu)
                 self._known[health.device] = health
@@ -79,9 +79,9 @@ class EccWatchdog:
 
     def _finding(self, device: str, name: str, code: int | None, advice: str, text: str) -> Finding:
         fact = f"{device}-{name}"
-        self._told[fact] += 1
+        self._reported[fact] += 1
         evidence = Evidence(
-            id=f"{self._host[:180]}/nvml/{self._boot}-{fact}-{self._told[fact]}",
+            id=f"{self._host[:180]}/nvml/{self._boot}-{fact}-{self._reported[fact]}",
             witness="nvml",
             text=f"GPU {device}: {text}",
             code=code,
@@ -92,7 +92,7 @@ class EccWatchdog:
 
     def memory(self) -> Mapping[str, Any]:
         gpus = [asdict(gpu) for gpu in self._known.values()]
-        return {"boot": self._boot, "gpus": gpus, "told": dict(self._told)} if gpus else {}
+        return {"boot": self._boot, "gpus": gpus, "told": dict(self._reported)} if gpus else {}
 
     def descriptor(self) -> int | None:
         return None

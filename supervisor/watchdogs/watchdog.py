@@ -82,31 +82,31 @@ class Cooldown:
     """
 
     seconds: float
-    _told: dict[tuple[str, str, int | None, str], float] = field(default_factory=dict)
+    _reported: dict[tuple[str, str, int | None, str], float] = field(default_factory=dict)
     _held: dict[tuple[str, str, int | None, str], int] = field(default_factory=dict)
 
     def pass_on(self, look: Look, now: float) -> Look:
         """What of `look` is to be told at monotonic time `now`."""
-        told: list[Finding] = []
+        reported: list[Finding] = []
         for finding in look.findings:
             evidence = finding.evidence
             key = (finding.type.value, evidence.device, evidence.code, evidence.advice)
-            last = self._told.get(key)
+            last = self._reported.get(key)
             if last is not None and now - last < self.seconds:
                 self._held[key] = self._held.get(key, 0) + 1
                 continue
-            self._told[key] = now
+            self._reported[key] = now
             held = self._held.pop(key, 0)
             text = f"{evidence.text} ({held} more before it)" if held else evidence.text
-            told.append(replace(finding, evidence=replace(evidence, text=short_text(text))))
-        for key in [key for key, at in self._told.items() if now - at >= self.seconds]:
+            reported.append(replace(finding, evidence=replace(evidence, text=short_text(text))))
+        for key in [key for key, at in self._reported.items() if now - at >= self.seconds]:
             # What was held without a repetition after its time is forgotten: nothing is told late.
-            del self._told[key]
+            del self._reported[key]
             self._held.pop(key, None)
-        if len(told) <= MOST_FINDINGS:
-            return replace(look, findings=tuple(told))
-        kept = gravest(told, MOST_FINDINGS)
-        note = f"{len(told)} findings at once; the {MOST_FINDINGS} gravest are reported"
+        if len(reported) <= MOST_FINDINGS:
+            return replace(look, findings=tuple(reported))
+        kept = gravest(reported, MOST_FINDINGS)
+        note = f"{len(reported)} findings at once; the {MOST_FINDINGS} gravest are reported"
         return Look(findings=kept, notes=(*look.notes, note))
 
 

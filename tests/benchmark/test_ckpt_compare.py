@@ -30,6 +30,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.thorough("a benchmark; tests/benchmark_restart has one that runs")
 @pytest.mark.slow
 def test_a_quick_run_measures_every_contestant_and_names_the_one_that_fails(tmp_path: Path) -> None:
     broken = tmp_path / "broken"

@@ -28,6 +28,7 @@ def skip_unless_installed(contestant: str) -> None:
 
 
 # The one that starts a Python of its own for each rank has one rank, since the imports take their time.
+@pytest.mark.thorough("rivals of a benchmark")
 @pytest.mark.slow
 @pytest.mark.parametrize(("contestant", "ranks"), [(DLROVER, 2), (NVRX_LOCAL, 1), (NVRX_FORKED, 2)])
 def test_a_new_process_gets_the_bytes_that_were_saved(

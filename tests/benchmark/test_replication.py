@@ -27,6 +27,7 @@ def run(*flags: object, expect: int, env: dict[str, str] | None = None) -> str:
         return command.output
 
 
+@pytest.mark.thorough("a benchmark; its ratios and flags have tests of their own")
 @pytest.mark.slow
 def test_a_quick_run_has_every_figure_and_leaves_nothing_behind(tmp_path: Path) -> None:
     disk, export, markdown = tmp_path / "disk", tmp_path / "report.json", tmp_path / "report.md"
@@ -50,6 +51,7 @@ def test_a_quick_run_has_every_figure_and_leaves_nothing_behind(tmp_path: Path) 
     assert set(Path("/dev/shm").glob("replication-*")) <= in_memory  # noqa: S108
 
 
+@pytest.mark.thorough("a benchmark; its ratios and flags have tests of their own")
 @pytest.mark.slow
 def test_what_cannot_run_is_listed_with_its_error_and_the_rest_goes_on(tmp_path: Path) -> None:
     broken = tmp_path / "broken" / "nvidia_resiliency_ext"

@@ -16,6 +16,7 @@ WAIT = 300.0
 STATES = ("sharded", "hybrid", "replicated")
 
 
+@pytest.mark.thorough("a benchmark; tests/checkpoint counts operations")
 @pytest.mark.slow
 def test_the_operations_of_a_restart_a_prune_and_a_part_of_a_save_do_not_grow_with_the_ranks(
     tmp_path: Path,

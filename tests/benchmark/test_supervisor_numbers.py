@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmark" / "supervisor_numbers.py"
 PATIENCE_S = 300.0
 
 
+@pytest.mark.thorough("a benchmark; tests/supervisor_plane has the faults")
 @pytest.mark.slow
 def test_a_fault_and_synthetic_hosts_are_measured_and_the_note_says_what_is_promised(tmp_path: Path) -> None:
     report, note = tmp_path / "numbers.json", tmp_path / "numbers.md"

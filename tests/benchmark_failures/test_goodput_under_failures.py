@@ -245,6 +245,7 @@ def _kill(command: Command) -> None:
     command.assert_no_orphans(timeout=60)
 
 
+@pytest.mark.thorough("a benchmark; its parts have tests of their own")
 @pytest.mark.slow
 def test_a_round_injures_the_training_and_counts_what_it_kept(tmp_path: Path) -> None:
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "md", "png")}

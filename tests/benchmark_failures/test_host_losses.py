@@ -212,6 +212,7 @@ class Rested(Training):
         return [str(SCRIPTS / "rested_training.py"), *super().argv(*args, **options)[1:], "--events"]
 
 
+@pytest.mark.thorough("a benchmark; its parts have tests of their own")
 @pytest.mark.slow
 @pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 def test_ours_loses_a_host_with_its_disk_and_trains_on(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ class Run:
         self.seen_while_writing: list[list[str]] = []
         self.validated_at: list[int] = []
         self.fail_at: int | None = None
+        #: Makes the loader of training; None: one without workers.
+        self.loader: Callable[[], Any] | None = None
 
     def tier(self, interval: int | None, name: str = "persistent", **options: Any) -> Any:
         from resiliency.callbacks.model_checkpoint import ModelCheckpoint, Tier
@@ -102,7 +104,7 @@ class Run:
                 return torch.optim.SGD(self.parameters(), lr=0.1)
 
             def train_dataloader(self) -> Any:
-                return torch.utils.data.DataLoader(torch.ones(1000, 1))
+                return (run.loader or (lambda: torch.utils.data.DataLoader(torch.ones(1000, 1))))()
 
             def validation_step(self, batch: torch.Tensor) -> None:
                 run.validated_at.append(self.trainer.global_step)

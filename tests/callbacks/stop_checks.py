@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,30 @@ def sigterm_saves_the_step_at_which_it_stops_and_exits_with_0(directory: Path) -
     assert run.steps_of("checkpoint_saved") == [6]
     (asked,) = run.sink.of_type(EventType.STOP_REQUESTED)
     assert asked.fields == {"cause": "SIGTERM", "deadline_s": 25.0}
+
+
+@check
+def sigterm_to_loader_workers_as_well_saves_the_step_at_which_it_stops(directory: Path) -> None:
+    import torch
+    from lightning.pytorch.callbacks import Callback
+
+    class EndsWorkers(Callback):
+        """Before the rank: the next batch would be lost with a worker."""
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            workers = multiprocessing.active_children()
+            assert len(workers) == 2
+            if trainer.global_step == 5:
+                pids = [str(pid) for pid in (*(worker.pid for worker in workers), os.getpid())]
+                subprocess.run(["kill", "-TERM", *pids], check=True)
+                wait_until(lambda: auto._termination.requested, "the signal is not noticed")
+
+    run = Run(directory)
+    run.loader = lambda: torch.utils.data.DataLoader(torch.ones(1000, 1), num_workers=2)
+    auto = stopper(exit_process=False)
+    run.train(MANY, auto, EndsWorkers(), run.tier(100))
+    assert auto.stopped_at == 6
+    assert run.names() == ["step=6"]
 
 
 @check

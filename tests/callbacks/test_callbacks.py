@@ -27,6 +27,7 @@ def verdicts(nemo_is_warm: None, tmp_path_factory: pytest.TempPathFactory) -> di
     return found
 
 
+@pytest.mark.thorough("trainings of tests/nemo use each callback")
 @pytest.mark.parametrize("name", CHECKS)
 def test_that(name: str, verdicts: dict[str, str]) -> None:
     assert not verdicts[name], verdicts[name]

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough("tests/nemo/test_consumed_samples.py trains with it")
 def test_nemos_count_is_that_of_the_model_over_any_lives_and_what_does_not_fit_is_refused(
     nemo_is_warm: None, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough("two ranks that are killed are near")
 def test_a_resumed_fit_takes_the_same_steps_and_what_would_lose_samples_is_refused(
     nemo_is_warm: None, tmp_path: Path
 ) -> None:
@@ -34,6 +35,7 @@ def train(directory: Path, die_at: object, epochs: int = 3) -> tuple[int, str]:
     return done.returncode, "".join(line for line in done.stdout.splitlines() if line.startswith("seen"))
 
 
+@pytest.mark.thorough("two ranks that are killed are near")
 def test_a_lightning_training_that_is_killed_three_times_is_that_of_an_undisturbed_one(
     nemo_is_warm: None, tmp_path: Path
 ) -> None:

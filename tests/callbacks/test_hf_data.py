@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).parent / "hf_train.py"
 STEPS = 14
 
 
+@pytest.mark.thorough("tests/data/test_example.py goes on with another number of ranks")
 def test_a_crash_and_another_number_of_ranks_change_nothing_of_the_steps(tmp_path: Path) -> None:
     undisturbed, crashed, alone = tmp_path / "undisturbed", tmp_path / "crashed", tmp_path / "alone"
     assert f"ended at step {STEPS}" in train(SCRIPT, undisturbed, ranks=2, accumulate=1)

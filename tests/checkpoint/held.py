@@ -45,17 +45,17 @@ def local_of(root: Path, host: str) -> Path:
     return root / host / "local"
 
 
-def commit_locally(root: Path, host: str, shards: Sequence[Shard], session: str = SESSION) -> None:
+def commit_locally(root: Path, host: str, shards: Sequence[Shard], attempt_id: str = SESSION) -> None:
     """What the agent of `host` does with the captures of its ranks."""
     storage = LocalStorage(local_of(root, host))
     ranks = [shard.rank for shard in shards]
-    save(storage, LocalFormat(), shards, save_id=save_id_of(session, shards[0].step), ranks=ranks)
+    save(storage, LocalFormat(), shards, save_id=save_id_of(attempt_id, shards[0].step), ranks=ranks)
 
 
-def commit_for_all(root: Path, shards: Sequence[Shard], session: str = SESSION) -> LocalStorage:
+def commit_for_all(root: Path, shards: Sequence[Shard], attempt_id: str = SESSION) -> LocalStorage:
     """A checkpoint on storage that all hosts see."""
     storage = LocalStorage(root / "persistent")
-    save(storage, DcpFormat(), shards, save_id=save_id_of(session, shards[0].step))
+    save(storage, DcpFormat(), shards, save_id=save_id_of(attempt_id, shards[0].step))
     return storage
 
 
@@ -66,12 +66,12 @@ def replicate(root: Path, owner: str, step: int, to: str) -> Path:
     return copy
 
 
-def keep_in_memory(root: Path, host: str, shard: Shard, session: str = SESSION) -> None:
+def keep_in_memory(root: Path, host: str, shard: Shard, attempt_id: str = SESSION) -> None:
     """A capture that a process left, which is gone."""
     size = shard.layout.size_bytes
     directory = arena_of(root, host)
     with RankArena(
-        directory, rank=shard.rank, world_size=shard.world_size, run_id=session, group=shard.group
+        directory, rank=shard.rank, world_size=shard.world_size, run_id=attempt_id, group=shard.group
     ) as arena:
         slot = arena.try_take()
         assert slot is not None

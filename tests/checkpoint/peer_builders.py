@@ -46,8 +46,8 @@ def shard(step: int, rank: int, world_size: int, size_bytes: int = 40_000) -> Sh
     )
 
 
-def save_name(step: int, session: str = SESSION) -> str:
-    return f"{session}-{step}"
+def save_name(step: int, attempt_id: str = SESSION) -> str:
+    return f"{attempt_id}-{step}"
 
 
 def commit_step(
@@ -56,14 +56,14 @@ def commit_step(
     *,
     ranks: Sequence[int] = (0,),
     world_size: int = 0,
-    session: str = SESSION,
+    attempt_id: str = SESSION,
     run_id: str = "run",
     size_bytes: int = 40_000,
 ) -> list[Shard]:
     """Commit a host's part of a save; returns its shards."""
     world = world_size or max(ranks) + 1
     shards = [shard(step, rank, world, size_bytes) for rank in ranks]
-    save_id = save_name(step, session)
+    save_id = save_name(step, attempt_id)
     save(storage, LocalFormat(threads=1), shards, save_id=save_id, run_id=run_id, ranks=ranks)
     return shards
 
@@ -107,10 +107,10 @@ class Host:
     def replicas_of(self, owner: str) -> Path:
         return self.root / "replicas" / owner
 
-    def save(self, step: int, *, session: str = SESSION, **how: object) -> list[Shard]:
+    def save(self, step: int, *, attempt_id: str = SESSION, **how: object) -> list[Shard]:
         """Commit a step of this host, and ask for its copies."""
-        shards = commit_step(self.storage, step, session=session, **how)  # type: ignore[arg-type]
-        self.service.replicate(step, save_name(step, session))
+        shards = commit_step(self.storage, step, attempt_id=attempt_id, **how)  # type: ignore[arg-type]
+        self.service.replicate(step, save_name(step, attempt_id))
         return shards
 
     def wait_for(self, kind: type[_E], step: int | None = None, timeout: float = LONG_S) -> _E:
@@ -128,12 +128,17 @@ class Host:
 
 
 def table_of(
-    peers: Sequence[Peer], *, session: str = SESSION, replicas: int = 1, bytes_per_s: int = 0, token: str = ""
+    peers: Sequence[Peer],
+    *,
+    attempt_id: str = SESSION,
+    replicas: int = 1,
+    bytes_per_s: int = 0,
+    token: str = "",
 ) -> HostTable:
     return HostTable(
-        session=session,
+        attempt_id=attempt_id,
         run_id="run",
-        token=token or f"secret of {session}",
+        token=token or f"secret of {attempt_id}",
         leader=peers[0].host,
         replicas=replicas,
         bytes_per_s=bytes_per_s,

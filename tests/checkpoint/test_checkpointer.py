@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from benchmark.command_line import build_parser
 from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.capturer import CaptureOptions
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, hold_job, job_directory
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.cleaner import flags as cleaner_flags
+from resiliency.checkpoint.cli import main as command_line
 from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.format.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.recovery.restore import Restored
@@ -31,8 +34,10 @@ from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.interface import write_file
 from resiliency.checkpoint.storage.posix import LocalStorage
-from resiliency.checkpoint.torch_dcp import DcpStorageWriter
+from resiliency.checkpoint.torch_dcp import DcpStorageReader, DcpStorageWriter
 from resiliency.checkpoint.trainer.handles import SaveState
+from resiliency.checkpoint.trainer.options import LocalTier
+from resiliency.data.saving import AtomicDirectory, atomic_torch_save
 from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
@@ -54,6 +59,37 @@ def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path, f"test-{os.getpid()}-{tmp_path.name}")
     yield place
     agent_host.wait_for_end(tmp_path.name)
+
+
+#: Whatever takes a directory, by what makes it.
+TAKES_A_DIRECTORY: dict[str, Callable[[str], object]] = {
+    "Checkpointer": lambda path: Checkpointer(path),
+    "a Path": lambda path: Checkpointer(Path(path)),
+    "LocalTier": lambda path: LocalTier(directory=path),
+    "LocalStorage": lambda path: LocalStorage(path),
+    "DcpStorageWriter": lambda path: DcpStorageWriter(f"{path}/step=1"),
+    "DcpStorageReader": lambda path: DcpStorageReader(f"{path}/step=1").read_metadata(),
+    "atomic_torch_save": lambda path: atomic_torch_save({}, f"{path}/state.pt"),
+    "AtomicDirectory": lambda path: AtomicDirectory(path, strategy="mono"),
+    "the command line": lambda path: command_line(["ls", path]),
+    "the cleaner": lambda path: cleaner_flags.parse(
+        ["--job-identifier=job", "--persistent-ckpt-dir-prefix", path]
+    ),
+    "the benchmark": lambda path: build_parser().parse_args(["--local-ckpt-dir", path]),
+}
+
+
+@pytest.mark.parametrize("taker", TAKES_A_DIRECTORY)
+@pytest.mark.parametrize("path", ["gs://bucket/run", "~/run"])
+def test_an_object_store_url_and_an_unexpanded_home_are_refused_wherever_a_directory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], taker: str, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        TAKES_A_DIRECTORY[taker](path)
+    text = f"{caught.value} {capfd.readouterr().err}"
+    assert ("the URL" if ":" in path else "called '~'") in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_saved_comes_back_in_place_and_a_new_directory_has_nothing(place: Place) -> None:
@@ -280,6 +316,7 @@ def test_the_steps_after_a_save_are_compared_with_undisturbed_ones(place: Place)
         assert excess in checkpoints.metrics_text()
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_once_in_order_and_again_only_if_it_was_skipped_or_failed(place: Place) -> None:
     with place.open(bytes_per_s=4 << 20) as checkpoints:
         state = make_state(1, size=2 << 20)  # two seconds each, and a moment to capture
@@ -633,6 +670,7 @@ def test_a_part_of_a_step_comes_back_from_memory_and_from_storage(place: Place) 
         checkpoints.close()
 
 
+@pytest.mark.thorough("each test looks for what it left")
 @pytest.mark.slow
 def test_many_saves_leave_no_threads_files_or_processes_behind(place: Place) -> None:
     with place.open() as checkpoints:

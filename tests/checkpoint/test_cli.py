@@ -203,7 +203,13 @@ def test_the_module_runs_as_a_program(directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "unbuffered",
+    [
+        pytest.param("", id="buffered"),
+        pytest.param("1", id="unbuffered", marks=pytest.mark.thorough("the buffered one is near")),
+    ],
+)
 def test_a_reader_that_goes_away_early_gets_no_traceback_and_the_same_exit_code(
     directory: Path, unbuffered: str
 ) -> None:

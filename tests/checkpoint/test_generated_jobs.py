@@ -466,7 +466,8 @@ generated = settings(
 @example(job=FOUND["stages of plain tensors whose optimizers number alike"])
 @example(job=FOUND["the last step again, from memory"])
 @given(job=jobs())
-@settings(generated, max_examples=EXAMPLES or 10)
+@settings(generated, max_examples=EXAMPLES or 5)
+@pytest.mark.slow
 def test_a_few_generated_jobs_get_back_what_they_saved_or_the_reason_why_not(
     rank_pool: RankPool, agent_host_env: dict[str, str], job: Job
 ) -> None:
@@ -481,6 +482,7 @@ def test_jobs_that_once_got_wrong_bytes_or_none_get_back_what_they_saved(
     check(FOUND[name], rank_pool, agent_host_env)
 
 
+@pytest.mark.thorough("the few generated jobs are near")
 @pytest.mark.slow
 @given(job=jobs())
 @settings(generated, max_examples=EXAMPLES or 25)

@@ -101,7 +101,7 @@ class Bench:
             SaveJob(
                 tier=TierName.PERSISTENT,
                 step=step,
-                session="s",
+                attempt_id="s",
                 run_id="run",
                 world_size=1,
                 ranks=(0,),

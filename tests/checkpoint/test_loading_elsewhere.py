@@ -96,8 +96,15 @@ def load(rank: int, root: str, kind: str, named: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        pytest.param("ddp", True, id="ddp-by name"),
+        pytest.param("fsdp2", False, id="fsdp2-by number"),
+        pytest.param("ddp", False, id="ddp-by number", marks=pytest.mark.thorough("FSDP2 by number is near")),
+        pytest.param("fsdp2", True, id="fsdp2-by name", marks=pytest.mark.thorough("DDP by name is near")),
+    ],
+)
 def test_model_and_optimizer_are_loaded_elsewhere_as_the_page_says(
     kind: str, named: bool, tmp_path: Path, rank_pool: RankPool
 ) -> None:

@@ -305,6 +305,7 @@ def test_a_local_save_outlives_the_agent_that_held_it_and_a_persistent_one_fails
     assert (complete(place.local), complete(place.persistent)) == ([1, 2], [2])
 
 
+@pytest.mark.thorough("a local save that outlives its agent is near")
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_agents")
 def test_local_saves_of_all_ranks_outlive_the_agent_when_other_hosts_are_told_of_the_persistent_ones(
@@ -344,7 +345,13 @@ def test_local_saves_of_all_ranks_outlive_the_agent_when_other_hosts_are_told_of
 def delivering(arena: Path, rank: int, settings: Settings) -> Iterator[tuple[Delivery, Capturer]]:
     """One of the two ranks here, of a job that has two more on another host, attached to its agent."""
     attach = Attach(
-        rank=rank, world_size=4, local_ranks=(0, 1), run_id="run", session="s", host="here", settings=settings
+        rank=rank,
+        world_size=4,
+        local_ranks=(0, 1),
+        run_id="run",
+        attempt_id="s",
+        host="here",
+        settings=settings,
     )
     slots = RankArena(arena, rank=rank, world_size=4, slots=3, run_id="s")
     capturer = Capturer(slots)
@@ -471,7 +478,7 @@ def test_old_generations_go_when_a_newer_one_is_complete_and_so_many_stay_as_wer
 def test_copies_of_hosts_that_left_go_when_the_job_has_gone_on_with_one_host(place: Place) -> None:
     for owner, run_id in (("left", place.job), ("stranger", "another")):
         storage = LocalStorage(place.local / "replicas" / owner)
-        commit_step(storage, 1, session="before", run_id=run_id)
+        commit_step(storage, 1, attempt_id="before", run_id=run_id)
     with place.open(alone=True, keep=2) as checkpoints:
         for step in (2, 3):
             assert checkpoints.save(step, make_state(step), wait=SOON).wait_complete(SOON)
@@ -483,11 +490,11 @@ def test_copies_of_hosts_that_left_go_when_the_job_has_gone_on_with_one_host(pla
 def generations(root: Path, **saves: str) -> LocalStorage:
     """Checkpoints without any data: ``s1="a"`` is step 1 of save id a-1."""
     storage = LocalStorage(root)
-    for name, session in saves.items():
+    for name, attempt_id in saves.items():
         step = int(name[1:])
         storage.make_dir(f"step={step}")
         manifest = Manifest(
-            step=step, run_id="run", save_id=f"{session}-{step}", world_size=1, format="local", ranks={}
+            step=step, run_id="run", save_id=f"{attempt_id}-{step}", world_size=1, format="local", ranks={}
         )
         write_manifest(storage, f"step={step}", manifest)
     return storage
@@ -619,6 +626,7 @@ def test_saves_go_on_while_nothing_is_handed_over_and_the_disk_holds_so_many_of_
         wait_until_equal(lambda: complete(place.local), [6, 7, 8])
 
 
+@pytest.mark.thorough("a local save that outlives its agent is near")
 @pytest.mark.usefixtures("own_agents")
 def test_what_a_killed_agent_knew_to_be_complete_on_a_single_host_waits_on(place: Place) -> None:
     limits = {"alone": True, "keep": 1, "backlog": 3}

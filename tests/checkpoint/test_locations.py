@@ -66,7 +66,7 @@ def test_what_another_release_sent_is_refused(found: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "host", "root", "owner"),
+    ("place", "host", "root", "source_host"),
     [
         (Place.LOCAL, "h/1", "/local/job", "h%2F1"),
         (Place.REPLICA, "h2", "/local/job/replicas/h%2F1", "h%2F1"),
@@ -75,8 +75,10 @@ def test_what_another_release_sent_is_refused(found: object) -> None:
         (Place.PERSISTENT, "", "/shared/job", ""),
     ],
 )
-def test_a_checkpoint_and_its_copies_have_one_owner(place: Place, host: str, root: str, owner: str) -> None:
-    assert replace(SHARD, place=place, host=host, root=root).owner == owner
+def test_a_checkpoint_and_its_copies_have_one_owner(
+    place: Place, host: str, root: str, source_host: str
+) -> None:
+    assert replace(SHARD, place=place, host=host, root=root).source_host == source_host
 
 
 @given(st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=20))

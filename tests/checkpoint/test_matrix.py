@@ -125,12 +125,12 @@ def power_cut_and_a_lost_disk(cluster: TestCluster) -> list[str]:
     "happen",
     [
         lose_everything,
-        replace_by_spare,
         lose_the_first,
-        swap,
-        permute,
-        power_cut,
         power_cut_and_a_lost_disk,
+        *(
+            pytest.param(happen, marks=pytest.mark.thorough("what happens beside it is near"))
+            for happen in (replace_by_spare, swap, permute, power_cut)
+        ),
     ],
 )
 def test_the_job_goes_on_bit_by_bit_after(
@@ -142,7 +142,9 @@ def test_the_job_goes_on_bit_by_bit_after(
     goes_on(cluster, PARK, order=happen(cluster))
 
 
-@pytest.mark.parametrize("hosts", [2, 4, 5, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "hosts", [2, 5, *(pytest.param(hosts, marks=pytest.mark.thorough("five are near")) for hosts in (4, 8))]
+)
 def test_any_number_of_hosts_survives_the_loss_of_one(
     new_cluster: Callable[..., TestCluster], hosts: int
 ) -> None:
@@ -159,7 +161,9 @@ def test_any_number_of_hosts_survives_the_loss_of_one(
     goes_on(cluster, PARK, order=[f"h{hosts if index == lost else index}" for index in range(hosts)])
 
 
-@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize(
+    "flipped", [True, pytest.param(False, marks=pytest.mark.thorough("a lost host and a bad copy are near"))]
+)
 def test_with_two_copies_each_two_hosts_may_be_lost_or_one_and_a_copy_be_bad(
     new_cluster: Callable[..., TestCluster], flipped: bool
 ) -> None:
@@ -261,7 +265,14 @@ def goes_on_until(
     ("training", "start", "fewer", "more"),
     [
         pytest.param(ALIKE, "012", "10", "301", id="three-two-three"),
-        pytest.param(HALVES, "0123", "12", "415627", id="four-two-six-halves"),
+        pytest.param(
+            HALVES,
+            "0123",
+            "12",
+            "415627",
+            id="four-two-six-halves",
+            marks=pytest.mark.thorough("tests/plugins/test_elastic_replicas.py has halves"),
+        ),
     ],
 )
 def test_ranks_become_fewer_when_hosts_are_lost_and_more_when_empty_ones_come(
@@ -348,8 +359,16 @@ def test_a_step_that_one_host_did_not_finish_is_taken_by_nobody(
 # --- agents, disks and networks that fail while the job runs -------------------------------------
 
 
-@pytest.mark.parametrize("phase", [HostPhase.SEND, HostPhase.RECEIVE])
-@pytest.mark.parametrize("host", ["h0", "h1"])
+@pytest.mark.parametrize(
+    ("host", "phase"),
+    [
+        ("h0", HostPhase.SEND),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough("another moment of a copy is near"))
+            for case in (("h0", HostPhase.RECEIVE), ("h1", HostPhase.SEND), ("h1", HostPhase.RECEIVE))
+        ),
+    ],
+)
 def test_an_agent_that_dies_while_copies_are_made_is_replaced_and_the_copies_are_made(
     new_cluster: Callable[..., TestCluster], phase: HostPhase, host: str
 ) -> None:
@@ -405,8 +424,16 @@ def test_a_full_disk_fails_saves_on_its_host_and_loses_no_older_step(
     goes_on(cluster, 4, order=["h3" if name == holder else name for name in ("h0", "h1", "h2")])
 
 
-@pytest.mark.parametrize("apart", ["h0", "h2"])
-@pytest.mark.parametrize("heals", [True, False])
+@pytest.mark.parametrize(
+    ("heals", "apart"),
+    [
+        (True, "h2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough("another host that is apart is near"))
+            for case in ((True, "h0"), (False, "h0"), (False, "h2"))
+        ),
+    ],
+)
 def test_while_hosts_are_apart_the_newest_complete_step_stays_and_later_ones_follow(
     new_cluster: Callable[..., TestCluster], apart: str, heals: bool
 ) -> None:
@@ -434,7 +461,13 @@ def test_while_hosts_are_apart_the_newest_complete_step_stays_and_later_ones_fol
 # --- losses in the middle of things --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", [pytest.param(0, id="taking stock"), pytest.param(3, id="sending")])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(0, id="taking stock", marks=pytest.mark.thorough("one that is sending is near")),
+        pytest.param(3, id="sending"),
+    ],
+)
 def test_a_host_lost_in_the_middle_of_a_restore_costs_another_start_and_no_step(
     new_cluster: Callable[..., TestCluster], operation: int
 ) -> None:
@@ -475,8 +508,16 @@ POINTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("returns", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "returns"),
+    [
+        (1, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough("the loss of the other host is near"))
+            for case in ((0, False), (0, True), (1, False))
+        ),
+    ],
+)
 def test_no_loss_of_a_single_host_loses_a_complete_step_wherever_it_strikes(
     new_cluster: Callable[..., TestCluster], rank: int, returns: bool
 ) -> None:

@@ -66,8 +66,8 @@ def test_a_nest_that_can_just_be_parsed_is_refused_like_any_other_value(
         assert "not a message" in text or "must be str, found [[[" in text
 
 
-COPIES = wire.Copies(step=3, session="s", hosts=("a", "b"), complete=True)
-DONE = wire.Done(step=3, session="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
+COPIES = wire.Copies(step=3, attempt_id="s", hosts=("a", "b"), complete=True)
+DONE = wire.Done(step=3, attempt_id="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
 WANTED = messages.Wanted(ranges=((0, 1, 2), (3, 4, 5)))
 
 
@@ -105,7 +105,7 @@ def test_a_foreign_value_is_shown_in_part() -> None:
 def test_whole_numbers_are_good_durations_and_tuples_come_back_as_they_were() -> None:
     whole = json.dumps({**json.loads(wire.encode(DONE)), "queued_s": 0, "commit_s": 1}).encode()
     assert wire.decode(whole) == wire.Done(
-        step=3, session="s", tier="local", error="", size_bytes=1, queued_s=0.0, commit_s=1.0
+        step=3, attempt_id="s", tier="local", error="", size_bytes=1, queued_s=0.0, commit_s=1.0
     )
     assert messages.decode(messages.encode(WANTED)) == WANTED
     assert messages.decode(messages.encode(messages.Wanted(ranges=()))) == messages.Wanted(ranges=())
@@ -114,7 +114,7 @@ def test_whole_numbers_are_good_durations_and_tuples_come_back_as_they_were() ->
 def test_long_texts_are_cut_for_the_agent_and_never_for_other_hosts() -> None:
     said = wire.decode(wire.encode(wire.RequestRefused(reason="x" * 5000)))
     assert said == wire.RequestRefused(reason="x" * wire.TEXT_CHARS)
-    sealed = messages.Sealed(step=1, save_id="x" * 5000)
+    sealed = messages.Acknowledged(step=1, save_id="x" * 5000)
     assert messages.decode(messages.encode(sealed)) == sealed
 
 

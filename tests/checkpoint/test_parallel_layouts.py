@@ -335,6 +335,7 @@ def read_bytes() -> int:
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
+@pytest.mark.slow
 def test_what_all_ranks_of_a_host_restore_is_read_from_the_device_once(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:

@@ -285,6 +285,7 @@ def shared_memory(place: Place) -> list[tuple[str, int]]:
     return sorted((path.name, path.stat().st_size) for path in files)
 
 
+@pytest.mark.thorough("test_checkpointer.py makes many saves")
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_agents")
 def test_a_thousand_saves_use_no_more_memory_threads_files_or_processes_than_a_hundred(

@@ -70,6 +70,7 @@ def main() -> None:
                     raise SystemExit("the job stayed as it was")
     if rank == 0:
         print(f"seen {sorted(set(seen.tolist()))}", flush=True)
+    del ddp  # with gloo it must not outlive its group: the end of both may wait for each other
     dist.destroy_process_group()
 
 

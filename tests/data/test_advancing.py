@@ -96,6 +96,7 @@ def train_until_killed(rank: int, path: str, options: dict[str, Any], kill_at: i
     ],
     ids=["no worker", "one worker", "persistent workers"],
 )
+@pytest.mark.slow
 def test_a_loader_killed_at_every_batch_consumes_each_sample_once_in_each_epoch(
     options: dict[str, Any], rank_pool: RankPool, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_types_choose_events(tmp_path: Path) -> None:
     assert read(log, types={EventType.STEP_FINISHED})[0] == [1]
 
 
+@pytest.mark.thorough("a measure of memory")
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes((GOOD + b"\n") * 20_000)

@@ -15,6 +15,7 @@ import ledger_scale
 MIB = 2**20
 
 
+@pytest.mark.thorough("a measure of memory; the reader has tests of its own")
 @pytest.mark.slow
 def test_memory_grows_by_less_than_the_file(tmp_path: Path) -> None:
     costs = []

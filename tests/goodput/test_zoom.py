@@ -101,9 +101,13 @@ def test_a_level_that_would_make_the_page_large_is_left_out(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_browser_draws_and_zooms_a_week_of_a_thousand_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "faults"),
+    [(100, 20), pytest.param(1000, 100, marks=pytest.mark.thorough("a hundred ranks are near"))],
+)
+def test_a_browser_draws_and_zooms_a_week(tmp_path: Path, ranks: int, faults: int) -> None:
     path = tmp_path / "week.html"
-    write_timeline(failing_week(1000, 100), path)
+    write_timeline(failing_week(ranks, faults), path)
     assert path.stat().st_size < 12_000_000
     chromium = browser()
     text = path.read_text()

@@ -122,6 +122,7 @@ def test_when_the_restarts_are_used_up_the_last_capture_is_committed(
     assert complete(tmp_path / "ckpt") == [1]
 
 
+@pytest.mark.thorough("an agent that outlives its ranks is near")
 @pytest.mark.slow
 def test_when_the_host_of_agents_is_gone_the_launcher_leaves_them_the_time_to_commit(
     launch: Launch, tmp_path: Path, job: str, leaves_nothing: LeavesNothing
@@ -267,6 +268,7 @@ def test_a_killed_agent_is_replaced_by_its_host_and_the_job_goes_on(
     assert complete(tmp_path / "ckpt")[-1] == 3
 
 
+@pytest.mark.thorough("an agent that outlives its ranks is near")
 @pytest.mark.slow
 def test_without_its_host_an_agent_stays_with_its_ranks_and_the_next_attempt_starts_its_own(
     launch: Launch, tmp_path: Path, job: str, leaves_nothing: LeavesNothing

@@ -15,6 +15,7 @@ from .conftest import WAIT, WORKER, Launch, events, ready
 
 
 @pytest.mark.parametrize(("policy", "restarts"), [("any-failed", 0), ("min-healthy", 1)])
+@pytest.mark.slow
 def test_a_failed_job_does_not_succeed_by_survivors_that_end_well(
     launch: Launch, tmp_path: Path, policy: str, restarts: int
 ) -> None:

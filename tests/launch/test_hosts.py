@@ -73,6 +73,7 @@ def test_ranks_stay_on_their_hosts_through_restarts_and_attempts_agree(
         assert {event.node_rank for event in started} == {before[index]}
 
 
+@pytest.mark.thorough("tests/launch/test_failed_exit.py fails for good")
 def test_a_host_whose_job_failed_for_good_ends_the_others(launch: Launch, tmp_path: Path) -> None:
     hosts = start(launch, tmp_path, WORKER, "wait")
     rank = rank_of(hosts[1], 0)

@@ -147,6 +147,7 @@ def test_a_job_that_finishes_while_the_store_is_away_succeeds_on_all_hosts(
 TOLD = ("--max-restarts=0", WORKER, "graceful", "--told")
 
 
+@pytest.mark.thorough("another end of a job is near")
 @pytest.mark.slow
 def test_hosts_whose_ranks_stopped_for_the_sake_of_one_that_leaves_meet_again(
     launch: Launch, serve: Serve, tmp_path: Path
@@ -167,6 +168,7 @@ def test_hosts_whose_ranks_stopped_for_the_sake_of_one_that_leaves_meet_again(
     assert [event.fields["restarts"] for event in started] == [0, 0]  # it is nobody's failure
 
 
+@pytest.mark.thorough("another end of a job is near")
 @pytest.mark.slow
 @pytest.mark.parametrize("launchers", [False, True])
 def test_a_job_that_is_told_to_end_on_all_hosts_ends(
@@ -187,6 +189,7 @@ def test_a_job_that_is_told_to_end_on_all_hosts_ends(
         assert "attempt 1" not in host.output
 
 
+@pytest.mark.thorough("another end of a job is near")
 @pytest.mark.slow
 def test_a_job_that_has_ended_leaves_its_name_to_the_next_start_of_it(
     launch: Launch, serve: Serve, tmp_path: Path
@@ -309,6 +312,7 @@ def test_a_start_is_refused_while_hosts_of_the_ended_job_live() -> None:
     assert store.looks == 18  # 15 for silence, 2 beyond it
 
 
+@pytest.mark.thorough("another end of a job is near")
 @pytest.mark.slow
 def test_a_start_a_moment_after_a_job_whose_host_was_killed_needs_no_second_try(
     launch: Launch, serve: Serve, tmp_path: Path

@@ -69,6 +69,7 @@ def test_a_failed_rank_of_a_real_job_is_named_with_its_exception_and_the_job_goe
 
 
 @pytest.mark.parametrize("policy", ["any-failed", "min-healthy"])
+@pytest.mark.slow
 def test_an_exit_code_is_named_with_the_file_that_has_the_output(
     launch: Launch, tmp_path: Path, policy: str
 ) -> None:
@@ -148,11 +149,12 @@ def test_workers_are_told_the_job_and_where_its_files_go(launch: Launch, tmp_pat
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["--run-path", WORKER], id="in process", marks=pytest.mark.slow),
+        pytest.param(["--run-path", WORKER], id="in process", marks=pytest.mark.thorough("a module is near")),
         pytest.param(["-m", "worker"], id="module"),
         pytest.param(["--no-python", SCRIPTS / "hello.sh"], id="program"),
     ],
 )
+@pytest.mark.slow
 def test_a_script_runs_in_each_of_torchruns_ways(launch: Launch, words: list[object]) -> None:
     job = launch(*words, "env", PYTHONPATH=str(SCRIPTS))
     assert job.wait(timeout=WAIT) == 0

@@ -30,6 +30,7 @@ def start(launch: Launch, *words: object, cold: bool = False) -> Command:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("action", "clean"), [("graceful", True), ("children", False)])
+@pytest.mark.slow
 def test_a_signal_reaches_the_workers_and_the_exit_code_says_whether_they_finished_cleanly(
     launch: Launch,
     tmp_path: Path,
@@ -49,6 +50,7 @@ def test_a_signal_reaches_the_workers_and_the_exit_code_says_whether_they_finish
     leaves_nothing(job)
 
 
+@pytest.mark.thorough("other signals are near")
 @pytest.mark.slow
 def test_behind_nohup_hang_ups_stay_ignored_where_workers_are_functions_too(launch: Launch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -108,6 +110,7 @@ def test_a_dead_guardian_costs_the_protection_and_not_the_job(launch: Launch, tm
     assert "guardian process" in job.output
 
 
+@pytest.mark.thorough("a dead guardian is near")
 def test_a_dead_rank_monitor_is_replaced_at_the_next_start(launch: Launch, tmp_path: Path) -> None:
     # Cold, because the template of a launcher that was forked has the same command line.
     job = start(launch, "--max-restarts=1", WORKER, "--attempt=0", "wait", cold=True)

@@ -72,6 +72,7 @@ def test_after_a_kill_ranks_are_forked_and_are_children_of_the_launcher_as_befor
     leaves_nothing(job)
 
 
+@pytest.mark.slow
 def test_with_standby_off_every_rank_imports_for_itself(launch: Launch, tmp_path: Path) -> None:
     job = launch(*("--nproc-per-node=2", "--max-restarts=1", "--standby=off"), STANDBY_WORKER, "--wait")
     first = [says(job, rank, 0) for rank in range(2)]
@@ -81,6 +82,7 @@ def test_with_standby_off_every_rank_imports_for_itself(launch: Launch, tmp_path
     assert forked(tmp_path / "run") == [0, 0], job.output
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_restart_prepares_nothing(launch: Launch) -> None:
     job = launch("--nproc-per-node=1", STANDBY_WORKER, "--wait")
     worker = says(job, 0, 0)
@@ -89,6 +91,7 @@ def test_a_job_that_cannot_restart_prepares_nothing(launch: Launch) -> None:
     assert job.wait(timeout=WAIT) == 1
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_what_a_job_imported_is_there_for_the_first_start_of_the_next_one(
     launch: Launch, tmp_path: Path
@@ -114,6 +117,7 @@ def test_what_a_job_imported_is_there_for_the_first_start_of_the_next_one(
     assert {worker["value"] for worker in second} == {"mine"}
 
 
+@pytest.mark.slow
 def test_named_modules_are_imported_instead_of_what_a_rank_imports(launch: Launch, tmp_path: Path) -> None:
     of_workers = ("JOB_IDENTIFIER", "RESILIENCY_RUN_DIR", "ROLE_NAME", "TORCHELASTIC_MAX_RESTARTS")
     of_torch = ("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -142,6 +146,7 @@ def test_named_modules_are_imported_instead_of_what_a_rank_imports(launch: Launc
     assert values[0] == ["local", str(tmp_path / "run"), "default", "1", "False", "1"]
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 def test_behind_nohup_ranks_are_forked_and_a_hang_up_ends_nothing(launch: Launch, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -212,6 +217,7 @@ def test_a_template_that_hangs_is_killed_after_a_few_seconds_and_the_rank_starts
     leaves_nothing(job)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_a_module_that_reads_its_rank_at_import_is_named_and_right_in_each_rank(
     launch: Launch, tmp_path: Path
@@ -231,6 +237,7 @@ def test_a_module_that_reads_its_rank_at_import_is_named_and_right_in_each_rank(
     assert forked(tmp_path / "run") == [0, 2], job.output
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 def test_a_script_that_sets_what_libraries_read_is_told_what_that_costs(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -244,6 +251,7 @@ def test_a_script_that_sets_what_libraries_read_is_told_what_that_costs(
     job.wait(timeout=WAIT)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_code_that_changed_since_it_was_imported_is_not_used_from_memory(
     launch: Launch, tmp_path: Path
@@ -263,6 +271,7 @@ def test_code_that_changed_since_it_was_imported_is_not_used_from_memory(
     assert re.search(r"ranks start the ordinary way: .*mine\.py has changed", job.output)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 def test_the_template_ends_with_a_launcher_that_was_killed(
     launch: Launch, leaves_nothing: LeavesNothing
 ) -> None:
@@ -274,10 +283,10 @@ def test_the_template_ends_with_a_launcher_that_was_killed(
 
 
 @pytest.mark.slow
-def test_200_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
-    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
+@pytest.mark.parametrize("times", [30, pytest.param(200, marks=pytest.mark.thorough("30 are near"))])
+def test_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
+    launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing, times: int
 ) -> None:
-    times = 200
     job = launch(
         *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json", STANDBY_WORKER),
         *(f"--fail-until={times}", f"--wait={times}"),
@@ -303,6 +312,7 @@ def test_200_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
     leaves_nothing(job)
 
 
+@pytest.mark.thorough("the restart from forked ranks is near")
 @pytest.mark.slow
 def test_ranks_that_wait_in_native_code_are_killed_within_seconds(launch: Launch, tmp_path: Path) -> None:
     script = tmp_path / "waits.py"

@@ -133,3 +133,62 @@ def test_a_browser_or_helm_that_is_missing_is_a_skip_that_makes_ci_red(
         with pytest.raises(pytest.skip.Exception) as skipped:
             ask()
         assert "apt-get install" in skipped.value.msg or "scripts/setup --tests" in skipped.value.msg
+
+
+GLOSSARY = """
+## Retired words
+
+| Retired | Use | Where |
+|---|---|---|
+| `hurry` | `lift_bandwidth_cap` | `resiliency supervisor` |
+| `beat` | heartbeat | `resiliency supervisor` |
+| `Need` | `ShardRequest` | `resiliency` |
+| `generation` | local checkpoint | `resiliency/checkpoint` |
+"""
+
+
+def test_retired_words_are_found_in_each_form_of_a_name_where_their_row_holds(tmp_path: Path) -> None:
+    write(tmp_path, "docs/glossary.md", GLOSSARY)
+    write(tmp_path, "resiliency/a.py", "HURRY_S = 1\nclass HurryUp: pass\nhurries = hurrying = 'hurry'\n")
+    write(tmp_path, "resiliency/need.py", "need = 1\nclass _Need: pass\nNeedy = need  # Need\n")
+    write(tmp_path, "resiliency/checkpoint/b.py", "generations = []\n")
+    write(tmp_path, "supervisor/last_beat.py", "generation = 1\n_BEATS = 2\n")
+    write(tmp_path, "supervisor/protocol/fleet_pb2.py", "hurry = 1\n")
+    status, lines = run("words.py", str(tmp_path))
+    assert status == 1
+    assert lines == [
+        "resiliency/a.py:1: HURRY_S has the retired word 'hurry'; use `lift_bandwidth_cap`",
+        "resiliency/a.py:2: HurryUp has the retired word 'hurry'; use `lift_bandwidth_cap`",
+        "resiliency/checkpoint/b.py:1: generations has the retired word 'generation'; use local checkpoint",
+        "resiliency/need.py:1: need has the retired word 'Need'; use `ShardRequest`",
+        "resiliency/need.py:2: _Need has the retired word 'Need'; use `ShardRequest`",
+        "supervisor/last_beat.py:1: last_beat has the retired word 'beat'; use heartbeat",
+        "supervisor/last_beat.py:2: _BEATS has the retired word 'beat'; use heartbeat",
+    ]
+
+
+def test_texts_that_name_what_is_gone_are_found(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "resiliency/a.py",
+        '"""`json.loads`, `a`, `Kept.limit`, `key` and `None` are there.\n\n'
+        '`Gone` and `json` are not: `gone()`."""\n'
+        "class Kept:\n"
+        '    """Keeps.\n\n    Args:\n        limit: is there.\n'
+        '        used, patience: not of this class.\n    """\n'
+        "    def __init__(self, limit: int, used: int) -> None:\n"
+        "        raise ValueError('raise `limit`, or `patience`', {'key': 1})\n"
+        "def other(patience: int) -> None: ...\n"
+        "class More(Kept):\n"
+        '    """More.\n\n    Args:\n        limit: of its base.\n        lost: of nothing.\n    """\n',
+    )
+    status, lines = run("docstrings.py", str(tmp_path))
+    assert status == 1
+    assert lines == [
+        "resiliency/a.py:3: `Gone` is no name of the project",
+        "resiliency/a.py:3: `json` is no name of the project",
+        "resiliency/a.py:3: `gone` is no name of the project",
+        "resiliency/a.py:9: patience is not in the class Kept",
+        "resiliency/a.py:19: lost is not in the class More",
+        "5 names in texts that are gone",
+    ]

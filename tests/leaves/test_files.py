@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from resiliency.files import write_durably
+from resiliency.errors import ConfigError
+from resiliency.files import posix_path, write_durably
 from resiliency.testing import warm
 
 #: Killed just before or just after one of its calls of a function in `os`.
@@ -55,3 +58,28 @@ def test_writing_again_replaces_and_leaves_no_temporary_file(tmp_path: Path) -> 
     write_durably(tmp_path / "file", b"one")
     write_durably(tmp_path / "file", b"two")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"two"]
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("s3://bucket/run", "found the URL 's3://bucket/run'"),
+        (Path("s3://bucket/run"), "found the URL 's3:/bucket/run'"),
+        ("file:///ckpt", "found the URL"),
+        ("/ckpt/gs://bucket", "found the URL"),
+        ("~/ckpt", "a directory called '~'"),
+        ("~ann/ckpt", "a directory called '~ann'"),
+        ("", "need the path of a directory, found ''"),
+        ("a\0b", "need the path of a directory"),
+        (b"/ckpt", "need the path of a directory, found b'/ckpt'"),
+        (7, "need the path of a directory, found 7"),
+    ],
+)
+def test_what_is_no_path_of_a_file_system_is_refused_by_name(path: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        posix_path(path)
+
+
+@pytest.mark.parametrize("path", ["/ckpt", "runs/a:b", "c:/runs", "/ckpt/s3:/x", ".", "run~1", Path("x")])
+def test_any_other_path_is_taken_as_it_is(path: str | Path) -> None:
+    assert posix_path(path) == Path(path)

@@ -119,7 +119,7 @@ def parts_of(state: Any) -> dict[Any, Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     from resiliency.checkpoint.state.tensors import sharded_type
-    from resiliency.plugins.megatron_leaves import unpacked
+    from resiliency.plugins.megatron_values import unpacked
 
     found = {}
     for part in [*nested_values(state["sharded"]), state["common"]]:

@@ -67,6 +67,7 @@ def test_a_launcher_that_starts_cold_forks_the_ranks_of_a_restart_and_says_what_
     assert "standby: what the script imports after" not in found.output
 
 
+@pytest.mark.thorough("the kill with memory is near")
 def test_without_memory_it_comes_back_from_the_newest_checkpoint_on_disk_that_is_whole(
     killed_between_saves: Finished, tmp_path: Path, uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -85,6 +86,7 @@ def test_without_memory_it_comes_back_from_the_newest_checkpoint_on_disk_that_is
     assert complete(job.checkpoints) == [60]
 
 
+@pytest.mark.thorough("tests/plugins/test_megatron_state.py reshards")
 def test_another_number_of_ranks_reshards_it_and_saves_in_nemos_own_way_beside_it(
     killed_between_saves: Finished, tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_another_number_of_ranks_reshards_it_and_saves_in_nemos_own_way_beside_i
         assert complete(job.checkpoints) == [20, 40, 60]
 
 
+@pytest.mark.thorough("tests/checkpoint/commit kills at each operation of a save")
 def test_a_rank_killed_inside_a_save_costs_that_save_only(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -119,6 +122,7 @@ def test_a_rank_killed_inside_a_save_costs_that_save_only(
     assert complete(job.checkpoints) == [20, 40, 60]
 
 
+@pytest.mark.thorough("tests/checkpoint/test_checkpointer.py kills the agent")
 def test_when_the_process_is_killed_training_goes_on_and_a_later_save_is_committed(
     new_job: Callable[[Layout], Job],
 ) -> None:
@@ -135,6 +139,7 @@ def test_when_the_process_is_killed_training_goes_on_and_a_later_save_is_committ
     assert {20, steps} <= set(complete(job.checkpoints))
 
 
+@pytest.mark.thorough("tests/checkpoint/test_fencing.py fences each optimizer")
 def test_what_is_copied_as_late_as_possible_is_still_what_was_there_when_the_save_began(
     tmp_path: Path,
 ) -> None:

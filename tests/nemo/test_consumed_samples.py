@@ -67,6 +67,7 @@ def test_a_ramp_up_that_is_killed_after_a_validation_goes_on_at_another_size_wit
     assert noted(tmp_path, 1) == {step: of_step[step] for step in range(7, 11)}
 
 
+@pytest.mark.thorough("the killed ramp-up is near")
 @pytest.mark.parametrize("kind", ["cyclic", "batch"])
 def test_an_epoch_that_is_killed_has_each_sample_once_and_so_has_the_next_one(
     kind: str, tmp_path: Path

@@ -19,6 +19,7 @@ from tests.nemo.damage import flip_a_bit
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
 
+@pytest.mark.thorough("tests/launch/test_restart.py finds a hung rank")
 def test_a_stopped_rank_is_found_by_its_missing_heartbeat_and_the_job_resumes(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -44,6 +45,7 @@ def test_a_stopped_rank_is_found_by_its_missing_heartbeat_and_the_job_resumes(
     assert any("hang" in str(cause) for cause in causes), output
 
 
+@pytest.mark.thorough("tests/launch/test_restart.py has the summary")
 def test_a_rank_that_always_fails_ends_the_job_with_a_summary_and_keeps_the_checkpoint(
     new_job: Callable[[Layout], Job],
 ) -> None:
@@ -65,7 +67,15 @@ def test_a_rank_that_always_fails_ends_the_job_with_a_summary_and_keeps_the_chec
     assert len(job.events(EventType.JOB_TERMINATED)) == 1
 
 
-@pytest.mark.parametrize("saves", ["--enable-async-ckpt", "--enable-optimized-async-ckpt"])
+@pytest.mark.parametrize(
+    "saves",
+    [
+        pytest.param(
+            "--enable-async-ckpt", marks=pytest.mark.thorough("the stop with the checkpoint process is near")
+        ),
+        "--enable-optimized-async-ckpt",
+    ],
+)
 def test_sigterm_to_the_launcher_saves_one_last_step_and_ends_the_job_well(
     new_job: Callable[[Layout], Job], saves: str
 ) -> None:
@@ -94,6 +104,7 @@ def saved_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return job.directory
 
 
+@pytest.mark.thorough("tests/checkpoint/format/test_nemo.py flips each bit")
 def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval_and_is_reported(
     saved_twice: Path, new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -108,6 +119,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval_and_is_report
     assert job.losses() == uninterrupted(ONE_RANK)
 
 
+@pytest.mark.thorough("tests/checkpoint/recovery/test_restore.py refuses the same")
 def test_when_no_checkpoint_is_usable_the_job_ends_instead_of_starting_over(
     saved_twice: Path, new_job: Callable[[Layout], Job]
 ) -> None:
@@ -146,6 +158,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.thorough("tests/checkpoint/test_trouble.py fills a disk")
 def test_a_disk_that_fills_up_ends_the_job_and_leaves_older_checkpoints_whole(
     new_job: Callable[[Layout], Job], small_disk: Callable[[int], Path]
 ) -> None:

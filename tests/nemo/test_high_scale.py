@@ -25,6 +25,7 @@ def kept_by(replicator: Command) -> set[int]:
     return {int(found[1]) for found in re.finditer(r"^kept (\d+)$", replicator.output, re.MULTILINE)}
 
 
+@pytest.mark.thorough("tests/plugins/test_hand_off.py hands over, tests/checkpoint/gke takes back")
 def test_after_a_kill_the_replicators_bring_back_the_newest_step_that_all_hosts_handed_over(
     tmp_path: Path, uninterrupted: Callable[[Layout], Losses]
 ) -> None:

@@ -28,6 +28,9 @@ def new_hosts(tmp_path: Path) -> Iterator[Callable[[Layout], Hosts]]:
         yield lambda layout: Hosts(tmp_path, layout, stack)
 
 
+@pytest.mark.thorough(
+    "tests/checkpoint/test_launched_hosts.py loses a host, tests/plugins its Megatron states"
+)
 def test_what_a_lost_host_had_comes_back_from_the_host_that_kept_a_copy(
     new_hosts: Callable[[Layout], Hosts], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -39,6 +42,9 @@ def test_what_a_lost_host_had_comes_back_from_the_host_that_kept_a_copy(
     assert hosts.job.losses() == uninterrupted(TENSOR_PARALLEL)
 
 
+@pytest.mark.thorough(
+    "tests/checkpoint/test_launched_hosts.py loses a host, tests/plugins its Megatron states"
+)
 def test_where_the_optimizer_is_replicated_a_rank_goes_on_from_the_shard_of_another(
     new_hosts: Callable[[Layout], Hosts], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -50,6 +56,9 @@ def test_where_the_optimizer_is_replicated_a_rank_goes_on_from_the_shard_of_anot
     assert hosts.job.losses() == uninterrupted(TWO_REPLICAS)
 
 
+@pytest.mark.thorough(
+    "tests/checkpoint/test_launched_hosts.py loses a host, tests/plugins its Megatron states"
+)
 def test_another_layout_cuts_the_persistent_checkpoint_anew_if_its_form_allows_it(
     new_hosts: Callable[[Layout], Hosts],
 ) -> None:

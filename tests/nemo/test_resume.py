@@ -13,6 +13,7 @@ from tests.nemo.conftest import ONE_RESTART, STEPS, TENSOR_PARALLEL, TWO_REPLICA
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
 
+@pytest.mark.thorough("a kill with the checkpoint process is near")
 def test_after_a_kill_between_synchronous_saves_every_loss_is_bit_identical(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -31,6 +32,7 @@ def test_after_a_kill_between_synchronous_saves_every_loss_is_bit_identical(
     assert job.losses() == uninterrupted(TENSOR_PARALLEL)
 
 
+@pytest.mark.thorough("the kill between synchronous saves is near")
 def test_after_a_kill_just_behind_an_asynchronous_commit_every_loss_is_bit_identical(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:
@@ -51,6 +53,7 @@ def test_after_a_kill_just_behind_an_asynchronous_commit_every_loss_is_bit_ident
     assert job.losses() == uninterrupted(TWO_REPLICAS)
 
 
+@pytest.mark.thorough("tests/checkpoint/commit kills at each operation of a save")
 def test_a_rank_killed_inside_a_save_leaves_the_save_before_as_the_newest(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:

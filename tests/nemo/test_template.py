@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,17 @@ print(*{*found, pulp.LpSolverDefault.tmpDir, tempfile.gettempdir()})
 """
 
 
-@pytest.mark.nemo
+pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("forked")]
+
+
+@pytest.fixture
+def forked(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The test's programs are forked from the warm interpreter; else its log has the reason."""
+    caplog.set_level("INFO", warm.__name__)
+    yield
+    assert caplog.get_records("call") == []
+
+
 @pytest.mark.parametrize(("rank", "shown"), [(0, "0 0 0\n"), (1, "1 1 UNK\n")])
 def test_nemo_in_a_forked_rank_has_the_ranks_own_numbers(rank: int, shown: str) -> None:
     env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
@@ -44,17 +55,13 @@ def test_nemo_in_a_forked_rank_has_the_ranks_own_numbers(rank: int, shown: str) 
     assert (done.stdout, done.stderr) == (shown, "")
 
 
-@pytest.mark.nemo
 def test_a_forked_program_without_nemo_sees_and_prints_nothing_of_it() -> None:
     done = warm.run([sys.executable, "-c", "print('mine')"], timeout=600)
     assert (done.stdout, done.stderr) == ("mine\n", "")
 
 
-@pytest.mark.nemo
 def test_a_forked_program_with_a_directory_for_temporary_files_of_its_own_uses_it_throughout(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
-    caplog.set_level("INFO", warm.__name__)
     done = warm.run([sys.executable, "-c", FILES], timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert (done.stdout, done.stderr) == (f"{tmp_path}\n", "")
-    assert caplog.messages == []  # it says there why one is not forked

@@ -14,6 +14,9 @@ from tests.nemo.logs import complete, restored_from
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
 
+@pytest.mark.thorough(
+    "a kill with the checkpoint process is near, tests/nemo/test_options.py saves in both tiers"
+)
 def test_a_killed_rank_is_restarted_in_place_from_the_newest_local_save_and_nemos_saves_go_on(
     new_job: Callable[[Layout], Job], uninterrupted: Callable[[Layout], Losses]
 ) -> None:

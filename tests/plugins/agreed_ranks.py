@@ -55,9 +55,9 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_resharded: 
     """What this rank restores, or the error, where the hosts hold the newest step for another layout.
 
     Args:
-        is_cut_anew: it is persistent too, and its form there does not allow it.
+        is_resharded: it is persistent too, and its form there does not allow it.
     """
-    from resiliency.checkpoint.recovery.unusable import Unusable
+    from resiliency.checkpoint.recovery.refusals import RefusedSaves
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
     from resiliency.plugins.process_restores import ProcessRestores
@@ -70,8 +70,8 @@ def restored_of_both_tiers(rank: int, layout: Layout, root: Path, is_resharded: 
         def inventory(self) -> Any:
             return SimpleNamespace(stored=[NEWEST, NEWEST - 1], on_hosts={NEWEST: Tier.MEMORY})
 
-        def unusable(self, *, above: int) -> Any:
-            return Unusable()
+        def refused_saves(self, *, above: int) -> Any:
+            return RefusedSaves()
 
         def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
             is_newest = path == self.path_of(NEWEST)
@@ -99,7 +99,7 @@ def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held
     """
     from resiliency.checkpoint.format.catalog import remove_checkpoint
     from resiliency.checkpoint.ranks import RankGroup
-    from resiliency.checkpoint.recovery.unusable import Unusable
+    from resiliency.checkpoint.recovery.refusals import RefusedSaves
     from resiliency.checkpoint.storage.posix import LocalStorage
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
@@ -112,8 +112,8 @@ def restored_while_a_cleaner_runs(rank: int, layout: Layout, root: Path, is_held
         def inventory(self) -> Any:
             return SimpleNamespace(stored=[NEWEST], on_hosts={NEWEST: Tier.MEMORY} if is_held else {})
 
-        def unusable(self, *, above: int) -> Any:
-            return Unusable()
+        def refused_saves(self, *, above: int) -> Any:
+            return RefusedSaves()
 
     class Process(PersistentCheckpointProcessIO):
         def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def content_metadata(rank: int, layout: Layout, root: Path) -> str:
     from resiliency.checkpoint import CheckpointerOptions
     from resiliency.checkpoint.agent.client import LinkOptions
     from resiliency.events import EventStream
-    from resiliency.plugins.megatron_leaves import CommonPart, packed, register
+    from resiliency.plugins.megatron_values import CommonPart, packed, register
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO
     from resiliency.runtime import RunInfo

@@ -93,7 +93,7 @@ def process_on(host: Path, rank: int, layout: Layout) -> Iterator[InClusterLocal
     io = InClusterLocalCheckpointIO(
         MinCkptOverheadCheckpointIO(),
         LocalTier(directory=host / "disk", replicas=0),
-        stand_ins=True,
+        substitutes=True,
         events=EventStream(info, []),
         options=CheckpointerOptions(arena_root=memory, link=LinkOptions(grace=SOON)),
     )

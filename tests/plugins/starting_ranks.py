@@ -89,7 +89,7 @@ def process(rank: int, layout: Layout, root: Path, memory: str, stack: ExitStack
     from resiliency.checkpoint.agent.client import LinkOptions
     from resiliency.events import EventStream
     from resiliency.plugins.in_cluster_local_ckpt import InClusterLocalCheckpointIO
-    from resiliency.plugins.megatron_leaves import register
+    from resiliency.plugins.megatron_values import register
     from resiliency.plugins.min_ckpt_overhead import MinCkptOverheadCheckpointIO
     from resiliency.runtime import RunInfo
 

@@ -148,6 +148,7 @@ def run_stock(root: Path, jobs: list[tuple[int, list[tuple[str, str, str]]]]) ->
         assert command.wait(timeout=len(jobs) * JOB_S) == 0, command.output
 
 
+@pytest.mark.thorough("tests/nemo/test_stock_readers.py has one size")
 @pytest.mark.parametrize("pair", READ_BY_STOCK, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
 def test_stock_megatron_loads_it_at_any_size_with_the_same_bits(
     ranks: Ranks, stock: Stock, pair: tuple[Layout, Layout]
@@ -172,6 +173,7 @@ def test_stock_megatron_loads_it_at_any_size_with_the_same_bits(
             assert values["random", "torch"].dtype == torch.uint8
 
 
+@pytest.mark.thorough("buckets of another layout that are refused are near")
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [(TENSOR_PARALLEL, TWO_REPLICAS), (TWO_REPLICAS, ONE_RANK)],
@@ -242,6 +244,7 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_hidden(ranks: Ranks, tmp_path
     assert inspect(LocalStorage(tmp_path), STEP).condition is Condition.UNFINISHED
 
 
+@pytest.mark.thorough("tests/nemo/test_stock_readers.py loads with stock Megatron")
 def test_a_checkpoint_of_stock_megatron_is_passed_over_and_loads_with_stock_megatron(
     ranks: Ranks, stock: Stock
 ) -> None:

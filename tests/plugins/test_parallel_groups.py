@@ -78,7 +78,7 @@ def table_of(rank: int, layout: Layout, root: Path) -> tuple[str, dict[str, tupl
         MinCkptOverheadCheckpointIO(),
         None,
         local=LocalTier(directory=home / "disk"),
-        stand_ins=True,
+        substitutes=True,
         events=EventStream(replace(info, peer_address=f"127.0.0.{2 + rank}"), []),
         options=CheckpointerOptions(arena_root=home / "memory", link=LinkOptions(grace=timedelta(seconds=5))),
     )
@@ -91,6 +91,6 @@ def test_the_agents_are_told_the_parallel_groups_of_each_host_beside_its_replica
     pool: RankPool, tmp_path: Path
 ) -> None:
     found = run(pool, table_of, Layout(ranks=2), tmp_path)
-    expected = {f"host-{rank}": {"tp:0", stand_ins} for rank, (stand_ins, _) in enumerate(found)}
+    expected = {f"host-{rank}": {"tp:0", substitutes} for rank, (substitutes, _) in enumerate(found)}
     for _, table in found:
         assert {host: set(groups) for host, groups in table.items()} == expected

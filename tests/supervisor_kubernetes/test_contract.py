@@ -229,6 +229,7 @@ SUBJECTS = [
         id="ray",
         marks=[
             pytest.mark.slow,
+            pytest.mark.thorough("test_ray.py loses a node of a cluster"),
             pytest.mark.leaks("processes", reason="the cluster lives as long as the module"),
         ],
     ),

@@ -123,7 +123,15 @@ def cut_everywhere(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in EACH_ACTION
+        else pytest.param(name, marks=pytest.mark.thorough("another case of the same action is near"))
+        for name in SCENARIOS
+    ],
+)
 def test_an_action_that_is_killed_between_any_two_calls_is_finished_once_by_the_next_adapter(
     name: str,
 ) -> None:
@@ -136,6 +144,7 @@ def test_an_action_survives_an_api_server_that_is_away_at_any_of_its_calls(name:
     run(cut_everywhere(SCENARIOS[name], without_a_server_at, (FaultKind.HOLD_AFTER,)))
 
 
+@pytest.mark.thorough("one that is away at any call is near")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH_ACTION)
 def test_an_action_survives_an_api_server_that_is_away_for_longer_than_the_lease(name: str) -> None:
@@ -174,6 +183,7 @@ async def outcome_of(adapter: Adapter, command: Command) -> Outcome:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.thorough("one that is away at any call is near")
 @pytest.mark.slow
 def test_a_command_outlives_an_api_server_that_is_away_for_half_of_its_deadline() -> None:
     async def work() -> None:
@@ -207,6 +217,7 @@ async def refused_everywhere(scenario: Scenario, fault: Fault) -> None:
         await settled(cluster, scenario, seen)
 
 
+@pytest.mark.thorough("a server that is away at any call is near")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EACH_ACTION, "hot swap by eviction"])
 def test_an_action_survives_conflicts_throttling_errors_and_lost_answers(name: str) -> None:

@@ -178,7 +178,7 @@ def _jobset(store: str, job_spec: dict[str, Any]) -> dict[str, Any]:
     thing = jobset("demo", hosts=2, **job_spec)
     (replicated,) = thing["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]
-    pod["terminationGracePeriodSeconds"] = 5
+    pod["terminationGracePeriodSeconds"] = 30
     (container,) = pod["containers"]
     container["command"] = [sys.executable, str(ROOT / "launcher.py")]
     container["args"] = [
@@ -232,6 +232,7 @@ def _swaps(status: Status) -> list[CommandStatus]:
     return [one for one in swaps if one.outcome is not OutcomeStatus.WITHDRAWN]
 
 
+@pytest.mark.thorough("test_contract.py drains, the lost host is near")
 def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -> None:
     plane = training.plane
     status = training.begins()
@@ -279,6 +280,7 @@ def test_a_lost_host_is_replaced_once_also_by_a_supervisor_that_was_killed(train
     assert steps == sorted(steps)
 
 
+@pytest.mark.thorough("test_crashes.py takes the server away, the lost host is near")
 def test_a_job_that_restarts_as_a_whole_loses_a_node_while_the_api_server_is_away(training: Training) -> None:
     plane = training.plane
     status = training.begins(backoffLimitPerIndex=None, backoffLimit=0)
@@ -299,6 +301,7 @@ def test_a_job_that_restarts_as_a_whole_loses_a_node_while_the_api_server_is_awa
     assert others[-1] > first
 
 
+@pytest.mark.thorough("test_contract.py shrinks and grows, the lost host is near")
 def test_without_a_spare_the_job_is_smaller_until_the_node_is_back(training: Training) -> None:
     plane = training.plane
     training.lose("n3")

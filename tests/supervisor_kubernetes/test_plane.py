@@ -42,6 +42,7 @@ def _runs_on(cluster: Threaded, *nodes: str) -> None:
     )
 
 
+@pytest.mark.thorough("test_waiting.py waits for slow pods")
 def test_an_image_that_takes_longer_than_a_job_may_be_down_leads_to_one_swap_and_no_more(
     tmp_path: Path,
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_daemon_that_is_killed_is_back_and_nothing_happens_to_training(twins: 
     assert twins.processes("a", "launcher") == launcher
 
 
+@pytest.mark.thorough("another part that fails is near")
 def test_a_daemon_that_is_stopped_is_no_lost_host(twins: Twins) -> None:
     twins.start_all()
     (daemon,) = twins.processes("a", "daemon")
@@ -107,6 +108,7 @@ def test_a_lost_host_is_swapped_although_the_actuator_was_killed_meanwhile(twins
     assert len(twins.processes("spare", "launcher")) == 1
 
 
+@pytest.mark.thorough("another part that fails is near")
 def test_a_launcher_that_is_killed_alone_is_started_again_beside_the_others(twins: Twins) -> None:
     twins.start_all()
     twins.stall()  # the others wait for its ranks
@@ -154,6 +156,7 @@ def test_a_drained_host_is_replaced_and_a_frozen_fleet_waits_for_its_thaw(twins:
 # ------------------------------------------------------------------------------------- network and clocks
 
 
+@pytest.mark.thorough("another part that fails is near")
 def test_daemons_that_are_cut_off_from_the_sensor_are_no_lost_hosts(twins: Twins) -> None:
     network = Forwarder(twins.plane.ports["sensor"])
     with closing(network):
@@ -177,6 +180,7 @@ def test_daemons_that_are_cut_off_from_the_sensor_are_no_lost_hosts(twins: Twins
         twins.restarts_once()
 
 
+@pytest.mark.thorough("another part that fails is near")
 def test_clocks_that_are_moved_by_an_hour_change_nothing(twins: Twins) -> None:
     clocks = twins.plane.tmp_path / "clocks"
     clocks.mkdir()
@@ -218,6 +222,7 @@ def controller(tmp_path: Path, state_dir: Path) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.thorough("another part that fails is near")
 def test_a_damaged_event_log_is_refused_with_a_sentence_and_without_it_hosts_register_again(
     twins: Twins,
 ) -> None:
@@ -248,6 +253,7 @@ def test_a_second_controller_is_refused_and_the_first_one_goes_on(twins: Twins) 
     assert twins.plane.status().epoch > 0
 
 
+@pytest.mark.thorough("another part that fails is near")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_full_disk_under_the_event_log_decides_nothing_and_says_so(twins: Twins) -> None:
     plane = twins.plane

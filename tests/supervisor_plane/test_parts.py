@@ -16,7 +16,13 @@ pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", [True, False], ids=["all in one", "three processes"])
+@pytest.mark.parametrize(
+    "together",
+    [
+        pytest.param(True, id="all in one"),
+        pytest.param(False, id="three processes", marks=pytest.mark.thorough("all in one is near")),
+    ],
+)
 def test_a_failed_rank_is_restarted_in_place_and_the_next_step_closes_the_incident(
     tmp_path: Path, together: bool
 ) -> None:

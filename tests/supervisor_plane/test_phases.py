@@ -178,6 +178,7 @@ def mend(incidents: Incidents, part: str, number: signal.Signals, pids: list[int
         incidents.twins.start(part)
 
 
+@pytest.mark.thorough("test_faults.py kills and stops each part")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_fault_of_any_part_at_any_phase_of_an_incident_costs_no_job_and_repeats_no_action(
     incidents: Incidents, number: signal.Signals

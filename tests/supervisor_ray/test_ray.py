@@ -127,6 +127,7 @@ def test_a_lost_node_costs_its_host_a_spare_takes_its_place_and_a_new_node_is_th
     run(work())
 
 
+@pytest.mark.thorough("the lost node is near, test_bridge.py has what the client says")
 def test_a_host_whose_actor_ended_alone_ends_with_it_and_comes_back(fleet: Fleet) -> None:
     async def work() -> None:
         async with fleet.running() as here:
@@ -160,6 +161,7 @@ def test_a_host_whose_actor_ended_alone_ends_with_it_and_comes_back(fleet: Fleet
     run(work())
 
 
+@pytest.mark.thorough("the lost node is near, test_bridge.py has what the client says")
 def test_a_node_that_hangs_costs_its_host_and_what_it_trained_is_stopped_when_it_goes_on(
     fleet: Fleet,
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_node_that_hangs_costs_its_host_and_what_it_trained_is_stopped_when_it
     run(work())
 
 
+@pytest.mark.thorough("the lost node is near, test_bridge.py has what the client says")
 def test_a_client_that_ends_is_replaced_and_a_cluster_that_is_away_is_no_loss(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def _start(plane: Plane, stack: ExitStack, cluster: Cluster) -> None:
     program.wait_for_line("sensor ready at port", timeout=PATIENCE_S)
 
 
+@pytest.mark.thorough("test_ray.py loses a node")
 def test_the_example_trains_on_when_the_node_of_a_host_is_lost(example: Plane) -> None:
     def trains(seen: Status) -> bool:
         return bool(seen.jobs) and (job_of(seen).step or 0) > 12 and host_of(seen, "host-2") is not None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from supervisor.detection import HostSight
-from supervisor.transport.services import Holding, Known
+from supervisor.transport.services import EvidenceCheck, Known
 from supervisor.values import Change, Command, Evidence
 
 
@@ -15,13 +15,13 @@ class TestSensor:
     """`holding`: the answer for each command id; others are "cannot tell"."""
 
     __test__ = False
-    holding: dict[str, Holding] = field(default_factory=dict)
+    holding: dict[str, EvidenceCheck] = field(default_factory=dict)
     seen: list[HostSight] = field(default_factory=list)
     changes: list[tuple[str, Change, Evidence]] = field(default_factory=list)
     thawed: int = 0
 
-    async def check_evidence(self, command: Command) -> Holding:
-        return self.holding.get(command.id, Holding(holds=None))
+    async def check_evidence(self, command: Command) -> EvidenceCheck:
+        return self.holding.get(command.id, EvidenceCheck(holds=None))
 
     def take_change(self, host: str, change: Change, evidence: Evidence) -> None:
         self.changes.append((host, change, evidence))

@@ -397,10 +397,10 @@ def test_a_launcher_that_died_without_a_word_holds_its_host_until_that_was_seen_
     clock.advance(timedelta(seconds=GONE_S - 1))
     # The sensor is told that its workers are silent, and no size of a job that may have another one by now.
     assert workers.report().workers[0].heartbeat_age_s == GONE_S - 1
-    assert (workers.host_info().workload, workers.told_workload) == ("job", None)
+    assert (workers.host_info().workload, workers.reported_workload) == ("job", None)
     # One that was cut off only is back by then.
     again = join()
-    assert workers.told_workload == WorkloadInfo(workload="job")
+    assert workers.reported_workload == WorkloadInfo(workload="job")
     workers.leave(again, ended=False)
     clock.advance(timedelta(seconds=GONE_S))
     assert (workers.host_info().workload, workers.host_info().state) == ("", DeviceState.SPARE)

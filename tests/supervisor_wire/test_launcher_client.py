@@ -63,6 +63,7 @@ def command(id: str, kind: HostCommandKind, *, attempt: int | None = None) -> Ho
     return HostCommand(epoch=1, id=id, kind=kind, workload="job", attempt=attempt, reason="test")
 
 
+@pytest.mark.slow
 def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
     launch: Launch, leaves_nothing: Callable[[Program], None], tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ def test_ranks_of_all_hosts_restart_when_one_is_asked_and_a_host_that_is_asked_t
     run(work())
 
 
+@pytest.mark.slow
 def test_a_daemon_that_dies_or_stops_costs_a_warning_and_nothing_else(launch: Launch, tmp_path: Path) -> None:
     """The predecessor's client held the job: 7 s a heartbeat with a dead daemon, 59 s with a stopped one."""
     fleet = Fleet(tmp_path)

@@ -97,6 +97,7 @@ async def placed(fleet: Fleet, *domains: str) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.thorough("tests/supervisor/test_wanted.py compares places")
 @pytest.mark.slow
 def test_ranks_and_supervisor_know_the_place_of_the_host_and_the_next_attempt_a_new_one(
     launch: Launch, leaves_nothing: Callable[[Program], None], tmp_path: Path

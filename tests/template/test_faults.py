@@ -213,6 +213,7 @@ def test_waiting_for_a_template_ends_when_it_should(tmp_path: Path) -> None:
         os.close(writing)
 
 
+@pytest.mark.thorough("tests/launch/test_standby.py restarts 30 times")
 def test_200_forks_leave_nothing_behind() -> None:
     with ready_template("json") as template:
         owner, process = psutil.Process(), psutil.Process(template.pid)

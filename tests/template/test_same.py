@@ -250,6 +250,7 @@ def test_a_module_that_stops_collections_has_stopped_them(tmp_path: Path) -> Non
         assert run(template, *words, env=env) == run(None, *words, env=env)
 
 
+@pytest.mark.slow
 def test_libraries_have_as_many_threads_as_in_a_fresh_process_where_nothing_says_how_many() -> None:
     """As for the only rank of a host.  numexpr starts its threads while it is imported."""
     env = environment(NUMEXPR_NUM_THREADS="3")

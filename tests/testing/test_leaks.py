@@ -153,6 +153,7 @@ PROJECT = """
 """
 
 
+@pytest.mark.slow
 def test_the_plugin_fails_exactly_the_test_that_leaked(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["resiliency.testing.fixtures"]')
     (tmp_path / "test_project.py").write_text(textwrap.dedent(PROJECT))

@@ -45,13 +45,14 @@ from resiliency.checkpoint.agent.protocol import (
 from resiliency.checkpoint.agent.request_queue import RequestQueue
 from resiliency.checkpoint.names import TierTry
 from resiliency.checkpoint.storage.posix import SHORTAGES
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import AGENT_HOST_ENV
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 _LOOK_S = 0.05
 _BACKOFF_S = (0.0, 0.2, 1.0, 5.0)
 #: A connection, or an agent, that ended sooner than this will end soon again.
@@ -126,7 +127,11 @@ class AgentLink:
         self.losses = 0
         reap_agents()
         self._thread = threading.Thread(target=self._run, name="resiliency-agent-link", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._news.close()
+            raise
 
     def wait_for_agent(
         self, at_most: timedelta | None = None, *, tell_every: timedelta = timedelta(seconds=10)
@@ -277,7 +282,7 @@ class AgentLink:
                     channel.close()
                     return False
                 left_s = until - time.monotonic()
-                answer = channel.receive(timedelta(seconds=min(max(0.01, left_s), BEAT_S)))
+                answer = channel.receive(timedelta(seconds=min(max(0.01, left_s), HEARTBEAT_S)))
         except PeerError:
             channel.close()
             return False
@@ -358,7 +363,7 @@ class AgentLink:
             answer = None
             # It may still import torch.
             while answer is None and time.monotonic() < deadline and not self._given_up.is_set():
-                answer = channel.receive(timedelta(seconds=BEAT_S))
+                answer = channel.receive(timedelta(seconds=HEARTBEAT_S))
             return answer
         finally:
             channel.close()
@@ -372,28 +377,28 @@ class AgentLink:
             self._pass_on(channel)
             if closing:
                 return
-            ready = _readable(channel.fileno(), self._news.fileno(), timeout_s=BEAT_S / 2)
+            ready = _readable(channel.fileno(), self._news.fileno(), timeout_s=HEARTBEAT_S / 2)
             self._news.clear()
             now = time.monotonic()
             if channel.fileno() in ready:
                 message = channel.receive(_AT_ONCE)
                 heard = now
                 if isinstance(message, Done):
-                    if message.session == self._attach.session:
+                    if message.attempt_id == self._attach.attempt_id:
                         self._request_queue.reported(message)
                         self._on_done(message)
                 elif isinstance(message, Copies):
-                    if message.session == self._attach.session:
+                    if message.attempt_id == self._attach.attempt_id:
                         self._on_copies(message)
                 elif isinstance(message, RepairDone):
-                    if message.session == self._attach.session:
+                    if message.attempt_id == self._attach.attempt_id:
                         self._request_queue.repair_reported(message)
                 elif message is not None and not isinstance(message, Heartbeat | Attached):
                     raise PeerError(f"{message.kind} is not for a trainer.")
             if now - heard > self._options.silence.total_seconds():
                 self._kill(channel)
                 raise PeerError(f"it said nothing for {now - heard:.0f} s.")
-            if now - beaten > BEAT_S:
+            if now - beaten > HEARTBEAT_S:
                 beaten = now
                 channel.send(Heartbeat())
 

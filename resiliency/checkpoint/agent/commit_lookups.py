@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class CommitLookup:
-    """The question whether a session has committed a step already, by any try.
+    """The question whether an attempt has committed a step already, by any try.
 
     Args:
         timeout_s: when to stop asking.
     """
 
-    def __init__(self, look: Future[str | None], session: str, step: int, timeout_s: float) -> None:
+    def __init__(self, look: Future[str | None], attempt_id: str, step: int, timeout_s: float) -> None:
         self._look = look
-        self._session = session
+        self._attempt_id = attempt_id
         self._step = step
         self._until = time.monotonic() + timeout_s
 
@@ -47,7 +47,7 @@ class CommitLookup:
             )
             return False
         try:
-            return self._look.result() == save_id_of(self._session, self._step)
+            return self._look.result() == save_id_of(self._attempt_id, self._step)
         except CheckpointError as error:
             logger.warning("the local tier cannot be looked at: %s", error)
             return False
@@ -62,7 +62,7 @@ class CommitLookups:
     def ask(self, member: Attach, step: int) -> CommitLookup:
         storage = LocalStorage(member.settings.local_directory)
         look = self._looks.submit(lambda: committed_save(storage, step))
-        return CommitLookup(look, member.session, step, member.settings.save_timeout_s)
+        return CommitLookup(look, member.attempt_id, step, member.settings.save_timeout_s)
 
     def close(self) -> None:
         """Leave the thread behind if its disk hangs; it keeps nobody."""

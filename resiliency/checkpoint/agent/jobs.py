@@ -13,7 +13,7 @@ from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.capture.arena import CapturedSlot
 from resiliency.checkpoint.names import TierName, TierTry, save_id_of
 
-#: The session that tries, and what.
+#: The attempt that tries, and what.
 JobKey: TypeAlias = "tuple[str, TierTry]"
 
 
@@ -28,7 +28,7 @@ class SaveJob:
 
     tier: TierName
     step: int
-    session: str
+    attempt_id: str
     run_id: str
     world_size: int
     ranks: tuple[int, ...]
@@ -43,11 +43,11 @@ class SaveJob:
     @property
     def save_id(self) -> str:
         """The name of the save, the same on all hosts, in all tiers and for all tries."""
-        return save_id_of(self.session, self.step)
+        return save_id_of(self.attempt_id, self.step)
 
     @property
     def key(self) -> JobKey:
-        return self.session, TierTry(self.step, self.try_number, self.tier.value)
+        return self.attempt_id, TierTry(self.step, self.try_number, self.tier.value)
 
     @property
     def leads(self) -> bool:
@@ -73,7 +73,7 @@ class SaveJob:
         """The report that there is nothing (more) to do for it; with an `error`, that it came to nothing."""
         return Done(
             step=self.step,
-            session=self.session,
+            attempt_id=self.attempt_id,
             tier=self.tier.value,
             error=error,
             try_number=self.try_number,

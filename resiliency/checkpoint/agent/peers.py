@@ -18,7 +18,7 @@ from pathlib import Path
 from resiliency.checkpoint.agent.jobs import GiveUpJob, RetireJob
 from resiliency.checkpoint.agent.protocol import Attach, Copies, Repair, RepairDone
 from resiliency.checkpoint.capture.arena import rank_directory
-from resiliency.checkpoint.names import save_id_of, session_of
+from resiliency.checkpoint.names import attempt_id_of, save_id_of
 from resiliency.checkpoint.replication.completion import REMEMBERED
 from resiliency.checkpoint.replication.hosts import HostTable
 from resiliency.checkpoint.replication.repairs import Push
@@ -53,17 +53,17 @@ def table_path(arena: Path, first_rank: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class _Abandoned:
-    """A save of a session never becomes complete."""
+    """A save of an attempt never becomes complete."""
 
     step: int
-    session: str
+    attempt_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked(Push):
-    """A repair, and the session that asked for it: another one may have begun before it ends."""
+    """A repair, and the attempt that asked for it: another one may have begun before it ends."""
 
-    session: str
+    attempt_id: str
 
 
 class Replication:
@@ -83,7 +83,7 @@ class Replication:
         self._attach: Attach | None = None
         #: A table that could not be read for want of descriptors or memory.
         self._unread: Path | None = None
-        #: Of this session: the newest step that is committed here, and whether its fate is known.
+        #: Of this attempt: the newest step that is committed here, and whether its fate is known.
         self._newest = -1
         self._is_open = False
         self._complete: dict[int, str] = {}
@@ -94,7 +94,7 @@ class Replication:
         """Where the agents of other hosts reach this one; 0 if they do not."""
         return 0 if self._service is None else self._service.port
 
-    def begin_session(self, attach: Attach) -> None:
+    def begin_attempt(self, attach: Attach) -> None:
         """Another start of the job, or another agent of the same one, which then goes on."""
         self._attach, self._newest, self._is_open = attach, -1, False
         self._complete, self._given_up, self._unread = {}, {}, None
@@ -109,23 +109,23 @@ class Replication:
             self._take(table)
 
     def introduced(self, attach: Attach) -> None:
-        """A rank of the session said who it is, perhaps anew."""
+        """A rank of the attempt said who it is, perhaps anew."""
         self._attach = attach
         if self._service is not None:
             self._service.spare(attach.restored_step)
 
     def learn(self, path: Path) -> None:
         """The ranks have made a table of the agents of all hosts."""
-        is_told, self._unread = self._unread == path, None
+        is_reported, self._unread = self._unread == path, None
         try:
             table = HostTable.read(path)
         except ConfigError as error:
             self._note_unread(path, error)
-            if not is_told:
+            if not is_reported:
                 now = " for now" if self._unread else ""
                 logger.error("nothing is copied to other hosts%s: %s", now, error)
             return
-        if self._attach is not None and table.session == self._attach.session:
+        if self._attach is not None and table.attempt_id == self._attach.attempt_id:
             self._take(table)
 
     def look_again(self) -> None:
@@ -134,22 +134,22 @@ class Replication:
             self.learn(self._unread)
 
     def committed(self, step: int) -> None:
-        """This session has committed `step` here."""
+        """This attempt has committed `step` here."""
         if self._attach is None or step < self._newest:
             return
         self._newest = step
         if step in self._complete:  # it was taken up already, from an agent before this one
             return
         if self._attach.is_alone:
-            self._put(Copies(step=step, session=self._attach.session, complete=True))
+            self._put(Copies(step=step, attempt_id=self._attach.attempt_id, complete=True))
         elif self._service is not None:
             self._is_open = True
-            self._service.replicate(step, save_id_of(self._attach.session, step))
+            self._service.replicate(step, save_id_of(self._attach.attempt_id, step))
 
     def failed(self, step: int) -> None:
-        """This session's save of `step` failed here: other hosts may not be able to count on it."""
+        """This attempt's save of `step` failed here: other hosts may not be able to count on it."""
         if self._attach is not None and self._service is not None:
-            self._service.lose(step, save_id_of(self._attach.session, step))
+            self._service.lose(step, save_id_of(self._attach.attempt_id, step))
 
     def repair(self, repair: Repair) -> None:
         """Another host lacks a copy that this one has.
@@ -161,12 +161,12 @@ class Replication:
             return
         if self._service is None:
             why = "this agent and those of other hosts do not reach each other."
-            self._put(RepairDone(session=self._attach.session, repair=repair, error=why))
+            self._put(RepairDone(attempt_id=self._attach.attempt_id, repair=repair, error=why))
             return
         push = _Asked(
-            session=self._attach.session,
+            attempt_id=self._attach.attempt_id,
             holder=self._attach.host,
-            owner=repair.owner,
+            source_host=repair.source_host,
             step=repair.step,
             save_id=repair.save_id,
             target=repair.target,
@@ -182,7 +182,7 @@ class Replication:
                 event = self._events.get_nowait()
             except queue.Empty:
                 return found
-            if self._attach is None or event.session != self._attach.session:
+            if self._attach is None or event.attempt_id != self._attach.attempt_id:
                 continue
             if isinstance(event, RepairDone):
                 found.append(event)
@@ -196,8 +196,8 @@ class Replication:
         """The news of the last complete steps, oldest first, for a rank that may have missed them."""
         if self._attach is None:
             return []
-        session, steps = self._attach.session, sorted(self._complete)[-REMEMBERED:]
-        return [Copies(step=step, session=session, complete=True) for step in steps]
+        attempt_id, steps = self._attach.attempt_id, sorted(self._complete)[-REMEMBERED:]
+        return [Copies(step=step, attempt_id=attempt_id, complete=True) for step in steps]
 
     @property
     def is_settled(self) -> bool:
@@ -217,7 +217,7 @@ class Replication:
             self._is_open = False
         if not event.complete:
             return [event]
-        self._complete[event.step] = save_id_of(attach.session, event.step)
+        self._complete[event.step] = save_id_of(attach.attempt_id, event.step)
         while len(self._complete) > _REMEMBERED:
             del self._complete[min(self._complete)]
         job = RetireJob(
@@ -230,7 +230,7 @@ class Replication:
         return [event, job]
 
     def _delete(self, event: _Abandoned, attach: Attach) -> GiveUpJob:
-        self._given_up[event.step] = save_id_of(attach.session, event.step)
+        self._given_up[event.step] = save_id_of(attach.attempt_id, event.step)
         while len(self._given_up) > _GIVEN_UP:
             del self._given_up[min(self._given_up)]
         return GiveUpJob(settings=attach.settings, saves=dict(self._given_up))
@@ -247,9 +247,9 @@ class Replication:
         elif isinstance(event, NotRepaired):
             self._repaired(event.push, event.why)
         elif isinstance(event, GivenUp):
-            self._put(_Abandoned(step=event.step, session=session_of(event.save_id, event.step)))
+            self._put(_Abandoned(step=event.step, attempt_id=attempt_id_of(event.save_id, event.step)))
         elif isinstance(event, Complete | NotReplicated | Replicated):
-            news = Copies(step=event.step, session=session_of(event.save_id, event.step))
+            news = Copies(step=event.step, attempt_id=attempt_id_of(event.save_id, event.step))
             if isinstance(event, Replicated):
                 news = replace(news, hosts=event.hosts)
             elif isinstance(event, NotReplicated):
@@ -261,12 +261,16 @@ class Replication:
     def _repaired(self, push: Push, error: str = "") -> None:
         assert isinstance(push, _Asked), "nobody else asks for repairs"
         repair = Repair(
-            step=push.step, save_id=push.save_id, owner=push.owner, root=push.root, target=push.target
+            step=push.step,
+            save_id=push.save_id,
+            source_host=push.source_host,
+            root=push.root,
+            target=push.target,
         )
-        self._put(RepairDone(session=push.session, repair=repair, error=error))
+        self._put(RepairDone(attempt_id=push.attempt_id, repair=repair, error=error))
 
     def _table_of(self, attach: Attach) -> HostTable | None:
-        """The table that this session's ranks left for an agent before this one."""
+        """The table that this attempt's ranks left for an agent before this one."""
         path = table_path(self._arena, min(attach.local_ranks))
         if not path.exists():
             return None
@@ -276,7 +280,7 @@ class Replication:
             self._note_unread(path, error)
             logger.warning("%s", error)
             return None
-        return table if table.session == attach.session else None
+        return table if table.attempt_id == attach.attempt_id else None
 
     def _note_unread(self, path: Path, error: ConfigError) -> None:
         if error.fields.get("errno") in SHORTAGES:

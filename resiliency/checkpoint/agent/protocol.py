@@ -72,7 +72,7 @@ class Settings:
 class Attach:
     """A rank introduces itself, or what it said before changed.
 
-    `session` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
+    `attempt_id` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
     with a checkpoint of another takes over its run; `restored_step` is where it goes on, 0 if it starts
     from scratch, and `restored_save` from which save of that step.  All four are the same on all ranks.
     `host` is this host's name among the others, `peer_address` where they reach it (empty: anywhere).
@@ -83,7 +83,7 @@ class Attach:
     world_size: int
     local_ranks: tuple[int, ...]
     run_id: str
-    session: str
+    attempt_id: str
     host: str
     peer_address: str = ""
     restored_step: int = 0
@@ -106,7 +106,7 @@ class Attached:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """All agents of this session are known: the file at `path` holds their `HostTable`."""
+    """All agents of this attempt are known: the file at `path` holds their `HostTable`."""
 
     kind: ClassVar[str] = "peers"
     path: str
@@ -122,13 +122,13 @@ class RequestRefused:
 class Repair:
     """Send what this host has of a committed step to another host, which lacks it after a restore.
 
-    `owner` saved it, and its files are under `root` here.
+    `source_host` saved it, and its files are under `root` here.
     """
 
     kind: ClassVar[str] = "repair"
     step: int
     save_id: str
-    owner: str
+    source_host: str
     root: str
     target: str
 
@@ -138,7 +138,7 @@ class RepairDone:
     """How a repair ended; `error` is empty if the copy is there.  It is not tried again by the same agent."""
 
     kind: ClassVar[str] = "repair-done"
-    session: str
+    attempt_id: str
     repair: Repair
     error: str = ""
 
@@ -193,7 +193,7 @@ class Done:
 
     kind: ClassVar[str] = "done"
     step: int
-    session: str
+    attempt_id: str
     tier: str
     error: str
     try_number: int = 1
@@ -220,7 +220,7 @@ class Copies:
 
     kind: ClassVar[str] = "copies"
     step: int
-    session: str
+    attempt_id: str
     hosts: tuple[str, ...] = ()
     complete: bool = False
     error: str = ""

@@ -52,7 +52,7 @@ class RequestQueue:
         # One thread takes from the left and puts back there, the others append: deques bear that.
         self._waiting: deque[Request] = deque()
         #: What an agent was told of and has not reported yet, by the newest request for it.
-        self._told: dict[TierTry, SaveRequest | Skip] = {}
+        self._unreported: dict[TierTry, SaveRequest | Skip] = {}
         self._repairs: dict[Repair, None] = {}
         self._repair_agents: Counter[Repair] = Counter()
         #: Said once, it holds for every agent to come.
@@ -71,7 +71,7 @@ class RequestQueue:
 
     def reported(self, done: Done) -> None:
         """An agent said how a save ended in a tier."""
-        self._told.pop(done.tried, None)
+        self._unreported.pop(done.tried, None)
 
     def repair_reported(self, done: RepairDone) -> None:
         """An agent said how a repair ended."""
@@ -92,7 +92,7 @@ class RequestQueue:
     @property
     def unreported(self) -> frozenset[TierTry]:
         """What is lost if the agent is."""
-        return frozenset(self._told)
+        return frozenset(self._unreported)
 
     def start_over(self, again: Sequence[SaveRequest], why: str) -> None:
         """The agent is lost: the next one hears first what this one leaves undone.
@@ -103,17 +103,17 @@ class RequestQueue:
             why: the agent was lost.
         """
         saved_again = {tried for save in again for tried in save.tries}
-        given_up = [tried for tried in sorted(self._told) if tried not in saved_again][-_MOST_GIVEN_UP:]
+        given_up = [tried for tried in sorted(self._unreported) if tried not in saved_again][-_MOST_GIVEN_UP:]
         skips = [] if self._is_alone else [self._skip(tried, why) for tried in given_up]
-        self._told = {}
+        self._unreported = {}
         undone: list[SaveRequest | Skip] = [*again, *skips]
         undone.sort(key=lambda request: (request.step, request.try_number))
         # No order holds between saves and repairs.
         self._waiting.extendleft(reversed([*self._unfinished_repairs(), *undone]))
 
     def _skip(self, tried: TierTry, why: str) -> Skip:
-        told = self._told[tried]
-        reason = told.reason if isinstance(told, Skip) else f"rank {self._rank}: {why}"
+        unreported = self._unreported[tried]
+        reason = unreported.reason if isinstance(unreported, Skip) else f"rank {self._rank}: {why}"
         return Skip(step=tried.step, tiers=(tried.tier,), reason=reason, try_number=tried.number)
 
     def _unfinished_repairs(self) -> list[Repair]:
@@ -122,13 +122,13 @@ class RequestQueue:
             if self._repair_agents[repair] >= _REPAIR_AGENTS:
                 logger.error(
                     "%d agents were lost before they had sent step %d of %s to %s: it goes without that copy",
-                    *(_REPAIR_AGENTS, repair.step, repair.owner, repair.target),
+                    *(_REPAIR_AGENTS, repair.step, repair.source_host, repair.target),
                 )
         return [repair for repair in repairs if self._repair_agents[repair] < _REPAIR_AGENTS]
 
     def _note(self, request: Request) -> None:
         if isinstance(request, SaveRequest | Skip):
-            self._told.update(dict.fromkeys(request.tries, request))
+            self._unreported.update(dict.fromkeys(request.tries, request))
         elif isinstance(request, Repair):
             self._repairs[request] = None
             self._repair_agents[request] += 1

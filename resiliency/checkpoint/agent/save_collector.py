@@ -53,7 +53,7 @@ class _PendingSave:
 
     def __init__(self, member: Attach) -> None:
         self.member = member
-        self.session = member.session
+        self.attempt_id = member.attempt_id
         self.until = time.monotonic() + member.settings.save_timeout_s
         self.patient = False
         self.slots: dict[int, CapturedSlot] = {}
@@ -94,20 +94,20 @@ class SaveCollector:
         self.in_work = 0
         #: The last saves that were handed to a worker, and how they ended if they have.
         self._handled: dict[JobKey, Done | None] = {}
-        #: Session and step of the last rescue that was said to have come to nothing.
+        #: attempt and step of the last rescue that was said to have come to nothing.
         self._in_vain: tuple[str, int] | None = None
 
-    def begin_session(self, attach: Attach) -> None:
+    def begin_attempt(self, attach: Attach) -> None:
         """Another start of the job: what was gathered for the one before is over."""
         incomplete = dict(self._pending)
         for pending in incomplete.values():
             pending.close()
         self._pending.clear()
-        # What earlier sessions had in work is reported to nobody.
+        # What earlier attempts had in work is reported to nobody.
         self._handled = {
             key: done
             for key, done in self._handled.items()
-            if done is None or start_of(key[0]) == start_of(attach.session)
+            if done is None or start_of(key[0]) == start_of(attach.attempt_id)
         }
         if attach.settings.local_directory:
             self._workers[TierName.LOCAL].try_put(ShowJob(settings=attach.settings))
@@ -130,7 +130,7 @@ class SaveCollector:
         """A rank has a step; returns what it may have missed, as a rescue was faster."""
         missed = []
         for tried in save.tries:
-            key = (member.session, tried)
+            key = (member.attempt_id, tried)
             if key not in self._handled:
                 pending = self._pending_of(member, tried)
                 if save.again and tried.tier == TierName.LOCAL.value and pending.lookup is None:
@@ -192,11 +192,11 @@ class SaveCollector:
             without: steps, each with a tier that is not to get it.
         """
         steps = [
-            {h.step for _, h in peek(self._arena, rank) if h.run_id == last.session}
+            {h.step for _, h in peek(self._arena, rank) if h.run_id == last.attempt_id}
             for rank in last.local_ranks
         ]
         for step in sorted(set.intersection(*steps), reverse=True)[:1]:
-            if self._is_committed(last.session, step):
+            if self._is_committed(last.attempt_id, step):
                 return
             tier = self._tier_for(last, step, without)
             if tier is None:
@@ -218,10 +218,10 @@ class SaveCollector:
         if not last.is_alone:
             del tiers[1:]
         for tier in tiers:
-            handled = [tried for session, tried in self._handled if session == last.session]
+            handled = [tried for attempt_id, tried in self._handled if attempt_id == last.attempt_id]
             newest = _newest_try(handled, step, tier)
             if newest >= (_newest_try(self._pending, step, tier) or 1):
-                if self._handled[last.session, TierTry(step, newest, tier.value)] is None:
+                if self._handled[last.attempt_id, TierTry(step, newest, tier.value)] is None:
                     return None  # how it ends is reported
             elif (step, tier) not in without and not self._workers[tier].why_hung():
                 if tier is not tiers[0]:
@@ -231,8 +231,8 @@ class SaveCollector:
                         *(step, tier.value, tiers[0].value),
                     )
                 return tier
-        if self._in_vain != (last.session, step):
-            self._in_vain = last.session, step
+        if self._in_vain != (last.attempt_id, step):
+            self._in_vain = last.attempt_id, step
             logger.error(
                 "step %d, which its ranks left in memory, is not committed: storage of the %s tier failed, or"
                 " does not answer",
@@ -282,7 +282,7 @@ class SaveCollector:
             logger.info("steps that were given up stay until the next one is")
 
     def free_others(self, attach: Attach, tier: TierName, step: int) -> None:
-        """`step` of this session is safe in `tier`: ranks that run elsewhere now need no captures here."""
+        """`step` of this attempt is safe in `tier`: ranks that run elsewhere now need no captures here."""
         if set(ranks_in(self._arena)) - set(attach.local_ranks):
             job = FreeJob(
                 settings=attach.settings, arena=self._arena, local_ranks=attach.local_ranks, step=step
@@ -309,14 +309,14 @@ class SaveCollector:
             pending.close()
         self._pending.clear()  # and with them the mappings of slots
 
-    def _is_committed(self, session: str, step: int, tier: str | None = None) -> bool:
+    def _is_committed(self, attempt_id: str, step: int, tier: str | None = None) -> bool:
         """By any try, and in any tier if none is named."""
         return any(
-            (of_session, tried.step) == (session, step)
+            (of_attempt, tried.step) == (attempt_id, step)
             and tier in (None, tried.tier)
             and done is not None
             and not done.error
-            for (of_session, tried), done in self._handled.items()
+            for (of_attempt, tried), done in self._handled.items()
         )
 
     def _pending_of(self, member: Attach, tried: TierTry) -> _PendingSave:
@@ -340,7 +340,7 @@ class SaveCollector:
         if not save.slot or "/" in save.slot:
             return None
         slot = try_open_slot(rank_directory(self._arena, member.rank) / save.slot)
-        if slot is None or (slot.header.step, slot.header.run_id) == (save.step, member.session):
+        if slot is None or (slot.header.step, slot.header.run_id) == (save.step, member.attempt_id):
             return slot
         slot.close()
         return None
@@ -361,7 +361,7 @@ class SaveCollector:
             for rank in incomplete.absent:
                 incomplete.missing[rank] = f"rank {rank} went on without it"
             self._submit(attach, other)  # those that wait for it are told
-        is_committed = self._is_committed(pending.session, tried.step, tried.tier)
+        is_committed = self._is_committed(pending.attempt_id, tried.step, tried.tier)
         missing = "" if is_committed else "; ".join(pending.missing.values())
         job = _save_job(
             attach, tried, slots={} if missing or is_committed else pending.slots, missing=missing
@@ -378,13 +378,13 @@ class SaveCollector:
     def _pass_to_worker(self, job: SaveJob, *, patient: bool) -> None:
         self.in_work += 1
         worker = self._workers[job.tier]
-        worker.overtake(job.session)
+        worker.overtake(job.attempt_id)
         hang = worker.why_hung()
         if hang and not job.missing:
             worker.refuse(job, hang, left_out=True, hangs=True)
             return
         why, left_out = job.missing, False
-        if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving(job.session):
+        if not why and not patient and len(job.settings.tiers) > 1 and worker.is_saving(job.attempt_id):
             # Its slot would be lent for as long, and there is one for each tier.
             why, left_out = (
                 "an earlier save is still being written: storage is slower than the interval",
@@ -411,7 +411,7 @@ def _save_job(
     return SaveJob(
         tier=TierName(tried.tier),
         step=tried.step,
-        session=member.session,
+        attempt_id=member.attempt_id,
         run_id=member.run_id,
         world_size=member.world_size,
         ranks=tuple(sorted(member.local_ranks)),

@@ -8,7 +8,7 @@ the slots back.  It never touches a GPU and runs no training code.  What happens
 * a rank dies: the newest step that all ranks of this host have whole in memory is committed,
   also if its save was never requested.  If a tier fails at that, or is found to hang, the other one gets it,
   where this host is the whole job.  Then the agent waits for the ranks to come back;
-* all come back within the grace: they attach as a new session, with their captures still there;
+* all come back within the grace: they attach as a new attempt, with their captures still there;
 * no rank does: the agent leaves, and takes the captures along if they are all committed;
 * the agent dies: its locks vanish, its trainers notice, report the save as failed and start another;
 * storage hangs: the save is reported as failed, later ones as skipped until it answers, and the agent
@@ -56,7 +56,7 @@ from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 _SILENCE_S = 30.0
 #: How long ranks may take to leave after the agent was asked to end.
 _LAST_RANKS_S = 60.0
@@ -101,7 +101,7 @@ class Agent:
         self._replication = Replication(directory, self._news.wake)
         self._members: dict[Channel, Attach | None] = {}
         self._heard: dict[Channel, float] = {}
-        self._last: Attach | None = None  # of the newest session
+        self._last: Attach | None = None  # of the newest attempt
         self._said_detach: set[int] = set()
         self._deserted_at = time.monotonic()
         self._has_to_commit = False  # and could not, the last time it tried
@@ -113,15 +113,15 @@ class Agent:
 
     def run(self) -> None:
         """Serve until there is nothing left to serve."""
-        beat_at = time.monotonic()
+        heartbeat_at = time.monotonic()
         while not self._is_over():
-            for key, _ in self._selector.select(timeout=min(BEAT_S, self._grace_s) / 2):
+            for key, _ in self._selector.select(timeout=min(HEARTBEAT_S, self._grace_s) / 2):
                 self._handle(key.fileobj)
             if self._output is not None and self._is_deserted():
                 self._output.left_alone()
-            if time.monotonic() >= beat_at:
-                beat_at = time.monotonic() + BEAT_S
-                self._beat()
+            if time.monotonic() >= heartbeat_at:
+                heartbeat_at = time.monotonic() + HEARTBEAT_S
+                self._heartbeat()
                 if self._leave_by is not None and time.monotonic() >= self._leave_by:
                     self._collector.stop_waiting()
                 self._collector.look_for_hang(self._timeouts)
@@ -239,14 +239,14 @@ class Agent:
             raise PeerError(f"{message.kind} is not for an agent.")
 
     def _attach(self, channel: Channel, attach: Attach) -> None:
-        if attach.rank not in attach.local_ranks or not attach.session:
+        if attach.rank not in attach.local_ranks or not attach.attempt_id:
             self._send(
                 channel, RequestRefused(reason=f"rank {attach.rank} is not among {attach.local_ranks}")
             )
             self._drop(channel)
             return
-        if self._last is None or attach.session != self._last.session:
-            self._begin_session(attach)
+        if self._last is None or attach.attempt_id != self._last.attempt_id:
+            self._begin_attempt(attach)
         self._last = attach
         if self._output is not None:
             self._output.joined_by(channel.pid)
@@ -260,17 +260,17 @@ class Agent:
             self._send(channel, copies)
         logger.debug("rank %d attached (pid %d)", attach.rank, channel.pid)
 
-    def _begin_session(self, attach: Attach) -> None:
+    def _begin_attempt(self, attach: Attach) -> None:
         for other, member in list(self._members.items()):
-            # A start that went back introduces its ranks again; of any other the session is over.
-            if member is not None and start_of(member.session) != start_of(attach.session):
+            # A start that went back introduces its ranks again; of any other the attempt is over.
+            if member is not None and start_of(member.attempt_id) != start_of(attach.attempt_id):
                 self._drop(other)
         self._said_detach.clear()
         self._gave_up.clear()
         if not self._terminated:
             self._throttle.restore()
-        self._collector.begin_session(attach)
-        self._replication.begin_session(attach)
+        self._collector.begin_attempt(attach)
+        self._replication.begin_attempt(attach)
 
     def _lost(self, channel: Channel, error: PeerError) -> None:
         member = self._members[channel]
@@ -296,15 +296,15 @@ class Agent:
             return False
         return True
 
-    def _tell(self, session: str, message: Message) -> None:
-        """Say something to all ranks of a session."""
+    def _tell(self, attempt_id: str, message: Message) -> None:
+        """Say something to all ranks of an attempt."""
         for channel, member in list(self._members.items()):
-            if member is not None and member.session == session and not self._send(channel, message):
+            if member is not None and member.attempt_id == attempt_id and not self._send(channel, message):
                 while self._listen_to(channel):  # it may have left, and said so
                     pass
                 self._drop(channel)  # it learns from the end of the connection, and comes back
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         now = time.monotonic()
         for channel, member in list(self._members.items()):
             self._send(channel, Heartbeat(), _AT_ONCE)
@@ -325,9 +325,9 @@ class Agent:
             except queue.Empty:
                 break
             self._collector.finish(job, done)
-            self._tell(job.session, done)
+            self._tell(job.attempt_id, done)
             last = self._last
-            if last is None or job.session != last.session:
+            if last is None or job.attempt_id != last.attempt_id:
                 continue
             if done.error:
                 if job.tier is TierName.LOCAL:
@@ -350,7 +350,7 @@ class Agent:
             elif isinstance(event, GiveUpJob):
                 self._collector.give_up(event)
             else:
-                self._tell(event.session, event)
+                self._tell(event.attempt_id, event)
         if retire is not None:
             self._collector.retire(retire)
             if self._last is not None:

@@ -47,7 +47,7 @@ from resiliency.checkpoint.format.catalog import (
     try_prune,
 )
 from resiliency.checkpoint.format.dcp import DcpFormat
-from resiliency.checkpoint.format.dcp_values import PlainLeaves
+from resiliency.checkpoint.format.dcp_values import FlattenedValues
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.manifest import RankIndex
 from resiliency.checkpoint.format.megatron import MegatronFormat
@@ -61,6 +61,7 @@ from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts, WatchedStorage
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import CheckpointWriteFailed, ResiliencyError
 
 logger = logging.getLogger(__name__)
@@ -108,10 +109,10 @@ class Worker:
         self._throttle = throttle
         self._open_storage = open_storage
         self._queue: queue.Queue[Job | None] = queue.Queue(QUEUE_LIMIT)
-        #: Sessions of the saves that are being written or wait to be.
+        #: attempts of the saves that are being written or wait to be.
         self._saves: Counter[str] = Counter()
-        #: The session that saves; hosts may be gone that were of one before.
-        self._session = ""
+        #: The attempt that saves; hosts may be gone that were of one before.
+        self._attempt_id = ""
         self._is_leaving = False
         #: The start of the job that has cleaned the tier, at its first save.
         self._cleaned = ""
@@ -120,17 +121,17 @@ class Worker:
         self._lock = threading.Lock()
         self._work: _Work | None = None
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
-    def is_saving(self, session: str) -> bool:
-        """Whether a save of a session is being written or waits to be."""
+    def is_saving(self, attempt_id: str) -> bool:
+        """Whether a save of an attempt is being written or waits to be."""
         with self._lock:
-            return self._saves[session] > 0
+            return self._saves[attempt_id] > 0
 
-    def overtake(self, session: str) -> None:
-        """A session saves: those of earlier ones, whose hosts may be gone, soon wait for others no more."""
+    def overtake(self, attempt_id: str) -> None:
+        """An attempt saves: those of earlier ones, whose hosts may be gone, soon wait for others no more."""
         with self._lock:
-            self._session = session
+            self._attempt_id = attempt_id
             self._note_overtaken()
 
     def stop_waiting(self) -> None:
@@ -153,7 +154,7 @@ class Worker:
         """Which call of the storage has not returned for longer than a save may take; empty: none.
 
         Args:
-            patience: with a call, if it ends sooner.
+            timeouts: with a call, if it ends sooner.
         """
         with self._lock:
             work = self._work
@@ -163,7 +164,7 @@ class Worker:
         """Report what waits for a call that hangs: the save that made it as failed, others as skipped.
 
         Args:
-            patience: see `why_hung`.
+            timeouts: see `why_hung`.
         """
         with self._lock:
             work = self._work
@@ -207,7 +208,7 @@ class Worker:
     def _count(self, job: Job, change: int) -> None:
         if isinstance(job, SaveJob):
             with self._lock:
-                self._saves[job.session] += change
+                self._saves[job.attempt_id] += change
 
     def _take_waiting_saves(self) -> list[SaveJob]:
         saves: list[SaveJob] = []
@@ -227,8 +228,8 @@ class Worker:
     def _note_overtaken(self) -> None:
         if self._work is None:
             return
-        session = _session(self._work.job)
-        is_earlier = session != self._session and bool(session and self._session)
+        attempt_id = _attempt_id(self._work.job)
+        is_earlier = attempt_id != self._attempt_id and bool(attempt_id and self._attempt_id)
         if self._is_leaving or is_earlier:
             self._work.overtaken.set()
 
@@ -240,10 +241,14 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            work = _Work(job, WatchedStorage(self._open_storage(_directory(self._tier, _settings(job)))))
-            with self._lock:
-                self._work = work
-                self._note_overtaken()
+            try:
+                work = self._begin(job)
+            except Exception as error:  # as below
+                logger.exception("a job of the %s tier failed", self._tier.value)
+                self._count(job, -1)
+                if isinstance(job, SaveJob):
+                    self.refuse(job, str(error), left_out=False, hangs=False)
+                continue
             try:
                 self._do(work)
             except Exception:  # the border of this thread: the jobs that wait are not to blame
@@ -253,6 +258,13 @@ class Worker:
                     self._work = None
                 if work.given_up.is_set():
                     logger.warning("the storage of the %s tier answers again", self._tier.value)
+
+    def _begin(self, job: Job) -> _Work:
+        work = _Work(job, WatchedStorage(self._open_storage(_directory(self._tier, _settings(job)))))
+        with self._lock:
+            self._work = work
+            self._note_overtaken()
+        return work
 
     def _do(self, work: _Work) -> None:
         job, storage = work.job, work.storage
@@ -271,11 +283,13 @@ class Worker:
 
     def _run_save(self, work: _Work, job: SaveJob) -> None:
         done = self._save(work, job)
-        # The slots first: who hears that the save is done may want them.
-        job.give_back()
-        self._count(job, -1)
-        if self._may_report(work):
-            self._on_done(job, done)
+        try:
+            # The slots first: who hears that the save is done may want them.
+            job.give_back()
+        finally:
+            self._count(job, -1)
+            if self._may_report(work):
+                self._on_done(job, done)
         # Nobody waits for this: to delete a large file takes a good part of writing it.
         if job.leads and not done.error:
             _tidy(work.storage, job)
@@ -304,7 +318,7 @@ class Worker:
             logger.exception("save of step %d in the %s tier failed", job.step, self._tier.value)
         return Done(
             step=job.step,
-            session=job.session,
+            attempt_id=job.attempt_id,
             tier=self._tier.value,
             error=error,
             try_number=job.try_number,
@@ -315,11 +329,33 @@ class Worker:
         )
 
     def _commit(self, work: _Work, job: SaveJob) -> Committed:
+        try:
+            self._remove_obstacles(work.storage, job)
+            layout = self._format(job.settings)
+        except Exception as error:  # before the commit, which tells other hosts of what fails in it
+            if job.concerns_others:
+                self.try_put(RefuseJob(save=replace(job, slots={}, missing=str(error)), why=str(error)))
+            raise
         storage = work.storage
+        shards = {rank: slot.shard for rank, slot in job.slots.items()}
+        # A job that was started again at its last step and saved it has it in memory under a new name.
+        is_same = partial(holds_shards, storage, job.step, shards)
+        return commit(
+            storage,
+            layout,
+            replace(_ticket(job), is_same=is_same if job.step == job.restored_step else None),
+            shards,
+            leads=job.leads,
+            cancel=work.given_up,
+            overtaken=work.overtaken,
+        )
+
+    def _remove_obstacles(self, storage: WatchedStorage, job: SaveJob) -> None:
+        """Remove what a save would find in its way."""
         if job.leads:
             # Not when a start begins: one that saves nothing, such as an evaluation, removes nothing.
-            if self._cleaned != start_of(job.session):
-                self._cleaned = start_of(job.session)
+            if self._cleaned != start_of(job.attempt_id):
+                self._cleaned = start_of(job.attempt_id)
                 _try(lambda: _log_gone("unfinished", _clean(storage, job)))
             _try(lambda: free_failed(storage))
         # A step that the job went on from is the one to save, and stays.
@@ -327,18 +363,6 @@ class Worker:
             size = sum(slot.header.tensor_bytes + slot.header.values_bytes for slot in job.slots.values())
             check_tier_in_memory(Path(job.settings.local_directory), size)
             delete_superseded(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
-        shards = {rank: slot.shard for rank, slot in job.slots.items()}
-        # A job that was started again at its last step and saved it has it in memory under a new name.
-        is_same = partial(holds_shards, storage, job.step, shards)
-        return commit(
-            storage,
-            self._format(job.settings),
-            replace(_ticket(job), is_same=is_same if job.step == job.restored_step else None),
-            shards,
-            leads=job.leads,
-            cancel=work.given_up,
-            overtaken=work.overtaken,
-        )
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
         of = settings.format, settings.replicated, settings.bytes_per_s
@@ -353,7 +377,7 @@ class Worker:
         pace = self._throttle.wait
         if settings.format == MegatronFormat.name:
             return MegatronFormat(pace=pace)
-        return DcpFormat(spread_unsharded=settings.replicated, leaves=PlainLeaves(), pace=pace)
+        return DcpFormat(spread_unsharded=settings.replicated, values=FlattenedValues(), pace=pace)
 
 
 def _why_hung(work: _Work, timeouts: CallTimeouts | None) -> str:
@@ -378,10 +402,10 @@ def _settings(job: Job) -> Settings:
     return job.save.settings if isinstance(job, RefuseJob) else job.settings
 
 
-def _session(job: Job) -> str:
+def _attempt_id(job: Job) -> str:
     """Of a job that may wait for other hosts; empty: it does not."""
     save = job.save if isinstance(job, RefuseJob) else job
-    return save.session if isinstance(save, SaveJob) and save.concerns_others else ""
+    return save.attempt_id if isinstance(save, SaveJob) and save.concerns_others else ""
 
 
 def _ticket(job: SaveJob) -> SaveTicket:
@@ -445,8 +469,8 @@ def _retire(storage: WatchedStorage, job: RetireJob) -> None:
         )
     _log_gone("old", gone)
     with storage.noted("delete copies in", ""):
-        for owner, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
-            _log_gone(f"{owner}'s old", steps)
+        for source_host, steps in retire_replicas_alone(local, job.complete, keep=settings.local_keep):
+            _log_gone(f"{source_host}'s old", steps)
 
 
 def _remove_given_up(storage: WatchedStorage, job: GiveUpJob) -> None:

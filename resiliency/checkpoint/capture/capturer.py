@@ -37,6 +37,7 @@ from resiliency.checkpoint.state.copying import Copier, CopyRun, MemoryPiece, Pi
 from resiliency.checkpoint.state.fill import stored_as
 from resiliency.checkpoint.state.layout import StateLayout, TensorEntry
 from resiliency.checkpoint.state.snapshot import Snapshot, StateWalker
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -288,7 +289,11 @@ class Capturer:
         self._closed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._publisher = threading.Thread(target=self._publish, name="resiliency-publish", daemon=True)
-        self._publisher.start()
+        try:
+            start_thread(self._publisher)
+        except BaseException:
+            self._copier.close()
+            raise
 
     def begin(
         self,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resiliency.cgroups import memory_left
+from resiliency.checkpoint.storage.posix import write_failed
 from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.proc_stat import stat_fields
 
@@ -72,10 +73,13 @@ def check_tier_in_memory(
     Raises:
         CheckpointWriteFailed: as for a full disk.
     """
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    if not is_in_memory(directory):
-        return
+    try:
+        while not directory.exists() and directory != directory.parent:
+            directory = directory.parent
+        if not is_in_memory(directory):
+            return
+    except OSError as error:
+        raise write_failed(error, "look at", str(directory)) from error
     for room in _cgroup_rooms(cgroups, proc):
         if wanted_bytes > room.free_bytes:
             raise CheckpointWriteFailed(

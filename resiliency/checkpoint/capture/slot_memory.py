@@ -20,7 +20,8 @@ import torch
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.cuda import HostRegistry, PinnedMemory
 from resiliency.checkpoint.capture.slots import SlotFile
-from resiliency.errors import ConfigError
+from resiliency.checkpoint.threads import start_thread
+from resiliency.errors import ConfigError, ResourceShortage
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +119,14 @@ class SlotMemory:
             if self._closed or self._prepares or self._is_done():
                 return
             self._error, self._prepares = None, True
-            self._thread = threading.Thread(target=self._run, name="resiliency-memory", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="resiliency-memory", daemon=True)
+            try:
+                start_thread(thread)
+            except ResourceShortage as error:  # who waits for it ends, and the next one asks again
+                logger.warning("memory for captures not prepared: %s", error)
+                self._prepares = False
+            else:
+                self._thread = thread
 
     def wait(self, timeout: timedelta, room: SlotRoom, *, slot: SlotFile | None = None) -> bool:
         """Wait until `slot` (None: each slot) has the room that was requested; False at the timeout.

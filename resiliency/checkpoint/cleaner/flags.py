@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from resiliency.errors import ConfigError
+from resiliency.files import path_flag
 
 #: 31 years: what is meant to be for ever.
 _LONGEST_S = 1e9
@@ -104,13 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("where")
     where.add_argument(
         "--local-ckpt-dir-prefix",
-        type=Path,
+        type=path_flag,
         metavar="DIR",
         help="memory or disk of this host: what the job was given as --local-ckpt-dir",
     )
     where.add_argument(
         "--persistent-ckpt-dir-prefix",
-        type=Path,
+        type=path_flag,
         metavar="DIR",
         help="storage that all hosts see: what the job was given as --persistent-ckpt-dir; only the cleaner "
         "of the first host (NODE_RANK 0 or unset) works on it",

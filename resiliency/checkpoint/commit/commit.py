@@ -33,7 +33,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from resiliency.checkpoint.commit.protocol import FINAL, Event, State, next_state
-from resiliency.checkpoint.format.claim import StepClaim, StepLook, holds_claims_alone, look_at
+from resiliency.checkpoint.format.claim import StepClaim, StepLook, StepTaken, holds_claims_alone, look_at
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
@@ -57,6 +57,7 @@ from resiliency.checkpoint.format.marker import (
 from resiliency.checkpoint.format.writers import find_writers
 from resiliency.checkpoint.storage.chunked_file import FileRecord
 from resiliency.checkpoint.storage.interface import Storage, write_file
+from resiliency.checkpoint.storage.posix import any_failed
 from resiliency.checkpoint.threads import map_parallel, run_parallel
 from resiliency.errors import (
     CheckpointCorrupt,
@@ -65,6 +66,7 @@ from resiliency.errors import (
     CheckpointWriteFailed,
     ConfigError,
     InternalError,
+    ResiliencyError,
 )
 from resiliency.runtime import Clock, SystemClock
 
@@ -74,6 +76,8 @@ ShardT = TypeVar("ShardT", contravariant=True)
 _LONGEST_PAUSE_S = 1.0
 #: How long an overtaken save waits for others at least.
 _LAST_WAIT_S = 3.0
+#: Before each further try to tell others of a failure: else they wait for the whole timeout of the save.
+_TELL_AGAIN_S = (0.02, 0.1)
 
 
 class CheckpointFormat(Protocol[ShardT]):
@@ -235,6 +239,7 @@ def commit(
         CheckpointWriteFailed: the storage refused, here or at another rank; or something else stands at
             this step; or the save was cancelled or overtaken.
         CheckpointIncomplete: the deadline passed; the message names the ranks that did not vote.
+        ResourceShortage, InternalError: anything else failed here; the other hosts get it as a refusal.
     """
     return _Save(storage, format, ticket, shards, leads, clock or SystemClock(), cancel, overtaken).run()
 
@@ -270,12 +275,14 @@ class _Save(Generic[ShardT]):
         self._until = int((clock.now() + ticket.timeout).timestamp())
         self._indexes: dict[int, RankIndex] = {}
         self._digests: dict[int, str] = {}
-        self._error: CheckpointError | None = None
+        self._error: ResiliencyError | None = None
+        #: Leader: its marker does not stand yet, nor can one of a later save.
+        self._is_claiming = False
 
     def run(self) -> Committed:
         actions: dict[State, Callable[[], Event]] = {
             State.CLAIMING: self._claim,
-            State.JOINING: self._join,
+            State.JOIN: self._join,
             State.WRITING: self._write,
             State.VOTING: self._vote,
             State.COLLECTING: self._gather,
@@ -289,9 +296,10 @@ class _Save(Generic[ShardT]):
             try:
                 self._check_cancel(state)
                 event = actions[state]()
-            except CheckpointError as error:
+            except Exception as error:  # the border of this part: other hosts wait for its outcome
+                failure = any_failed(error, f"save step {self._ticket.step} in", self._storage.describe())
                 # The first failure is the cause; failing to report it is not.
-                self._error = self._error or error
+                self._error = self._error or failure
                 event = Event.ERROR
             state = next_state(state, event, leads=self._leads)
         if state is State.FAILED:
@@ -314,14 +322,20 @@ class _Save(Generic[ShardT]):
 
     def _claim(self) -> Event:
         storage, step = self._storage, self._ticket.step
+        self._is_claiming = True
         storage.make_dir("")
-        is_there = read_marker(storage, step) is None and bool(storage.list(self._directory))
-        if is_there and not holds_claims_alone(storage, step):
+        if read_marker(storage, step) is None and self._is_checkpoint():
             self._check_kept()
             return Event.EXISTS
         ticket = self._ticket
         open_save(storage, step, ticket.save_id, ticket.try_number, run_id=ticket.run_id, until=self._until)
+        self._is_claiming = False
         return Event.DONE
+
+    def _is_checkpoint(self) -> bool:
+        """Whether there is more at an unmarked step than saves or removals have left that did not end."""
+        storage, step = self._storage, self._ticket.step
+        return bool(storage.list(self._directory)) and not holds_claims_alone(storage, step)
 
     def _check_kept(self) -> None:
         """What stands at this step without a marker is somebody's only copy: never overwrite it."""
@@ -331,11 +345,14 @@ class _Save(Generic[ShardT]):
             raise self._occupied(
                 f"exists and was not written by this library, or is damaged: {error.message}"
             ) from error
+        self._check_run(manifest)
+        self._check_branch(manifest)
+
+    def _check_run(self, manifest: Manifest) -> None:
         if manifest.run_id != self._ticket.run_id:
             raise self._occupied(
                 f"is a checkpoint of run {manifest.run_id!r}, this is run {self._ticket.run_id!r}."
             )
-        self._check_branch(manifest)
 
     def _occupied(self, why: str) -> CheckpointWriteFailed:
         path = self._storage.describe(self._directory)
@@ -474,8 +491,7 @@ class _Save(Generic[ShardT]):
             if manifest.save_id != self._ticket.save_id:
                 raise self._claimed.overtaken()
             return True
-        if manifest.run_id != self._ticket.run_id:
-            return False
+        self._check_run(manifest)  # as on the leader, which has no marker there to say so
         self._check_branch(manifest)
         return True
 
@@ -586,20 +602,39 @@ class _Save(Generic[ShardT]):
         return Event.DONE
 
     def _give_up(self) -> Event:
-        reason = str(self._error)
+        for pause_s in _TELL_AGAIN_S:
+            try:
+                self._tell_others(str(self._error))
+            except Exception:  # other hosts wait for it, and are not to blame
+                self._cancel.wait(pause_s)
+            else:
+                return Event.DONE
+        self._tell_others(str(self._error))
+        return Event.DONE
+
+    def _tell_others(self, reason: str) -> None:
         # What cannot be read may be somebody's committed step, which a marker of ours would hide.
         marker = read_marker(self._storage, self._ticket.step)
         if self._leads:
             # Else it came so late that the step is somebody else's, and maybe committed.
             is_ours = marker is not None and self._is_of_this_try(marker)
-            if is_ours or marker == Marker(state=MarkerState.UNKNOWN):
+            may_claim = self._may_claim(marker)
+            if may_claim:
+                self._claimed.take()
+            if may_claim or is_ours or marker == Marker(state=MarkerState.UNKNOWN):
                 self._claimed.mark(self._marker(MarkerState.FAILED, reason))
-            return Event.DONE
+            return
         # Else nobody waits for it; and where no marker stands, it would be in the way of all later saves.
-        if marker is not None and self._is_of_this_try(marker):
+        if marker is not None and self._is_of_this_try(marker) and marker.state is MarkerState.WRITING:
             for rank in self._shards:
                 write_file(self._storage, self._refusal_name(rank), reason.encode())
-        return Event.DONE
+
+    def _may_claim(self, marker: Marker | None) -> bool:
+        """Whether the leader failed before its marker stood, in time, and a marker hides no checkpoint."""
+        is_late = isinstance(self._error, StepTaken) or self._clock.monotonic() > self._deadline
+        if not self._is_claiming or self._cancel.is_set() or is_late:
+            return False
+        return marker is not None or not self._is_checkpoint()
 
     def _marker(self, state: MarkerState, reason: str = "") -> Marker:
         return Marker(

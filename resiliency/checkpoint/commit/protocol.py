@@ -15,7 +15,7 @@ from resiliency.errors import InternalError
 class State(Enum):
     NEW = "new"
     CLAIMING = "claiming"  # leader: marker, leftovers, directory
-    JOINING = "joining"  # follower: waits for the leader's marker
+    JOIN = "join"  # follower: waits for the leader's marker
     WRITING = "writing"  # shard files of the local ranks
     VOTING = "voting"  # index of each local rank
     COLLECTING = "gathering"  # leader: waits for the indexes of all ranks
@@ -59,10 +59,11 @@ LEADER: Mapping[tuple[State, Event], State] = {
     (_S.GIVING_UP, _E.ERROR): _S.FAILED,
 }
 FOLLOWER: Mapping[tuple[State, Event], State] = {
-    (_S.NEW, _E.FOLLOW): _S.JOINING,
-    (_S.JOINING, _E.DONE): _S.WRITING,
-    (_S.JOINING, _E.EXISTS): _S.KEPT,
-    (_S.JOINING, _E.ERROR): _S.FAILED,
+    (_S.NEW, _E.FOLLOW): _S.JOIN,
+    (_S.JOIN, _E.DONE): _S.WRITING,
+    (_S.JOIN, _E.EXISTS): _S.KEPT,
+    # The leader may have begun to wait by then.
+    (_S.JOIN, _E.ERROR): _S.GIVING_UP,
     (_S.WRITING, _E.DONE): _S.VOTING,
     (_S.VOTING, _E.DONE): _S.AWAITING,
     (_S.AWAITING, _E.DONE): _S.COMMITTED,

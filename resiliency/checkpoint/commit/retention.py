@@ -35,7 +35,7 @@ from resiliency.checkpoint.format.marker import (
     step_directory,
     try_read_marker,
 )
-from resiliency.checkpoint.names import save_id_of, session_of
+from resiliency.checkpoint.names import attempt_id_of, save_id_of
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed, ConfigError
 
@@ -78,12 +78,12 @@ def retire(
     """Delete generations of a run below its newest complete one; returns the steps that went.
 
     That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
-    which may have been complete in an earlier session.
+    which may have been complete in an earlier attempt.
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
         hook: of the program that takes complete ones away; None: there is none.
-        alone: this host is the whole job, so what the session of the newest one committed is complete.
+        alone: this host is the whole job, so what the attempt of the newest one committed is complete.
         restored_step: where this start of the job went on; it was complete, and newer ones of an earlier
             start may not have been.  0: nowhere.
     """
@@ -92,7 +92,7 @@ def retire(
     if committed_save(storage, newest) != complete[newest] and not is_taken:
         return []  # replaced or gone meanwhile: it vouches for nothing any more
     if alone:
-        complete = _saved_by(storage, session_of(complete[newest], newest), before=newest) | dict(complete)
+        complete = _saved_by(storage, attempt_id_of(complete[newest], newest), before=newest) | dict(complete)
     wanted = () if hook is None else hook.wanted(complete, keep=keep)
     older = []
     for step in list_steps(storage)[1]:
@@ -149,16 +149,18 @@ def clean_tier(storage: Storage, *, run_id: str) -> list[int]:
     return sorted(gone)
 
 
-def _saved_by(storage: Storage, session: str, *, before: int) -> dict[int, str]:
-    """Step to save id of what a session has committed."""
+def _saved_by(storage: Storage, attempt_id: str, *, before: int) -> dict[int, str]:
+    """Step to save id of what an attempt has committed."""
     found = {step: committed_save(storage, step) for step in steps_in(storage) if step < before}
     return {
-        step: save for step, save in found.items() if save is not None and save == save_id_of(session, step)
+        step: save
+        for step, save in found.items()
+        if save is not None and save == save_id_of(attempt_id, step)
     }
 
 
 def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:
-    """Delete this run's generation at `step` if an earlier session made it.
+    """Delete this run's generation at `step` if an earlier attempt made it.
 
     Other hosts may not have theirs, and a mixture of the two is no checkpoint; what comes now is of one
     piece.  The last good generation of a host makes no way: until the new one is there, there would be none.

@@ -10,6 +10,7 @@ Whoever deletes hides first: a checkpoint that is half deleted was never seen as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -210,14 +211,14 @@ def find_newest(storage: Storage, *, accept: Callable[[Found], bool] = lambda fo
     Raises:
         CheckpointMissing: there is none; the message says what was there instead.
     """
-    passed_over = []
+    skipped = []
     for step in reversed(steps_in(storage)):
         found = inspect(storage, step)
         if found.is_usable and accept(found):
             return found
-        passed_over.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
+        skipped.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
         logger.info("skipping %s: %s %s", found.path, found.condition.value, found.why)
-    there = "; ".join(passed_over) or "it is empty or does not exist"
+    there = "; ".join(skipped) or "it is empty or does not exist"
     raise CheckpointMissing(
         f"{storage.describe()} holds no usable checkpoint: {there}.", path=storage.describe()
     )
@@ -379,7 +380,14 @@ def _remove_claimed(storage: Storage, claim: StepClaim, seen: StepLook, clock: C
         claim.drop()
         return False
     marker = Marker(state=MarkerState.REMOVING, save_id=_save_in(seen) or claim.folder)
-    claim.mark(marker)
+    try:
+        claim.mark(marker)
+    except CheckpointError:
+        with contextlib.suppress(CheckpointError):
+            if seen.marker is None:  # it is whole
+                claim.try_lift(lambda found: found == marker)
+            claim.drop()
+        raise
     is_new = look_at(storage, step).commit != seen.commit
     if is_new or step in leased_steps(storage, clock):
         if is_new or seen.marker is None:

@@ -44,6 +44,10 @@ _OLD = "old."
 UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, "rank=", "__")
 
 
+class StepTaken(CheckpointWriteFailed):
+    """Another process has claimed the step since this one did."""
+
+
 @dataclass(frozen=True)
 class StepLook:
     """What stands at a step.
@@ -98,7 +102,7 @@ def holds_claims_alone(storage: Storage, step: int) -> bool:
 
 
 class StepClaim:
-    """See the module.  A claim that has been overtaken raises CheckpointWriteFailed whatever it does."""
+    """See the module.  A claim that has been overtaken raises StepTaken whatever it does."""
 
     def __init__(self, storage: Storage, step: int, folder: str) -> None:
         self.step = step
@@ -176,8 +180,8 @@ class StepClaim:
         if look_at(self._storage, self.step) != seen:
             raise self.overtaken()
 
-    def overtaken(self) -> CheckpointWriteFailed:
-        return CheckpointWriteFailed(
+    def overtaken(self) -> StepTaken:
+        return StepTaken(
             f"{self._storage.describe(self._directory)} belongs to another save by now.",
             hint="A process was late: what was saved since stays as it is.",
             step=self.step,

@@ -73,14 +73,14 @@ _MOST_DESCRIBED = 1_000_000
 
 Path = tuple[str | int, ...]
 #: Gives the leaves of a shard's state that are no tensors, each with its place in the tree.
-Leaves = Callable[[Shard], Iterable[tuple[Path, object]]]
+NonTensorValues = Callable[[Shard], Iterable[tuple[Path, object]]]
 #: Gives the metadata of a checkpoint from all its indexes: of their ranks, tensors and leaves alone.
 Describe = Callable[[Sequence[RankIndex]], Metadata]
 #: Gives the keys and bytes of a shard's objects that stock readers look up by name, from every rank.
 Objects = Callable[[Shard], Iterable[tuple[str, bytes]]]
 
 
-def no_leaves(shard: Shard) -> Iterable[tuple[Path, object]]:
+def no_values(shard: Shard) -> Iterable[tuple[Path, object]]:
     """The default: plain values are read by this library alone."""
     return ()
 
@@ -102,7 +102,7 @@ class DcpFormat:
             parallelism): each is written by one of up to 64 ranks, and the bytes are balanced.  Ranks
             that have different ones are refused when the checkpoint is sealed.  Without it every rank
             writes its own, since they might differ.
-        leaves: values that stock readers shall find as well; rank 0's are written.
+        values: values that stock readers shall find as well; rank 0's are written.
         objects: records of `torch.save` that stock readers shall find as well; of all ranks.
         threads: writes per rank that are under way at a time.
         pace: called before each chunk with its size, see `resiliency.checkpoint.storage.chunked_file.Pace`.
@@ -116,7 +116,7 @@ class DcpFormat:
         self,
         *,
         spread_unsharded: bool = False,
-        leaves: Leaves = no_leaves,
+        values: NonTensorValues = no_values,
         objects: Objects = no_objects,
         threads: int = DEFAULT_THREADS,
         pace: Pace | None = None,
@@ -124,7 +124,7 @@ class DcpFormat:
         describe: Describe | None = None,
     ) -> None:
         self._spread = spread_unsharded
-        self._leaves = leaves
+        self._values = values
         self._objects = objects
         self._threads = threads
         self._pace = pace
@@ -140,8 +140,8 @@ class DcpFormat:
     ) -> RankIndex:
         plan = self._plan(shard)
         content = _Values(plan)
-        for path, value in self._leaves(shard) if shard.rank == 0 else ():
-            content.add_leaf(path, value)
+        for path, value in self._values(shard) if shard.rank == 0 else ():
+            content.add_value(path, value)
         for key, data in self._objects(shard):
             content.add_object(key, data, (key,))
         pieces = [FilePiece(position, _source(shard, source)) for position, source in plan.parts]
@@ -396,7 +396,7 @@ class _Values(RecordFile[bytes]):
         self.blobs: list[BlobRecord] = []
         self._file = plan.file
 
-    def add_leaf(self, path: Path, value: object) -> None:
+    def add_value(self, path: Path, value: object) -> None:
         file = io.BytesIO()
         torch.save(value, file)
         self.add_object(".".join(str(part) for part in path), file.getvalue(), path)

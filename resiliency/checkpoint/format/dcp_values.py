@@ -37,8 +37,8 @@ class _Unknown:
     """Stands for a value that cannot be decoded here."""
 
 
-class PlainLeaves:
-    """For `DcpFormat(leaves=PlainLeaves())`.
+class FlattenedValues:
+    """For `DcpFormat(values=FlattenedValues())`.
 
     The tree is walked and not rebuilt, so a state may have containers of any class.
 
@@ -64,7 +64,7 @@ class PlainLeaves:
 
 def _walk(path: Path, node: Node, value: Callable[[int], object]) -> Iterator[tuple[Path, object]]:
     if isinstance(node, ValueNode):
-        yield from _leaves(path, value(node.index))
+        yield from _values(path, value(node.index))
     elif isinstance(node, ObjectNode):
         found = value(node.index)
         if not isinstance(found, _Unknown):
@@ -82,19 +82,19 @@ def _names(node: DictNode | SequenceNode | DataclassNode) -> Iterable[str | int]
     return range(len(node.items)) if isinstance(node, SequenceNode) else node.names
 
 
-def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+def _values(path: Path, value: object) -> Iterator[tuple[Path, object]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves((*path, str(key)), item)
-    elif isinstance(value, list) and not _is_leaf(value):
+            yield from _values((*path, str(key)), item)
+    elif isinstance(value, list) and not _is_one_value(value):
         for position, item in enumerate(value):
-            yield from _leaves((*path, position), item)
+            yield from _values((*path, position), item)
     elif path and not isinstance(value, torch.Tensor | torch.Generator | _Unknown):
         yield path, value
 
 
-def _is_leaf(value: list[Any]) -> bool:
+def _is_one_value(value: list[Any]) -> bool:
     return not any(
-        isinstance(item, torch.Tensor | Mapping) or (isinstance(item, list) and not _is_leaf(item))
+        isinstance(item, torch.Tensor | Mapping) or (isinstance(item, list) and not _is_one_value(item))
         for item in value
     )

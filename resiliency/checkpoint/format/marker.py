@@ -19,6 +19,7 @@ from resiliency.checkpoint.format.manifest import read_manifest
 from resiliency.checkpoint.storage.interface import Storage, read_file, write_file
 from resiliency.checkpoint.storage.posix import SHORTAGES
 from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
+from resiliency.files import posix_path
 
 MARKER_SUFFIX = "-unfinished"
 _STEP = re.compile(r"step=(\d+)")
@@ -77,11 +78,12 @@ def split_path(path: str | os.PathLike[str]) -> tuple[Path, int]:
     """Directory of all checkpoints and step, from the path of one of them.
 
     Raises:
-        ConfigError: the path does not end in ``step=N``, and so cannot have a marker beside it.
+        ConfigError: the path does not end in ``step=N``, and so cannot have a marker beside it; or it is no
+            path of a file system.
     """
-    place = Path(path)
+    place = posix_path(path)
     step = parse_step(place.name)
-    if step is None or "://" in os.fspath(path):
+    if step is None:
         raise ConfigError(
             f"a checkpoint is a directory called step=N, found {os.fspath(path)!r}.",
             hint="N counts finished steps, such as /ckpt/step=100.",

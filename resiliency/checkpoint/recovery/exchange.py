@@ -76,9 +76,9 @@ def rounds(plan: RestorePlan) -> list[list[Chain]]:
     Each rank wants one shard only, so it is the readers alone that need more than one round.
     """
     wanted: dict[tuple[int, ShardLocation], list[int]] = defaultdict(list)
-    for pick in plan.picks:  # by rank: those of one host follow each other, with links inside it
-        if pick.sender is not None:
-            wanted[pick.sender, pick.location].append(pick.rank)
+    for assignment in plan.assignments:  # by rank: those of one host follow each other, with links inside it
+        if assignment.sender is not None:
+            wanted[assignment.sender, assignment.location].append(assignment.rank)
     by_sender: dict[int, list[Chain]] = defaultdict(list)
     for (sender, location), ranks in wanted.items():
         by_sender[sender].append(Chain(location, (sender, *ranks)))

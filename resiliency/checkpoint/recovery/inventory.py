@@ -78,9 +78,9 @@ class Inventory:
 
     Attributes:
         needs: one per rank, in their order.
-        holdings: shards that are known so far, also those that turned out bad.
+        locations: shards that are known so far, also those that turned out bad.
         saves: on persistent storage, as far as known; also those that another number of ranks saved.
-        bad: holdings that were found damaged or gone.
+        bad: locations that were found damaged or gone.
         stored: steps that had a directory and no marker on persistent storage, newest first, whoever wrote
             them and whatever they are worth.
         name: of this very inventory, to tell whether all ranks mean the same.
@@ -326,8 +326,8 @@ def list_memory(directory: Path, host: str, ranks: Iterable[int] | None = None) 
 def list_local(local: Path, host: str) -> list[ShardLocation]:
     """Shards on this host's disk: its own checkpoints, and its copies of other hosts' ones."""
     found = _list_root(local, host, Place.LOCAL)
-    for owner in _names(LocalStorage(local), REPLICAS):
-        found += _list_root(local / REPLICAS / owner, host, Place.REPLICA)
+    for source_host in _names(LocalStorage(local), REPLICAS):
+        found += _list_root(local / REPLICAS / source_host, host, Place.REPLICA)
     return found
 
 

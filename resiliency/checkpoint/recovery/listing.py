@@ -65,4 +65,4 @@ def likely_steps(
 
 
 def _source_of(location: ShardLocation) -> str:
-    return location.owner or location.host
+    return location.source_host or location.host

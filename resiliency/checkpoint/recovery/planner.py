@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from resiliency.checkpoint.locations import Place, ShardLocation, ShardRequest
 
 _QUICKNESS = {place: number for number, place in enumerate(Place)}
-#: How many saves `explain_loss` tells about.
+#: How many saves `explain_missing` tells about.
 _EXPLAINED = 3
 
 
@@ -45,19 +45,19 @@ class RestorePlan:
 
     Args:
         run_id: the run that the save belongs to.
-        picks: one for each rank, in their order.
+        assignments: one for each rank, in their order.
         moved_bytes: sent from host to host.
     """
 
     step: int
     save_id: str
     run_id: str
-    picks: tuple[Assignment, ...]
+    assignments: tuple[Assignment, ...]
     moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class MissingShards:
     """Why a save is not whole.
 
     Args:
@@ -85,7 +85,7 @@ def plans(
 
     Args:
         needs: one for each rank of the job that starts.
-        bad: holdings that turned out to be damaged or gone.
+        bad: locations that turned out to be damaged or gone.
         step: only this one.
     """
     return list(each_plan(needs, locations, bad=bad, step=step))
@@ -111,9 +111,9 @@ def each_plan(
         yield from sorted(found, key=_cost)
 
 
-def losses(
+def missing_shards(
     needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], *, bad: Collection[ShardLocation] = ()
-) -> list[Loss]:
+) -> list[MissingShards]:
     """What is missing of each save that is not whole, newest first."""
     ordered = _ordered(needs)
     ranks_on = _ranks_on(ordered)
@@ -124,24 +124,24 @@ def losses(
             lost = [(need.rank, shards.why_not(need)) for need in ordered if not shards.has(need)]
             if lost:
                 ranks, why = zip(*lost, strict=True)
-                found.append(Loss(step, save_id, ranks, why))
+                found.append(MissingShards(step, save_id, ranks, why))
     return found
 
 
-def explain_loss(
+def explain_missing(
     needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], *, bad: Collection[ShardLocation] = ()
 ) -> str:
     """For people: the newest saves that are not whole, and exactly which shards are lost, with the reason."""
-    found = losses(needs, locations, bad=bad)
+    found = missing_shards(needs, locations, bad=bad)
     if not found:
         return "no save that was found lacks a shard."
     lines = []
-    for loss in found[:_EXPLAINED]:
+    for missing in found[:_EXPLAINED]:
         by_reason: dict[str, list[int]] = defaultdict(list)
-        for rank, why in zip(loss.ranks, loss.why, strict=True):
+        for rank, why in zip(missing.ranks, missing.why, strict=True):
             by_reason[why].append(rank)
         reasons = "; ".join(f"{_ranges(ranks)}: {why}" for why, ranks in by_reason.items())
-        lines.append(f"step {loss.step} (save {loss.save_id}) lacks the shards of {reasons}.")
+        lines.append(f"step {missing.step} (save {missing.save_id}) lacks the shards of {reasons}.")
     if len(found) > _EXPLAINED:
         lines.append(f"{len(found) - _EXPLAINED} older saves are not whole either.")
     return "\n".join(lines)
@@ -163,7 +163,7 @@ def _ranks_on(needs: Iterable[ShardRequest]) -> dict[str, list[int]]:
 def _by_save(
     locations: Iterable[ShardLocation], bad: Collection[ShardLocation], step: int | None
 ) -> dict[int, dict[str, list[ShardLocation]]]:
-    """Step -> save -> holdings."""
+    """Step -> save -> locations."""
     excluded = frozenset(bad)
     saves: dict[int, dict[str, list[ShardLocation]]] = defaultdict(lambda: defaultdict(list))
     for location in locations:
@@ -201,7 +201,7 @@ class _Candidates:
 
 
 class _Shards:
-    """All holdings of one save."""
+    """All locations of one save."""
 
     def __init__(self, locations: Iterable[ShardLocation], ranks_on: Collection[str]) -> None:
         self._ranks_on = ranks_on
@@ -219,7 +219,7 @@ class _Shards:
         self._own = own
         self._mates = mates
         self._candidate_sets: dict[str, _Candidates] = {}  # of groups, which many ranks look at
-        # Memory knows a session at most; the run is what is written on disk.
+        # Memory knows an attempt at most; the run is what is written on disk.
         self.run_id = min(((memory, run_id) for memory, run_id in run_ids if run_id), default=(False, ""))[1]
 
     def candidate_sets(self, need: ShardRequest) -> Iterator[_Candidates]:
@@ -299,13 +299,13 @@ def _plan(
     save_id: str, needs: Sequence[ShardRequest], shards: _Shards, ranks_on: dict[str, list[int]]
 ) -> RestorePlan | None:
     """None if a rank gets no shard."""
-    picks: dict[int, Assignment] = {}
+    assignments: dict[int, Assignment] = {}
     sends: list[tuple[ShardRequest, _Candidates]] = []
     for need in needs:
         candidate_sets = list(shards.candidate_sets(need))
         for candidates in candidate_sets:
             if location := candidates.read_on(need.host):
-                picks[need.rank] = Assignment(need.rank, location)
+                assignments[need.rank] = Assignment(need.rank, location)
                 break
             if candidates.far:
                 sends.append((need, candidates))
@@ -316,27 +316,27 @@ def _plan(
             )
             if stored is None:
                 return None
-            picks[need.rank] = Assignment(need.rank, stored)
-    loads = _SendBalance(ranks_on)
+            assignments[need.rank] = Assignment(need.rank, stored)
+    balance = _SendBalance(ranks_on)
     # Who has no choice first, so that those who have one can go around.
     for need, candidates in sorted(sends, key=lambda send: (len(send[1].far), send[0].rank)):
-        picks[need.rank] = loads.send(candidates, need)
+        assignments[need.rank] = balance.send(candidates, need)
     return RestorePlan(
         step=shards.step,
         save_id=save_id,
         run_id=shards.run_id,
-        picks=tuple(picks[need.rank] for need in needs),
-        moved_bytes=sum(picks[need.rank].location.size_bytes for need, _ in sends),
+        assignments=tuple(assignments[need.rank] for need in needs),
+        moved_bytes=sum(assignments[need.rank].location.size_bytes for need, _ in sends),
     )
 
 
 def _cost(plan: RestorePlan) -> tuple[int, int, int]:
     from_storage = from_disk = 0
-    for pick in plan.picks:
-        if pick.location.place is Place.PERSISTENT:
-            from_storage += pick.location.size_bytes
-        elif pick.location.place is not Place.MEMORY:
-            from_disk += pick.location.size_bytes
+    for assignment in plan.assignments:
+        if assignment.location.place is Place.PERSISTENT:
+            from_storage += assignment.location.size_bytes
+        elif assignment.location.place is not Place.MEMORY:
+            from_disk += assignment.location.size_bytes
     return from_storage, plan.moved_bytes, from_disk
 
 

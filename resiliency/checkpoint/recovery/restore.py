@@ -39,11 +39,11 @@ from resiliency.checkpoint.recovery.inventory import (
     quarantine_location,
     take_inventory,
 )
-from resiliency.checkpoint.recovery.losses import START_FROM_SCRATCH, refuse_what_was_lost
+from resiliency.checkpoint.recovery.lost_checkpoints import START_FROM_SCRATCH, refuse_lost_checkpoints
 from resiliency.checkpoint.recovery.outcomes import agree
-from resiliency.checkpoint.recovery.planner import Assignment, RestorePlan, each_plan, explain_loss
-from resiliency.checkpoint.recovery.sources import Tier, tier_of, tier_of_pick
-from resiliency.checkpoint.recovery.unusable import find_unusable
+from resiliency.checkpoint.recovery.planner import Assignment, RestorePlan, each_plan, explain_missing
+from resiliency.checkpoint.recovery.refusals import find_refused_saves
+from resiliency.checkpoint.recovery.sources import Tier, tier_of, tier_of_assignment
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
@@ -139,12 +139,12 @@ class Restorer:
         inventory = self._agreed(inventory)
         self._overwritten = False
         plan = self._choose(inventory, step)
-        self._tell_losses(inventory, plan, step)
+        self._log_skipped_saves(inventory, plan, step)
         while plan is not None:
             size, found_bad = self._try(plan, fill)
             if not found_bad:
                 return _restored(inventory, plan, size, self._rank_group.rank)
-            inventory.bad |= self._pass_over(plan, inventory, found_bad)
+            inventory.bad |= self._skip(plan, inventory, found_bad)
             # Whoever reads a bad shard again takes its time: not at the cost of an exchange's deadlines.
             self._rank_group.gather(None)
             plan = self._choose(inventory, step)
@@ -156,8 +156,8 @@ class Restorer:
             )
         if step is None:
             self._refuse_to_start_from_scratch(inventory)
-            seen_by_all = [] if self._storage is None else [self._storage]
-            refuse_what_was_lost(self._rank_group, seen_by_all, self._local)
+            shared_storages = [] if self._storage is None else [self._storage]
+            refuse_lost_checkpoints(self._rank_group, shared_storages, self._local)
         return Restored(step=0, tier=Tier.NONE)
 
     def _refuse_to_start_from_scratch(self, inventory: Inventory) -> None:
@@ -168,7 +168,7 @@ class Restorer:
                 f"none of the {tried} checkpoints that are left can be used; the log says what is wrong.",
                 hint=START_FROM_SCRATCH,
             )
-        refusal = find_unusable(inventory.needs, inventory.locations).refusal()
+        refusal = find_refused_saves(inventory.needs, inventory.locations).refusal()
         if refusal is not None:
             raise refusal
 
@@ -245,17 +245,17 @@ class Restorer:
         hint = "Load it with torch.distributed.checkpoint.load, which cuts it anew."
         newer = _not_taken(inventory, above=save.step, step=step)
         if newer:
-            message += f"  The hosts hold newer ones: {explain_loss(inventory.needs, newer)}"
-        found = find_unusable(inventory.needs, newer)
+            message += f"  The hosts hold newer ones: {explain_missing(inventory.needs, newer)}"
+        found = find_refused_saves(inventory.needs, newer)
         if found.ranks:
             hint = f"Start {found.ranks} ranks to go on from step {found.step}.  Step {save.step}: {hint}"
         return LayoutMismatch(message, hint=hint, path=path, step=save.step)
 
-    def _tell_losses(self, inventory: Inventory, plan: RestorePlan | None, step: int | None) -> None:
+    def _log_skipped_saves(self, inventory: Inventory, plan: RestorePlan | None, step: int | None) -> None:
         """Why it is not the newest save that is restored."""
         newer = _not_taken(inventory, above=-1 if plan is None else plan.step, step=step)
         if newer and self._rank_group.rank == 0:
-            logger.warning("not restored: %s", explain_loss(inventory.needs, newer))
+            logger.warning("not restored: %s", explain_missing(inventory.needs, newer))
 
     # --- trying ----------------------------------------------------------------------------------
 
@@ -276,7 +276,9 @@ class Restorer:
                 received, error = None, failure
             try:
                 if error is None:
-                    shard = self._find(plan.picks[rank], held, progress) if received is None else received
+                    shard = (
+                        self._find(plan.assignments[rank], held, progress) if received is None else received
+                    )
                     size, act = shard.layout.size_bytes, fill(shard)
             except _OWN_ERRORS as failure:
                 error = _named(failure)
@@ -294,9 +296,9 @@ class Restorer:
             self._overwritten |= bool(bad)
             return size, bad
 
-    def _find(self, pick: Assignment, held: ExitStack, progress: ReadProgress) -> Shard:
+    def _find(self, assignment: Assignment, held: ExitStack, progress: ReadProgress) -> Shard:
         """What this rank reads by itself; its tensors may be read when they are asked for."""
-        location, rank = pick.location, pick.location.rank
+        location, rank = assignment.location, assignment.location.rank
         if location.place is Place.MEMORY:
             return self._borrow(location, held)
         if location.place is Place.PERSISTENT:
@@ -325,13 +327,11 @@ class Restorer:
 
     # --- what turned out bad ---------------------------------------------------------------------
 
-    def _pass_over(
-        self, plan: RestorePlan, inventory: Inventory, why: Mapping[int, str]
-    ) -> set[ShardLocation]:
+    def _skip(self, plan: RestorePlan, inventory: Inventory, why: Mapping[int, str]) -> set[ShardLocation]:
         """What not to try again, now or in another start."""
         first = why[min(why)]
         logger.error("step %d from %s skipped: %s", plan.step, tier_of(plan).value, first)
-        bad = {plan.picks[rank].location: text for rank, text in why.items()}
+        bad = {plan.assignments[rank].location: text for rank, text in why.items()}
         for location, text in bad.items():
             on_host = location.place.is_disk_of_host
             if on_host and self._rank_group.rank == inventory.first_on(location.host):
@@ -349,7 +349,7 @@ class Restorer:
     def _complaint(self, plan: RestorePlan, why: Mapping[int, str]) -> Complaint | None:
         """Of this rank, about storage that all see."""
         rank = self._rank_group.rank
-        location = plan.picks[rank].location
+        location = plan.assignments[rank].location
         if rank not in why or location.place is not Place.PERSISTENT or self._storage is None:
             return None
         source = rank if self._replicated else location.rank
@@ -385,13 +385,13 @@ _OWN_ERRORS = (ResiliencyError, MemoryError, OSError, RuntimeError)
 
 
 def _uses(plan: RestorePlan, place: Place) -> bool:
-    return any(pick.location.place is place for pick in plan.picks)
+    return any(assignment.location.place is place for assignment in plan.assignments)
 
 
 def _restored(inventory: Inventory, plan: RestorePlan, size_bytes: int, rank: int) -> Restored:
     moved: Counter[Tier] = Counter()
-    for pick in plan.picks:
-        moved[tier_of_pick(pick)] += pick.location.size_bytes
+    for assignment in plan.assignments:
+        moved[tier_of_assignment(assignment)] += assignment.location.size_bytes
     tier = tier_of(plan)
     level = logging.DEBUG if rank else logging.INFO  # all ranks alike
     amounts = ", ".join(f"{size} bytes from {tier.value}" for tier, size in moved.items())
@@ -415,7 +415,7 @@ def _restored(inventory: Inventory, plan: RestorePlan, size_bytes: int, rank: in
 
 
 def _is_in_memory_alone(inventory: Inventory, plan: RestorePlan) -> bool:
-    if all(pick.location.place is not Place.MEMORY for pick in plan.picks):
+    if all(assignment.location.place is not Place.MEMORY for assignment in plan.assignments):
         return False  # without another plan: of many ranks each waits for it
     on_disks = [
         location

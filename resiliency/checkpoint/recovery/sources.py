@@ -41,13 +41,13 @@ _TIERS = {
 }
 
 
-def tier_of_pick(pick: Assignment) -> Tier:
-    return _TIERS[pick.location.place] if pick.sender is None else Tier.PEERS
+def tier_of_assignment(assignment: Assignment) -> Tier:
+    return _TIERS[assignment.location.place] if assignment.sender is None else Tier.PEERS
 
 
 def tier_of(plan: RestorePlan) -> Tier:
     """The costliest place that any rank takes its shard from."""
-    return max(map(tier_of_pick, plan.picks), key=_COST.index)
+    return max(map(tier_of_assignment, plan.assignments), key=_COST.index)
 
 
 def sources_of(
@@ -64,7 +64,7 @@ def sources_of(
         used: set[tuple[str, Place]] = set()
         for plan in made:
             found[Source(step=plan.step, tier=tier_of(plan), save_id=plan.save_id, run_id=plan.run_id)] = None
-            used.update((plan.save_id, pick.location.place) for pick in plan.picks)
+            used.update((plan.save_id, assignment.location.place) for assignment in plan.assignments)
         left = [location for location in left if (location.save_id, location.place) not in used]
     return sorted(found, key=lambda source: (-source.step, _COST.index(source.tier), source.save_id))
 

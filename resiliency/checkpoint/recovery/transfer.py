@@ -19,8 +19,9 @@ import json
 import logging
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from resiliency.checkpoint.format.lease import try_lease
 from resiliency.checkpoint.format.local import LAYOUT_BLOB, SLOT_BLOB, VALUES_BLOB
@@ -34,12 +35,14 @@ from resiliency.checkpoint.storage.chunked_file import FileRecord, check_size
 from resiliency.checkpoint.storage.interface import ReadableFile, read_file
 from resiliency.checkpoint.storage.memory import PAGE_BYTES, copy_bytes, page_memory
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.threads import helper_thread
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
     PeerError,
     ResiliencyError,
+    ResourceShortage,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class Outgoing:
         self._held = contextlib.ExitStack()
         self._error = ""
         self._files: list[tuple[int, FileRecord, ReadableFile]] = []
+        self._buffers: list[memoryview] = []
 
     def messages(self) -> Messages:
         index = self._open()
@@ -96,6 +100,9 @@ class Outgoing:
                 self._held.callback(file.close)
                 self._files.append((begin, record, file))
                 begin += record.size_bytes
+            # Now: once the receiver expects a payload, nothing but its bytes can come.
+            messages = range(0, location.size_bytes, self._message_bytes)
+            self._buffers = [page_memory(self._message_bytes) for _ in messages[: _AHEAD + 1]]
             return read_file(self._storage, reader.manifest.index_name(directory, location.rank))
         except ResiliencyError as error:
             self._error = str(error)
@@ -106,18 +113,27 @@ class Outgoing:
         """While one message travels, the next ones are read."""
         size, length = self._location.size_bytes, self._message_bytes
         starts = range(0, size, length)
-        buffers = [page_memory(length) for _ in starts[: _AHEAD + 1]]
-        with ThreadPoolExecutor(_AHEAD, thread_name_prefix="resiliency-send") as readers:
-            reads = deque(
-                readers.submit(self._read, start, buffers[number])
-                for number, start in enumerate(starts[:_AHEAD])
-            )
+        buffers = self._buffers
+        readers = [helper_thread(f"resiliency-send_{number}") for number in range(_AHEAD)]
+        reads: deque[Future[None]] = deque()
+
+        def read(number: int) -> None:
+            for start in starts[number:][:1]:
+                work = partial(self._read, start, buffers[number % len(buffers)])
+                reads.append(readers[number % _AHEAD].submit(work))
+
+        try:
+            for number in range(_AHEAD):
+                read(number)
             for number, start in enumerate(starts):
                 reads.popleft().result()
-                for after in starts[number + _AHEAD :][:1]:  # into the buffer that has just left
-                    free = buffers[(number + _AHEAD) % len(buffers)]
-                    reads.append(readers.submit(self._read, after, free))
+                read(number + _AHEAD)  # into the buffer that has just left
                 yield buffers[number % len(buffers)][: min(length, size - start)]
+        finally:
+            for reader in readers:
+                reader.close()
+            for reader in readers:
+                reader.wait_for_end()
 
     def _read(self, start: int, buffer: memoryview) -> None:
         end = min(start + self._message_bytes, self._location.size_bytes)
@@ -154,7 +170,7 @@ class Incoming:
         self._index: RankIndex | None = None
         self._memory: memoryview | None = None
         self._error: ResiliencyError | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="resiliency-receive")
+        self._worker = helper_thread("resiliency-receive")
 
     def messages(self) -> Messages:
         note = memoryview(bytearray(NOTE_BYTES))
@@ -186,7 +202,8 @@ class Incoming:
         return _shard(self._index, self._memory, self._location)
 
     def close(self) -> None:
-        self._worker.shutdown()
+        self._worker.close()
+        self._worker.wait_for_end()
 
     def _learn(self, content: bytes) -> None:
         size = self._location.size_bytes
@@ -195,10 +212,10 @@ class Incoming:
             if self._index.size_bytes != size:
                 raise CheckpointCorrupt(self._text(f"has {self._index.size_bytes} bytes, expected {size}."))
             self._memory = page_memory(size, large=True)[:size]
+        except ResourceShortage as error:
+            self._fail(CheckpointError(self._text(f"does not fit into the memory of this rank: {error}")))
         except ResiliencyError as error:
             self._fail(error)
-        except OSError as error:
-            self._fail(CheckpointError(self._text(f"does not fit into the memory of this rank: {error}.")))
 
     def _payload(self) -> Messages:
         """While one message travels, the one before is put in its place and verified.
@@ -216,7 +233,7 @@ class Incoming:
             end = min(start + length, size)
             buffer = buffers[number % 2][: end - start]
             yield buffer
-            placed.append(self._worker.submit(self._place, buffer, start, end))
+            placed.append(self._worker.submit(partial(self._place, buffer, start, end)))
         for future in placed:
             future.result()
 

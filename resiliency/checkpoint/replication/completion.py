@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a save is complete, and what may go then: counting, without any I/O.
 
-A host *seals* a save when its own commit and its copies are durable and verified.  The leader
-counts: once all hosts of the session have sealed the same save, it is *complete*, and only then may
-what is older be deleted anywhere.  A save that some hosts sealed and others never will is passed
-over as soon as a newer one is complete.
+A host *acknowledges* a save when its own commit and its copies are durable and verified.  The leader
+counts: once all hosts of the attempt have acknowledged the same save, it is *complete*, and only then may
+what is older be deleted anywhere.  A save that some hosts acknowledged and others never will is skipped
+as soon as a newer one is complete.
 
-    host:    committed and copied -> seals -> hears of completion -> may retire what is older
-    leader:  sealed by some ......... sealed by all = complete, told to all, and to who asks later
+    host:    committed and copied -> acknowledges -> hears of completion -> may retire what is older
+    leader:  acknowledged by some ... acknowledged by all = complete, told to all, and to who asks later
 
 Who asks later hears of the last `REMEMBERED` complete saves, not of the newest alone: a host that was cut off
 has to do with each of them what the others did, such as handing it over.
 
 A host that lacks its part of each save, as its disk is full, would let the others' disks grow by one save
-after the other.  So no more than `MOST_INCOMPLETE` saves wait for their last seal: for another, the leader
-*gives up* one of them for good, and all hosts delete their parts.  First goes the oldest of which some host
-has said that it will not seal it; else the one that hosts whose copies are slower than saves would pass over
-(`resiliency.checkpoint.replication.copy_queue`); the newest one never.
+after the other.  So no more than `MOST_INCOMPLETE` saves wait for their last acknowledgement: for another,
+the leader *gives up* one of them for good, and all hosts delete their parts.  First goes the oldest of which
+some host has said that it will not acknowledge it; else the one that hosts whose copies are slower than
+saves would skip (`resiliency.checkpoint.replication.copy_queue`); the newest one never.
 
-    leader:  too many wait -> gives one up, told to all, and to who asks later; no seal of it counts any more
-    host:    hears of it -> never seals it any more -> deletes its part and the copies
+    leader:  too many wait -> gives one up, all hear of it; its acknowledgements no longer count
+    host:    hears of it -> never acknowledges it any more -> deletes its part and the copies
 
 A save that an earlier leader found complete is never given up, though only some hosts may have heard of it
-and have deleted what is older: the leader's own host had sealed it, so its part was on that host's disk
-when this leader began, or had been taken away.  So nothing is given up but saves that the leader's own
+and have deleted what is older: the leader's own host had acknowledged it, so its part was on that host's
+disk when this leader began, or had been taken away.  So nothing is given up but saves that the leader's own
 host has committed, or failed to commit, since then: where the disk of that host hangs, nothing is given up.
 
 Nothing needs to be kept on disk.  Hosts repeat what they know to be complete or given up, and what they have
-sealed from the newest complete save on, whenever they reach a leader: one that has just started soon knows
-all that counts.
+acknowledged from the newest complete save on, whenever they reach a leader: one that has just started soon
+knows all that counts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REMEMBERED = 16
 
 @dataclass(frozen=True, order=True)
 class SaveName:
-    """One save of the session.  Those with a higher step are newer."""
+    """One save of the attempt.  Those with a higher step are newer."""
 
     step: int
     save_id: str
@@ -67,7 +67,7 @@ class LeaderState:
     """The leader's count.
 
     Args:
-        hosts: all hosts of the session.
+        hosts: all hosts of the attempt.
         complete: what is known to be complete, oldest first; the last `REMEMBERED`.
         given_up: what never becomes complete, oldest first.
         before: saves of which the leader's host had a part when it began to count: an earlier leader may have
@@ -79,7 +79,7 @@ class LeaderState:
     complete: list[SaveName] = field(default_factory=list)
     given_up: list[SaveName] = field(default_factory=list)
     before: Collection[SaveName] | None = None
-    _sealed: dict[SaveName, set[str]] = field(default_factory=dict)
+    _acknowledged: dict[SaveName, set[str]] = field(default_factory=dict)
     _lost: dict[SaveName, set[str]] = field(default_factory=dict)
     #: Those of which the leader's own host has said something.
     _own: set[SaveName] = field(default_factory=set)
@@ -88,8 +88,8 @@ class LeaderState:
     def newest(self) -> SaveName | None:
         return self.complete[-1] if self.complete else None
 
-    def seal(self, host: str, save: SaveName) -> SaveName | None:
-        """Count one seal, repeated or not.
+    def acknowledge(self, host: str, save: SaveName) -> SaveName | None:
+        """Count one acknowledgement, repeated or not.
 
         Returns:
             The newest complete save if that is news to `host`: this one, or one after it.
@@ -100,16 +100,16 @@ class LeaderState:
             return self.newest
         if not self._await(save):
             return None
-        sealed = self._sealed[save]
-        sealed.add(host)
+        acknowledged = self._acknowledged[save]
+        acknowledged.add(host)
         self._lost.get(save, set()).discard(host)  # its next try was better
-        if sealed >= set(self.hosts):
+        if acknowledged >= set(self.hosts):
             self.completed(save)
             return save
         return None
 
     def hold(self, save: SaveName) -> None:
-        """The leader's own host has committed its part, and will seal it."""
+        """The leader's own host has committed its part, and will acknowledge it."""
         if self._await(save):
             self._own.add(save)
 
@@ -123,7 +123,7 @@ class LeaderState:
             return
         if is_own:
             self._own.add(save)
-        if host not in self._sealed[save]:
+        if host not in self._acknowledged[save]:
             self._lost.setdefault(save, set()).add(host)
 
     def give_up(self) -> list[tuple[SaveName, list[str]]]:
@@ -131,14 +131,14 @@ class LeaderState:
         gone: list[tuple[SaveName, list[str]]] = []
         if self.before is None:
             return gone
-        for _ in range(len(self._sealed) - MOST_INCOMPLETE):
-            known = self._own & self._sealed.keys() - {max(self._sealed)}
-            may_go = [save for save in known if {save, SaveName(save.step, "")}.isdisjoint(self.before)]
-            lost = [save for save in may_go if self._lost.get(save)]
-            if not may_go:
+        for _ in range(len(self._acknowledged) - MOST_INCOMPLETE):
+            known = self._own & self._acknowledged.keys() - {max(self._acknowledged)}
+            can_give_up = [save for save in known if {save, SaveName(save.step, "")}.isdisjoint(self.before)]
+            lost = [save for save in can_give_up if self._lost.get(save)]
+            if not can_give_up:
                 break
-            save = min(lost) if lost else min(may_go, key=lambda save: save.preference)
-            behind = self._lost.get(save) or set(self.hosts) - self._sealed[save]
+            save = min(lost) if lost else min(can_give_up, key=lambda save: save.preference)
+            behind = self._lost.get(save) or set(self.hosts) - self._acknowledged[save]
             self.gave_up(save)
             gone.append((save, sorted(behind)))
         return gone
@@ -150,7 +150,7 @@ class LeaderState:
             return False
         insort(self.given_up, save)
         del self.given_up[:-_GIVEN_UP_REMEMBERED]
-        self._sealed.pop(save, None)
+        self._acknowledged.pop(save, None)
         self._lost.pop(save, None)
         self._own.discard(save)
         return True
@@ -160,26 +160,28 @@ class LeaderState:
         if save in self.given_up or not _note(self.complete, save, REMEMBERED):
             return False
         newest = self.complete[-1]
-        self._sealed = {other: by for other, by in self._sealed.items() if other.step > newest.step}
-        self._lost = {other: by for other, by in self._lost.items() if other in self._sealed}
-        self._own &= self._sealed.keys()
+        self._acknowledged = {
+            other: by for other, by in self._acknowledged.items() if other.step > newest.step
+        }
+        self._lost = {other: by for other, by in self._lost.items() if other in self._acknowledged}
+        self._own &= self._acknowledged.keys()
         return True
 
     def awaited(self) -> dict[SaveName, set[str]]:
-        """Saves that are not complete, and the hosts that have not sealed them."""
-        return {save: set(self.hosts) - by for save, by in self._sealed.items()}
+        """Saves that are not complete, and the hosts that have not acknowledged them."""
+        return {save: set(self.hosts) - by for save, by in self._acknowledged.items()}
 
     def _await(self, save: SaveName) -> bool:
         """Whether a save may become complete; then it is counted from now on."""
         if save in self.given_up or (self.newest is not None and save.step <= self.newest.step):
             return False
-        self._sealed.setdefault(save, set())
+        self._acknowledged.setdefault(save, set())
         return True
 
 
 @dataclass
 class HostState:
-    """One host's own account: what it has sealed, and what it knows to be complete.
+    """One host's own account: what it has acknowledged, and what it knows to be complete.
 
     Args:
         keep: how many complete generations stay.
@@ -189,41 +191,41 @@ class HostState:
     #: Oldest first.
     complete: list[SaveName] = field(default_factory=list)
     given_up: list[SaveName] = field(default_factory=list)
-    _sealed: set[SaveName] = field(default_factory=set)
+    _acknowledged: set[SaveName] = field(default_factory=set)
     _lost: set[SaveName] = field(default_factory=set)
 
-    def seal(self, save: SaveName) -> bool:
+    def acknowledge(self, save: SaveName) -> bool:
         """False if it is given up: nobody may count on it."""
         if save in self.given_up:
             return False
-        self._sealed.add(save)
+        self._acknowledged.add(save)
         self._lost.discard(save)
         return True
 
     def lose(self, save: SaveName) -> bool:
-        """This host will not seal it, unless it tries again; False if that changes nothing."""
+        """This host will not acknowledge it, unless it tries again; False if that changes nothing."""
         is_old = bool(self.complete) and save.step <= self.complete[-1].step
-        if is_old or save in self.given_up or save in self._sealed:
+        if is_old or save in self.given_up or save in self._acknowledged:
             return False
         self._lost.add(save)
         return True
 
     def give_up(self, save: SaveName) -> bool:
-        """Take note that `save` never becomes complete: it is not sealed any more; True if that is news."""
+        """Take note that `save` never becomes complete: no longer acknowledged; True if that is news."""
         if save in self.given_up or save in self.complete:
             return False
         insort(self.given_up, save)
         del self.given_up[:-_GIVEN_UP_REMEMBERED]
-        self._sealed.discard(save)
+        self._acknowledged.discard(save)
         self._lost.discard(save)
         return True
 
     def to_say(self) -> list[SaveName]:
-        """What it has sealed, for a leader that may know nothing, oldest first."""
-        return sorted(self._sealed)
+        """What it has acknowledged, for a leader that may know nothing, oldest first."""
+        return sorted(self._acknowledged)
 
     def lost_to_say(self) -> list[SaveName]:
-        """The same of what it will not seal."""
+        """The same of what it will not acknowledge."""
         return sorted(self._lost)[-_GIVEN_UP_REMEMBERED:]
 
     def completed(self, save: SaveName) -> bool:
@@ -231,7 +233,7 @@ class HostState:
         if save in self.given_up or not _note(self.complete, save, max(self.keep, REMEMBERED)):
             return False
         newest = self.complete[-1]
-        self._sealed = {other for other in self._sealed if other.step >= newest.step}
+        self._acknowledged = {other for other in self._acknowledged if other.step >= newest.step}
         self._lost = {other for other in self._lost if other.step > newest.step}
         return True
 

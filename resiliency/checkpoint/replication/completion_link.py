@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries seals to the leader, and back what is complete or given up: one thread per host, however many.
+"""Carries acknowledgements to the leader, and back what is complete or given up: one thread per host.
 
 On the leader it serves the links of all others; elsewhere it keeps one link to the leader, and
 makes a new one whenever that breaks or falls silent.  Both sides send beats, so a host that vanished
@@ -22,6 +22,7 @@ from resiliency.checkpoint.replication.hosts import HostTable
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Link, Links
 from resiliency.checkpoint.replication.transport.handshake import connect
 from resiliency.checkpoint.replication.transport.messages import (
+    Acknowledged,
     CompleteMessage,
     ConnectionRefused,
     GivenUpMessage,
@@ -29,8 +30,8 @@ from resiliency.checkpoint.replication.transport.messages import (
     Lost,
     Message,
     PeerHeartbeat,
-    Sealed,
 )
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import PeerError
 from resiliency.wake_pipe import WakePipe
 
@@ -49,7 +50,7 @@ class CompletionLink:
         on_complete: called from its thread with each save that has become complete, and the step
             below which this host may retire what it has, if any.
         on_given_up: the same with each save that never becomes complete, and the hosts that kept it waiting:
-            this host deletes its part.  Told again for one that this host seals all the same.
+            this host deletes its part.  Told again for one that this host acknowledges all the same.
     """
 
     def __init__(
@@ -64,17 +65,17 @@ class CompletionLink:
         self._on_given_up = on_given_up
         self._timeouts = timeouts
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        #: What this host had when the session began, if it has led since then: see `LeaderState.before`.
+        #: What this host had when the attempt began, if it has led since then: see `LeaderState.before`.
         self._before: frozenset[SaveName] | None = None
         self._led_from_the_start = False
         self._table: HostTable | None = None
-        self._ledger = HostState()
+        self._host_state = HostState()
         self._leader_state: LeaderState | None = None
         self._links = Links()
         #: Open links, and when each was heard last.
         self._heard: dict[Link, float] = {}
         self._leader: Link | None = None
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._dial_at = 0.0
         self._pause_s = 0.0
         #: Since when the leader has not been reached, and when to warn of it next.
@@ -88,16 +89,21 @@ class CompletionLink:
         #: Held to write to the pipe or close it: its number may soon be another file's.
         self._pipe = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="resiliency-peer-roll", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            self._selector.close()
+            self._news.close()
+            raise
 
     def update(self, table: HostTable) -> None:
-        """Whose seals count from now on.  Does not wait."""
+        """Whose acknowledgements count from now on.  Does not wait."""
         self._leads = table.leader == self._host
         self._tell(partial(self._begin, table))
 
-    def seal(self, save: SaveName) -> None:
+    def acknowledge(self, save: SaveName) -> None:
         """This host has committed `save`, and its copies are verified.  Does not wait."""
-        self._tell(partial(self._seal, save))
+        self._tell(partial(self._acknowledge, save))
 
     def hold(self, save: SaveName) -> None:
         """This host has committed `save`, and makes its copies.  Does not wait."""
@@ -107,15 +113,15 @@ class CompletionLink:
         """This host has no part of `save`, or gave up its copies.  Does not wait."""
         self._tell(partial(self._lose, save))
 
-    def found(self, session: str, saves: Collection[SaveName]) -> None:
-        """What this host had before it committed anything for `session`; some of that may be among it.
+    def found(self, attempt_id: str, saves: Collection[SaveName]) -> None:
+        """What this host had before it committed anything for `attempt_id`; some of that may be among it.
 
-        Only the first time in a session counts.  Without a save id: what could not be read.
+        Only the first time in an attempt counts.  Without a save id: what could not be read.
         """
-        self._tell(partial(self._note_found, session, frozenset(saves)))
+        self._tell(partial(self._note_found, attempt_id, frozenset(saves)))
 
     def join(self, link: Link) -> bool:
-        """Take over the link of a host that wants to seal; False if this host does not lead."""
+        """Take over the link of a host that wants to acknowledge saves; False if this host does not lead."""
         if self._leads and not self._closing:
             self._tell(partial(self._welcome, link))
             return True
@@ -176,8 +182,8 @@ class CompletionLink:
         if table == self._table or self._closing:
             return
         leads = table.leader == self._host
-        if self._table is None or table.session != self._table.session:
-            self._ledger = HostState(keep=table.keep)
+        if self._table is None or table.attempt_id != self._table.attempt_id:
+            self._host_state = HostState(keep=table.keep)
             self._before, self._led_from_the_start = None, leads
         self._led_from_the_start &= leads
         if not leads:  # another one finds saves complete meanwhile
@@ -187,49 +193,49 @@ class CompletionLink:
         hosts = [peer.host for peer in table.peers]
         self._leader_state = None
         if leads:
-            ledger = self._ledger
+            host_state = self._host_state
             self._leader_state = LeaderState(
-                hosts, list(ledger.complete), list(ledger.given_up), self._before
+                hosts, list(host_state.complete), list(host_state.given_up), self._before
             )
         self._dial_at = self._pause_s = 0.0
         self._begin_to_miss()
-        for save in self._ledger.to_say():
+        for save in self._host_state.to_say():
             self._count(self._host, save)
-        for save in self._ledger.lost_to_say():
+        for save in self._host_state.lost_to_say():
             self._count_lost(self._host, save)
 
-    def _seal(self, save: SaveName) -> None:
-        if self._table is None or not self._table.is_of_session(save.step, save.save_id):
-            return  # of a session that has ended meanwhile: its hosts may have been others
-        if not self._ledger.seal(save):
+    def _acknowledge(self, save: SaveName) -> None:
+        if self._table is None or not self._table.is_of_attempt(save.step, save.save_id):
+            return  # of an attempt that has ended meanwhile: its hosts may have been others
+        if not self._host_state.acknowledge(save):
             self._on_given_up(save, ())  # it was on its way to the disk when it was given up
         elif self._leader_state is not None:
             self._count(self._host, save)
         elif self._leader is not None:
-            self._say(self._leader, Sealed(step=save.step, save_id=save.save_id))
+            self._say(self._leader, Acknowledged(step=save.step, save_id=save.save_id))
 
     def _hold(self, save: SaveName) -> None:
-        if self._table is None or not self._table.is_of_session(save.step, save.save_id):
+        if self._table is None or not self._table.is_of_attempt(save.step, save.save_id):
             return
-        if save in self._ledger.given_up:
+        if save in self._host_state.given_up:
             self._on_given_up(save, ())
         elif self._leader_state is not None:
             self._leader_state.hold(save)
             self._give_up_what_is_too_much()
 
     def _lose(self, save: SaveName) -> None:
-        if self._table is None or not self._table.is_of_session(save.step, save.save_id):
+        if self._table is None or not self._table.is_of_attempt(save.step, save.save_id):
             return
-        if not self._ledger.lose(save):
+        if not self._host_state.lose(save):
             return
         if self._leader_state is not None:
             self._count_lost(self._host, save)
         elif self._leader is not None:
             self._say(self._leader, Lost(step=save.step, save_id=save.save_id))
 
-    def _note_found(self, session: str, saves: frozenset[SaveName]) -> None:
+    def _note_found(self, attempt_id: str, saves: frozenset[SaveName]) -> None:
         # A host that took the lead later does not know what the one before it had counted.
-        if self._table is None or session != self._table.session or not self._led_from_the_start:
+        if self._table is None or attempt_id != self._table.attempt_id or not self._led_from_the_start:
             return
         if self._before is not None:  # a later look also finds what was saved since
             return
@@ -239,7 +245,7 @@ class CompletionLink:
             self._give_up_what_is_too_much()
 
     def _welcome(self, link: Link) -> None:
-        """A host has joined: what it seals will be counted, and it hears of all that it may have missed."""
+        """A host has joined: what it acknowledges will be counted, and it hears of all that it missed."""
         if self._leader_state is None:
             link.close()  # the table has changed meanwhile; it tries again
             return
@@ -261,11 +267,11 @@ class CompletionLink:
     def _answer(self, link: Link, message: Message) -> None:
         if isinstance(message, PeerHeartbeat):
             return
-        if isinstance(message, Sealed | Lost | CompleteMessage | GivenUpMessage) and not self._is_current(
-            message
-        ):
-            logger.info("%s speaks of step %d of another session", link.host, message.step)
-        elif isinstance(message, Sealed) and self._leader_state is not None:
+        if isinstance(
+            message, Acknowledged | Lost | CompleteMessage | GivenUpMessage
+        ) and not self._is_current(message):
+            logger.info("%s speaks of step %d of another attempt", link.host, message.step)
+        elif isinstance(message, Acknowledged) and self._leader_state is not None:
             self._count(link.host, SaveName(message.step, message.save_id), link)
         elif isinstance(message, Lost) and self._leader_state is not None:
             self._count_lost(link.host, SaveName(message.step, message.save_id))
@@ -280,14 +286,14 @@ class CompletionLink:
         else:
             raise PeerError(f"{link.host} said {message.kind} about completion.", host=link.host)
 
-    def _is_current(self, message: Sealed | Lost | CompleteMessage | GivenUpMessage) -> bool:
-        return self._table is not None and self._table.is_of_session(message.step, message.save_id)
+    def _is_current(self, message: Acknowledged | Lost | CompleteMessage | GivenUpMessage) -> bool:
+        return self._table is not None and self._table.is_of_attempt(message.step, message.save_id)
 
     def _count(self, host: str, save: SaveName, link: Link | None = None) -> None:
         if self._leader_state is None:
             return
         before = self._leader_state.newest
-        answer = self._leader_state.seal(host, save)
+        answer = self._leader_state.acknowledge(host, save)
         if answer is None:
             if link is not None and save in self._leader_state.given_up:
                 self._say(link, GivenUpMessage(step=save.step, save_id=save.save_id))
@@ -323,8 +329,8 @@ class CompletionLink:
         self._give_up(save, behind)
 
     def _give_up(self, save: SaveName, behind: tuple[str, ...]) -> None:
-        # From here on this host does not seal it; only then does it delete its part.
-        if self._ledger.give_up(save):
+        # From here on this host does not acknowledge it; only then does it delete its part.
+        if self._host_state.give_up(save):
             self._on_given_up(save, behind)
 
     def _hear_complete(self, save: SaveName, link: Link) -> None:
@@ -336,14 +342,14 @@ class CompletionLink:
         self._completed(save)
 
     def _completed(self, save: SaveName) -> None:
-        if self._ledger.completed(save):
-            self._on_complete(save, self._ledger.retire_below)
+        if self._host_state.completed(save):
+            self._on_complete(save, self._host_state.retire_below)
 
     def _keep_up(self) -> None:
         """Beats, silence, and the link to the leader."""
         now = time.monotonic()
-        if now >= self._beat_at:
-            self._beat_at = now + self._timeouts.beat_s
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self._timeouts.heartbeat_s
             for link, heard in list(self._heard.items()):
                 if now - heard > self._timeouts.silence.total_seconds():
                     logger.warning("%s has been silent for %.0f s", link.host, now - heard)
@@ -368,13 +374,13 @@ class CompletionLink:
         self._add(link)
         self._leader = link
         self._say(link, Join())
-        for save in self._ledger.complete:
+        for save in self._host_state.complete:
             self._say(link, _complete(save))
-        for save in self._ledger.given_up:
+        for save in self._host_state.given_up:
             self._say(link, GivenUpMessage(step=save.step, save_id=save.save_id))
-        for save in self._ledger.to_say():
-            self._say(link, Sealed(step=save.step, save_id=save.save_id))
-        for save in self._ledger.lost_to_say():
+        for save in self._host_state.to_say():
+            self._say(link, Acknowledged(step=save.step, save_id=save.save_id))
+        for save in self._host_state.lost_to_say():
             self._say(link, Lost(step=save.step, save_id=save.save_id))
 
     def _begin_to_miss(self) -> None:
@@ -395,7 +401,7 @@ class CompletionLink:
 
     def _until_next(self) -> float:
         dials = self._table is not None and self._leader_state is None and self._leader is None
-        at = min(self._beat_at, self._dial_at) if dials else self._beat_at
+        at = min(self._heartbeat_at, self._dial_at) if dials else self._heartbeat_at
         return max(at - time.monotonic(), 0.0)
 
     def _later(self) -> None:

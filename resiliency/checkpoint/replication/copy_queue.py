@@ -11,8 +11,8 @@ that is no slower than half as many intervals meets it whenever it looks.
 What is older than the save that is taken has been superseded; what is newer goes on waiting.  As
 long as copies are quicker than saves, nothing waits and every save is copied.
 
-Saves of earlier sessions wait until none of this one does.  One that could not be copied anywhere
-stands back behind newer ones, and among those of earlier sessions behind all that were tried less often:
+Saves of earlier attempts wait until none of this one does.  One that could not be copied anywhere
+stands back behind newer ones, and among those of earlier attempts behind all that were tried less often:
 what is in its way may not be in theirs.
 """
 
@@ -42,10 +42,10 @@ class CopyQueue:
             if len(self._saves) > _MOST:
                 self._saves.discard(min(self._saves))
 
-    def take(self, session: str) -> tuple[SaveName | None, list[SaveName]]:
-        """The save to copy now, which stays until `remove`, and those of `session` that it supersedes."""
+    def take(self, attempt_id: str) -> tuple[SaveName | None, list[SaveName]]:
+        """The save to copy now, which stays until `remove`, and those of `attempt_id` that it supersedes."""
         with self._lock:
-            live = {save for save in self._saves if save.save_id == save_id_of(session, save.step)}
+            live = {save for save in self._saves if save.save_id == save_id_of(attempt_id, save.step)}
             if not live:
                 return max(self._saves, key=self._turn, default=None), []
             newest = max(save.step for save in live)

@@ -29,44 +29,44 @@ class ReplicaKept(PeerError):
     """What stands at this step is worth more than what was offered."""
 
 
-def holds(storage: Storage, copy_plan: CopyPlan, *, session: str, is_spared: bool = False) -> bool:
+def holds(storage: Storage, copy_plan: CopyPlan, *, attempt_id: str, is_spared: bool = False) -> bool:
     """Whether the copy that is offered stands there whole; else what is there may be replaced.
 
     Args:
-        is_spared: the session went on from this step: no whole copy of it is replaced by what the session
+        is_spared: the attempt went on from this step: no whole copy of it is replaced by what the attempt
             saves there anew.  A repair with the save that was restored replaces one of another.
     Raises:
-        ReplicaKept: what stands there is another run's, this session's own, or spared.
+        ReplicaKept: what stands there is another run's, this attempt's own, or spared.
         CheckpointWriteFailed: it cannot be told for now.
     """
     step = copy_plan.step
     try:
-        standing = CheckpointReader(storage, step)
+        existing = CheckpointReader(storage, step)
         is_same = read_file(storage, f"{step_directory(step)}/{MANIFEST}") == copy_plan.manifest_bytes
     except (CheckpointError, ConfigError) as error:
-        _check_told(error)
+        _raise_shortage(error)
         return False
-    is_whole = _is_whole(storage, standing)
+    is_whole = _is_whole(storage, existing)
     if is_same:
         return is_whole
-    manifest, offered = standing.manifest, _run_of(copy_plan)
+    manifest, offered = existing.manifest, _run_of(copy_plan)
     if manifest.run_id != offered:
         raise ReplicaKept(
-            f"{standing.path} is a copy of run {manifest.run_id!r}, offered was one of run {offered!r}.",
+            f"{existing.path} is a copy of run {manifest.run_id!r}, offered was one of run {offered!r}.",
             hint="Give each job a local directory of its own, or delete what the other one left.",
-            path=standing.path,
+            path=existing.path,
             step=step,
         )
-    if is_whole and manifest.save_id == save_id_of(session, step) != copy_plan.save_id:
+    if is_whole and manifest.save_id == save_id_of(attempt_id, step) != copy_plan.save_id:
         raise ReplicaKept(
-            f"{standing.path} is a copy of this session's save, offered was save {copy_plan.save_id!r}.",
-            path=standing.path,
+            f"{existing.path} is a copy of this attempt's save, offered was save {copy_plan.save_id!r}.",
+            path=existing.path,
             step=step,
         )
-    if is_whole and is_spared and copy_plan.save_id == save_id_of(session, step):
+    if is_whole and is_spared and copy_plan.save_id == save_id_of(attempt_id, step):
         raise ReplicaKept(
-            f"{standing.path} is a copy of the save that was restored, offered was {copy_plan.save_id!r}.",
-            path=standing.path,
+            f"{existing.path} is a copy of the save that was restored, offered was {copy_plan.save_id!r}.",
+            path=existing.path,
             step=step,
         )
     return False
@@ -81,18 +81,20 @@ def can_delete(storage: Storage, step: int, *, run_id: str) -> bool:
         return read_manifest(storage, step_directory(step)).run_id == run_id
     except (CheckpointIncomplete, CheckpointCorrupt, ConfigError) as error:
         logger.info(
-            "replica of step %d kept: owner unknown (%s); delete it by hand if its job is gone", step, error
+            "replica of step %d kept: source host unknown (%s); delete it by hand if its job is gone",
+            step,
+            error,
         )
         return False
 
 
-def _is_whole(storage: Storage, standing: CheckpointReader) -> bool:
+def _is_whole(storage: Storage, existing: CheckpointReader) -> bool:
     """By content, not by size.  A copy is offered again after a restart only, so this is seldom read."""
     try:
-        standing.verify()
-        return not is_damaged(storage, standing.manifest.step)
+        existing.verify()
+        return not is_damaged(storage, existing.manifest.step)
     except (CheckpointError, ConfigError) as error:
-        _check_told(error)
+        _raise_shortage(error)
         return False
 
 
@@ -102,7 +104,8 @@ def _run_of(copy_plan: CopyPlan) -> str:
     return next((index.run_id for index in indexes), "")
 
 
-def _check_told(error: CheckpointError | ConfigError) -> None:
-    """Whether an error says something of the checkpoint, and not only of this process."""
+def _raise_shortage(error: CheckpointError | ConfigError) -> None:
+    """Raise an error that says nothing of the checkpoint, only of this process."""
     if error.fields.get("errno") in SHORTAGES:
-        raise CheckpointWriteFailed(f"the existing replica cannot be read: {error}") from error
+        number = error.fields["errno"]
+        raise CheckpointWriteFailed(f"the existing replica cannot be read: {error}", errno=number) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part: the table of a session's hosts, which its trainers write and its agents read.
+"""Who takes part: the table of an attempt's hosts, which its trainers write and its agents read.
 
 The trainers agree on it when they start, for they have process groups and agents have not.  One
 rank of each host writes it to a file that only this user can read, as it holds the secret by which
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from resiliency.checkpoint.messages import decode_record
+from resiliency.checkpoint.messages import decode_record, encode_fields
 from resiliency.checkpoint.names import save_id_of
 from resiliency.checkpoint.replication.placement import Peer
 from resiliency.errors import ConfigError, PeerError
@@ -21,18 +21,18 @@ from resiliency.errors import ConfigError, PeerError
 
 @dataclass(frozen=True, kw_only=True)
 class HostTable:
-    """The hosts of one session and what they have agreed on; the same on all of them.
+    """The hosts of one attempt and what they have agreed on; the same on all of them.
 
     Args:
-        session: one start of the job.
-        token: secret of the session.  Whoever has it may store replicas.
+        attempt_id: one start of the job.
+        token: secret of the attempt.  Whoever has it may store replicas.
         leader: host that finds out which saves are complete; the one with rank 0.
         replicas: copies of each host's checkpoints on other hosts, as far as there are hosts.
         bytes_per_s: that one host sends at most, 0 for no limit.
         keep: how many complete generations of replicas stay.
     """
 
-    session: str
+    attempt_id: str
     run_id: str
     token: str
     leader: str
@@ -43,8 +43,8 @@ class HostTable:
 
     def __post_init__(self) -> None:
         hosts = [peer.host for peer in self.peers]
-        if not self.session or not self.token:
-            raise ConfigError("a table of peers needs a session and a token.")
+        if not self.attempt_id or not self.token:
+            raise ConfigError("a table of peers needs an attempt id and a token.")
         if self.leader not in hosts or len(set(hosts)) != len(hosts):
             raise ConfigError(
                 f"a table of peers names each host once, and its leader: found {self.leader!r} and {hosts}.",
@@ -63,12 +63,12 @@ class HostTable:
         """Copies of each host's checkpoints that there can be."""
         return min(self.replicas, len(self.peers) - 1)
 
-    def is_of_session(self, step: int, save_id: str) -> bool:
-        """Whether a save was made by this session, and so by exactly these hosts."""
-        return save_id == save_id_of(self.session, step)
+    def is_of_attempt(self, step: int, save_id: str) -> bool:
+        """Whether a save was made by this attempt, and so by exactly these hosts."""
+        return save_id == save_id_of(self.attempt_id, step)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(encode_fields(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> HostTable:

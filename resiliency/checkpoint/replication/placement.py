@@ -53,22 +53,22 @@ class Peer:
 
 
 def choose_targets(
-    owner: str, peers: Sequence[Peer], replicas: int, *, exclude: Collection[str] = ()
+    source_host: str, peers: Sequence[Peer], replicas: int, *, exclude: Collection[str] = ()
 ) -> list[str]:
-    """Hosts to keep the copies of `owner`, best first.
+    """Hosts to keep the copies of `source_host`, best first.
 
     The first `replicas` are where the copies belong; the others follow as fall-backs, for when one of
     those is full or dead.
 
     Args:
-        owner: one of `peers`.
+        source_host: one of `peers`.
         exclude: hosts to leave out, which changes nothing for the others.
     Returns:
         All hosts but the owner and the excluded.
     Raises:
         ConfigError: two peers have one name, the owner is none of them, or `replicas` is negative.
     """
-    return [host for host in _placement(tuple(peers), replicas).targets(owner) if host not in exclude]
+    return [host for host in _placement(tuple(peers), replicas).targets(source_host) if host not in exclude]
 
 
 def preferred(name: str, peers: Iterable[Peer], *, away_from: Collection[Peer]) -> list[str]:
@@ -100,18 +100,18 @@ class _Placement:
         chosen = self._choose(order)
         self._chosen = _ring(order, self._replicas) if chosen is None else chosen
 
-    def targets(self, owner: str) -> list[str]:
+    def targets(self, source_host: str) -> list[str]:
         """Hosts with its copies first, then all others but itself."""
         peers = self._hosts.peers
-        if owner not in peers:
+        if source_host not in peers:
             raise ConfigError(
-                f"host {owner!r} is none of the {len(peers)} hosts of the job.",
+                f"host {source_host!r} is none of the {len(peers)} hosts of the job.",
                 hint="Is the table of peers from an earlier attempt?",
-                host=owner,
+                host=source_host,
             )
-        chosen = self._chosen[owner]
-        taken = {owner, *chosen}
-        rest = self._hosts.ranking(owner, [peers[host] for host in (owner, *chosen)])
+        chosen = self._chosen[source_host]
+        taken = {source_host, *chosen}
+        rest = self._hosts.ranking(source_host, [peers[host] for host in (source_host, *chosen)])
         return [*chosen, *(host for host in rest if host not in taken)]
 
     def _choose(self, order: list[str]) -> dict[str, list[str]] | None:
@@ -119,21 +119,21 @@ class _Placement:
         names, peers = self._hosts.names, self._hosts.peers
         room = dict.fromkeys(names, self._replicas + 1)
         chosen: dict[str, list[str]] = {}
-        for owner in order:
+        for source_host in order:
             mine: list[str] = []
             for _ in range(self._replicas):
-                taken = {owner, *mine}
-                away_from = [peers[host] for host in (owner, *mine)]
-                queue = list(zip(self._hosts.distances(owner, away_from), names, strict=True))
+                taken = {source_host, *mine}
+                away_from = [peers[host] for host in (source_host, *mine)]
+                queue = list(zip(self._hosts.distances(source_host, away_from), names, strict=True))
                 heapq.heapify(queue)
-                best = owner
+                best = source_host
                 while best in taken or not room[best]:
                     if not queue:
                         return None
                     best = heapq.heappop(queue)[1]
                 mine.append(best)
                 room[best] -= 1
-            chosen[owner] = mine
+            chosen[source_host] = mine
         return chosen
 
 
@@ -184,7 +184,7 @@ def _ring(order: list[str], replicas: int) -> dict[str, list[str]]:
     that those who chose first left no room for the last.
     """
     twice = order * 2
-    return {owner: twice[place + 1 : place + 1 + replicas] for place, owner in enumerate(order)}
+    return {source_host: twice[place + 1 : place + 1 + replicas] for place, source_host in enumerate(order)}
 
 
 def _draw(name: str, *, salt: bytes = b"") -> int:

@@ -41,6 +41,7 @@ from resiliency.errors import (
     CheckpointWriteFailed,
     ConfigError,
     PeerError,
+    ResourceShortage,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class CopyReceiver:
     Args:
         release: called when nothing of this is left, which on a hanging disk is after `run`.
     Raises:
-        RuntimeError: this process may have no more threads; then there is nothing to release.
+        ResourceShortage: this process may have no more threads; then there is nothing to release.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class CopyReceiver:
         link: Link,
         store: ReplicaStore,
         *,
-        session: str,
+        attempt_id: str,
         release: Callable[[], None],
     ) -> None:
         self._link = link
         self._store = store
         self._received_bytes = 0
-        self._session = session
+        self._attempt_id = attempt_id
         self._release = release
         self._disk = TaskThread("resiliency-replica")
 
@@ -95,7 +96,7 @@ class CopyReceiver:
         try:
             copy_plan = self._read_offer(offer, size_bytes)
             beginning = self._disk.submit(
-                partial(self._store.begin, offer.owner, copy_plan, session=self._session)
+                partial(self._store.begin, offer.source_host, copy_plan, attempt_id=self._attempt_id)
             )
             replica_writer = self._result(beginning)
             if replica_writer.is_held:
@@ -105,7 +106,7 @@ class CopyReceiver:
             self._apart(replica_writer.finish)
             logger.info(
                 "replica of %s, step %d: %d bytes, %d of them over this connection",
-                offer.owner,
+                offer.source_host,
                 offer.step,
                 copy_plan.size_bytes,
                 self._received_bytes,
@@ -123,6 +124,8 @@ class CopyReceiver:
             self._refuse(Refusal.CORRUPT if "chunk" in error.fields else Refusal.INVALID, error)
         except ReplicaKept as error:
             self._refuse(Refusal.KEPT, error)
+        except ResourceShortage as error:
+            self._refuse(Refusal.BUSY, error)
         except (CheckpointError, ConfigError) as error:
             self._refuse(Refusal.INVALID, error)
         finally:
@@ -195,9 +198,9 @@ class CopyReceiver:
 
     def _result(self, future: Future[_T]) -> _T:
         """What the disk's thread did; meanwhile the sender hears that we live."""
-        beat_s = self._link.timeouts.beat_s
+        heartbeat_s = self._link.timeouts.heartbeat_s
         deadline = time.monotonic() + self._link.timeouts.storage.total_seconds()
-        while not future.done() and not wait([future], beat_s).done:
+        while not future.done() and not wait([future], heartbeat_s).done:
             self._link.send(PeerHeartbeat())
             if time.monotonic() > deadline:
                 raise _StorageHangs("the storage of this host does not answer.")

@@ -24,13 +24,13 @@ class Push:
 
     Args:
         holder: host that has it.
-        owner: directory name of the host that saved it; if that is the holder's own, the copy is its
+        source_host: directory name of the host that saved it; if that is the holder's own, the copy is its
             local checkpoint, else it is under the holder's ``replicas/<owner>``.
         root: of the storage on the holder that the step lies in.
     """
 
     holder: str
-    owner: str
+    source_host: str
     step: int
     save_id: str
     target: str
@@ -41,7 +41,7 @@ class Push:
 class _Owned:
     """All that one host saved, and which live hosts have it whole."""
 
-    owner: str
+    source_host: str
     step: int
     ranks: frozenset[int]
     roots: Mapping[str, str]  # by host
@@ -58,7 +58,7 @@ def repairs(
 
     Args:
         save_id: the save that was restored.
-        holdings: that are known to be good, of any save.
+        locations: that are known to be good, of any save.
         peers: the hosts of the job as it runs now; others neither send nor keep.
     Raises:
         ConfigError: `copies` is negative.
@@ -83,7 +83,7 @@ def repairs(
             pushes.append(
                 Push(
                     holder=holder,
-                    owner=owned.owner,
+                    source_host=owned.source_host,
                     step=owned.step,
                     save_id=save_id,
                     target=target,
@@ -102,10 +102,10 @@ def _all_owned(save_id: str, locations: Iterable[ShardLocation], live: Mapping[s
             and location.place in (Place.LOCAL, Place.REPLICA)
             and location.host in live
         ):
-            steps[location.owner] = location.step
-            found[location.owner][location.host, location.root].add(location.rank)
+            steps[location.source_host] = location.step
+            found[location.source_host][location.host, location.root].add(location.rank)
     all_owned = []
-    for owner, copies in sorted(found.items()):
+    for source_host, copies in sorted(found.items()):
         # A copy is committed as a whole, so one with fewer ranks than another has lost some since.
         whole = max(len(ranks) for ranks in copies.values())
         roots: dict[str, str] = {}
@@ -113,7 +113,7 @@ def _all_owned(save_id: str, locations: Iterable[ShardLocation], live: Mapping[s
             if len(ranks) == whole:
                 roots.setdefault(host, root)
         saved = frozenset(copies[next(iter(roots.items()))])
-        all_owned.append(_Owned(owner=owner, step=steps[owner], ranks=saved, roots=roots))
+        all_owned.append(_Owned(source_host=source_host, step=steps[source_host], ranks=saved, roots=roots))
     return all_owned
 
 
@@ -126,8 +126,8 @@ def _targets(
         have = {*owned.roots, *chosen}
         free = [peer for host, peer in live.items() if host not in have]
         homes = [peer for peer in free if owned.ranks.issubset(peer.ranks)] or [
-            peer for peer in free if directory_name(peer.host) == owned.owner
+            peer for peer in free if directory_name(peer.host) == owned.source_host
         ]
-        ranking = preferred(owned.owner, homes or free, away_from=[live[host] for host in sorted(have)])
+        ranking = preferred(owned.source_host, homes or free, away_from=[live[host] for host in sorted(have)])
         chosen.append(next((host for host in ranking if homes or kept.get(host, 0) < room), ranking[0]))
     return chosen

@@ -40,6 +40,7 @@ from resiliency.checkpoint.format.marker import (
     UNNUMBERED,
     Marker,
     MarkerState,
+    read_marker,
     step_directory,
     try_read_marker,
 )
@@ -66,7 +67,7 @@ REPLICAS = "replicas"
 _HUNG_S = 10.0
 
 
-def is_owner(name: str) -> bool:
+def is_host_directory(name: str) -> bool:
     """Whether `name` is what `directory_name` makes of some host: nothing else becomes a path."""
     return 0 < len(name) <= 255 and directory_name(unquote(name)) == name
 
@@ -81,45 +82,45 @@ class ReplicaStore:
 
     def __init__(self, local_root: Path, *, open_storage: Callable[[str], Storage] | None = None) -> None:
         self._root = local_root / REPLICAS
-        self._open_storage = open_storage or (lambda owner: LocalStorage(self._root / owner))
-        #: Where the session went on.  A host that lost its own part of it may save it anew, which never
+        self._open_storage = open_storage or (lambda source_host: LocalStorage(self._root / source_host))
+        #: Where the attempt went on.  A host that lost its own part of it may save it anew, which never
         #: becomes complete, as other hosts keep theirs; a copy of the save that was restored may be the last.
         self.spared_step = 0
         self._partials: dict[tuple[str, int], _Partial] = {}
         self._lock = threading.Lock()
         #: Held while an owner's directory is changed by anything but chunks.
-        self._owner_locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._source_locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
-    def owners(self) -> list[str]:
+    def source_hosts(self) -> list[str]:
         """Directory names of hosts of which there are replicas."""
-        return [name for name in LocalStorage(self._root).list("") if is_owner(name)]
+        return [name for name in LocalStorage(self._root).list("") if is_host_directory(name)]
 
-    def begin(self, owner: str, copy_plan: CopyPlan, *, session: str = "") -> ReplicaWriter:
+    def begin(self, source_host: str, copy_plan: CopyPlan, *, attempt_id: str = "") -> ReplicaWriter:
         """Get ready to receive a copy; what is there of it already is kept.
 
         Reserves the space for all of it.  What an earlier, unfinished copy of this owner left is removed.
 
         Args:
-            session: whose saves are not replaced by others.
+            attempt_id: whose saves are not replaced by others.
         Raises:
             CheckpointWriteFailed: the storage refused, for example because it is full; nothing of it stays.
-            ReplicaKept: a copy of the session's own save, of the one that was restored, or of another run,
+            ReplicaKept: a copy of the attempt's own save, of the one that was restored, or of another run,
                 stands at this step.
         """
-        if not is_owner(owner):
-            raise PeerError(f"{owner[:200]!r} is not the directory name of a host.")
-        with self._owner_lock(owner):
-            partial = self._find(owner, copy_plan.step)
+        if not is_host_directory(source_host):
+            raise PeerError(f"{source_host[:200]!r} is not the directory name of a host.")
+        with self._source_lock(source_host):
+            partial = self._find(source_host, copy_plan.step)
             if partial is not None and partial.copy_plan.manifest_bytes == copy_plan.manifest_bytes:
                 claim = partial.take_over()
                 if partial.is_open:  # else the connection before has just finished it, or given up
-                    return ReplicaWriter(self, owner, partial, claim)
+                    return ReplicaWriter(self, source_host, partial, claim)
             elif partial is not None:
-                self._forget(owner, copy_plan.step)
-            storage = self._open_storage(owner)
-            if holds(storage, copy_plan, session=session, is_spared=copy_plan.step == self.spared_step):
-                return ReplicaWriter(self, owner, None, 0)
-            self._sweep(owner, storage, copy_plan.step)
+                self._forget(source_host, copy_plan.step)
+            storage = self._open_storage(source_host)
+            if holds(storage, copy_plan, attempt_id=attempt_id, is_spared=copy_plan.step == self.spared_step):
+                return ReplicaWriter(self, source_host, None, 0)
+            self._sweep(source_host, storage, copy_plan.step)
             check_tier_in_memory(self._root, copy_plan.size_bytes)
             partial = _Partial(storage, copy_plan)
             try:
@@ -128,30 +129,30 @@ class ReplicaStore:
                 partial.discard()
                 raise
             with self._lock:
-                self._partials[owner, copy_plan.step] = partial
-            return ReplicaWriter(self, owner, partial, partial.take_over())
+                self._partials[source_host, copy_plan.step] = partial
+            return ReplicaWriter(self, source_host, partial, partial.take_over())
 
-    def retire(self, owner: str, below_step: int, *, run_id: str) -> list[int]:
+    def retire(self, source_host: str, below_step: int, *, run_id: str) -> list[int]:
         """Delete the replicas of a run before `below_step`; returns the steps that went.
 
         Only for when a newer save of that run is complete on all hosts.  Those being read or received
         stay, and those of other runs.  What is unfinished is no run's, and goes.
         """
         gone = []
-        with self._owner_lock(owner):
-            storage = self._open_storage(owner)
+        with self._source_lock(source_host):
+            storage = self._open_storage(source_host)
             for step in (step for step in steps_in(storage) if step < below_step):
-                partial = self._find(owner, step)
+                partial = self._find(source_host, step)
                 if (partial is not None and partial.is_active) or not can_delete(
                     storage, step, run_id=run_id
                 ):
                     continue
-                self._forget(owner, step)
+                self._forget(source_host, step)
                 if remove_checkpoint(storage, step):
                     gone.append(step)
         return gone
 
-    def give_up(self, owner: str, saves: Mapping[int, str]) -> list[int]:
+    def give_up(self, source_host: str, saves: Mapping[int, str]) -> list[int]:
         """Delete the replicas of saves that never become complete; returns the steps that went.
 
         Those being read or received stay.
@@ -160,16 +161,16 @@ class ReplicaStore:
             saves: step to save id.
         """
         gone = []
-        with self._owner_lock(owner):
-            storage = self._open_storage(owner)
+        with self._source_lock(source_host):
+            storage = self._open_storage(source_host)
             for step in (step for step in steps_in(storage) if step in saves):
-                partial = self._find(owner, step)
+                partial = self._find(source_host, step)
                 if partial is None:
                     is_of_it = committed_save(storage, step) == saves[step]
                 else:
                     is_of_it = not partial.is_active and partial.copy_plan.save_id == saves[step]
                 if is_of_it:
-                    self._forget(owner, step)
+                    self._forget(source_host, step)
                     if remove_checkpoint(storage, step):
                         gone.append(step)
         return gone
@@ -182,36 +183,36 @@ class ReplicaStore:
         for partial in partials:
             partial.shut()
 
-    def finished(self, owner: str, partial: _Partial) -> None:
+    def finished(self, source_host: str, partial: _Partial) -> None:
         """A receipt has ended for good."""
-        key = (owner, partial.copy_plan.step)
+        key = (source_host, partial.copy_plan.step)
         with self._lock:
             if self._partials.get(key) is partial:
                 del self._partials[key]
 
-    def _owner_lock(self, owner: str) -> threading.Lock:
+    def _source_lock(self, source_host: str) -> threading.Lock:
         with self._lock:
-            return self._owner_locks[owner]
+            return self._source_locks[source_host]
 
-    def _find(self, owner: str, step: int) -> _Partial | None:
+    def _find(self, source_host: str, step: int) -> _Partial | None:
         with self._lock:
-            return self._partials.get((owner, step))
+            return self._partials.get((source_host, step))
 
-    def _forget(self, owner: str, step: int) -> None:
+    def _forget(self, source_host: str, step: int) -> None:
         with self._lock:
-            partial = self._partials.pop((owner, step), None)
+            partial = self._partials.pop((source_host, step), None)
         if partial is not None:
             partial.shut()
 
-    def _sweep(self, owner: str, storage: Storage, step: int) -> None:
+    def _sweep(self, source_host: str, storage: Storage, step: int) -> None:
         """Remove other unfinished copies of this owner: it has gone on to `step`."""
         for other in steps_in(storage):
-            marker = try_read_marker(storage, other) if other != step else None
+            marker = read_marker(storage, other) if other != step else None
             if marker is None or marker.state is MarkerState.CORRUPT:
                 continue
-            partial = self._find(owner, other)
+            partial = self._find(source_host, other)
             if partial is None or not partial.is_active:
-                self._forget(owner, other)
+                self._forget(source_host, other)
                 _remove_hidden(storage, other, marker)
 
 
@@ -221,9 +222,9 @@ class ReplicaWriter:
     Once another connection has taken over, all that this one does raises `PeerError`.
     """
 
-    def __init__(self, store: ReplicaStore, owner: str, partial: _Partial | None, epoch: int) -> None:
+    def __init__(self, store: ReplicaStore, source_host: str, partial: _Partial | None, epoch: int) -> None:
         self._store = store
-        self._owner = owner
+        self._source_host = source_host
         self._partial = partial
         self._epoch = epoch
 
@@ -261,7 +262,7 @@ class ReplicaWriter:
             partial.check(self._epoch)
             with self._trusting(partial):
                 partial.finish()
-            self._store.finished(self._owner, partial)
+            self._store.finished(self._source_host, partial)
 
     @contextlib.contextmanager
     def _trusting(self, partial: _Partial) -> Iterator[None]:
@@ -270,7 +271,7 @@ class ReplicaWriter:
             yield
         except CheckpointWriteFailed:
             partial.discard()
-            self._store.finished(self._owner, partial)
+            self._store.finished(self._source_host, partial)
             raise
 
     def suspend(self) -> None:
@@ -286,7 +287,7 @@ class ReplicaWriter:
         with partial.lock:
             if partial.epoch == self._epoch and partial.is_open:
                 partial.discard()
-                self._store.finished(self._owner, partial)
+                self._store.finished(self._source_host, partial)
 
     def _claimed(self) -> _Partial:
         assert self._partial is not None, "there is nothing to receive"
@@ -408,17 +409,19 @@ class _Partial:
     def close(self) -> None:
         self.is_open = False
         while self._files:
-            self._files.popitem()[1].close()
+            # All that counts was synced, and who closes may have an error to tell already.
+            with contextlib.suppress(CheckpointWriteFailed):
+                self._files.popitem()[1].close()
 
     def discard(self) -> None:
         """Free the space; on a storage that refuses even that, what stays is hidden."""
         self.close()
-        marker = try_read_marker(self._storage, self.copy_plan.step)
-        if marker is None or not self._is_own(marker):
-            return
         try:
+            marker = read_marker(self._storage, self.copy_plan.step)
+            if marker is None or not self._is_own(marker):
+                return
             _remove_hidden(self._storage, self.copy_plan.step, marker)
-        except CheckpointWriteFailed as error:
+        except CheckpointError as error:
             logger.warning("an unfinished replica was not removed: %s", error)
 
     def _is_own(self, marker: Marker) -> bool:
@@ -427,9 +430,12 @@ class _Partial:
     def _index_name(self, rank: int) -> str:
         return index_name(data_directory(self._directory, self.copy_plan.folder), rank)
 
+    def _files_of(self, rank: int) -> list[int]:
+        return [number for number, writer in enumerate(self.copy_plan.file_ranks) if writer == rank]
+
     def _vote(self, rank: int) -> None:
         """Once all files of a rank have come: make them durable, and then its index, which says so."""
-        mine = [number for number, owner in enumerate(self.copy_plan.file_ranks) if owner == rank]
+        mine = self._files_of(rank)
         if rank in self._voted or any(self._missing[number] for number in mine):
             return
         for number in mine:
@@ -457,7 +463,7 @@ class _Partial:
     def _keep_voted(self) -> None:
         """A rank's index was written after its files were durable: if both are good, nothing is to do."""
         for rank, content in self.copy_plan.index_bytes.items():
-            mine = [number for number, owner in enumerate(self.copy_plan.file_ranks) if owner == rank]
+            mine = self._files_of(rank)
             name = self._index_name(rank)
             try:
                 if read_file(self._storage, name) != content:

@@ -38,12 +38,12 @@ def retire_replicas(
         below: step of the oldest complete save that stays.
     """
     part = _part_of(own, newest)
-    for owner in store.owners() if part is not None else ():
+    for source_host in store.source_hosts() if part is not None else ():
         assert part is not None
         try:
-            yield owner, store.retire(owner, below, run_id=part.run_id)
+            yield source_host, store.retire(source_host, below, run_id=part.run_id)
         except ResiliencyError as error:  # of one owner; the next complete save tries again
-            logger.warning("old copies of %s were not deleted: %s", owner, error)
+            logger.warning("old copies of %s were not deleted: %s", source_host, error)
 
 
 def retire_replicas_alone(
@@ -54,7 +54,7 @@ def retire_replicas_alone(
     While other hosts have parts of the newest save, that is left to the service: it may be receiving.
 
     Args:
-        complete: step to save id of this session's complete saves.
+        complete: step to save id of this attempt's complete saves.
         keep: how many complete generations stay.
     """
     own = LocalStorage(local_root)

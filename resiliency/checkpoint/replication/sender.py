@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from types import TracebackType
 
 from resiliency.checkpoint.format.marker import marker_name, step_directory
@@ -107,7 +108,8 @@ class CopySource:
                 raise SourceUnavailable(f"{path} cannot be sent: {error.message}", path=path) from error
             raise CheckpointCorrupt(f"{path} was cut: {error.message}", path=path) from error
         # Training needs the page cache more than we do: this was read once and for all.
-        os.posix_fadvise(self._fds[file], start, length, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):
+            os.posix_fadvise(self._fds[file], start, length, os.POSIX_FADV_DONTNEED)
         return length
 
     def check_chunk(self, file: int, number: int) -> None:
@@ -136,9 +138,10 @@ class CopySource:
             )
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            with suppress(OSError):  # it says nothing of the bytes that were sent
+                os.close(fd)
 
     def __enter__(self) -> CopySource:
         return self
@@ -158,13 +161,13 @@ class Sender:
         self._throttle = throttle
         self._timeouts = timeouts
 
-    def send(self, source: CopySource, owner: str, table: HostTable, target: Peer) -> None:
+    def send(self, source: CopySource, source_host: str, table: HostTable, target: Peer) -> None:
         """See a copy of `source` verified and committed on `target`.
 
         Goes on after a broken connection, a few times.
 
         Args:
-            owner: directory name of the host whose checkpoint it is.
+            source_host: directory name of the host whose checkpoint it is.
         Raises:
             PeerError: the target is dead, stopped, or cannot be reached.
             PeerRefused: it will not have the copy.
@@ -174,7 +177,7 @@ class Sender:
         for attempt in range(1, ATTEMPTS + 1):
             progress = _Progress()
             try:
-                self._try(source, owner, table, target, progress)
+                self._try(source, source_host, table, target, progress)
             except PeerRefused as error:
                 if error.said.why not in _WORTH_ANOTHER_TRY or attempt == ATTEMPTS:
                     raise
@@ -188,20 +191,20 @@ class Sender:
                 return
 
     def _try(
-        self, source: CopySource, owner: str, table: HostTable, target: Peer, progress: _Progress
+        self, source: CopySource, source_host: str, table: HostTable, target: Peer, progress: _Progress
     ) -> None:
         link = connect(table, self._host, target, self._timeouts, self._links)
         try:
             try:
-                _offer(link, owner, source.copy_plan)
+                _offer(link, source_host, source.copy_plan)
                 answer = _answer(link)
                 if isinstance(answer, Held):
                     return
                 if not isinstance(answer, Wanted):
                     raise PeerError(f"{link.host} said {answer.kind} to an offer.", host=link.host)
                 self._send_wanted(link, source, answer, progress)
-            except UnexpectedReply as word:
-                raise _unexpected(link, word.said) from None
+            except UnexpectedReply as reply:
+                raise _unexpected(link, reply.said) from None
             except PeerRefused:
                 raise
             except PeerError:
@@ -223,7 +226,7 @@ class Sender:
                     if not isinstance(message, PeerHeartbeat):
                         raise _unexpected(link, message)
                 length = source.copy_plan.extent(file, number)[1]
-                self._throttle.wait(length, self._timeouts.beat_s, lambda: link.send(PeerHeartbeat()))
+                self._throttle.wait(length, self._timeouts.heartbeat_s, lambda: link.send(PeerHeartbeat()))
                 source.send_chunk(link, file, number)
                 progress.sent_bytes += length
         link.wait_to_send()
@@ -236,10 +239,10 @@ class _Progress:
     sent_bytes = 0
 
 
-def _offer(link: Link, owner: str, copy_plan: CopyPlan) -> None:
+def _offer(link: Link, source_host: str, copy_plan: CopyPlan) -> None:
     contents = [copy_plan.manifest_bytes, *copy_plan.index_bytes.values()]
     offer = Offer(
-        owner=owner,
+        source_host=source_host,
         step=copy_plan.step,
         save_id=copy_plan.save_id,
         ranks=tuple(copy_plan.index_bytes),

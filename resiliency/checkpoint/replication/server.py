@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listens for the agents of other hosts of the session; all others are turned away.
+"""Listens for the agents of other hosts of the attempt; all others are turned away.
 
 One thread accepts at each port, and each connection gets one of its own for as long as it has work: there are
 never more than `CONNECTIONS`, and never more than `RECEIVERS` copies are received at once.  Who
@@ -25,13 +25,14 @@ from resiliency.checkpoint.replication.replica_store import ReplicaStore
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Link, Links
 from resiliency.checkpoint.replication.transport.handshake import admit
 from resiliency.checkpoint.replication.transport.messages import Join, Offer, Refusal, refused
-from resiliency.errors import ConfigError, PeerError
+from resiliency.checkpoint.threads import start_thread
+from resiliency.errors import ConfigError, PeerError, ResourceShortage
 
 logger = logging.getLogger(__name__)
 
 CONNECTIONS = 64
 RECEIVERS = 16
-_BACKLOG = 1024
+_MOST_UNACCEPTED = 1024
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: Above those of common services, and below those of Kubernetes' services on its nodes.
 _FIRST_PORT, _LAST_PORT = 20000, 30000
@@ -47,7 +48,7 @@ class PeerServer:
     Args:
         port: to listen at if it is free; else, or with 0, any that is.  See `listen_also_at`.
         table: the current table; before there is one, everybody is turned away.
-        join: takes over a link for seals and completions; False if this host does not lead.
+        join: takes over a link for acknowledgements and completions; False if this host does not lead.
     Raises:
         ConfigError: cannot listen at `address`.
     """
@@ -119,9 +120,13 @@ class PeerServer:
             *(port, self._timeouts.pause.total_seconds(), port),
         )
         thread = threading.Thread(target=self._await_port, name="resiliency-peer-port", daemon=True)
+        try:
+            start_thread(thread)
+        except ResourceShortage as error:
+            logger.error("port %d is not waited for: %s", port, error)
+            return
         with self._lock:
             self._acceptors.append(thread)
-        thread.start()
 
     def _await_port(self) -> None:
         while not self._closing.wait(self._timeouts.pause.total_seconds()):
@@ -149,13 +154,17 @@ class PeerServer:
             if self._closing.is_set():
                 listener.close()
                 return
+            try:
+                start_thread(acceptor)
+            except ResourceShortage:
+                listener.close()
+                raise
             self._listeners[listener.getsockname()[1]] = listener
             self._acceptors.append(acceptor)
-        acceptor.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            # Who comes while all threads are busy waits in the backlog, or gives up.
+            # Who comes while all threads are busy waits to be accepted, or gives up.
             self._room.acquire()
             try:
                 connection, _ = listener.accept()
@@ -172,8 +181,8 @@ class PeerServer:
             with self._lock:
                 self._threads.add(thread)
             try:
-                thread.start()
-            except RuntimeError as error:  # a limit of threads: the other side tries again
+                start_thread(thread)
+            except ResourceShortage as error:  # a limit of threads: the other side tries again
                 logger.warning("a connection was turned away: %s", error)
                 with self._lock:
                     self._threads.discard(thread)
@@ -210,7 +219,7 @@ class PeerServer:
             self._links.release(link)
             if self._join(link):
                 return True
-            link.send(refused(Refusal.NOT_LEADER, f"{self._host} does not lead this session"))
+            link.send(refused(Refusal.NOT_LEADER, f"{self._host} does not lead this attempt"))
             link.finish()
         else:
             raise PeerError(f"{link.host} began with {message.kind}.", host=link.host)
@@ -222,8 +231,10 @@ class PeerServer:
             link.finish()
             return
         try:
-            receiver = CopyReceiver(link, self._store, session=table.session, release=self._receivers.release)
-        except RuntimeError as error:
+            receiver = CopyReceiver(
+                link, self._store, attempt_id=table.attempt_id, release=self._receivers.release
+            )
+        except ResourceShortage as error:
             self._receivers.release()
             link.send(refused(Refusal.BUSY, f"{self._host} cannot receive a copy now: {error}"))
             link.finish()
@@ -267,6 +278,6 @@ def _listen_at(address: str, port: int) -> socket.socket:
     if not address:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        return socket.create_server(("", port), family=family, backlog=_MOST_UNACCEPTED, dualstack_ipv6=both)
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((str(where[0]), port), family=family, backlog=_BACKLOG)
+    return socket.create_server((str(where[0]), port), family=family, backlog=_MOST_UNACCEPTED)

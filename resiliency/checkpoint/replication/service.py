@@ -3,7 +3,7 @@
 
     service = PeerService("host-3", Path("/local/job"), on_event=print)
     service.update(table)                   # once the trainers have agreed on it
-    service.replicate(100, "session-100")   # step 100 is committed here
+    service.replicate(100, "attempt-100")   # step 100 is committed here
     ...                                     # Replicated(100, ...), then Complete(100, ...)
     service.close()
 
@@ -45,13 +45,14 @@ from resiliency.checkpoint.replication.server import PeerServer
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Links
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
-from resiliency.checkpoint.threads import TaskThread
+from resiliency.checkpoint.threads import CallerThread, TaskThread, start_thread
 from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
     ConfigError,
     PeerError,
     ResiliencyError,
+    ResourceShortage,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class NotReplicated:
 class Complete:
     """All hosts have that save committed and copied.
 
-    Of this session's saves those before `retire_below` may be deleted; None: nothing may yet.
+    Of this attempt's saves those before `retire_below` may be deleted; None: nothing may yet.
     """
 
     step: int
@@ -124,23 +125,23 @@ PeerEvent: TypeAlias = "Replicated | NotReplicated | Complete | GivenUp | Repair
 
 
 class _Leftovers:
-    """When to look for what agents before this one left: once for each session, until a look succeeds."""
+    """When to look for what agents before this one left: once for each attempt, until a look succeeds."""
 
     def __init__(self, pause: timedelta) -> None:
         self._pause_s = pause.total_seconds()
         self._done_for = ""
         self._not_before = 0.0
 
-    def are_due(self, session: str) -> bool:
-        return session != self._done_for and time.monotonic() >= self._not_before
+    def are_due(self, attempt_id: str) -> bool:
+        return attempt_id != self._done_for and time.monotonic() >= self._not_before
 
-    def due_in_s(self, session: str) -> float | None:
+    def due_in_s(self, attempt_id: str) -> float | None:
         """None: never."""
-        return None if session == self._done_for else max(0.0, self._not_before - time.monotonic())
+        return None if attempt_id == self._done_for else max(0.0, self._not_before - time.monotonic())
 
-    def looked(self, session: str, *, is_done: bool) -> None:
+    def looked(self, attempt_id: str, *, is_done: bool) -> None:
         if is_done:
-            self._done_for = session
+            self._done_for = attempt_id
         self._not_before = 0.0 if is_done else time.monotonic() + self._pause_s
 
 
@@ -188,7 +189,7 @@ class PeerService:
         self._news = threading.Event()
         #: Used by the thread of the roll call: what was given up lately, and which hosts were named for it.
         self._given_up: list[SaveName] = []
-        self._told_behind: set[tuple[str, ...]] = set()
+        self._reported_behind: set[tuple[str, ...]] = set()
         self._completion_link = CompletionLink(host, self._completed, self._gave_up, timeouts)
         try:
             self._server = PeerServer(
@@ -200,19 +201,24 @@ class PeerService:
                 join=self._completion_link.join,
                 timeouts=timeouts,
             )
-        except ConfigError:
+        except (ConfigError, ResourceShortage):
             self._completion_link.close()
             raise
-        self._tidy = TaskThread("resiliency-peer-tidy")
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
+        self._threads: list[threading.Thread] = []
+        #: Last of all closed, for what it closes then may take as long as any other operation.
+        self._tidy: TaskThread | CallerThread = CallerThread()
+        try:
+            self._tidy = TaskThread("resiliency-peer-tidy")
             for name, target in (
                 ("resiliency-peer-copy", self._copy_saves),
                 ("resiliency-peer-repair", self._carry_out_pushes),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+            ):
+                thread = threading.Thread(target=target, name=name, daemon=True)
+                start_thread(thread)
+                self._threads.append(thread)
+        except ResourceShortage:
+            self.close()
+            raise
 
     @property
     def port(self) -> int:
@@ -222,8 +228,8 @@ class PeerService:
     def update(self, table: HostTable) -> None:
         """Work with the hosts of `table` from now on.
 
-        Saves of its session that are committed here already (this agent was restarted) are taken up
-        again: what was copied stays, and all is sealed again.
+        Saves of its attempt that are committed here already (this agent was restarted) are taken up
+        again: what was copied stays, and all is acknowledged again.
 
         Raises:
             ConfigError: this host is not in it.
@@ -234,10 +240,10 @@ class PeerService:
                 hint="NODE_NAME must be the same for trainers and agent.",
                 host=self._host,
             )
-        # First: what other threads tell it of a session that it does not know yet is lost.
+        # First: what other threads tell it of an attempt that it does not know yet is lost.
         self._completion_link.update(table)
         with self._lock:
-            is_new = self._table is None or self._table.session != table.session
+            is_new = self._table is None or self._table.attempt_id != table.attempt_id
             self._table = table
         if table.leader == self._host:
             try:
@@ -253,10 +259,10 @@ class PeerService:
         self._news.set()
 
     def replicate(self, step: int, save_id: str) -> None:
-        """This host has committed its part of a save: have it copied, then seal it."""
+        """This host has committed its part of a save: have it copied, then acknowledge it."""
         save = SaveName(step, save_id)
         self._copy_queue.add(save)
-        self._completion_link.hold(save)  # second: what is given up leaves the backlog
+        self._completion_link.hold(save)  # second: what is given up leaves the queue
         self._news.set()
 
     def lose(self, step: int, save_id: str) -> None:
@@ -264,7 +270,7 @@ class PeerService:
         self._completion_link.lose(SaveName(step, save_id))
 
     def spare(self, step: int) -> None:
-        """The session went on from `step`: its own saves of that replace no whole copy; 0: from nowhere."""
+        """The attempt went on from `step`: its own saves of that replace no whole copy; 0: from nowhere."""
         self._store.spared_step = step
 
     def repair(self, pushes: Sequence[Push]) -> None:
@@ -274,7 +280,7 @@ class PeerService:
                 self._pushes.put(push)
 
     def lift_bandwidth_cap(self) -> None:
-        """Use all bandwidth until the next session: the host is about to go."""
+        """Use all bandwidth until the next attempt: the host is about to go."""
         self._throttle.lift()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
@@ -300,7 +306,7 @@ class PeerService:
         self._completion_link.close(left())
         for thread in self._threads:
             thread.join(left().total_seconds())
-        self._tidy.submit(self._store.close)  # to close a file may take as long as any other operation
+        self._tidy.submit(self._store.close)
         self._tidy.close()
         if not self._tidy.wait_for_end(left()) or any(thread.is_alive() for thread in self._threads):
             logger.warning("the disk of %s does not answer: threads that wait for it stay behind", self._root)
@@ -320,15 +326,15 @@ class PeerService:
         leftovers = _Leftovers(self._timeouts.longest_pause)
         while not self._closing.is_set():
             table = self._table
-            if table is not None and leftovers.are_due(table.session):
-                leftovers.looked(table.session, is_done=self._try_take_up(table))
-            save, passed = (None, []) if table is None else self._copy_queue.take(table.session)
+            if table is not None and leftovers.are_due(table.attempt_id):
+                leftovers.looked(table.attempt_id, is_done=self._try_take_up(table))
+            save, passed = (None, []) if table is None else self._copy_queue.take(table.attempt_id)
             for other in passed:
                 self._completion_link.lose(other)
                 if other not in self._taken_up:  # of those, nobody knows whether it had been before
                     self._not_replicated(other, f"superseded by step {save.step if save else 0}.")
             if save is None or table is None:
-                self._news.wait(None if table is None else leftovers.due_in_s(table.session))
+                self._news.wait(None if table is None else leftovers.due_in_s(table.attempt_id))
                 self._news.clear()
                 continue
             why = self._try_copy(save, table)
@@ -377,8 +383,8 @@ class PeerService:
         if len(hosts) < table.copies():
             return f"{len(hosts)} of {table.copies()} copies: {'; '.join(failures)}"
         self._emit(Replicated(step=save.step, save_id=save.save_id, hosts=tuple(hosts)))
-        if table.is_of_session(save.step, save.save_id):
-            self._completion_link.seal(save)
+        if table.is_of_attempt(save.step, save.save_id):
+            self._completion_link.acknowledge(save)
         return ""
 
     def _not_replicated(self, save: SaveName, why: str) -> None:
@@ -412,9 +418,9 @@ class PeerService:
                     logger.warning("what an earlier agent left is looked for again: %s", error)
                     is_all = False
             found.append(save)
-        self._completion_link.found(table.session, found)
+        self._completion_link.found(table.attempt_id, found)
         for save in found:
-            if table.is_of_session(save.step, save.save_id) and save not in self._taken_up:
+            if table.is_of_attempt(save.step, save.save_id) and save not in self._taken_up:
                 self._taken_up.add(save)
                 self.replicate(save.step, save.save_id)
         return is_all
@@ -426,7 +432,7 @@ class PeerService:
             try:
                 self._push(push)
             except ResiliencyError as error:
-                logger.warning("%s was not sent to %s: %s", push.owner, push.target, error)
+                logger.warning("%s was not sent to %s: %s", push.source_host, push.target, error)
                 self._emit(NotRepaired(push=push, why=str(error)))
             except Exception as error:  # the border of this thread: the next push may fare better
                 logger.exception("a repair failed")
@@ -435,8 +441,8 @@ class PeerService:
                 self._emit(Repaired(push=push))
 
     def _push(self, push: Push) -> None:
-        is_own = push.owner == directory_name(self._host)
-        usual = self._root if is_own else self._root / REPLICAS / push.owner
+        is_own = push.source_host == directory_name(self._host)
+        usual = self._root if is_own else self._root / REPLICAS / push.source_host
         source: CopySource | None = None
         pause_s = self._timeouts.next_pause_s(0.0)
         with ExitStack() as opened:
@@ -444,18 +450,18 @@ class PeerService:
                 table = self._table
                 target = table.peer(push.target) if table is not None else None
                 if table is None or target is None:
-                    raise PeerError(f"{push.target!r} is no host of the session.", host=push.target)
+                    raise PeerError(f"{push.target!r} is no host of the attempt.", host=push.target)
                 try:
                     if source is None:
                         source = CopySource(push.root or usual, push.step, push.save_id)
                         opened.push(source)
-                    self._sender.send(source, push.owner, table, target)
+                    self._sender.send(source, push.source_host, table, target)
                     return
                 except (PeerError, SourceUnavailable) as error:
                     if number == _REPAIR_ROUNDS:
                         raise
                     pause_s = self._timeouts.next_pause_s(pause_s)
-                    logger.info("%s is sent to %s again: %s", push.owner, push.target, error)
+                    logger.info("%s is sent to %s again: %s", push.source_host, push.target, error)
                     if self._closing.wait(pause_s):
                         raise
 
@@ -464,16 +470,16 @@ class PeerService:
     def _completed(self, save: SaveName, retire_below: int | None) -> None:
         """In the thread of the roll call."""
         logger.info("step %d is complete on all hosts", save.step)
-        self._told_behind.clear()
+        self._reported_behind.clear()
         self._emit(Complete(step=save.step, save_id=save.save_id, retire_below=retire_below))
         if retire_below is not None:
             self._try_tidy(lambda: self._retire(save, retire_below))
 
     def _retire(self, newest: SaveName, below: int) -> None:
         own = LocalStorage(self._root)
-        for owner, gone in retire_replicas(self._store, own, newest, below=below):
+        for source_host, gone in retire_replicas(self._store, own, newest, below=below):
             if gone:
-                logger.info("deleted replicas of %s: %s", owner, gone)
+                logger.info("deleted replicas of %s: %s", source_host, gone)
             if self._closing.is_set():
                 return
 
@@ -483,8 +489,8 @@ class PeerService:
         why = "its leader says so"
         if behind:
             why = f"{', '.join(behind)} has no part of it, or no copies; the log of the agent there says why"
-        is_news = bool(behind) and behind not in self._told_behind
-        self._told_behind.add(behind)
+        is_news = bool(behind) and behind not in self._reported_behind
+        self._reported_behind.add(behind)
         logger.log(
             logging.WARNING if is_news else logging.INFO,
             "step %d is given up and deleted on all hosts, as %d newer ones are not complete either: %s",
@@ -496,10 +502,10 @@ class PeerService:
         self._try_tidy(lambda: self._delete_replicas_of(saves))
 
     def _delete_replicas_of(self, saves: Sequence[SaveName]) -> None:
-        for owner in self._store.owners():
-            gone = self._store.give_up(owner, {save.step: save.save_id for save in saves})
+        for source_host in self._store.source_hosts():
+            gone = self._store.give_up(source_host, {save.step: save.save_id for save in saves})
             if gone:
-                logger.info("deleted replicas of %s, which are given up: %s", owner, gone)
+                logger.info("deleted replicas of %s, which are given up: %s", source_host, gone)
             if self._closing.is_set():
                 return
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from resiliency.checkpoint.threads import TaskThread
+from resiliency.checkpoint.threads import CallerThread, TaskThread, helper_thread
 from resiliency.errors import CheckpointError
 
 PIECE_BYTES = 16 << 20
@@ -132,7 +132,7 @@ class CopyRun:
         self._error: BaseException | None = None
         self._stopped = False
 
-    def _start(self, threads: Sequence[TaskThread]) -> None:
+    def _start(self, threads: Sequence[TaskThread | CallerThread]) -> None:
         self._running = max(1, min(len(threads), len(self._work)))
         for thread in threads[: self._running]:
             thread.submit(self._take)
@@ -184,7 +184,7 @@ class Copier:
 
     def __init__(self, threads: int = 2, *, before_piece: Callable[[int], None] | None = None) -> None:
         self._before = before_piece
-        self._threads = [TaskThread(f"resiliency-copy_{number}") for number in range(threads)]
+        self._threads = [helper_thread(f"resiliency-copy_{number}") for number in range(threads)]
 
     def start(self, work: Sequence[Piece], *, keep: object, paced: bool = True) -> CopyRun:
         """Begin to copy.

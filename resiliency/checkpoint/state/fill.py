@@ -25,7 +25,8 @@ from resiliency.checkpoint.state.values import (
     load_values,
 )
 from resiliency.checkpoint.storage.memory import address_of, populate
-from resiliency.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch
+from resiliency.checkpoint.threads import start_thread
+from resiliency.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch, ResourceShortage
 
 logger = logging.getLogger(__name__)
 
@@ -345,8 +346,8 @@ def _populate_beside(targets: Targets) -> Callable[[], None]:
 
     thread = threading.Thread(target=run, args=(targets,), name="resiliency-restore-memory", daemon=True)
     try:
-        thread.start()
-    except RuntimeError as error:  # it only saves time, and other ranks wait for this one
+        start_thread(thread)
+    except ResourceShortage as error:  # it only saves time, and other ranks wait for this one
         logger.info("memory to restore into is not prepared ahead: %s", error)
         return lambda: None
     return thread.join

@@ -458,5 +458,5 @@ def has_tensors(obj: Any) -> bool:
 
 
 def is_stateful(value: object) -> bool:
-    """True for what can give and take its own state: modules, optimizers, torch's `Stateful`."""
+    """True for what can give and take its own state: modules, optimizers, torch's ``Stateful``."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not isinstance(value, type)

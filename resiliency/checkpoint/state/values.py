@@ -461,7 +461,7 @@ def _pickled(value: object) -> bytes:
     return buffer.getvalue()
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):  # noqa: S301 - it refuses types that were not allowed
     def __init__(self, data: bytes, allowed: Allowed) -> None:
         super().__init__(io.BytesIO(data))
         self._allowed = allowed
@@ -486,7 +486,7 @@ class _Anything:
     __setstate__ = __setitem__ = append = extend = add = _take
 
 
-class _DryUnpickler(pickle.Unpickler):
+class _DryUnpickler(pickle.Unpickler):  # noqa: S301 - it makes no object
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.names: set[str] = set()

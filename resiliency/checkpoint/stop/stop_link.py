@@ -80,11 +80,11 @@ class StopPeer:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, word: StopMessage) -> None:
+    def send(self, message: StopMessage) -> None:
         """Say it if the other rank can still be reached; its end is noticed by `receive`."""
         with suppress(OSError):
             self._socket.settimeout(1.0)  # some bytes on a connection that never carries more
-            self._socket.sendall(json.dumps(asdict(word)).encode() + b"\n")
+            self._socket.sendall(json.dumps(asdict(message)).encode() + b"\n")
 
     def receive(self, timeout: timedelta = timedelta(0)) -> list[StopMessage]:
         """What came; waits for something to come.
@@ -242,13 +242,13 @@ class _Door:
 
     def _greet(self, peer: StopPeer) -> None:
         try:
-            words = peer.receive()
+            messages = peer.receive()
         except PeerError:
             self._turn_away(peer)
             return
-        if not words:
+        if not messages:
             return
-        hello = words[0]
+        hello = messages[0]
         if (hello.kind, hello.text) != (
             StopKind.HELLO,
             self._token,
@@ -318,7 +318,7 @@ def _try_reach(address: str, port: int, token: str, rank: int, deadline: float) 
 
 def _hello_of(peer: StopPeer, wait_s: float) -> StopMessage | None:
     try:
-        words = peer.receive(timedelta(seconds=wait_s))
+        messages = peer.receive(timedelta(seconds=wait_s))
     except PeerError:
         return None
-    return words[0] if words and words[0].kind is StopKind.HELLO else None
+    return messages[0] if messages and messages[0].kind is StopKind.HELLO else None

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -66,6 +67,7 @@ def end_process(code: int) -> None:
 
     # The stuck thread may hold the stream's lock.
     flusher = threading.Thread(target=flush, name="resiliency-flush", daemon=True)
-    flusher.start()
-    flusher.join(_FLUSH_S)
+    with suppress(RuntimeError):  # without a thread nothing is flushed, and the process ends all the same
+        flusher.start()
+        flusher.join(_FLUSH_S)
     os._exit(code)

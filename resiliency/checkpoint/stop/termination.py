@@ -48,11 +48,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import timedelta
 
 from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.stop.loader_workers import outliving
 from resiliency.checkpoint.stop.stop_link import StopKind, StopMessage, connect_ranks
 from resiliency.checkpoint.stop.terminated import Terminated, TerminationOptions, end_process
+from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
 from resiliency.runtime import StopNote, name_ranks
 from resiliency.signal_pipe import SignalPipe
@@ -130,6 +133,8 @@ class Termination:
         self._closing: float | None = None  # until when to stay for others
         self._polite = self._said_detach = self._ended = False
         self._signals = _catch(rank_group, self._options)
+        self._workers = ExitStack()
+        self._workers.enter_context(outliving(self._options.signals))
         self._selector = selectors.DefaultSelector()
         self._news = WakePipe()
         try:
@@ -137,13 +142,19 @@ class Termination:
         except BaseException:
             self._give_back()
             raise
-        self._selector.register(self._news, selectors.EVENT_READ)
-        if self._signals is not None:
-            self._selector.register(self._signals, selectors.EVENT_READ)
-        for rank, peer in self._peers.items():
-            self._selector.register(peer, selectors.EVENT_READ, rank)
         self._watcher = threading.Thread(target=self._watch, name="resiliency-termination", daemon=True)
-        self._watcher.start()
+        try:
+            self._selector.register(self._news, selectors.EVENT_READ)
+            if self._signals is not None:
+                self._selector.register(self._signals, selectors.EVENT_READ)
+            for rank, peer in self._peers.items():
+                self._selector.register(peer, selectors.EVENT_READ, rank)
+            start_thread(self._watcher)
+        except BaseException:
+            for peer in self._peers.values():  # by the end of their connection the others learn of it
+                peer.close()
+            self._give_back()
+            raise
 
     # --- training's side -------------------------------------------------------------------------
 
@@ -255,6 +266,7 @@ class Termination:
         return 0 if self._committed else 128 + self._number
 
     def _give_back(self, *, ending: bool = False) -> None:
+        self._workers.close()
         if self._signals is not None:
             self._signals.close(ending=ending)
         self._selector.close()
@@ -291,31 +303,31 @@ class Termination:
 
     def _listen(self, rank: int) -> None:
         try:
-            for word in self._peers[rank].receive():
-                self._hear(rank, word)
+            for message in self._peers[rank].receive():
+                self._hear(rank, message)
         except (PeerError, ValueError) as error:
             self._lose(rank, error)
 
-    def _hear(self, rank: int, word: StopMessage) -> None:
-        if word.kind is StopKind.STOP:
-            self._begin(signal.Signals(word.number), word.left_s, f"at rank {rank}")
-        elif word.kind is StopKind.POST:
-            self._posts[rank] = word.number
+    def _hear(self, rank: int, message: StopMessage) -> None:
+        if message.kind is StopKind.STOP:
+            self._begin(signal.Signals(message.number), message.left_s, f"at rank {rank}")
+        elif message.kind is StopKind.POST:
+            self._posts[rank] = message.number
             self._leader_state()
-        elif word.kind is StopKind.DETACH:
-            self._departed[rank] = self._posts[rank] = word.number
+        elif message.kind is StopKind.DETACH:
+            self._departed[rank] = self._posts[rank] = message.number
             self._leader_state()
             self._sum_up()
-        elif word.kind is StopKind.DECIDE:
-            self._decide(word.number)
-        elif word.kind is StopKind.GIVE_UP:
-            self._call_off(word.text)
-        elif word.kind is StopKind.FOUND:
-            self._found[rank] = frozenset(word.text.split())
+        elif message.kind is StopKind.DECIDE:
+            self._decide(message.number)
+        elif message.kind is StopKind.GIVE_UP:
+            self._call_off(message.text)
+        elif message.kind is StopKind.FOUND:
+            self._found[rank] = frozenset(message.text.split())
             self._sum_up()
-        elif word.kind is StopKind.ALL_FOUND:
-            self._answer(frozenset(word.text.split()))
-        elif word.kind is StopKind.NOT_ALL:
+        elif message.kind is StopKind.ALL_FOUND:
+            self._answer(frozenset(message.text.split()))
+        elif message.kind is StopKind.NOT_ALL:
             self._answer(None)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -430,9 +442,9 @@ class Termination:
     def _who_is_gone(self) -> str:
         return f"lost contact with {name_ranks(self._gone)}"
 
-    def _tell_all(self, word: StopMessage) -> None:
+    def _tell_all(self, message: StopMessage) -> None:
         for peer in self._peers.values():
-            peer.send(word)
+            peer.send(message)
 
     # --- time ------------------------------------------------------------------------------------
 

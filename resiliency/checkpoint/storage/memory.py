@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import mmap
+
+from resiliency.errors import ResourceShortage
 
 #: Alignment of address, offset and length that unbuffered I/O asks for on every common device.
 PAGE_BYTES = 4096
@@ -57,9 +60,18 @@ def page_memory(size_bytes: int, *, large: bool = False) -> memoryview:
     Args:
         large: all of it will be used at once: ask for huge pages.  Faulting in a gigabyte by small ones
             takes as long as reading it from a fast disk.
+    Raises:
+        ResourceShortage: this process may have no more memory.
     """
-    # Private: what `mmap` gives by default is shared memory, whose pages cost twice as much.
-    memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        # Private: what `mmap` gives by default is shared memory, whose pages cost twice as much.
+        memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ResourceShortage(
+            f"cannot map {size_bytes} bytes of memory: {error.strerror}.",
+            hint="See the memory limit of the container, ulimit -v and vm.overcommit_memory.",
+            errno=error.errno or errno.ENOMEM,
+        ) from error
     if large and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -56,7 +56,7 @@ class WatchedStorage:
         #: What it is, the name it is for, and when it was made.
         self._calls: dict[int, tuple[str, str, float]] = {}
         #: Counts how often the files that were open were given up.
-        self._generation = 0
+        self._given_up = 0
 
     def oldest_call(self) -> Call | None:
         """The call that has been under way for longest."""
@@ -70,7 +70,7 @@ class WatchedStorage:
     def give_up_files(self) -> None:
         """Let no more be written to the files that are open, or being opened, now."""
         with self._lock:
-            self._generation += 1
+            self._given_up += 1
 
     @contextmanager
     def noted(self, what: str, name: str) -> Iterator[None]:
@@ -88,10 +88,10 @@ class WatchedStorage:
         return self._inner.describe(name)
 
     def create(self, name: str, size_bytes: int = 0) -> WritableFile:
-        generation = self._generation
+        given_up = self._given_up
         with self.noted("create", name):
             file = self._inner.create(name, size_bytes)
-        return _WatchedWriter(self, file, name, lambda: self._generation == generation)
+        return _WatchedWriter(self, file, name, lambda: self._given_up == given_up)
 
     def open(self, name: str) -> ReadableFile:
         with self.noted("open", name):

@@ -42,6 +42,7 @@ from resiliency.errors import (
     ConfigError,
     ResiliencyError,
 )
+from resiliency.files import posix_path
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class DcpStorageReader(StorageReader):
             raise ConfigError(
                 "DcpStorageReader was given no path.", hint="Pass checkpoint_id='.../step=N' to dcp.load."
             )
-        place = Path(self._path)
+        place = posix_path(self._path)
         storage = self._open_storage(place.parent)
         names = storage.list(place.name)
         if not names:

@@ -35,7 +35,7 @@ class CommonEnd:
 
     Args:
         emit: reports events, from any thread.
-        hurry: has the agent write what is captured at full speed.
+        lift_bandwidth_cap: has the agent write what is captured at full speed.
         flush: brings events home, when the process is about to be ended.
         close: closes the checkpointer; ``finished=False``: without waiting for anything.
     Raises:

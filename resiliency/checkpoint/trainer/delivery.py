@@ -258,8 +258,8 @@ class Delivery:
         with self._lock:
             handles = self._local_saves.get(copies.step, ())
             # Another agent, or the same one to a rank that comes back, repeats what it knows.
-            told = any(handle.record.complete for handle in handles)
-            is_news = copies.complete and not (told if handles else copies.step <= self._complete_step)
+            is_reported = any(handle.record.complete for handle in handles)
+            is_news = copies.complete and not (is_reported if handles else copies.step <= self._complete_step)
             if copies.complete:
                 self._complete_step = max(self._complete_step, copies.step)
             for handle in handles:

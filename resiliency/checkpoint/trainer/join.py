@@ -75,7 +75,7 @@ def join(
         world_size=rank_group.world_size,
         local_ranks=rendezvous.hosts[info.host],
         run_id=info.job_name,
-        session=rendezvous.session,
+        attempt_id=rendezvous.attempt_id,
         host=info.host,
         peer_address=info.peer_address,
         settings=settings,
@@ -106,7 +106,7 @@ def _open_arena(
             rank=attach.rank,
             world_size=attach.world_size,
             slots=options.slots or (3 if len(attach.settings.tiers) > 1 else 2),
-            run_id=attach.session,
+            run_id=attach.attempt_id,
             group=group,
         )
     except ResiliencyError as failure:
@@ -157,8 +157,8 @@ class ReplicaHosts:
             self._link.request(Peers(path=str(path)))
 
     def meet_again(self, attach: Attach, rank_group: RankGroup, info: RunInfo) -> None:
-        """Under the name of another session; else like `meet`."""
-        rendezvous = self._context.rendezvous.renamed(attach.session)
+        """Under the name of another attempt; else like `meet`."""
+        rendezvous = self._context.rendezvous.renamed(attach.attempt_id)
         self._context = replace(self._context, rendezvous=rendezvous, attach=attach)
         self.meet(rank_group, info)
 
@@ -173,7 +173,7 @@ class ReplicaHosts:
                     Repair(
                         step=push.step,
                         save_id=push.save_id,
-                        owner=push.owner,
+                        source_host=push.source_host,
                         root=push.root,
                         target=push.target,
                     )

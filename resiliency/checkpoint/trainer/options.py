@@ -15,6 +15,7 @@ from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError
+from resiliency.files import posix_path
 from resiliency.runtime import Clock, SystemClock
 
 
@@ -32,7 +33,7 @@ class LocalTier:
             Where there are fewer other hosts, each gets one.
         bytes_per_s: bandwidth of a host for these copies; 0 means no limit.
         backlog: complete generations beyond `keep` that may wait to be handed over to somebody who takes them
-            away (`resiliency.plugins.handing_over`); when more wait, the oldest is given up.  0: nobody takes
+            away (`resiliency.plugins.hand_off`); when more wait, the oldest is given up.  0: nobody takes
             any.
     """
 
@@ -45,6 +46,7 @@ class LocalTier:
     backlog: int = 0
 
     def __post_init__(self) -> None:
+        posix_path(self.directory, of="the local tier's checkpoints")
         interval_of(self.every_steps, self.every)
 
 
@@ -96,10 +98,10 @@ def settings_of(
     """What the agent is to be told.
 
     Raises:
-        ConfigError: a number is out of range, or there is no tier.
+        ConfigError: a number is out of range, there is no tier, or a directory is no path of a file system.
     """
     settings = Settings(
-        directory="" if directory is None else str(Path(directory).absolute()),
+        directory="" if directory is None else str(posix_path(directory).absolute()),
         keep=keep,
         replicated=replicated,
         bytes_per_s=options.bytes_per_s,

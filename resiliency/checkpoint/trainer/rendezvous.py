@@ -36,7 +36,7 @@ class _Member:
     """What a rank says of itself."""
 
     host: str
-    session: str
+    attempt_id: str
     tiers: tuple[str, ...]
     token: str
     groups: frozenset[str]
@@ -53,14 +53,14 @@ class Rendezvous:
     members: tuple[_Member, ...]
 
     @property
-    def session(self) -> str:
+    def attempt_id(self) -> str:
         """The name of this start of the job."""
-        return self.members[0].session
+        return self.members[0].attempt_id
 
-    def renamed(self, session: str) -> Rendezvous:
-        """The same ranks under the name of another session."""
+    def renamed(self, attempt_id: str) -> Rendezvous:
+        """The same ranks under the name of another attempt."""
         first, *others = self.members
-        return Rendezvous(members=(replace(first, session=session), *others))
+        return Rendezvous(members=(replace(first, attempt_id=attempt_id), *others))
 
     @property
     def hosts(self) -> dict[str, tuple[int, ...]]:
@@ -97,7 +97,7 @@ def meet(
     first = rank_group.rank == 0
     me = _Member(
         host=info.host,
-        session=uuid.uuid4().hex,
+        attempt_id=uuid.uuid4().hex,
         tiers=tiers,
         token=secrets.token_hex(32) if first else "",
         groups=frozenset(groups) - {""},
@@ -169,7 +169,7 @@ def exchange_agent_addresses(
         known = rank_group.gather((address_among(others, known[rank_group.rank][0]), port))
         _check_addresses({host: known[ranks[0]][0] for host, ranks in hosts.items()})
     table = HostTable(
-        session=rendezvous.session,
+        attempt_id=rendezvous.attempt_id,
         run_id=attach.run_id,
         token=rendezvous.members[0].token,
         leader=rendezvous.members[0].host,

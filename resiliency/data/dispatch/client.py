@@ -98,7 +98,9 @@ class DataClient:
         #: What the server's source is made of, such as the size and the order of its samples.
         self.source: Plain = cast(Plain, welcome["source"])
         self._lease_s = cast(float, welcome["lease_s"])
-        self._heartbeats = threading.Thread(target=self._beat, name=f"data-client-{worker}", daemon=True)
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, name=f"data-client-{worker}", daemon=True
+        )
         self._heartbeats.start()
 
     def ranges(self) -> Iterator[SampleRange]:
@@ -248,7 +250,7 @@ class DataClient:
                 log.info("data server lost: %r; asking again", error)
                 self._ended.wait(_PAUSE_S)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Says that this process lives, on a connection of its own, whatever its other threads wait for."""
         connection = self._requests.another()
         try:
@@ -311,9 +313,9 @@ class _ServerConnection:
                 f"the data server at {self.address} speaks version {greeting.get('version')!r}, and this "
                 f"release {VERSION}."
             )
-        joining = {"worker": self._worker, "life": self._life, "attempt": self._attempt}
+        identity = {"worker": self._worker, "life": self._life, "attempt": self._attempt}
         proof = proof_of(self._token, str(greeting.get("nonce")), self._worker, self._life)
-        message = {"op": "join", "again": bool(self._welcome), "proof": proof, **joining}
+        message = {"op": "join", "again": bool(self._welcome), "proof": proof, **identity}
         welcome = self.exchange(message, deadline)
         if self._welcome and welcome["book"] != self._welcome["book"]:
             raise DataError(

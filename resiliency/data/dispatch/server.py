@@ -319,13 +319,13 @@ class DataServer:
         line = await wait_for(reader.readline(), DOOR.total_seconds())
         if not line:
             return
-        joining = decoded(line)
-        worker, life = joining.get("worker"), joining.get("life")
+        join_request = decoded(line)
+        worker, life = join_request.get("worker"), join_request.get("life")
         proof = proof_of(self._token, nonce, str(worker), str(life))
-        if not hmac.compare_digest(proof.encode(), str(joining.get("proof")).encode()):
+        if not hmac.compare_digest(proof.encode(), str(join_request.get("proof")).encode()):
             raise ConfigError("the client does not know the token.", hint="Pass that of the server.")
-        joined = {name: joining.get(name) for name in ("worker", "life", "attempt")}
-        answer = await self._submit({"op": "join", "again": bool(joining.get("again")), **joined})
+        joined = {name: join_request.get(name) for name in ("worker", "life", "attempt")}
+        answer = await self._submit({"op": "join", "again": bool(join_request.get("again")), **joined})
         if "error" in answer:
             writer.write(encoded(answer))
             await writer.drain()

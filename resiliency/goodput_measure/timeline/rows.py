@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger as a picture: one lane per rank over wall time, with faults and saved checkpoints.
 
-This file decides what is drawn (lanes, cells, markers, words) as plain values; `timeline_png` and
-`timeline_html` draw it.  Time is cut into cells of about a pixel, each with the color of the
+This file decides what is drawn (lanes, cells, markers, words) as plain values; `png` and
+`html` draw it.  Time is cut into cells of about a pixel, each with the color of the
 cause that took most of it, so a run of weeks on thousands of ranks draws as fast as one of minutes.
 Above `MAX_LANES` ranks a lane shows a host, or a block of neighbouring ranks.
 """

@@ -97,7 +97,7 @@ class Starter:
         self._started_at: dict[Path, float] = {}
         #: Arenas whose last agent failed at once, and how.
         self._failed: dict[Path, str] = {}
-        self._told_to_end = False
+        self._must_end = False
         self._news = WakePipe()
         self._selector = selectors.DefaultSelector()
         for source in (listener, lifeline_fd, self._news):
@@ -110,7 +110,7 @@ class Starter:
 
     def run(self) -> None:
         """Serve until SIGTERM or the end of the lifeline."""
-        while not self._told_to_end:
+        while not self._must_end:
             for key, _ in self._selector.select():
                 source = key.fileobj
                 if source is self._listener:
@@ -120,7 +120,7 @@ class Starter:
                     self._reap()
                 elif source == self._lifeline_fd:
                     logger.warning("the launcher is gone: its checkpoint agents end")
-                    self._told_to_end = True
+                    self._must_end = True
                 else:
                     self._answer(source)
 
@@ -150,7 +150,7 @@ class Starter:
     # --- events ----------------------------------------------------------------------------------
 
     def _on_sigterm(self, *_: object) -> None:
-        self._told_to_end = True
+        self._must_end = True
 
     def _accept(self) -> None:
         from resiliency.checkpoint.agent.protocol import Channel

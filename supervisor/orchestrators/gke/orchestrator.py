@@ -273,7 +273,7 @@ class GkeOrchestrator:
 
     async def _tell_facts(self, tell: TellFacts) -> None:
         """Each host's facts, and again when they have changed."""
-        told: dict[str, HostFacts] = {}
+        reported: dict[str, HostFacts] = {}
         await self._all_listed()
         while True:
             view = self._view
@@ -281,9 +281,9 @@ class GkeOrchestrator:
             names = {node["metadata"]["name"]: node for node in view.nodes.all()}
             known = {name: replace(nodes.facts(node), pod=trains.get(name)) for name, node in names.items()}
             for name, facts in known.items():
-                if facts != told.get(name):
+                if facts != reported.get(name):
                     tell(name, facts)
-            told = known
+            reported = known
             await self._view.changes.wait(WATCH_S)
             await asyncio.sleep(FACTS_S)  # changes come in crowds
 

@@ -30,7 +30,6 @@ class Cluster:
 
     Attributes:
         kubelets: by the name of their node.
-        pull_s: of nodes that are added later.
     """
 
     def __init__(self) -> None:

@@ -123,6 +123,7 @@ def test_what_a_dead_trainer_had_captured_is_committed_and_then_nothing_is_left(
     assert complete(tmp_path) == [5]
 
 
+@pytest.mark.thorough("another end of a trainer is near")
 @pytest.mark.slow
 def test_who_reads_a_dead_trainer_sees_its_end_while_the_agent_goes_on_and_no_word_of_that_is_lost(
     tmp_path: Path, job: str
@@ -155,6 +156,7 @@ def test_who_reads_a_dead_trainer_sees_its_end_while_the_agent_goes_on_and_no_wo
     assert "step 10 committed" not in log.read_text()
 
 
+@pytest.mark.thorough("another end of a trainer is near")
 @pytest.mark.slow
 def test_after_an_exception_the_capture_is_committed_and_its_memory_given_back(
     tmp_path: Path, job: str
@@ -166,6 +168,7 @@ def test_after_an_exception_the_capture_is_committed_and_its_memory_given_back(
     assert complete(tmp_path)[-1] == 10
 
 
+@pytest.mark.thorough("another end of a trainer is near")
 @pytest.mark.slow
 def test_when_agent_and_trainer_are_killed_the_next_start_finds_the_capture_in_memory(
     tmp_path: Path, job: str
@@ -198,6 +201,7 @@ def test_sigterm_to_the_agent_commits_what_is_captured_without_the_bandwidth_cap
     assert complete(tmp_path) == [5]
 
 
+@pytest.mark.thorough("test_client.py starts agents")
 @pytest.mark.slow
 def test_the_agent_is_one_per_arena_sees_no_gpu_and_yields_to_training(tmp_path: Path, job: str) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "grace=1") as trainer:
@@ -255,7 +259,7 @@ def test_a_goodbye_that_a_rank_left_behind_is_heard_when_a_report_does_not_reach
         assert agent._listen_to(served)
         rank.send(Detach())
         rank.close()
-        agent._tell(ALONE.session, DONE)
+        agent._tell(ALONE.attempt_id, DONE)
         began = time.monotonic()
         agent.run()
         assert time.monotonic() - began < grace.total_seconds() / 2, "it waits for a rank that has left"
@@ -415,6 +419,7 @@ def test_a_step_that_a_dead_agent_had_committed_is_complete_for_those_who_ask_it
         again.close()
 
 
+@pytest.mark.thorough("another end of a trainer is near")
 @pytest.mark.slow
 def test_a_second_trainer_of_a_living_job_is_refused_by_name(tmp_path: Path, job: str) -> None:
     with train(job, tmp_path, 10, 5, "park=5", "grace=1") as first:
@@ -485,7 +490,13 @@ WEIGHTS = r"rank 0 weights ([0-9a-f]{64})"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("example", "by"), [("ddp_train.py", TORCHRUN), ("fsdp2_train.py", LAUNCHER)])
+@pytest.mark.parametrize(
+    ("example", "by"),
+    [
+        ("ddp_train.py", TORCHRUN),
+        pytest.param("fsdp2_train.py", LAUNCHER, marks=pytest.mark.thorough("the example with DDP is near")),
+    ],
+)
 def test_an_example_whose_rank_is_killed_ends_with_the_same_bits(
     tmp_path: Path, job: str, example: str, by: tuple[str, ...]
 ) -> None:
@@ -516,12 +527,12 @@ def rank_pid(command: Command, rank: int) -> int:
 
 SETTINGS = Settings(directory="/ckpt", keep=3, replicated=False, bytes_per_s=0, save_timeout_s=600.0)
 ATTACH = Attach(
-    rank=1, world_size=2, local_ranks=(0, 1), run_id="r", session="s", host="h", settings=SETTINGS
+    rank=1, world_size=2, local_ranks=(0, 1), run_id="r", attempt_id="s", host="h", settings=SETTINGS
 )
 ALONE = replace(ATTACH, rank=0, world_size=1, local_ranks=(0,))
-DONE = Done(step=3, session="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
+DONE = Done(step=3, attempt_id="s", tier="local", error="", size_bytes=1, queued_s=0.5, commit_s=1.0)
 SAVE = SaveRequest(step=3, slot="slot-0", tiers=("local", "persistent"), patient=True)
-COPIES = Copies(step=3, session="s", hosts=("a", "b"), complete=True)
+COPIES = Copies(step=3, attempt_id="s", hosts=("a", "b"), complete=True)
 
 
 @pytest.mark.parametrize("message", [ATTACH, DONE, SAVE, COPIES, Attached(peer_port=7), Detach()])

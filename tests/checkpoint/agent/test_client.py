@@ -116,7 +116,7 @@ def second_rank(root: Path) -> Attach:
         local_directory=str(root / "local"),
     )
     return Attach(
-        rank=1, world_size=2, local_ranks=(0, 1), run_id="run", session="s", host="h", settings=settings
+        rank=1, world_size=2, local_ranks=(0, 1), run_id="run", attempt_id="s", host="h", settings=settings
     )
 
 
@@ -193,7 +193,7 @@ def test_what_an_agent_says_or_takes_with_it_of_a_first_try_does_not_end_the_sec
     def done(number: int, error: str) -> Done:
         return Done(
             step=1,
-            session="s",
+            attempt_id="s",
             tier="local",
             error=error,
             try_number=number,
@@ -222,7 +222,7 @@ def test_what_an_agent_says_or_takes_with_it_of_a_first_try_does_not_end_the_sec
         agent.channel.send(done(2, ""))
         assert second.wait(SOON)
         assert (first.state, second.state) == (SaveState.SKIPPED, SaveState.COMMITTED)
-        agent.channel.send(Copies(step=1, session="s", hosts=("h2",), complete=True))
+        agent.channel.send(Copies(step=1, attempt_id="s", hosts=("h2",), complete=True))
         assert second.wait_complete(SOON)
         third = SaveHandle(1, ("local",), try_number=3)
         capture = capturer.begin({"weights": torch.ones(1000)}, 1, wait=SOON)
@@ -275,7 +275,7 @@ def test_a_capture_that_cannot_be_passed_on_fails_its_save_by_name_and_the_next_
 def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(
     tmp_path: Path, agent_of: Callable[[Path], StandIn]
 ) -> None:
-    repair = Repair(step=9, save_id="before-9", owner="h0", root="/local/h0", target="h1")
+    repair = Repair(step=9, save_id="before-9", source_host="h0", root="/local/h0", target="h1")
     first, caught_up = agent_of(tmp_path), Event()
     link = link_at(tmp_path, lambda copies: caught_up.set())
     try:
@@ -287,8 +287,8 @@ def test_a_repair_that_an_agent_took_with_it_is_carried_out_by_the_next(
         second.attach()
         assert second.hear(1) == [repair]
         assert second.channel is not None
-        second.channel.send(RepairDone(session="s", repair=repair))
-        second.channel.send(Copies(step=10, session="s"))
+        second.channel.send(RepairDone(attempt_id="s", repair=repair))
+        second.channel.send(Copies(step=10, attempt_id="s"))
         assert caught_up.wait(SOON.total_seconds())
         second.die()
         third = agent_of(tmp_path)
@@ -463,7 +463,7 @@ def test_a_rank_with_more_than_a_thousand_open_files_keeps_in_touch(
     try:
         agent.attach()
         assert agent.channel is not None
-        agent.channel.send(Copies(step=1, session="s"))
+        agent.channel.send(Copies(step=1, attempt_id="s"))
         assert told.wait(SOON.total_seconds())
         link.request(Peers(path="/table"))
         assert agent.hear(1) == [Peers(path="/table")]

@@ -46,12 +46,12 @@ class Host:
             world_size=2,
             local_ranks=(rank,),
             run_id="run",
-            session=SESSION,
+            attempt_id=SESSION,
             host=name,
             peer_address=address,
             settings=settings,
         )
-        self.replication.begin_session(self.attach)
+        self.replication.begin_attempt(self.attach)
 
     def answers(self, count: int) -> list[RepairDone]:
         """What the ranks hear of repairs."""
@@ -67,7 +67,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
     """Two hosts that know each other."""
     both = Host(tmp_path, "a", 0), Host(tmp_path, "b", 1)
     peers = [Peer(host=host.name, address="127.0.0.1", port=host.replication.port) for host in both]
-    table_of(peers, session=SESSION).write(tmp_path / "table")
+    table_of(peers, attempt_id=SESSION).write(tmp_path / "table")
     for host in both:
         host.replication.learn(tmp_path / "table")
     yield both
@@ -83,33 +83,35 @@ def test_a_table_that_could_not_be_read_for_want_of_descriptors_is_read_later(
         peers = [Peer(host=host.name, address="127.0.0.1", port=host.replication.port) for host in (a, b)]
         for host in (a, b):
             stack.callback(host.replication.close)
-        table_of(peers, session=SESSION).write(tmp_path / "table")
+        table_of(peers, attempt_id=SESSION).write(tmp_path / "table")
         b.replication.learn(tmp_path / "table")
         with no_descriptor_left():
             a.replication.learn(tmp_path / "table")
             a.replication.look_again()
         assert caplog.text.count("nothing is copied to other hosts for now") == 1
         a.replication.look_again()
-        commit_step(LocalStorage(a.disk), 7, session="before")
+        commit_step(LocalStorage(a.disk), 7, attempt_id="before")
         a.replication.repair(repair_of(7, a.disk))
-        assert a.answers(1) == [RepairDone(session=SESSION, repair=repair_of(7, a.disk))]
+        assert a.answers(1) == [RepairDone(attempt_id=SESSION, repair=repair_of(7, a.disk))]
 
 
 def repair_of(step: int, root: Path, target: str = "b") -> Repair:
-    return Repair(step=step, save_id=save_name(step, "before"), owner="a", root=str(root), target=target)
+    return Repair(
+        step=step, save_id=save_name(step, "before"), source_host="a", root=str(root), target=target
+    )
 
 
 def test_a_repair_that_was_done_before_is_done_at_once_and_changes_nothing(hosts: tuple[Host, Host]) -> None:
     a, b = hosts
-    commit_step(LocalStorage(a.disk), 7, session="before")
+    commit_step(LocalStorage(a.disk), 7, attempt_id="before")
     repair = repair_of(7, a.disk)
     a.replication.repair(repair)
-    assert a.answers(1) == [RepairDone(session=SESSION, repair=repair)]
+    assert a.answers(1) == [RepairDone(attempt_id=SESSION, repair=repair)]
     copy = tree(b.disk / "replicas" / "a")
     assert copy == tree(a.disk)
     for _ in range(2):  # an agent and its successor
         a.replication.repair(repair)
-    assert a.answers(2) == [RepairDone(session=SESSION, repair=repair)] * 2
+    assert a.answers(2) == [RepairDone(attempt_id=SESSION, repair=repair)] * 2
     assert tree(b.disk / "replicas" / "a") == copy
 
 
@@ -132,26 +134,26 @@ def test_the_end_of_a_repair_is_told_to_those_who_asked_and_not_to_the_ranks_of_
     os.mkfifo(hanging)
     a.replication.repair(repair_of(7, tmp_path / "hanging"))
     pipe = wait_until(lambda: opened_for_writing(hanging), "nobody reads what is to be sent")
-    a.replication.begin_session(replace(a.attach, session="later"))
+    a.replication.begin_attempt(replace(a.attach, attempt_id="later"))
     hanging.unlink()
     os.close(pipe)
     asked_later = repair_of(8, a.disk)
     a.replication.repair(asked_later)
     (answer,) = a.answers(1)
-    assert (answer.session, answer.repair) == ("later", asked_later)
+    assert (answer.attempt_id, answer.repair) == ("later", asked_later)
 
 
 def test_a_repair_that_cannot_be_done_is_reported_with_the_reason(
     tmp_path: Path, hosts: tuple[Host, Host]
 ) -> None:
     gone, unknown = repair_of(8, hosts[0].disk), repair_of(7, hosts[0].disk, target="c")
-    commit_step(LocalStorage(hosts[0].disk), 7, session="before")
+    commit_step(LocalStorage(hosts[0].disk), 7, attempt_id="before")
     for repair in (gone, unknown):
         hosts[0].replication.repair(repair)
     answers = hosts[0].answers(2)
     assert [answer.repair for answer in answers] == [gone, unknown]
     assert "step=8" in answers[0].error
-    assert "'c' is no host of the session" in answers[1].error
+    assert "'c' is no host of the attempt" in answers[1].error
     cut_off = Host(tmp_path, "d", 0, address="192.0.2.1")  # no address of this machine
     cut_off.replication.repair(unknown)
     (answer,) = cut_off.answers(1)

@@ -36,7 +36,7 @@ def a_skip(step: int, tiers: tuple[str, ...] = BOTH, why: str = "no slot", *, nu
 
 def reported(step: int, tier: str, number: int = 1, *, error: str = "") -> Done:
     return Done(
-        step=step, session="s", tier=tier, error=error, try_number=number, size_bytes=0, queued_s=0.0,
+        step=step, attempt_id="s", tier=tier, error=error, try_number=number, size_bytes=0, queued_s=0.0,
         commit_s=0.0,
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_of_what_was_given_up_over_a_long_time_without_agents_the_newest_is_told
 
 
 def a_repair(target: str) -> Repair:
-    return Repair(step=9, save_id="before-9", owner="h0", root="/local", target=target)
+    return Repair(step=9, save_id="before-9", source_host="h0", root="/local", target=target)
 
 
 def test_a_repair_is_asked_of_the_next_agent_until_one_has_said_how_it_ended() -> None:
@@ -155,11 +155,11 @@ def test_a_repair_is_asked_of_the_next_agent_until_one_has_said_how_it_ended() -
     for target in ("h1", "h2"):
         request_queue.put(a_repair(target))
     assert pass_all_on(request_queue) == [a_repair("h1"), a_repair("h2")]
-    request_queue.repair_reported(RepairDone(session="s", repair=a_repair("h1"), error="no room"))
+    request_queue.repair_reported(RepairDone(attempt_id="s", repair=a_repair("h1"), error="no room"))
     request_queue.start_over([], "it died.")
     request_queue.start_over([], "none answered.")  # before any agent has heard of it
     assert pass_all_on(request_queue) == [a_repair("h2")]
-    request_queue.repair_reported(RepairDone(session="s", repair=a_repair("h2")))
+    request_queue.repair_reported(RepairDone(attempt_id="s", repair=a_repair("h2")))
     request_queue.start_over([], "it died.")
     assert pass_all_on(request_queue) == []
 

@@ -46,7 +46,7 @@ class Desk:
         local_ranks: tuple[int, ...] = (0, 1),
         host: str = "",
         world_size: int = 2,
-        session: str = "s",
+        attempt_id: str = "s",
     ) -> None:
         self.root = root
         self.own = own = root / host
@@ -70,7 +70,7 @@ class Desk:
                 world_size=world_size,
                 local_ranks=local_ranks,
                 run_id="run",
-                session=session,
+                attempt_id=attempt_id,
                 host=host,
                 settings=settings,
             )
@@ -81,19 +81,21 @@ class Desk:
 
     def _open(self) -> None:
         self.arenas = [
-            RankArena(self.own / "arena", rank=at.rank, world_size=at.world_size, slots=3, run_id=at.session)
+            RankArena(
+                self.own / "arena", rank=at.rank, world_size=at.world_size, slots=3, run_id=at.attempt_id
+            )
             for at in self.ranks
         ]
         self.capturers = {arena.rank: Capturer(arena) for arena in self.arenas}
 
-    def start_again(self, session: str) -> None:
+    def start_again(self, attempt_id: str) -> None:
         """The ranks, not the agent."""
         for arena in self.arenas:
             self.capturers[arena.rank].close()
             arena.close()
-        self.ranks = [replace(rank, session=session) for rank in self.ranks]
+        self.ranks = [replace(rank, attempt_id=attempt_id) for rank in self.ranks]
         self._open()
-        self.collector.begin_session(self.ranks[0])
+        self.collector.begin_attempt(self.ranks[0])
 
     def capture(self, rank: int, step: int, tiers: tuple[str, ...] = BOTH) -> SaveRequest:
         state = {"weights": torch.full((1000,), float(step))}
@@ -552,7 +554,7 @@ def test_a_save_whose_rank_or_host_was_lost_holds_up_no_save_of_the_next_start(
         if lost == "rank":
             other.start_again("t")
         else:
-            spare = Desk(tmp_path, local_ranks=(1, 2), host="spare", world_size=3, session="t")
+            spare = Desk(tmp_path, local_ranks=(1, 2), host="spare", world_size=3, attempt_id="t")
             other = stack.enter_context(closing(spare))
         began = time.monotonic()
         for host in (leader, other):

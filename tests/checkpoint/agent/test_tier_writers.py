@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from resiliency.checkpoint.agent import tier_writers
 from resiliency.checkpoint.agent.jobs import RefuseJob, SaveJob, ShowJob
-from resiliency.checkpoint.agent.protocol import Settings
+from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.commit.retention import BEING_TAKEN
 from resiliency.checkpoint.format.manifest import save_folder
-from resiliency.checkpoint.format.marker import put_marker
+from resiliency.checkpoint.format.marker import MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
+from tests.waiting import wait_until
 
 
 def test_a_job_that_fails_as_nobody_foresaw_does_not_keep_the_next_one_from_being_done(
@@ -43,7 +46,7 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
     job = SaveJob(
         tier=TierName.PERSISTENT,
         step=2,
-        session="s",
+        attempt_id="s",
         run_id="run",
         world_size=2,
         ranks=(rank,),
@@ -59,3 +62,56 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
     folder = save_folder(job.save_id, 1)
     assert storage.list("step=2") == ["of-somebody", folder]
     assert storage.list(f"step=2/{folder}") == (["rank=1.failed"] if rank else [])
+
+
+def test_a_save_that_fails_before_its_commit_tells_the_other_hosts_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(storage: object) -> None:
+        raise OSError(errno.ESTALE, "stale")
+
+    monkeypatch.setattr(tier_writers, "free_failed", fail)
+    settings = Settings(directory=str(tmp_path), keep=1, replicated=False, bytes_per_s=0, save_timeout_s=60)
+    job = SaveJob(
+        tier=TierName.PERSISTENT,
+        step=2,
+        attempt_id="s",
+        run_id="run",
+        world_size=2,
+        ranks=(0,),
+        settings=settings,
+    )
+    reports: list[Done] = []
+    worker = Worker(TierName.PERSISTENT, lambda job, done: reports.append(done), Throttle())
+    assert worker.try_put(job)
+    wait_until(lambda: reports, "the save is not reported")
+    worker.close(timedelta(seconds=60))
+    assert ["stale" in done.error for done in reports] == [True]
+    marker = try_read_marker(LocalStorage(tmp_path), 2)
+    assert marker is not None
+    assert (marker.state, marker.save_id) == (MarkerState.FAILED, job.save_id)
+
+
+def test_a_save_whose_slot_cannot_be_given_back_is_reported_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(job: SaveJob) -> None:
+        raise OSError(errno.EIO, "device")
+
+    monkeypatch.setattr(SaveJob, "give_back", fail)
+    settings = Settings(directory=str(tmp_path), keep=1, replicated=False, bytes_per_s=0, save_timeout_s=0.1)
+    job = SaveJob(
+        tier=TierName.PERSISTENT,
+        step=2,
+        attempt_id="s",
+        run_id="run",
+        world_size=1,
+        ranks=(0,),
+        settings=settings,
+    )
+    reports: list[Done] = []
+    worker = Worker(TierName.PERSISTENT, lambda job, done: reports.append(done), Throttle())
+    assert worker.try_put(job)
+    worker.close(timedelta(seconds=60))
+    assert [done.step for done in reports] == [2]
+    assert not worker.is_saving("s")

@@ -317,7 +317,7 @@ def test_a_fence_inside_the_recording_of_a_graph_neither_fails_nor_is_recorded(m
     assert kept_state(arena, 1)["w"].unique().tolist() == [3.0]  # type: ignore[index]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.gpu(devices=2)
 def test_a_state_on_two_devices_is_captured_whole(make: Make) -> None:
     arena, capturer = make()
     state = {name: torch.ones(4 * MEBI, device=name) for name in ("cuda:0", "cuda:1")}

@@ -258,6 +258,7 @@ def _busy(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_save_of_the_very_step_that_is_being_removed_is_whole(tmp_path: Path, rank_pool: RankPool) -> None:
     rounds = 60
     saver, cleaner = rank_pool.run(_race, 2, str(tmp_path), rounds, timeout=120).values
@@ -523,6 +524,7 @@ def test_a_job_that_saves_and_is_killed_beside_two_cleaners_always_finds_its_new
         assert "WARNING" not in cleaner.output
 
 
+@pytest.mark.thorough("a save of the step that is being removed is near")
 @pytest.mark.slow
 def test_training_with_an_agent_resumes_where_it_was_beside_a_cleaner(tmp_path: Path) -> None:
     root = tmp_path / "mine" / "checkpoint"

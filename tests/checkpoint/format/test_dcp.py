@@ -113,8 +113,8 @@ def test_a_large_tensor_lies_at_the_same_place_within_a_page_as_in_the_slot(tmp_
 def test_nested_states_and_plain_leaves_load_under_stock_names(tmp_path: Path) -> None:
     weight, moment = torch.randn(3, 4), torch.randn(3, 4)
     shard = make_shard({"model/weight": weight, "optim/state/0/moment": moment})
-    leaves = [(("optim", "lr"), 0.25), (("optim", "betas"), (0.9, 0.99)), (("name",), "tiny")]
-    save(LocalStorage(tmp_path), DcpFormat(leaves=lambda shard: leaves), [shard])
+    values = [(("optim", "lr"), 0.25), (("optim", "betas"), (0.9, 0.99)), (("name",), "tiny")]
+    save(LocalStorage(tmp_path), DcpFormat(values=lambda shard: values), [shard])
     state = {
         "model": {"weight": torch.zeros(3, 4)},
         "optim": {"state": {"0": {"moment": torch.zeros(3, 4)}}, "lr": 0.0, "betas": None},
@@ -349,7 +349,7 @@ def test_who_writes_what_all_ranks_have_is_decided_anew_for_another_number_of_ra
 
 
 def noting_format() -> DcpFormat:
-    return DcpFormat(leaves=lambda shard: [(("note",), shard.values)])
+    return DcpFormat(values=lambda shard: [(("note",), shard.values)])
 
 
 def half_of(half: torch.Tensor, rank: int) -> Shard:

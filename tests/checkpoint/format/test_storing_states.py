@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from resiliency.checkpoint import Capturer, RankArena, open_captured
 from resiliency.checkpoint.commit.commit import CheckpointFormat
 from resiliency.checkpoint.format.dcp import DcpFormat
-from resiliency.checkpoint.format.dcp_values import PlainLeaves
+from resiliency.checkpoint.format.dcp_values import FlattenedValues
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.format.torch_record import memory_of
@@ -61,7 +61,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 formats = pytest.mark.parametrize(
-    "format", [LocalFormat(), DcpFormat(leaves=PlainLeaves())], ids=lambda item: item.name
+    "format", [LocalFormat(), DcpFormat(values=FlattenedValues())], ids=lambda item: item.name
 )
 
 
@@ -83,7 +83,7 @@ def test_a_trained_state_comes_back_bit_for_bit(tmp_path: Path, format: Checkpoi
 
 def test_stock_torch_loads_a_trained_state_with_its_plain_values(tmp_path: Path) -> None:
     state = state_of(*trained())
-    save(LocalStorage(tmp_path), DcpFormat(leaves=PlainLeaves()), [shard_of(state)])
+    save(LocalStorage(tmp_path), DcpFormat(values=FlattenedValues()), [shard_of(state)])
     other = state_of(*trained())
     other["progress"] = {"samples": 0, "names": []}
     other["optim"]["param_groups"][0]["lr"] = 9.0
@@ -243,7 +243,7 @@ def test_objects_with_a_state_of_their_own_come_back_in_place(
 
 def test_values_beside_tensors_in_containers_of_any_class_are_there_for_stock_torch(tmp_path: Path) -> None:
     state = {"pair": Pair(torch.ones(2), 5), "moments": Moments(torch.ones(1), 7), "a": np.arange(3)}
-    save(LocalStorage(tmp_path), DcpFormat(leaves=PlainLeaves()), [shard_of(state)])
+    save(LocalStorage(tmp_path), DcpFormat(values=FlattenedValues()), [shard_of(state)])
     found = {"pair": {"0": torch.zeros(2), "1": 0}, "moments": {"mean": torch.zeros(1), "count": 0}}
     dcp.load(found, checkpoint_id=tmp_path / "step=7")
     assert (found["pair"]["1"], found["moments"]["count"]) == (5, 7)
@@ -275,7 +275,7 @@ def test_a_structure_that_changes_and_changes_back_is_stored_each_time(tmp_path:
             assert capturer.fence(SOON)
             assert capture.wait(SOON)
             with open_captured(tmp_path / "job", 0) as captured:
-                save(storage, DcpFormat(leaves=PlainLeaves()), [captured.shard])
+                save(storage, DcpFormat(values=FlattenedValues()), [captured.shard])
     shards = [read_shard(CheckpointReader(storage, step), 0) for step in range(1, 6)]
     for step, shard in enumerate(shards, start=1):
         assert_same(materialize(shard), build(step))
@@ -326,7 +326,9 @@ def torch_save(state: dict[str, torch.Tensor], storage: Storage, root: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-@pytest.mark.parametrize("write", [engine_save, torch_save])
+@pytest.mark.parametrize(
+    "write", [engine_save, pytest.param(torch_save, marks=pytest.mark.thorough("the engine's is near"))]
+)
 def test_what_lies_beyond_four_gibibytes_is_written_and_read_at_its_place(
     tmp_path: Path, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -320,6 +320,7 @@ def finding_fault(rank: int, directory: Path, job: str) -> list[str]:
         return [str(caught.value), *(glance(storage, step).condition.value for step in (1, 2))]
 
 
+@pytest.mark.thorough("a rank that finds good files bad is near")
 @pytest.mark.slow
 def test_a_host_that_finds_fault_with_good_checkpoints_hides_none_from_the_next_start(
     tmp_path: Path, rank_pool: RankPool

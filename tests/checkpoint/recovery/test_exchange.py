@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -24,8 +25,14 @@ from resiliency.checkpoint.recovery.exchange import ExchangeOptions, exchange, r
 from resiliency.checkpoint.recovery.inventory import open_location
 from resiliency.checkpoint.recovery.planner import RestorePlan
 from resiliency.checkpoint.recovery.transfer import Incoming, Outgoing
-from resiliency.errors import CheckpointCorrupt, PeerError, ResiliencyError
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    PeerError,
+    ResiliencyError,
+)
 from resiliency.testing.rank_pool import RankOutcome, RankPool
+from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.held import (
     commit_locally,
     content,
@@ -38,6 +45,7 @@ from tests.checkpoint.held import (
     replicate,
 )
 from tests.checkpoint.storage_builders import file_in, read_shard
+from tests.checkpoint.system_errors import nothing_leaks
 
 PAGE = 4096
 #: Small, so that small shards take many messages.
@@ -121,8 +129,8 @@ def test_shards_travel_over_nccl(tmp_path: Path, rank_pool: RankPool) -> None:
 def test_one_sender_serves_several_ranks_one_after_the_other(tmp_path: Path, rank_pool: RankPool) -> None:
     commit_locally(tmp_path, "old", [make(1, rank, 5) for rank in range(5)])
     plan = plan_for(tmp_path, ["new", "new", "old", "other", "other"])
-    assert {pick.sender for pick in plan.picks} == {2, None}
-    assert [len(picks) for picks in rounds(plan)] == [1, 1, 1, 1]
+    assert {assignment.sender for assignment in plan.assignments} == {2, None}
+    assert [len(assignments) for assignments in rounds(plan)] == [1, 1, 1, 1]
     found = rank_pool.run(receive, 5, plan, timeout=120.0).values
     assert found == [None if rank == 2 else content(make(1, rank, 5)) for rank in range(5)]
 
@@ -180,7 +188,7 @@ def test_a_bad_shard_that_is_passed_on_is_refused_by_all_that_wanted_it(
 def killed_while_passing_on(rank: int, plan: RestorePlan) -> Received:
     """Rank 2, in the middle of the chain, dies when some messages have come."""
     if rank == 2:
-        incoming = Incoming(plan.picks[2].location, 0, QUICK.message_bytes)
+        incoming = Incoming(plan.assignments[2].location, 0, QUICK.message_bytes)
         for _, message in zip(range(4), incoming.messages(), strict=False):
             dist.irecv(torch.frombuffer(message, dtype=torch.uint8), 0).wait()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -250,9 +258,9 @@ def test_any_placement_of_shards_and_ranks_brings_each_rank_its_shard(
     assert max(len(chain.ranks) for plan in plans for chains in rounds(plan) for chain in chains) > 2
     found = rank_pool.run(receive_all, 5, plans, timeout=120.0).values
     for number, plan in enumerate(plans):
-        for pick in plan.picks:
-            shard = read_shard(open_location(pick.location), pick.location.rank)
-            assert found[pick.rank][number] == (None if pick.sender is None else content(shard))
+        for assignment in plan.assignments:
+            shard = read_shard(open_location(assignment.location), assignment.location.rank)
+            assert found[assignment.rank][number] == (None if assignment.sender is None else content(shard))
 
 
 def damage(root: Path, how: str) -> None:
@@ -265,7 +273,7 @@ def damage(root: Path, how: str) -> None:
         shutil.copy(file_in(local_of(root, "else") / "step=1", "rank=0.json"), file_in(step, "rank=0.json"))
     elif how == "another save":
         shutil.rmtree(step)
-        commit_locally(root, "host-0", [make(1, 0, 4)], session="later")
+        commit_locally(root, "host-0", [make(1, 0, 4)], attempt_id="later")
     elif how == "a file that is gone":
         file_in(step, "rank=0.slot.bin").unlink()
     elif how == "a file that was cut":
@@ -298,7 +306,7 @@ def test_damage_is_found_by_the_rank_that_wanted_the_shard_and_no_other_rank_not
     tmp_path: Path, rank_pool: RankPool, how: str, text: str
 ) -> None:
     hosts = host_per_rank(tmp_path, 4)
-    good = RestorePlan(1, "", "", plan_for(tmp_path, [hosts[0], hosts[2], hosts[1], hosts[3]]).picks, 0)
+    good = RestorePlan(1, "", "", plan_for(tmp_path, [hosts[0], hosts[2], hosts[1], hosts[3]]).assignments, 0)
     plan = plan_for(tmp_path, hosts[1:] + hosts[:1])
     damage(tmp_path, how)
     found = rank_pool.run(receive_twice, 4, plan, good, timeout=120.0).values
@@ -313,10 +321,10 @@ def test_damage_is_found_by_the_rank_that_wanted_the_shard_and_no_other_rank_not
 def killed_while_sending(rank: int, plan: RestorePlan) -> Received:
     """Rank 0 dies after the index and a part of the payload have left."""
     if rank == 0:
-        [pick] = [pick for pick in plan.picks if pick.sender == 0]
-        messages = Outgoing(pick.location, pick.rank, QUICK.message_bytes).messages()
+        [assignment] = [assignment for assignment in plan.assignments if assignment.sender == 0]
+        messages = Outgoing(assignment.location, assignment.rank, QUICK.message_bytes).messages()
         for _, message in zip(range(4), messages, strict=False):
-            dist.isend(torch.frombuffer(message, dtype=torch.uint8), pick.rank).wait()
+            dist.isend(torch.frombuffer(message, dtype=torch.uint8), assignment.rank).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     return receive(rank, plan)
 
@@ -395,6 +403,57 @@ def test_any_byte_that_changes_on_its_way_is_noticed_however_the_shard_is_cut(
     else:
         with pytest.raises(CheckpointCorrupt):
             incoming.shard()
+
+
+def test_a_shard_travels_also_between_ranks_that_may_have_no_more_threads(location: ShardLocation) -> None:
+    with nothing_leaks(), SystemFault(Path(location.root), NO_THREAD, call=0, lasts=True):
+        incoming, _ = ship(location, 100 * PAGE)
+    assert content(incoming.shard()) == content(make(1, 0, 2, size=9_000_001))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+def test_an_error_of_the_system_at_any_call_of_a_sender_is_told_to_the_receiver_in_place_of_the_shard(
+    location: ShardLocation, number: int
+) -> None:
+    call, hit, failures = 0, True, 0
+    while hit:
+        root = Path(location.root)
+        outgoing, incoming = Outgoing(location, 1, 600 * PAGE), Incoming(location, 0, 600 * PAGE)
+        with nothing_leaks():
+            arriving = incoming.messages()
+            with SystemFault(root, number, call=call) as fault:
+                for out in outgoing.messages():
+                    next(arriving)[:] = out
+                outgoing.close()
+            assert next(arriving, None) is None
+            incoming.close()
+        try:
+            incoming.shard()
+        except (CheckpointIncomplete, CheckpointCorrupt):
+            failures += 1
+        hit, call = fault.hit, call + 1
+    assert failures > 5
+
+
+def test_a_sender_without_memory_says_so_before_the_receiver_expects_a_payload(
+    location: ShardLocation,
+) -> None:
+    call, hit, told = 0, True, 0
+    while hit:
+        outgoing, incoming = Outgoing(location, 1, 600 * PAGE), Incoming(location, 0, 600 * PAGE)
+        messages, arriving = outgoing.messages(), incoming.messages()
+        with SystemFault(Path(location.root), errno.ENOMEM, call=call) as fault:
+            header = next(messages)
+        next(arriving)[:] = header
+        next(arriving, None)
+        outgoing.close()
+        incoming.close()
+        hit, call = fault.hit, call + 1
+        if hit and fault.calls[-1] == "mmap":
+            with pytest.raises(CheckpointIncomplete, match="cannot map"):
+                incoming.shard()
+            told += 1
+    assert told > 0
 
 
 def test_a_sender_of_another_release_is_refused(location: ShardLocation) -> None:

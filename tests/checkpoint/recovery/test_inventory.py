@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def seen(locations: list[ShardLocation]) -> set[tuple[int, int, str, str]]:
-    return {(h.step, h.rank, h.place.value, h.owner) for h in locations}
+    return {(h.step, h.rank, h.place.value, h.source_host) for h in locations}
 
 
 def test_a_host_lists_its_own_checkpoints_and_its_copies_of_those_of_others(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_holding_whose_checkpoint_was_replaced_is_not_opened(tmp_path: Path) -
     commit_locally(tmp_path, "a", [make(1, 0, 1)])
     [location] = list_local(local_of(tmp_path, "a"), "a")
     shutil.rmtree(local_of(tmp_path, "a"))
-    commit_locally(tmp_path, "a", [make(1, 0, 1)], session="later")
+    commit_locally(tmp_path, "a", [make(1, 0, 1)], attempt_id="later")
     with pytest.raises(CheckpointIncomplete, match="is not the save session-1 any more"):
         open_location(location)
 
@@ -152,7 +152,7 @@ def test_a_shard_whose_long_index_is_bad_behind_its_head_is_set_aside(tmp_path: 
 def test_captures_of_all_ranks_are_listed_with_session_and_group(tmp_path: Path) -> None:
     for step in (1, 2):
         keep_in_memory(tmp_path, "a", replace(make(step, 0, 4), group="left"))
-    keep_in_memory(tmp_path, "a", make(2, 3, 4), session="other")
+    keep_in_memory(tmp_path, "a", make(2, 3, 4), attempt_id="other")
     with RankArena(arena_of(tmp_path, "a"), rank=3, world_size=4) as arena:
         slot = arena.try_take()
         assert slot is not None

@@ -15,11 +15,11 @@ from resiliency.checkpoint.locations import Place, ShardLocation, ShardRequest
 from resiliency.checkpoint.recovery.planner import (
     RestorePlan,
     each_plan,
-    explain_loss,
-    losses,
+    explain_missing,
+    missing_shards,
     plans,
 )
-from resiliency.checkpoint.recovery.unusable import find_unusable
+from resiliency.checkpoint.recovery.refusals import find_refused_saves
 
 #: "spare" runs no rank of the job, whatever it holds.
 HOSTS = ("a", "b", "c", "spare")
@@ -63,10 +63,10 @@ class World:
 @st.composite
 def locations(draw: st.DrawFn, world_size: int) -> ShardLocation:
     place = draw(st.sampled_from(Place))
-    step, session = draw(st.integers(1, 3)), draw(st.sampled_from("xy"))
+    step, attempt_id = draw(st.integers(1, 3)), draw(st.sampled_from("xy"))
     return ShardLocation(
         step=step,
-        save_id=f"{session}-{step}",
+        save_id=f"{attempt_id}-{step}",
         run_id="run",
         rank=draw(st.integers(0, world_size)),
         world_size=draw(st.sampled_from([world_size] * 4 + [world_size + 1])),
@@ -132,27 +132,29 @@ def test_it_finds_all_saves_that_can_be_made_whole_newest_first(world: World) ->
 def test_every_pick_can_be_carried_out(world: World) -> None:
     host_of = {need.rank: need.host for need in world.needs}
     for plan in each_plan(world.needs, world.locations, bad=world.bad):
-        assert [pick.rank for pick in plan.picks] == sorted(host_of)
-        for pick, need in zip(plan.picks, world.needs, strict=True):
-            assert pick.location in world.usable(need, taken(plan))
-            if pick.sender is None:
-                assert pick.location.host in ("", need.host)
+        assert [assignment.rank for assignment in plan.assignments] == sorted(host_of)
+        for assignment, need in zip(plan.assignments, world.needs, strict=True):
+            assert assignment.location in world.usable(need, taken(plan))
+            if assignment.sender is None:
+                assert assignment.location.host in ("", need.host)
             else:
-                assert pick.location.place in SENDABLE
-                assert host_of[pick.sender] == pick.location.host != need.host
-        moved = sum(pick.location.size_bytes for pick in plan.picks if pick.sender is not None)
+                assert assignment.location.place in SENDABLE
+                assert host_of[assignment.sender] == assignment.location.host != need.host
+        moved = sum(
+            assignment.location.size_bytes for assignment in plan.assignments if assignment.sender is not None
+        )
         assert plan.moved_bytes == moved
 
 
 @given(worlds())
 def test_it_names_exactly_the_shards_that_are_lost(world: World) -> None:
-    found = losses(world.needs, world.locations, bad=world.bad)
+    found = missing_shards(world.needs, world.locations, bad=world.bad)
     expected = {
         save: tuple(need.rank for need in world.needs if not world.usable(need, save))
         for save in world.saves - world.whole()
     }
     assert {(loss.step, loss.save_id): loss.ranks for loss in found} == expected
-    text = explain_loss(world.needs, world.locations, bad=world.bad)
+    text = explain_missing(world.needs, world.locations, bad=world.bad)
     newest = sorted(expected, reverse=True)[:3]
     assert all(f"step {step} (save {save_id}) lacks" in text for step, save_id in newest)
 
@@ -175,9 +177,9 @@ def test_shards_are_taken_from_the_best_place_there_is(world: World) -> None:
         return stored, not own, not here, list(Place).index(location.place) if here else 0
 
     for plan in each_plan(world.needs, world.locations, bad=world.bad):
-        for pick, need in zip(plan.picks, world.needs, strict=True):
+        for assignment, need in zip(plan.assignments, world.needs, strict=True):
             best = min(rank_of(location, need) for location in world.usable(need, taken(plan)))
-            assert rank_of(pick.location, need) == best
+            assert rank_of(assignment.location, need) == best
 
 
 def need(rank: int, host: str, *, of: int = 8, group: str = "") -> ShardRequest:
@@ -194,7 +196,7 @@ def shard(
 
 
 def senders(found: list[RestorePlan]) -> Counter[int | None]:
-    return Counter(pick.sender for pick in found[0].picks)
+    return Counter(assignment.sender for assignment in found[0].assignments)
 
 
 def test_a_host_that_sends_much_lets_all_its_ranks_send() -> None:
@@ -218,7 +220,16 @@ def test_members_of_a_group_share_the_sending() -> None:
     (plan,) = plans(needs, held)
     assert senders([plan]) == {None: 2, 6: 3, 7: 3}
     # To each host from one of them alone: the ranks there pass it on.
-    assert len({(hosts[pick.rank], pick.sender) for pick in plan.picks if pick.sender is not None}) == 2
+    assert (
+        len(
+            {
+                (hosts[assignment.rank], assignment.sender)
+                for assignment in plan.assignments
+                if assignment.sender is not None
+            }
+        )
+        == 2
+    )
 
 
 def test_shards_of_different_sizes_are_spread_by_bytes() -> None:
@@ -230,9 +241,9 @@ def test_shards_of_different_sizes_are_spread_by_bytes() -> None:
     held += [shard(3, "b", Place.LOCAL, of=5), shard(4, "c", Place.LOCAL, of=5)]
     (plan,) = plans(needs, held)
     sent = Counter[int]()
-    for pick in plan.picks:
-        if pick.sender is not None:
-            sent[pick.sender] += pick.location.size_bytes
+    for assignment in plan.assignments:
+        if assignment.sender is not None:
+            sent[assignment.sender] += assignment.location.size_bytes
     assert sent == {3: 30, 4: 30}
 
 
@@ -249,7 +260,7 @@ def test_of_two_attempts_at_one_step_the_one_that_moves_less_is_taken_whole() ->
 def test_the_run_is_that_which_disks_know() -> None:
     in_memory = replace(shard(0, "a", Place.MEMORY, of=1), run_id="session")
     (plan,) = plans([need(0, "a", of=1)], [in_memory, shard(0, "spare", of=1)])
-    assert (plan.picks[0].location, plan.run_id) == (in_memory, "run")
+    assert (plan.assignments[0].location, plan.run_id) == (in_memory, "run")
 
 
 @pytest.mark.parametrize(
@@ -264,11 +275,13 @@ def test_the_run_is_that_which_disks_know() -> None:
 def test_the_reason_of_a_loss_is_told(held: list[ShardLocation], why: str) -> None:
     needs = [need(rank, "b" if rank == 0 else "a") for rank in range(8)]
     here = [shard(rank, "a", Place.LOCAL) for rank in (0, 1, 5, 6)]
-    assert why in explain_loss(needs, [*here, *held])
+    assert why in explain_missing(needs, [*here, *held])
 
 
 def test_another_number_of_ranks_is_told_as_the_reason() -> None:
-    text = explain_loss([need(0, "a", of=2), need(1, "a", of=2)], [shard(0, "a", of=4), shard(1, "a", of=4)])
+    text = explain_missing(
+        [need(0, "a", of=2), need(1, "a", of=2)], [shard(0, "a", of=4), shard(1, "a", of=4)]
+    )
     assert text == (
         "step 5 (save s-5) lacks the shards of ranks 0-1: saved by a job of 4 ranks, this one has 2."
     )
@@ -276,10 +289,10 @@ def test_another_number_of_ranks_is_told_as_the_reason() -> None:
 
 def test_older_losses_are_counted_and_no_loss_is_no_riddle() -> None:
     held = [replace(shard(1, "a"), step=step, save_id=f"s-{step}") for step in range(1, 6)]
-    text = explain_loss([need(0, "a"), need(1, "a")], held)
+    text = explain_missing([need(0, "a"), need(1, "a")], held)
     assert text.count("lacks") == 3
     assert text.endswith("2 older saves are not whole either.")
-    assert explain_loss([need(1, "a")], held) == "no save that was found lacks a shard."
+    assert explain_missing([need(1, "a")], held) == "no save that was found lacks a shard."
 
 
 def test_of_whole_saves_of_other_numbers_of_ranks_the_newest_says_how_many_to_start() -> None:
@@ -287,8 +300,8 @@ def test_of_whole_saves_of_other_numbers_of_ranks_the_newest_says_how_many_to_st
     older = [shard(rank, "a", of=4) for rank in range(4)]
     newer = [replace(shard(rank, "a", of=2), step=6, save_id="s-6") for rank in range(2)]
     parts = [replace(shard(rank, "a", of=4), step=7, save_id="s-7") for rank in range(3)]
-    found = find_unusable(needs, [*newer, *older, *parts])
+    found = find_refused_saves(needs, [*newer, *older, *parts])
     assert (found.step, found.ranks, found.saves) == (6, 2, 3)
-    assert find_unusable(needs, [*newer, *parts], above=6).ranks == 0
+    assert find_refused_saves(needs, [*newer, *parts], above=6).ranks == 0
     in_memory = [replace(location, place=Place.MEMORY) for location in newer]
-    assert find_unusable(needs, in_memory).refusal() is None
+    assert find_refused_saves(needs, in_memory).refusal() is None

@@ -46,6 +46,7 @@ def job(tmp_path: Path) -> Iterator[str]:
     assert list(DEFAULT_ROOT.glob(f"resiliency-{name[:30]}*")) == []
 
 
+@pytest.mark.slow
 def test_the_sources_are_listed_best_first_and_any_step_can_be_asked_for(tmp_path: Path, job: str) -> None:
     seen = []
     with opened(tmp_path, job) as checkpoints:
@@ -76,6 +77,7 @@ def damage(directory: Path, step: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.thorough("another failure of a restore is near")
 @pytest.mark.slow
 def test_bytes_that_turn_out_bad_on_their_way_into_the_state_are_replaced_by_those_of_the_step_before(
     tmp_path: Path, job: str
@@ -91,6 +93,7 @@ def test_bytes_that_turn_out_bad_on_their_way_into_the_state_are_replaced_by_tho
     assert torch.equal(target["weights"], torch.full((SEVERAL_CHUNKS,), 1.0))  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough("another failure of a restore is near")
 @pytest.mark.slow
 def test_a_state_that_was_partly_overwritten_is_never_handed_back_as_good(tmp_path: Path, job: str) -> None:
     with opened(tmp_path, job) as checkpoints:
@@ -123,6 +126,7 @@ def test_where_only_a_manifest_is_damaged_no_job_begins_anew(tmp_path: Path, job
             checkpoints.restore(state(9))
 
 
+@pytest.mark.thorough("another failure of a restore is near")
 @pytest.mark.slow
 def test_what_is_gone_when_it_is_read_is_passed_over_for_the_next_of_the_same_inventory(
     tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
@@ -166,6 +170,7 @@ def not_of_one_mind(rank: int, directory: Path, job: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_ranks_that_restore_from_different_inventories_are_refused_on_all(
     tmp_path: Path, job: str, rank_pool: RankPool
 ) -> None:
@@ -235,6 +240,7 @@ def errors_are_mixed(rank: int, directory: Path, job: str) -> list[str]:
     return told
 
 
+@pytest.mark.thorough("another failure of a restore is near")
 @pytest.mark.slow
 def test_when_ranks_fail_in_different_ways_all_are_told_of_one_kind(
     tmp_path: Path, job: str, rank_pool: RankPool

@@ -138,7 +138,7 @@ def save_on(root: Path, step: int, *hosts: str) -> None:
 
 def listed(root: Path, host: str) -> set[tuple[int, int, str]]:
     """Step, rank and owner of what a host still has on its disk."""
-    return {(h.step, h.rank, h.owner) for h in list_local(local_of(root, host), host)}
+    return {(h.step, h.rank, h.source_host) for h in list_local(local_of(root, host), host)}
 
 
 def test_the_newest_step_comes_from_the_own_disks(tmp_path: Path, rank_pool: RankPool) -> None:
@@ -184,9 +184,9 @@ def test_a_lost_host_is_made_good_by_its_copies_and_the_copies_by_repairs(
     hosts = ("a", "a", "b", "b", "c")
     save_on(tmp_path, 1, *hosts)
     save_on(tmp_path, 2, *hosts)
-    for owner, keeper in (("a", "b"), ("b", "c"), ("c", "a")):
+    for source_host, keeper in (("a", "b"), ("b", "c"), ("c", "a")):
         for step in (1, 2):
-            replicate(tmp_path, owner, step, to=keeper)
+            replicate(tmp_path, source_host, step, to=keeper)
     lose(tmp_path, "b")
     found = run(rank_pool, "a", "a", "new", "new", "c", root=tmp_path)
     assert_all(found, 2, Tier.PEERS)
@@ -198,7 +198,7 @@ def test_a_lost_host_is_made_good_by_its_copies_and_the_copies_by_repairs(
         for host, ranks in (("a", (0, 1)), ("new", (2, 3)), ("c", (4,)))
     ]
     pushes = repairs("session-2", locations, peers, 1)
-    assert {(push.owner, push.holder) for push in pushes} >= {("a", "a"), ("b", "c")}
+    assert {(push.source_host, push.holder) for push in pushes} >= {("a", "a"), ("b", "c")}
 
 
 def test_a_bad_copy_is_passed_over_for_another_one_and_set_aside(tmp_path: Path, rank_pool: RankPool) -> None:
@@ -212,7 +212,7 @@ def test_a_bad_copy_is_passed_over_for_another_one_and_set_aside(tmp_path: Path,
     assert_all(found, 2, Tier.PEERS)
     assert listed(tmp_path, "b") == {(1, 1, "b"), (2, 1, "b")}
     assert listed(tmp_path, "c") == {(1, 2, "c"), (2, 2, "c"), (2, 0, "a")}
-    assert {(h.host, h.owner) for h in found[0].locations} == {("b", "b"), ("c", "c"), ("c", "a")}
+    assert {(h.host, h.source_host) for h in found[0].locations} == {("b", "b"), ("c", "c"), ("c", "a")}
 
 
 def only_copy_is_bad(root: Path) -> None:
@@ -248,9 +248,9 @@ def test_when_the_only_copy_is_bad_the_shard_of_the_same_save_comes_from_shared_
 
 def test_shards_of_two_attempts_at_one_step_are_never_mixed(tmp_path: Path, rank_pool: RankPool) -> None:
     save_on(tmp_path, 1, "a", "b")
-    commit_locally(tmp_path, "a", [make(2, 0, 2)], session="first")
-    commit_locally(tmp_path, "b", [make(2, 1, 2)], session="second")
-    keep_in_memory(tmp_path, "b", make(2, 1, 2), session="third")
+    commit_locally(tmp_path, "a", [make(2, 0, 2)], attempt_id="first")
+    commit_locally(tmp_path, "b", [make(2, 1, 2)], attempt_id="second")
+    keep_in_memory(tmp_path, "b", make(2, 1, 2), attempt_id="third")
     assert_all(run(rank_pool, "a", "b", root=tmp_path), 1, Tier.LOCAL)
 
 
@@ -309,7 +309,7 @@ def test_replicas_of_plain_data_parallel_training_go_from_three_to_two_and_back(
     tensors = content(make(1, 0, 3))[0]
     assert [(got.step, got.content and got.content[0]) for got in found] == [(1, tensors)] * 2
     for rank, host in enumerate("ca"):
-        commit_locally(tmp_path, host, [make(2, rank, 2, like=0)], session="two")
+        commit_locally(tmp_path, host, [make(2, rank, 2, like=0)], attempt_id="two")
     found = run(rank_pool, "a", "new", "c", root=tmp_path, replicated=True)
     assert [(got.step, got.tier) for got in found] == [(2, Tier.PEERS)] * 3
     # Each rank prefers the shard of its own number, as far as there is one: it holds more than tensors.

@@ -25,6 +25,7 @@ from resiliency.checkpoint.replication.transport.connection import CallDeadline,
 from resiliency.checkpoint.replication.transport.handshake import PeerRefused, admit, connect, introduce
 from resiliency.checkpoint.replication.transport.messages import (
     PROTOCOL_VERSION,
+    Acknowledged,
     Challenge,
     Chunk,
     ConnectionRefused,
@@ -33,7 +34,6 @@ from resiliency.checkpoint.replication.transport.messages import (
     Offer,
     PeerHeartbeat,
     Proof,
-    Sealed,
     Wanted,
     Welcome,
     decode,
@@ -62,8 +62,8 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
     "message",
     [
         PeerHeartbeat(),
-        Sealed(step=3, save_id="s-3"),
-        Offer(owner="h", step=1, save_id="s", ranks=(0, 7), sizes=(1, 2, 3)),
+        Acknowledged(step=3, save_id="s-3"),
+        Offer(source_host="h", step=1, save_id="s", ranks=(0, 7), sizes=(1, 2, 3)),
         Wanted(ranges=((0, 1, 2), (3, 4, 5))),
     ],
 )
@@ -178,13 +178,13 @@ def test_messages_that_come_in_pieces_or_together_are_read_without_waiting(
     pair: tuple[Link, socket.socket],
 ) -> None:
     link, theirs = pair
-    body = encode(Sealed(step=1, save_id="s"))
+    body = encode(Acknowledged(step=1, save_id="s"))
     frame = struct.pack("!4sIQ", b"rpp1", len(body), 0) + body
     theirs.sendall(frame + frame + frame[:20])
-    assert link.receive_ready() == [Sealed(step=1, save_id="s")] * 2
+    assert link.receive_ready() == [Acknowledged(step=1, save_id="s")] * 2
     assert link.receive_ready() == []
     theirs.sendall(frame[20:])
-    assert link.receive_ready() == [Sealed(step=1, save_id="s")]
+    assert link.receive_ready() == [Acknowledged(step=1, save_id="s")]
     theirs.close()
     with pytest.raises(PeerError, match="closed"):
         link.receive_ready()
@@ -225,7 +225,7 @@ def test_hosts_of_one_session_recognise_each_other() -> None:
     ("theirs", "how", "found"),
     [
         (table_of([A, B], token="another"), {}, "does not know the secret"),  # noqa: S106
-        (table_of([A, B], session="later"), {}, "stranger.*'later'"),
+        (table_of([A, B], attempt_id="later"), {}, "stranger.*'later'"),
         (None, {}, "stranger.*none yet"),
         (table_of([B]), {}, "stranger.*'a' is no host"),
         (table_of([A, B]), {"server": "c"}, "expected host b, found c"),
@@ -242,7 +242,7 @@ def test_who_does_not_know_the_secret_cannot_prove_it() -> None:
     ours, theirs = socket.socketpair()
     with Link(ours, CALM, "b") as client, Link(theirs, CALM) as serving, ThreadPoolExecutor(1) as pool:
         served = pool.submit(admit, serving, lambda: table_of([A, B]), "b")
-        client.send(Hello(version=PROTOCOL_VERSION, session="session", host="a", nonce="n"))
+        client.send(Hello(version=PROTOCOL_VERSION, attempt_id="session", host="a", nonce="n"))
         challenge, _ = client.receive()
         client.send(Proof(proof=challenge.proof))  # type: ignore[union-attr]  # the server's own, sent back
         answer = client.receive_answer()
@@ -281,8 +281,8 @@ def reach(server: PeerServer, table: HostTable) -> Link:
 
 def test_the_server_lets_hosts_of_its_session_in_and_no_others(server: PeerServer) -> None:
     reach(server, table_of([A, B])).close()
-    with pytest.raises(PeerRefused, match="session"):
-        reach(server, table_of([A, B], session="older"))
+    with pytest.raises(PeerRefused, match="attempt"):
+        reach(server, table_of([A, B], attempt_id="older"))
     with pytest.raises(PeerError):
         reach(server, table_of([A, B], token="guessed"))  # noqa: S106
 
@@ -331,12 +331,12 @@ def test_strangers_hold_a_server_up_for_the_time_of_a_greeting_however_patient_i
 @pytest.mark.parametrize(
     "offer",
     [
-        Offer(owner="h", step=1, save_id="s", ranks=(0,), sizes=(5,)),
-        Offer(owner="h", step=1, save_id="s", ranks=(0, 0), sizes=(2, 2, 1)),
-        Offer(owner="h", step=1, save_id="s", ranks=(), sizes=(-5,)),
-        Offer(owner="h", step=1, save_id="s", ranks=(), sizes=(4,)),
-        Offer(owner="h", step=1, save_id="s", ranks=(0,), sizes=(3, 2)),
-        Offer(owner="../..", step=1, save_id="s", ranks=(0,), sizes=(3, 2)),
+        Offer(source_host="h", step=1, save_id="s", ranks=(0,), sizes=(5,)),
+        Offer(source_host="h", step=1, save_id="s", ranks=(0, 0), sizes=(2, 2, 1)),
+        Offer(source_host="h", step=1, save_id="s", ranks=(), sizes=(-5,)),
+        Offer(source_host="h", step=1, save_id="s", ranks=(), sizes=(4,)),
+        Offer(source_host="h", step=1, save_id="s", ranks=(0,), sizes=(3, 2)),
+        Offer(source_host="../..", step=1, save_id="s", ranks=(0,), sizes=(3, 2)),
     ],
 )
 def test_an_offer_that_makes_no_sense_leaves_nothing_behind(

@@ -30,60 +30,65 @@ def counting(*, before: frozenset[SaveName] | None = frozenset()) -> LeaderState
 
 
 def commit(
-    tally: LeaderState, step: int, *, sealed_by: str = "a", lost_by: str = ""
+    leader_state: LeaderState, step: int, *, sealed_by: str = "a", lost_by: str = ""
 ) -> list[tuple[int, list[str]]]:
     """The leader's host commits a step; returns what is given up for it, and the hosts that are behind."""
-    tally.hold(name(step))
+    leader_state.hold(name(step))
     for host in lost_by:
-        tally.lose(host, name(step))
+        leader_state.lose(host, name(step))
     for host in sealed_by:
-        tally.seal(host, name(step))
-    return [(save.step, hosts) for save, hosts in tally.give_up()]
+        leader_state.acknowledge(host, name(step))
+    return [(save.step, hosts) for save, hosts in leader_state.give_up()]
 
 
 def test_while_one_host_has_none_of_its_parts_so_many_saves_wait_and_the_oldest_goes_for_another() -> None:
-    tally, gone = counting(), []
+    leader_state, gone = counting(), []
     for step in range(10, 100, 10):
-        gone += commit(tally, step, sealed_by="ac", lost_by="b")
+        gone += commit(leader_state, step, sealed_by="ac", lost_by="b")
     assert gone == [(step, ["b"]) for step in range(10, 100 - 10 * MOST_INCOMPLETE, 10)]
-    assert len(tally.awaited()) == MOST_INCOMPLETE
-    assert tally.seal("b", name(90)) == name(90)
+    assert len(leader_state.awaited()) == MOST_INCOMPLETE
+    assert leader_state.acknowledge("b", name(90)) == name(90)
 
 
 def test_what_hosts_with_slow_copies_would_pass_over_goes_first_and_the_newest_never() -> None:
-    tally = counting()
-    assert [commit(tally, step, sealed_by="") for step in (8, 10, 12, 15)] == [[]] * 4
-    assert commit(tally, 17, sealed_by="") == [(15, ["a", "b", "c"])]
-    assert commit(tally, 20, sealed_by="") == [(17, ["a", "b", "c"])]
-    assert commit(tally, 21, sealed_by="") == [(10, ["a", "b", "c"])]
+    leader_state = counting()
+    assert [commit(leader_state, step, sealed_by="") for step in (8, 10, 12, 15)] == [[]] * 4
+    assert commit(leader_state, 17, sealed_by="") == [(15, ["a", "b", "c"])]
+    assert commit(leader_state, 20, sealed_by="") == [(17, ["a", "b", "c"])]
+    assert commit(leader_state, 21, sealed_by="") == [(10, ["a", "b", "c"])]
 
 
 def test_a_host_that_has_its_part_at_the_second_try_is_not_what_a_save_waits_for() -> None:
-    tally = counting()
-    commit(tally, 16, lost_by="b")
-    tally.seal("b", name(16))
+    leader_state = counting()
+    commit(leader_state, 16, lost_by="b")
+    leader_state.acknowledge("b", name(16))
     for step in (17, 18, 20):
-        commit(tally, step)
-    assert commit(tally, 24) == [(17, ["b", "c"])]
-    assert tally.seal("c", name(16)) == name(16)
+        commit(leader_state, step)
+    assert commit(leader_state, 24) == [(17, ["b", "c"])]
+    assert leader_state.acknowledge("c", name(16)) == name(16)
 
 
 @pytest.mark.parametrize("before", [None, frozenset({name(10), SaveName(20, "")})], ids=["unknown", "known"])
 def test_what_an_earlier_leader_may_have_found_complete_stays(before: frozenset[SaveName] | None) -> None:
-    tally = counting(before=before)
-    tally.seal("b", name(5))  # handed over by the leader's host, which says nothing of it any more
+    leader_state = counting(before=before)
+    leader_state.acknowledge(
+        "b", name(5)
+    )  # handed over by the leader's host, which says nothing of it any more
     for step in range(10, 100, 10):
-        commit(tally, step, lost_by="c")
-    tally.lose("a", name(10), is_own=True)
-    assert tally.give_up() == []
+        commit(leader_state, step, lost_by="c")
+    leader_state.lose("a", name(10), is_own=True)
+    assert leader_state.give_up() == []
     for step in (5, 10, 20):
-        assert name(step) in tally.awaited()
+        assert name(step) in leader_state.awaited()
 
 
 def test_what_another_start_of_the_job_saved_at_a_step_keeps_none_of_this_one() -> None:
-    tally, gone = counting(before=frozenset(SaveName(step, f"earlier-{step}") for step in range(100))), []
+    leader_state, gone = (
+        counting(before=frozenset(SaveName(step, f"earlier-{step}") for step in range(100))),
+        [],
+    )
     for step in range(10, 100, 10):
-        gone += commit(tally, step, lost_by="b")
+        gone += commit(leader_state, step, lost_by="b")
     assert [step for step, _ in gone] == list(range(10, 100 - 10 * MOST_INCOMPLETE, 10))
 
 
@@ -102,8 +107,8 @@ def give_up_after(*tables: HostTable, found: Sequence[Sequence[SaveName]]) -> li
             completion_link.update(table)
         for step in range(10, 20 + 10 * MOST_INCOMPLETE, 10):
             completion_link.hold(name(step))
-        completion_link.update(table_of([peer("a")], session="last"))
-        completion_link.seal(SaveName(1, "last-1"))
+        completion_link.update(table_of([peer("a")], attempt_id="last"))
+        completion_link.acknowledge(SaveName(1, "last-1"))
         assert is_over.wait(LONG_S)
     finally:
         completion_link.close()
@@ -126,28 +131,28 @@ def test_a_second_look_at_the_disk_keeps_nothing_that_came_after_the_first() -> 
 
 
 def test_a_save_that_is_given_up_counts_for_nobody_any_more() -> None:
-    tally, ledger = counting(), HostState()
-    ledger.seal(name(10))
-    assert tally.gave_up(name(10))
-    assert ledger.give_up(name(10))
-    assert not tally.gave_up(name(10))
-    assert not ledger.give_up(name(10))
+    leader_state, host_state = counting(), HostState()
+    host_state.acknowledge(name(10))
+    assert leader_state.gave_up(name(10))
+    assert host_state.give_up(name(10))
+    assert not leader_state.gave_up(name(10))
+    assert not host_state.give_up(name(10))
     for host in HOSTS:
-        assert tally.seal(host, name(10)) is None
-    assert tally.awaited() == {}
-    assert not ledger.seal(name(10))
-    assert not ledger.lose(name(10))
-    assert ledger.to_say() == ledger.lost_to_say() == []
-    assert not tally.completed(name(10))
-    assert not ledger.completed(name(10))
+        assert leader_state.acknowledge(host, name(10)) is None
+    assert leader_state.awaited() == {}
+    assert not host_state.acknowledge(name(10))
+    assert not host_state.lose(name(10))
+    assert host_state.to_say() == host_state.lost_to_say() == []
+    assert not leader_state.completed(name(10))
+    assert not host_state.completed(name(10))
 
 
 def test_what_is_complete_is_not_given_up() -> None:
-    tally, ledger = counting(), HostState()
-    assert tally.completed(name(10))
-    assert ledger.completed(name(10))
-    assert not tally.gave_up(name(10))
-    assert not ledger.give_up(name(10))
+    leader_state, host_state = counting(), HostState()
+    assert leader_state.completed(name(10))
+    assert host_state.completed(name(10))
+    assert not leader_state.gave_up(name(10))
+    assert not host_state.give_up(name(10))
 
 
 class Hosts:
@@ -159,23 +164,23 @@ class Hosts:
     def __init__(self, count: int) -> None:
         self.names = [str(number) for number in range(count)]
         self.disks: list[set[SaveName]] = [set() for _ in self.names]
-        self.ledgers = [HostState() for _ in self.names]
+        self.host_states = [HostState() for _ in self.names]
         self.there: list[deque[tuple[str, SaveName]]] = [deque() for _ in self.names]
         self.back: list[deque[tuple[str, SaveName]]] = [deque() for _ in self.names]
-        self.tally = LeaderState(self.names, before=())
+        self.leader_state = LeaderState(self.names, before=())
         self.complete: set[SaveName] = set()
 
     def commit(self, host: int, save: SaveName) -> None:
         self.disks[host].add(save)
         if host == 0:
-            self.tally.hold(save)
-        if self.ledgers[host].seal(save):
+            self.leader_state.hold(save)
+        if self.host_states[host].acknowledge(save):
             self._say(host, "sealed", save)
         else:
             self.disks[host].discard(save)
 
     def fail(self, host: int, save: SaveName) -> None:
-        if self.ledgers[host].lose(save):
+        if self.host_states[host].lose(save):
             self._say(host, "lost", save)
 
     def deliver(self, host: int) -> None:
@@ -187,21 +192,23 @@ class Hosts:
 
     def reconnect(self, host: int) -> None:
         """Both say what they know."""
-        ledger, tally = self.ledgers[host], self.tally
-        known = [*_all("complete", ledger.complete), *_all("given up", ledger.given_up)]
-        said = [*_all("sealed", ledger.to_say()), *_all("lost", ledger.lost_to_say())]
+        host_state, leader_state = self.host_states[host], self.leader_state
+        known = [*_all("complete", host_state.complete), *_all("given up", host_state.given_up)]
+        said = [*_all("sealed", host_state.to_say()), *_all("lost", host_state.lost_to_say())]
         self.there[host] = deque([*known, *said])
-        self.back[host] = deque([*_all("complete", tally.complete), *_all("given up", tally.given_up)])
+        self.back[host] = deque(
+            [*_all("complete", leader_state.complete), *_all("given up", leader_state.given_up)]
+        )
 
     def restart(self, host: int) -> None:
         """The agent of a host dies, and another one takes up what is on the disk."""
-        self.ledgers[host] = HostState()
+        self.host_states[host] = HostState()
         if host == 0:
-            self.tally = LeaderState(self.names, before=set(self.disks[0]))
+            self.leader_state = LeaderState(self.names, before=set(self.disks[0]))
         for save in self.disks[host]:
             if host == 0:
-                self.tally.hold(save)
-            self.ledgers[host].seal(save)
+                self.leader_state.hold(save)
+            self.host_states[host].acknowledge(save)
         for other in range(len(self.names)) if host == 0 else [host]:
             self.reconnect(other)
 
@@ -212,19 +219,19 @@ class Hosts:
 
     def _lead(self, host: int, what: str, save: SaveName) -> None:
         if what == "sealed":
-            before = self.tally.newest
-            answer = self.tally.seal(str(host), save)
+            before = self.leader_state.newest
+            answer = self.leader_state.acknowledge(str(host), save)
             if answer is not None:
                 self._tell("complete", answer, [host] if answer == before else None)
-            elif save in self.tally.given_up:
+            elif save in self.leader_state.given_up:
                 self._tell("given up", save, [host])
         elif what == "lost":
-            self.tally.lose(str(host), save, is_own=host == 0)
-        elif what == "complete" and self.tally.completed(save):
+            self.leader_state.lose(str(host), save, is_own=host == 0)
+        elif what == "complete" and self.leader_state.completed(save):
             self._tell("complete", save)
-        elif what == "given up" and self.tally.gave_up(save):
+        elif what == "given up" and self.leader_state.gave_up(save):
             self._tell("given up", save)
-        for other, _ in self.tally.give_up():
+        for other, _ in self.leader_state.give_up():
             self._tell("given up", other)
 
     def _tell(self, what: str, save: SaveName, hosts: list[int] | None = None) -> None:
@@ -235,11 +242,11 @@ class Hosts:
 
     def _hear(self, host: int, what: str, save: SaveName) -> None:
         if what == "given up":
-            if self.ledgers[host].give_up(save):
+            if self.host_states[host].give_up(save):
                 self.disks[host].discard(save)
-        elif self.ledgers[host].completed(save):
+        elif self.host_states[host].completed(save):
             self.complete.add(save)
-            below = self.ledgers[host].retire_below
+            below = self.host_states[host].retire_below
             assert below is not None
             self.disks[host] = {other for other in self.disks[host] if other.step >= below}
 
@@ -271,5 +278,5 @@ def test_from_the_first_complete_save_on_all_hosts_have_a_common_one_whatever_is
             newest = max((save.step for save in hosts.complete), default=0)
             shared = {save.step for save in set.intersection(*hosts.disks)}
             assert newest <= max(shared, default=0)
-        given_up += len(hosts.tally.given_up)
+        given_up += len(hosts.leader_state.given_up)
     assert given_up

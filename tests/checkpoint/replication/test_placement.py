@@ -25,7 +25,10 @@ def cluster(count: int, *, name: str = "host") -> list[Peer]:
 
 
 def copies(peers: Sequence[Peer], replicas: int) -> dict[str, list[str]]:
-    return {owner.host: choose_targets(owner.host, peers, replicas)[:replicas] for owner in peers}
+    return {
+        source_host.host: choose_targets(source_host.host, peers, replicas)[:replicas]
+        for source_host in peers
+    }
 
 
 @st.composite
@@ -40,9 +43,9 @@ def peers_of_any_kind(draw: st.DrawFn) -> list[Peer]:
 
 @given(peers_of_any_kind(), st.integers(0, 5))
 def test_each_owner_gets_all_other_hosts_in_an_order(peers: list[Peer], replicas: int) -> None:
-    for owner in peers:
-        others = {other.host for other in peers} - {owner.host}
-        targets = choose_targets(owner.host, peers, replicas)
+    for source_host in peers:
+        others = {other.host for other in peers} - {source_host.host}
+        targets = choose_targets(source_host.host, peers, replicas)
         assert len(targets) == len(others)
         assert set(targets) == others
 
@@ -69,9 +72,9 @@ def test_hosts_that_are_left_out_change_nothing_else(
     peers: list[Peer], replicas: int, data: st.DataObject
 ) -> None:
     out = data.draw(st.sets(st.sampled_from([each.host for each in peers])))
-    for owner in peers:
-        everyone = choose_targets(owner.host, peers, replicas)
-        left = choose_targets(owner.host, peers, replicas, exclude=out)
+    for source_host in peers:
+        everyone = choose_targets(source_host.host, peers, replicas)
+        left = choose_targets(source_host.host, peers, replicas, exclude=out)
         assert left == [host for host in everyone if host not in out]
 
 
@@ -85,7 +88,7 @@ def test_no_copy_shares_its_owners_rack_unless_one_rack_is_more_than_half(
         for number in range(size)
     ]
     rack_of = {each.host: each.domains for each in peers}
-    together = sum(rack_of[owner] == rack_of[host] for owner, [host] in copies(peers, 1).items())
+    together = sum(rack_of[source_host] == rack_of[host] for source_host, [host] in copies(peers, 1).items())
     if max(sizes) * 2 <= sum(sizes):
         assert together == 0
     else:  # as many as fit go elsewhere: two to each host of the other racks
@@ -95,22 +98,22 @@ def test_no_copy_shares_its_owners_rack_unless_one_rack_is_more_than_half(
 def test_two_copies_and_their_owner_are_in_three_racks() -> None:
     peers = [peer(f"h{number}", ("rack", str(number % 3))) for number in range(12)]
     rack_of = {each.host: each.domains for each in peers}
-    for owner, hosts in copies(peers, 2).items():
-        assert len({rack_of[host] for host in [owner, *hosts]}) == 3
+    for source_host, hosts in copies(peers, 2).items():
+        assert len({rack_of[host] for host in [source_host, *hosts]}) == 3
 
 
 def test_a_host_of_another_rack_in_the_same_block_is_better_than_one_of_the_same_rack() -> None:
     near = peer("near", ("block", "1"), ("rack", "1"))
     same_block = peer("same-block", ("block", "1"), ("rack", "2"))
     far = peer("far", ("block", "2"), ("rack", "3"))
-    owner = peer("owner", ("block", "1"), ("rack", "1"))
-    assert choose_targets("owner", [near, same_block, far, owner], 1) == ["far", "same-block", "near"]
+    source_host = peer("owner", ("block", "1"), ("rack", "1"))
+    assert choose_targets("owner", [near, same_block, far, source_host], 1) == ["far", "same-block", "near"]
 
 
 def test_hosts_outside_the_owners_groups_come_before_its_fellows() -> None:
     peers = [peer(f"h{number}", groups=[f"pipeline-{number // 4}"]) for number in range(8)]
-    for number, (owner, [host]) in enumerate(copies(peers, 1).items()):
-        assert int(host[1:]) // 4 != number // 4, owner
+    for number, (source_host, [host]) in enumerate(copies(peers, 1).items()):
+        assert int(host[1:]) // 4 != number // 4, source_host
 
 
 def test_a_group_of_which_all_hosts_are_members_moves_no_copy() -> None:
@@ -119,15 +122,15 @@ def test_a_group_of_which_all_hosts_are_members_moves_no_copy() -> None:
 
 
 def test_of_hosts_in_the_owners_groups_those_that_share_fewest_come_first() -> None:
-    owner, stage = peer("owner", groups="tp"), peer("stage", groups="p")
+    source_host, stage = peer("owner", groups="tp"), peer("stage", groups="p")
     shard, other = peer("shard", groups="tp"), peer("other", groups="q")
-    assert choose_targets("owner", [shard, owner, stage, other], 1) == ["other", "stage", "shard"]
+    assert choose_targets("owner", [shard, source_host, stage, other], 1) == ["other", "stage", "shard"]
 
 
 def test_another_rack_counts_more_than_another_group() -> None:
-    owner = peer("owner", ("rack", "1"), groups="pqrs")
+    source_host = peer("owner", ("rack", "1"), groups="pqrs")
     fellow, neighbour = peer("fellow", ("rack", "2"), groups="pqrs"), peer("neighbour", ("rack", "1"))
-    assert choose_targets("owner", [owner, neighbour, fellow], 1) == ["fellow", "neighbour"]
+    assert choose_targets("owner", [source_host, neighbour, fellow], 1) == ["fellow", "neighbour"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -138,10 +141,10 @@ def test_when_a_host_leaves_or_joins_hardly_another_copy_moves(count: int, repli
     moved = stayed = 0
     for gone in peers:
         after = copies([each for each in peers if each != gone], replicas)
-        for owner, hosts in after.items():
+        for source_host, hosts in after.items():
             # Those that were on the host that left must go somewhere, and may take a place that another had.
-            lost = before[owner].count(gone.host)
-            new = len(set(hosts) - set(before[owner]))
+            lost = before[source_host].count(gone.host)
+            new = len(set(hosts) - set(before[source_host]))
             moved += max(0, new - lost)
             stayed += replicas - lost
     # Random places would move nearly all, and a ring of hosts by number one per owner next to the gap.
@@ -168,16 +171,16 @@ def test_copies_stay_even_where_the_first_to_choose_leave_no_room_for_the_last(s
 
 
 @pytest.mark.parametrize(
-    ("owner", "peers", "replicas", "what"),
+    ("source_host", "peers", "replicas", "what"),
     [
         ("x", cluster(3), 1, "none of the 3 hosts"),
         ("host-0", cluster(3) + cluster(1), 1, "several hosts are called host-0"),
         ("host-0", cluster(3), -1, "found -1"),
     ],
 )
-def test_what_cannot_be_is_refused(owner: str, peers: list[Peer], replicas: int, what: str) -> None:
+def test_what_cannot_be_is_refused(source_host: str, peers: list[Peer], replicas: int, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        choose_targets(owner, peers, replicas)
+        choose_targets(source_host, peers, replicas)
 
 
 def test_a_further_copy_goes_where_none_of_the_holders_can_take_it_along() -> None:

@@ -31,16 +31,16 @@ def peer(number: int, *, runs: int | None = None, rack: str = "") -> Peer:
     )
 
 
-def saved(owner: int, on: int, *, save_id: str = "s-9") -> list[ShardLocation]:
-    """What host `on` has of the checkpoint of host `owner`."""
-    place = Place.LOCAL if owner == on else Place.REPLICA
-    root = f"/h{on}" if owner == on else f"/h{on}/replicas/h{owner}"
+def saved(source_host: int, on: int, *, save_id: str = "s-9") -> list[ShardLocation]:
+    """What host `on` has of the checkpoint of host `source_host`."""
+    place = Place.LOCAL if source_host == on else Place.REPLICA
+    root = f"/h{on}" if source_host == on else f"/h{on}/replicas/h{source_host}"
     return [
         ShardLocation(
             step=9, save_id=save_id, run_id="run", rank=rank, world_size=64, host=f"h{on}", place=place,
             root=root, size_bytes=5,
         )
-        for rank in range(owner * RANKS_PER_HOST, (owner + 1) * RANKS_PER_HOST)
+        for rank in range(source_host * RANKS_PER_HOST, (source_host + 1) * RANKS_PER_HOST)
     ]  # fmt: skip
 
 
@@ -55,10 +55,10 @@ class World:
         live = {peer.host for peer in self.peers}
         found = defaultdict(set)
         for location in self.locations:
-            if location.host in live and location.save_id == "s-9" and location.owner:
-                found[location.owner].add(location.host)
+            if location.host in live and location.save_id == "s-9" and location.source_host:
+                found[location.source_host].add(location.host)
         for push in pushes:
-            found[push.owner].add(push.target)
+            found[push.source_host].add(push.target)
         return dict(found)
 
 
@@ -67,9 +67,9 @@ def worlds(draw: st.DrawFn) -> World:
     hosts = draw(st.sets(st.integers(0, 7), min_size=1))
     peers = [peer(number, rack=draw(st.sampled_from(["", "1", "2"]))) for number in sorted(hosts)]
     held = draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=16, unique=True))
-    locations = [location for owner, on in held for location in saved(owner, on)]
+    locations = [location for source_host, on in held for location in saved(source_host, on)]
     other = draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=4))
-    locations += [location for owner, on in other for location in saved(owner, on, save_id="t-9")]
+    locations += [location for source_host, on in other for location in saved(source_host, on, save_id="t-9")]
     return World(peers, locations, draw(st.integers(0, 3)))
 
 
@@ -78,8 +78,8 @@ def test_after_the_pushes_every_checkpoint_that_is_left_is_on_enough_live_hosts(
     before = world.holders()
     pushes = repairs("s-9", world.locations, world.peers, world.copies)
     enough = min(world.copies + 1, len(world.peers))
-    for owner, hosts in world.holders(pushes).items():
-        assert len(hosts) == max(enough, len(before[owner]))
+    for source_host, hosts in world.holders(pushes).items():
+        assert len(hosts) == max(enough, len(before[source_host]))
 
 
 @given(worlds())
@@ -87,13 +87,13 @@ def test_only_live_holders_send_and_only_to_live_hosts_that_lack_it(world: World
     before = world.holders()
     live = {peer.host for peer in world.peers}
     pushes = repairs("s-9", world.locations, world.peers, world.copies)
-    assert len({(push.owner, push.target) for push in pushes}) == len(pushes)
+    assert len({(push.source_host, push.target) for push in pushes}) == len(pushes)
     for push in pushes:
         assert (push.step, push.save_id) == (9, "s-9")
-        assert push.holder in before[push.owner]
-        assert push.target in live - before[push.owner]
+        assert push.holder in before[push.source_host]
+        assert push.target in live - before[push.source_host]
         assert any(
-            (location.host, location.root, location.owner) == (push.holder, push.root, push.owner)
+            (location.host, location.root, location.source_host) == (push.holder, push.root, push.source_host)
             for location in world.locations
         )
 
@@ -102,7 +102,7 @@ def test_only_live_holders_send_and_only_to_live_hosts_that_lack_it(world: World
 def test_repairs_repaired_need_no_more_and_ask_for_the_same_whatever_the_order(world: World) -> None:
     pushes = repairs("s-9", world.locations, world.peers, world.copies)
     assert repairs("s-9", world.locations[::-1], world.peers[::-1], world.copies) == pushes
-    new = [location for push in pushes for location in saved(int(push.owner[1:]), int(push.target[1:]))]
+    new = [location for push in pushes for location in saved(int(push.source_host[1:]), int(push.target[1:]))]
     assert repairs("s-9", world.locations + new, world.peers, world.copies) == []
 
 
@@ -119,9 +119,9 @@ def job(count: int) -> list[ShardLocation]:
 def test_a_host_that_took_over_the_ranks_of_a_lost_one_gets_their_checkpoint() -> None:
     peers = [peer(0), peer(7, runs=1), peer(2), peer(3)]
     pushes = repairs("s-9", job(4), peers, 1)
-    assert {(push.owner, push.holder, push.target) for push in pushes} == {
+    assert {(push.source_host, push.holder, push.target) for push in pushes} == {
         ("h1", "h2", "h7"),  # its own copy, on the host that runs its ranks now
-        ("h0", "h0", next(push.target for push in pushes if push.owner == "h0")),
+        ("h0", "h0", next(push.target for push in pushes if push.source_host == "h0")),
     }
 
 
@@ -134,7 +134,7 @@ def test_a_host_that_lost_its_disk_gets_its_own_checkpoint_back(shuffled: bool, 
         peers = [replace(each, ranks=(number, number + 8)) for number, each in enumerate(peers)]
     pushes = repairs("s-9", held, peers, 1)
     back = (f"h{lost}", f"h{(lost + 1) % 8}", f"h{lost}")
-    assert back in {(push.owner, push.holder, push.target) for push in pushes}
+    assert back in {(push.source_host, push.holder, push.target) for push in pushes}
 
 
 def test_a_copy_goes_to_another_rack_than_the_one_that_is_left() -> None:
@@ -146,7 +146,7 @@ def test_a_copy_goes_to_another_rack_than_the_one_that_is_left() -> None:
 
 def test_neither_sending_nor_keeping_is_left_to_one_host() -> None:
     live = [peer(number) for number in range(10)]
-    held = [location for owner in range(20, 30) for on in (0, 1) for location in saved(owner, on)]
+    held = [location for source_host in range(20, 30) for on in (0, 1) for location in saved(source_host, on)]
     pushes = repairs("s-9", held, live, 2)
     assert Counter(push.holder for push in pushes) == {"h0": 5, "h1": 5}
     assert max(Counter(push.target for push in pushes).values()) <= 2
@@ -160,7 +160,7 @@ def test_copies_in_memory_and_on_shared_storage_do_not_count() -> None:
         for host, place in (("h1", Place.MEMORY), ("", Place.PERSISTENT))
     ]
     (push,) = repairs("s-9", here + elsewhere, [peer(0), peer(1)], 1)
-    assert push == Push(holder="h0", owner="h0", step=9, save_id="s-9", target="h1", root="/h0")
+    assert push == Push(holder="h0", source_host="h0", step=9, save_id="s-9", target="h1", root="/h0")
 
 
 def test_a_copy_that_lost_a_rank_is_no_copy() -> None:

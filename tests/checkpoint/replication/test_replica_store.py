@@ -28,13 +28,14 @@ from resiliency.checkpoint.format.manifest import (
 from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.replication.copy_plan import CopyPlan
 from resiliency.checkpoint.replication.existing import ReplicaKept
-from resiliency.checkpoint.replication.replica_store import ReplicaStore, ReplicaWriter, is_owner
+from resiliency.checkpoint.replication.replica_store import ReplicaStore, ReplicaWriter, is_host_directory
 from resiliency.checkpoint.storage.chunked_file import FileRecord
 from resiliency.checkpoint.storage.interface import ReadableFile, Storage, WritableFile, read_file
 from resiliency.checkpoint.storage.memory import page_memory
 from resiliency.checkpoint.storage.posix import LocalStorage, read_failed
 from resiliency.errors import (
     CheckpointCorrupt,
+    CheckpointError,
     CheckpointIncomplete,
     CheckpointWriteFailed,
     ConfigError,
@@ -48,9 +49,11 @@ from resiliency.testing.storage import (
     StorageKilled,
     Survival,
 )
+from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.held import flip
 from tests.checkpoint.peer_builders import commit_step, shard, tree
 from tests.checkpoint.storage_builders import assert_holds, file_in, folder_of
+from tests.checkpoint.system_errors import nothing_leaks, numbers
 
 OWNER = "host-a"
 LARGE = 9 << 20  # three chunks
@@ -77,11 +80,11 @@ def chunks_of(storage: Storage, copy_plan: CopyPlan) -> Iterator[tuple[int, int,
 
 
 def receive(
-    store: ReplicaStore, storage: Storage, step: int, owner: str = OWNER, *, session: str = ""
+    store: ReplicaStore, storage: Storage, step: int, source_host: str = OWNER, *, attempt_id: str = ""
 ) -> ReplicaWriter:
     """All of a copy, as far as it is not there."""
     copy_plan = CopyPlan.read(storage, step)
-    replica_writer = store.begin(owner, copy_plan, session=session)
+    replica_writer = store.begin(source_host, copy_plan, attempt_id=attempt_id)
     if not replica_writer.is_held:
         wanted = {(f, n) for f, first, end in replica_writer.missing(1000) for n in range(first, end)}
         for file, number, data in chunks_of(storage, copy_plan):
@@ -98,7 +101,7 @@ def assert_replica(storage: Storage, step: int, *ranks: int, size_bytes: int = 4
 
 
 def memory_store(storage: Storage) -> ReplicaStore:
-    return ReplicaStore(Path("/nowhere"), open_storage=lambda owner: storage)
+    return ReplicaStore(Path("/nowhere"), open_storage=lambda source_host: storage)
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -112,7 +115,7 @@ def test_a_replica_is_the_original_byte_for_byte_and_reads_like_it(
     assert found.list("") == [f"step={step}"]
     assert_replica(found, step, size_bytes=LARGE if step == 3 else 40_000)
     assert verify(found, step) > 0
-    assert store.owners() == [OWNER]
+    assert store.source_hosts() == [OWNER]
     assert receive(store, original, step).is_held
     assert receive(ReplicaStore(tmp_path), original, step).is_held
 
@@ -308,8 +311,8 @@ def test_a_newer_copy_removes_an_unfinished_older_one_but_none_that_is_being_rec
 def test_owners_do_not_get_in_each_others_way(tmp_path: Path, original: LocalStorage) -> None:
     store = ReplicaStore(tmp_path)
     one = store.begin("a", CopyPlan.read(original, 1))
-    receive(store, original, 2, owner="b")
-    assert store.owners() == ["a", "b"]
+    receive(store, original, 2, source_host="b")
+    assert store.source_hosts() == ["a", "b"]
     one.abort()
     assert store.retire("b", 3, run_id="run") == [2]
     assert LocalStorage(tmp_path / "replicas").list("b") == []
@@ -333,15 +336,15 @@ def test_a_damaged_replica_is_received_anew(tmp_path: Path, original: LocalStora
 
 def test_another_save_replaces_an_older_one_of_its_step_but_not_one_of_this_session(tmp_path: Path) -> None:
     old, new = LocalStorage(tmp_path / "old"), LocalStorage(tmp_path / "new")
-    commit_step(old, 5, session="first")
-    commit_step(new, 5, session="second")
+    commit_step(old, 5, attempt_id="first")
+    commit_step(new, 5, attempt_id="second")
     store = ReplicaStore(tmp_path / "here")
     receive(store, old, 5)
     assert not receive(store, new, 5).is_held
     root = LocalStorage(tmp_path / "here" / "replicas" / OWNER)
     assert read_manifest(root, "step=5").save_id == "second-5"
     with pytest.raises(ReplicaKept, match="first-5"):
-        store.begin(OWNER, CopyPlan.read(old, 5), session="second")
+        store.begin(OWNER, CopyPlan.read(old, 5), attempt_id="second")
     assert inspect(root, 5).condition is Condition.COMPLETE
 
 
@@ -351,14 +354,14 @@ def test_at_the_step_that_was_restored_only_the_sessions_own_save_of_it_is_turne
     """What stands there may be of a save that was abandoned; a repair brings the one that was restored."""
     saves = {name: LocalStorage(tmp_path / name) for name in ("abandoned", "restored", "now")}
     for name, storage in saves.items():
-        commit_step(storage, 5, session=name)
+        commit_step(storage, 5, attempt_id=name)
     store = ReplicaStore(tmp_path / "here")
     store.spared_step = 5
-    receive(store, saves["abandoned"], 5, session="now")
-    assert not receive(store, saves["restored"], 5, session="now").is_held
+    receive(store, saves["abandoned"], 5, attempt_id="now")
+    assert not receive(store, saves["restored"], 5, attempt_id="now").is_held
     root = LocalStorage(tmp_path / "here" / "replicas" / OWNER)
     with pytest.raises(ReplicaKept, match="a copy of the save that was restored"):
-        store.begin(OWNER, CopyPlan.read(saves["now"], 5), session="now")
+        store.begin(OWNER, CopyPlan.read(saves["now"], 5), attempt_id="now")
     assert read_manifest(root, "step=5").save_id == "restored-5"
 
 
@@ -382,13 +385,13 @@ def test_what_another_run_has_is_neither_retired_nor_replaced(tmp_path: Path) ->
     ours, theirs = LocalStorage(tmp_path / "ours"), LocalStorage(tmp_path / "theirs")
     for step in (1, 2):
         commit_step(ours, step)
-        commit_step(theirs, step, session="another", run_id="another")
+        commit_step(theirs, step, attempt_id="another", run_id="another")
     store = ReplicaStore(tmp_path / "here")
     root = LocalStorage(tmp_path / "here" / "replicas" / OWNER)
     receive(store, ours, 1)
     receive(store, theirs, 2)
     with pytest.raises(ReplicaKept, match=r"of run 'another', offered was one of run 'run'"):
-        store.begin(OWNER, CopyPlan.read(ours, 2), session="session")
+        store.begin(OWNER, CopyPlan.read(ours, 2), attempt_id="session")
     assert receive(store, theirs, 2).is_held
     assert store.retire(OWNER, 9, run_id="run") == [1]
     quarantine(root, 2, "found bad")
@@ -404,7 +407,7 @@ def test_what_another_run_has_is_neither_retired_nor_replaced(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "/a", "a\0", "x" * 300, "%2e"])
 def test_no_owner_leads_out_of_the_directory(name: str, tmp_path: Path, original: LocalStorage) -> None:
-    assert not is_owner(name)
+    assert not is_host_directory(name)
     with pytest.raises(PeerError, match="not the directory name"):
         ReplicaStore(tmp_path).begin(name, CopyPlan.read(original, 1))
     assert list(tmp_path.iterdir()) == []
@@ -518,7 +521,7 @@ def test_a_replica_is_not_replaced_because_a_descriptor_was_lacking_to_look_at_i
     tmp_path: Path, original: LocalStorage
 ) -> None:
     storage = OutOfDescriptors(tmp_path / "replicas" / OWNER)
-    store = ReplicaStore(tmp_path, open_storage=lambda owner: storage)
+    store = ReplicaStore(tmp_path, open_storage=lambda source_host: storage)
     receive(store, original, 1)
     before = storage.opened
     assert receive(store, original, 1).is_held
@@ -558,7 +561,7 @@ def test_writes_that_were_lost_are_not_forgotten_by_the_next_connection(
     tmp_path: Path, original: LocalStorage
 ) -> None:
     storage = FailsOnce(tmp_path)
-    store = ReplicaStore(tmp_path, open_storage=lambda owner: storage)
+    store = ReplicaStore(tmp_path, open_storage=lambda source_host: storage)
     copy_plan = CopyPlan.read(original, 3)
     replica_writer = store.begin(OWNER, copy_plan)
     chunks = list(chunks_of(original, copy_plan))
@@ -585,7 +588,7 @@ def test_a_copy_for_whose_manifest_there_is_no_room_gives_all_its_space_back(
             return super().create(name, size_bytes)
 
     root = tmp_path / "replicas" / OWNER
-    store = ReplicaStore(tmp_path, open_storage=lambda owner: Full(root))
+    store = ReplicaStore(tmp_path, open_storage=lambda source_host: Full(root))
     copy_plan = CopyPlan.read(original, 3)
     replica_writer = store.begin(OWNER, copy_plan)
     for file, number, data in chunks_of(original, copy_plan):
@@ -594,3 +597,31 @@ def test_a_copy_for_whose_manifest_there_is_no_room_gives_all_its_space_back(
         replica_writer.finish()
     replica_writer.abort()
     assert not list(root.rglob("slot.bin"))
+
+
+@numbers
+def test_an_error_of_the_system_at_any_call_of_a_copy_is_named_and_the_next_one_arrives(
+    tmp_path: Path, original: LocalStorage, number: int
+) -> None:
+    call, hit, failures = 0, True, 0
+    while hit:
+        root = tmp_path / str(call)
+        store = ReplicaStore(root)
+        receive(store, original, 1)
+        with nothing_leaks(), SystemFault(root, number, call=call) as fault:
+            try:
+                receive(store, original, 2)
+            except CheckpointError as error:
+                errors = [error]
+            else:
+                errors = []
+            store.close()
+        assert all(error.fields.get("errno") == number for error in errors), (fault.calls[call], errors)
+        failures += len(errors)
+        hit, call = fault.hit, call + 1
+        replicas = LocalStorage(root / "replicas" / OWNER)
+        assert_replica(replicas, 1)
+        receive(store, original, 2)
+        assert_replica(replicas, 2)
+        store.close()
+    assert failures > 10 or number == NO_THREAD

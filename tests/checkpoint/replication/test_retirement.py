@@ -21,14 +21,14 @@ def local(tmp_path: Path) -> Path:
     """A host that has saved steps 10 and 20 alone, and keeps what others saved before."""
     for step in (10, 20):
         commit_step(LocalStorage(tmp_path), step, ranks=(0, 1))
-    for owner, run_id in (("gone", "run"), ("stranger", "another")):
+    for source_host, run_id in (("gone", "run"), ("stranger", "another")):
         for step in (5, 15):
-            commit_step(replicas(tmp_path, owner), step, session="before", run_id=run_id)
+            commit_step(replicas(tmp_path, source_host), step, attempt_id="before", run_id=run_id)
     return tmp_path
 
 
-def replicas(local: Path, owner: str) -> LocalStorage:
-    return LocalStorage(local / "replicas" / owner)
+def replicas(local: Path, source_host: str) -> LocalStorage:
+    return LocalStorage(local / "replicas" / source_host)
 
 
 def retire(local: Path, below: int, newest: str = "") -> dict[str, list[int]]:

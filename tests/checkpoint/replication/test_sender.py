@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -34,10 +35,12 @@ from resiliency.checkpoint.replication.transport.messages import (
 )
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
-from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, PeerError
+from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, PeerError
 from resiliency.testing.storage import FaultyStorage, StorageFault, StorageFaultKind
+from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.peer_builders import QUICK, commit_step, save_name, table_of, tree
 from tests.checkpoint.storage_builders import file_in
+from tests.checkpoint.system_errors import nothing_leaks
 from tests.waiting import wait_until
 
 LARGE = 9 << 20  # three chunks, with the rest
@@ -69,8 +72,8 @@ class Receiver:
         self.peer = Peer(host="b", address="127.0.0.1", port=self.server.port)
         self.table = table_of([Peer(host="a", address="127.0.0.1", port=1), self.peer])
 
-    def _open(self, owner: str) -> FaultyStorage:
-        disk = LocalStorage(self.root / "replicas" / owner)
+    def _open(self, source_host: str) -> FaultyStorage:
+        disk = LocalStorage(self.root / "replicas" / source_host)
         storage = FaultyStorage(disk, self._fault, on_kill=self._on_kill)
         self.storages.append(storage)
         self._fault = None
@@ -202,14 +205,14 @@ class Sending:
         timeouts = how.get("timeouts", QUICK)
         self._sender = Sender("a", Links(), self.throttle, timeouts)  # type: ignore[arg-type]
 
-    def send(self, step: int, *, port: int = 0, session: str = "") -> None:
+    def send(self, step: int, *, port: int = 0, attempt_id: str = "", source_host: str = "a") -> None:
         assert self._receiver.table is not None
         table = self._receiver.table
-        if session:
-            table = replace(table, session=session)
+        if attempt_id:
+            table = replace(table, attempt_id=attempt_id)
         target = replace(self._receiver.peer, port=port or self._receiver.peer.port)
         with CopySource(self._own, step, save_name(step)) as source:
-            self._sender.send(source, "a", table, target)
+            self._sender.send(source, source_host, table, target)
 
 
 def assert_copied(own: Path, receiver: Receiver, step: int) -> None:
@@ -321,7 +324,7 @@ def test_a_host_that_accepts_and_says_nothing_is_given_up(own: Path, receiver: R
 
 def test_a_host_of_another_session_refuses(own: Path, receiver: Receiver) -> None:
     with pytest.raises(PeerRefused, match="stranger"):
-        Sending(own, receiver).send(1, session="later")
+        Sending(own, receiver).send(1, attempt_id="later")
 
 
 def test_a_full_disk_is_a_refusal_that_names_it(tmp_path: Path, own: Path, stack: ExitStack) -> None:
@@ -398,7 +401,7 @@ def test_too_many_copies_at_once_are_put_off(own: Path, receiver: Receiver) -> N
         link = connect(receiver.table, "a", receiver.peer, replace(QUICK, silence=timedelta(60)), links)
         open_links.append(link)
         offer = Offer(
-            owner=f"o{number}", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
+            source_host=f"o{number}", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
             sizes=tuple(map(len, contents)),
         )  # fmt: skip
         link.send(offer, *contents)
@@ -422,7 +425,7 @@ def test_a_host_that_may_have_no_more_threads_puts_copies_off_and_takes_them_lat
     copy_plan = CopyPlan.read(LocalStorage(own), 1)
     contents = [copy_plan.manifest_bytes, *copy_plan.index_bytes.values()]
     offer = Offer(
-        owner="a", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
+        source_host="a", step=1, save_id=copy_plan.save_id, ranks=tuple(copy_plan.index_bytes),
         sizes=tuple(map(len, contents)),
     )  # fmt: skip
     for _ in range(RECEIVERS + 1):
@@ -548,3 +551,28 @@ def test_a_receiver_that_answers_nothing_while_it_takes_all_is_given_up(
         release.set()
         thread.join()
         listener.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM, NO_THREAD], ids=["EIO", "ENOMEM", "no-thread"])
+@pytest.mark.parametrize("where", ["owner", "receiver"])
+def test_an_error_of_the_system_at_any_call_of_either_host_ends_the_copy_by_name_and_at_once(
+    own: Path, receiver: Receiver, where: str, number: int
+) -> None:
+    call, hit, failures = 0, True, 0
+    before, sending = tree(own), Sending(own, receiver, timeouts=CALM)
+    accepts = next(thread for thread in threading.enumerate() if thread.name == "resiliency-peer-accept")
+    root, side = (own, "") if where == "owner" else (receiver.root, accepts.name)
+    while hit:
+        with nothing_leaks():
+            with SystemFault(root, number, call=call, thread=side) as fault:
+                try:
+                    sending.send(1, source_host=f"a{call}")
+                    why = ""
+                except (CheckpointError, PeerError) as error:
+                    why = str(error)
+            sending.send(1, source_host=f"a{call}")  # what has come is kept open for it
+        assert "moved no byte" not in why, "it waited for the other host in vain"
+        failures += bool(why)
+        hit, call = fault.hit, call + 1
+        assert tree(own) == before
+    assert failures > (5 if number != NO_THREAD else 1 if where == "receiver" else -1)

@@ -80,11 +80,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield hosts
 
 
-def replica_steps(hosts: list[Host], owner: str) -> dict[str, list[int]]:
+def replica_steps(hosts: list[Host], source_host: str) -> dict[str, list[int]]:
     """Where copies of an owner's steps are whole."""
     found = {}
     for host in hosts:
-        storage = LocalStorage(host.replicas_of(owner))
+        storage = LocalStorage(host.replicas_of(source_host))
         steps = [s for s in steps_in(storage) if inspect(storage, s).condition is Condition.COMPLETE]
         if steps:
             found[host.name] = steps
@@ -100,7 +100,7 @@ def test_the_host_that_leads_makes_room_for_a_link_to_each_host_and_no_other_doe
             few = len(open_descriptors()) + 30
             resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
             peers = [host.peer, *others] if leads else [*others, host.peer]
-            host.service.update(table_of(peers, session=f"session-{leads}"))
+            host.service.update(table_of(peers, attempt_id=f"session-{leads}"))
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             assert (soft - few >= 200) is leads
     finally:
@@ -153,9 +153,11 @@ def test_copies_of_hosts_that_left_the_job_go_with_the_others_and_those_of_anoth
     start: Start,
 ) -> None:
     hosts = start("a", "b")
-    for owner, run_id in (("left", "run"), ("stranger", "another")):
+    for source_host, run_id in (("left", "run"), ("stranger", "another")):
         for step in (5, 15):
-            commit_step(LocalStorage(hosts[0].replicas_of(owner)), step, session="before", run_id=run_id)
+            commit_step(
+                LocalStorage(hosts[0].replicas_of(source_host)), step, attempt_id="before", run_id=run_id
+            )
     hosts[0].save(10)
     hosts[0].wait_for(Replicated, 10)
     assert replica_steps(hosts, "left") == {"a": [5, 15]}
@@ -182,8 +184,8 @@ def test_a_host_that_was_cut_off_hears_of_every_save_that_became_complete_meanwh
                 host.save(step)
 
     def seals_have_come() -> bool:
-        tally = a.service._completion_link._leader_state  # nothing else tells which have
-        return tally is not None and tally.awaited() == {
+        leader_state = a.service._completion_link._leader_state  # nothing else tells which have
+        return leader_state is not None and leader_state.awaited() == {
             SaveName(step, save_name(step)): {"b"} for step in steps if step >= late
         }
 
@@ -287,15 +289,15 @@ def test_the_last_copy_of_the_step_that_a_job_goes_on_from_is_not_replaced_by_a_
         host.wait_for(Complete, 10)
     before = tree(a.replicas_of("b"))
     b.storage.remove_tree("step=10")
-    table = table_of([a.peer, b.peer], session="two")
+    table = table_of([a.peer, b.peer], attempt_id="two")
     for host in (a, b):
         host.service.update(table)
         host.service.spare(10)
-    b.save(10, session="two")
+    b.save(10, attempt_id="two")
     assert "is a copy of the save that was restored" in b.wait_for(NotReplicated, 10).why
     assert tree(a.replicas_of("b")) == before
     for host in (a, b):
-        host.save(20, session="two")
+        host.save(20, attempt_id="two")
     for host in (a, b):
         host.wait_for(Complete, 20)
     wait_until(lambda: replica_steps([a, b], "b") == {"a": [20]}, "the older copy stays")
@@ -318,8 +320,8 @@ class HeldUp(HostTable):
 def test_what_a_leader_found_on_its_disk_counts_however_soon_it_is_found(start: Start) -> None:
     """Else it gives nothing up in this session."""
     a, b = start("a", "b", replicas=0)
-    commit_step(a.storage, 10, session="two")
-    plain = table_of([a.peer, b.peer], session="two", replicas=0)
+    commit_step(a.storage, 10, attempt_id="two")
+    plain = table_of([a.peer, b.peer], attempt_id="two", replicas=0)
 
     def found() -> None:
         a.service.replicate(10, save_name(10, "two"))
@@ -328,7 +330,7 @@ def test_what_a_leader_found_on_its_disk_counts_however_soon_it_is_found(start: 
     held = HeldUp(**vars(plain)).hold(found)
     a.service.update(held)
     for step in range(20, 20 + 10 * MOST_INCOMPLETE + 10, 10):
-        a.save(step, session="two")
+        a.save(step, attempt_id="two")
     assert a.wait_for(GivenUp).step > 10
 
 
@@ -336,7 +338,7 @@ def test_an_agent_of_another_release_is_turned_away_by_name(start: Start) -> Non
     a, _ = start("a", "b", replicas=0)
     with socket.create_connection(("127.0.0.1", a.service.port), LONG_S) as connection:
         link = Link(connection, QUICK, "a")
-        link.send(Hello(version=PROTOCOL_VERSION - 1, session=SESSION, host="b", nonce="00"))
+        link.send(Hello(version=PROTOCOL_VERSION - 1, attempt_id=SESSION, host="b", nonce="00"))
         answer, _ = link.receive()
         link.close()
     assert isinstance(answer, ConnectionRefused)
@@ -364,12 +366,12 @@ def test_one_host_alone_goes_without_copies(start: Start) -> None:
 
 def test_two_generations_stay_if_the_table_says_so(start: Start) -> None:
     hosts = start("a", "b")
-    table = replace(table_of([host.peer for host in hosts], session="next"), keep=2)
+    table = replace(table_of([host.peer for host in hosts], attempt_id="next"), keep=2)
     for host in hosts:
         host.service.update(table)
     for step, below in ((10, None), (20, 10), (30, 20)):
         for host in hosts:
-            host.save(step, session="next")
+            host.save(step, attempt_id="next")
         for host in hosts:
             assert host.wait_for(Complete, step).retire_below == below
     for host in hosts:
@@ -434,8 +436,8 @@ def test_what_an_earlier_agent_left_is_copied_also_where_the_disk_could_not_be_l
     """Nobody asks for these copies again: ranks know that the save was committed."""
     hosts = start("a", "b")
     for host in hosts:
-        commit_step(host.storage, 10, session="next")
-    again = table_of([host.peer for host in hosts], session="next")
+        commit_step(host.storage, 10, attempt_id="next")
+    again = table_of([host.peer for host in hosts], attempt_id="next")
     with no_descriptor_left():
         for host in hosts:
             host.service.update(again)
@@ -478,7 +480,7 @@ def test_a_repair_waits_until_what_it_sends_can_be_opened(
     pauses = replace(QUICK, pause=timedelta(seconds=0.5), longest_pause=timedelta(seconds=10))
     a, b = start("a", "b", timeouts=pauses)
     commit_step(a.storage, 10)
-    push = Push(holder="a", owner="a", step=10, save_id=save_name(10), target="b")
+    push = Push(holder="a", source_host="a", step=10, save_id=save_name(10), target="b")
     with no_descriptor_left():
         a.service.repair([push])
         wait_until(lambda: "a is sent to b again" in caplog.text, "it was never tried")
@@ -489,7 +491,7 @@ def test_a_repair_waits_until_what_it_sends_can_be_opened(
 def test_a_save_of_an_earlier_session_is_copied_and_never_counted(start: Start) -> None:
     hosts = start("a", "b")
     for host in hosts:
-        host.save(10, session="before")
+        host.save(10, attempt_id="before")
         host.wait_for(Replicated, 10)
     for host in hosts:
         host.save(20)
@@ -504,9 +506,9 @@ def test_repairs_push_what_a_host_holds_to_where_it_is_missing(start: Start) -> 
     a.save(10)
     (holder,) = a.wait_for(Replicated, 10).hosts
     location, other = (b, c) if holder == "b" else (c, b)
-    push = Push(holder=holder, owner="a", step=10, save_id=save_name(10), target=other.name)
+    push = Push(holder=holder, source_host="a", step=10, save_id=save_name(10), target=other.name)
     own = replace(push, holder="a", root=str(a.root))
-    missing = Push(holder=holder, owner="a", step=11, save_id=save_name(11), target=other.name)
+    missing = Push(holder=holder, source_host="a", step=11, save_id=save_name(11), target=other.name)
     for host in hosts:
         host.service.repair([push, own, missing])
     assert location.wait_for(Repaired).push == push
@@ -587,8 +589,8 @@ class Job:
         self.peers[name] = self.hosts[name].listening()
         self.update()
 
-    def target_of(self, owner: str) -> str:
-        return choose_targets(owner, list(self.peers.values()), 1)[0]
+    def target_of(self, source_host: str) -> str:
+        return choose_targets(source_host, list(self.peers.values()), 1)[0]
 
     def others(self, name: str) -> list[HostProcess]:
         return [host for other, host in self.hosts.items() if other != name]
@@ -650,9 +652,11 @@ def test_a_stopped_host_delays_completion_and_nothing_is_deleted_meanwhile(job: 
         host.save(20)
         host.wait_for(Replicated, 20)
     # Two have sealed, and nobody has deleted anything.
-    for owner in "abc":
-        holders = [n for n, host in job.hosts.items() if (host.root / f"replicas/{owner}/step=10").exists()]
-        assert holders == [job.target_of(owner)]
+    for source_host in "abc":
+        holders = [
+            n for n, host in job.hosts.items() if (host.root / f"replicas/{source_host}/step=10").exists()
+        ]
+        assert holders == [job.target_of(source_host)]
     job.hosts[name].signal(signal.SIGCONT)
     job.hosts[name].save(20)
     for host in job.hosts.values():
@@ -772,9 +776,9 @@ def test_a_copy_that_nobody_takes_is_told_once_however_often_it_is_tried(start: 
 
 def be_refused(host: Host, other: socket.socket) -> None:
     peer = Peer(host="b", address="127.0.0.1", port=other.getsockname()[1])
-    for table in [table_of([host.peer, peer], session=session) for session in ("one", "two")]:
+    for table in [table_of([host.peer, peer], attempt_id=attempt_id) for attempt_id in ("one", "two")]:
         host.service.update(table)
-        host.save(10 if table.session == "one" else 20, session=table.session)
+        host.save(10 if table.attempt_id == "one" else 20, attempt_id=table.attempt_id)
         assert not host.wait_for(NotReplicated).is_final
     host.service.replicate(
         24, "two-24"
@@ -817,15 +821,15 @@ def test_calls_return_at_once_while_all_others_hang(start: Start) -> None:
             Peer(host=f"m{n}", address="127.0.0.1", port=listener.getsockname()[1])
             for n, listener in enumerate(listeners)
         ]
-        host.service.update(replace(table_of([mute[0], host.peer, mute[1]], session="mute")))
-        commit_step(host.storage, 10, session="mute")
+        host.service.update(replace(table_of([mute[0], host.peer, mute[1]], attempt_id="mute")))
+        commit_step(host.storage, 10, attempt_id="mute")
         began = time.monotonic()
         for step in range(10, 200):
             host.service.replicate(step, f"mute-{step}")
-        push = Push(holder="a", owner="a", step=10, save_id="mute-10", target="m0")
+        push = Push(holder="a", source_host="a", step=10, save_id="mute-10", target="m0")
         host.service.repair([push])
         host.service.lift_bandwidth_cap()
-        host.service.update(table_of([host.peer, *mute], session="mute again"))
+        host.service.update(table_of([host.peer, *mute], attempt_id="mute again"))
         host.service.close()
         assert time.monotonic() - began < 30  # half of what anything that waits would take
 
@@ -853,6 +857,7 @@ def test_a_service_that_waits_uses_no_processor(start: Start, replicas: int) -> 
         assert time.process_time() - began < 0.3
 
 
+@pytest.mark.thorough("each test looks for what it left")
 def test_hundreds_of_copies_leave_no_thread_and_no_descriptor_behind(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

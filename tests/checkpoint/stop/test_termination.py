@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,12 +23,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
 from resiliency.checkpoint.machine import make_room_for
 from resiliency.checkpoint.ranks import RankGroup
+from resiliency.checkpoint.stop.loader_workers import outliving
 from resiliency.checkpoint.stop.stop_link import StopKind, StopMessage, StopPeer, connect_ranks
 from resiliency.checkpoint.stop.termination import Terminated, Termination, TerminationOptions
 from resiliency.checkpoint.storage.posix import LocalStorage
@@ -44,6 +48,7 @@ from tests.checkpoint.stopping_threads import QUIET, SOON_S, T, together
 from tests.waiting import wait_until
 
 PROGRAM = "tests.checkpoint.training_until_told"
+LOADERS_OWN = DataLoader.__iter__
 LAUNCHER = Path(__file__).parents[3] / "launcher.py"
 
 
@@ -523,6 +528,7 @@ def end_after_three(checkpoints: Checkpointer, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.slow
 def test_a_last_save_waits_for_slow_storage_and_a_stop_takes_the_bandwidth_cap_away(
     tmp_path: Path, job: str
 ) -> None:
@@ -589,6 +595,7 @@ def complete(directory: Path) -> list[int]:
     return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
 
 
+@pytest.mark.thorough("a signal to the launcher is near")
 @pytest.mark.slow
 def test_one_signal_while_ranks_sit_in_a_collective_and_all_slots_are_being_written_loses_nothing(
     tmp_path: Path, job: str
@@ -636,6 +643,7 @@ def test_when_a_rank_was_killed_the_captured_step_is_committed_and_the_others_en
     assert complete(tmp_path)[-1] == 8
 
 
+@pytest.mark.thorough("a rank that was killed is near")
 @pytest.mark.slow
 def test_when_the_deadline_is_too_short_the_code_says_so_and_the_agent_commits_it_later(
     tmp_path: Path, job: str
@@ -700,6 +708,56 @@ def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
         assert f"; step {step}, at which {number.name} stopped them, is committed" in launcher.output
 
 
+@pytest.mark.parametrize(
+    "how", [("fork",), ("fork", "persistent"), ("spawn",), ("forkserver", "persistent")], ids=" ".join
+)
+def test_a_signal_to_all_processes_of_a_rank_leaves_its_loader_workers_until_it_has_stopped(
+    tmp_path: Path, job: str, how: tuple[str, ...]
+) -> None:
+    argv = [sys.executable, "-m", "tests.checkpoint.loading_until_told", str(tmp_path / "ckpt"), *how]
+    env = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "NODE_NAME": None}
+    with Command(argv, env=env, cold=True) as rank:
+        rank.wait_for_line("workers of process", timeout=SOON_S)
+        os.killpg(rank.pid, signal.SIGTERM)
+        assert rank.wait(timeout=SOON_S) == 0, rank.output
+        rank.assert_no_orphans(timeout=SOON_S)
+    assert len(complete(tmp_path)) == 1
+    assert complete(tmp_path)[0] >= 14
+
+
+def test_a_loader_worker_ignores_a_signal_of_other_processes_and_without_termination_dies_of_it() -> None:
+    started = multiprocessing.get_context("spawn").SimpleQueue()
+    with outliving([signal.SIGTERM]):
+        loader = DataLoader(Told(started), num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
+        batches = iter(loader)
+        worker = psutil.Process(started.get())
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        assert [int(batch) for batch in batches] == [0, 1, 2]
+    assert loader.worker_init_fn is None
+    assert DataLoader.__iter__ is LOADERS_OWN
+    batches = iter(DataLoader(Told(started), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
+    other = psutil.Process(started.get())
+    other.terminate()  # without the handling of signals all is as it was
+    with pytest.raises(RuntimeError, match="worker"):
+        list(batches)
+
+
+class Told(Dataset[int]):
+    """Says which process loads it."""
+
+    def __init__(self, started: Any) -> None:
+        self.started = started
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            self.started.put(os.getpid())
+        return index
+
+
+@pytest.mark.thorough("a signal to our launcher is near")
 @pytest.mark.slow
 def test_a_signal_to_torchrun_ends_the_job_with_its_current_step(tmp_path: Path, job: str) -> None:
     argv = [

@@ -451,7 +451,7 @@ def test_old_checkpoints_go_only_after_the_new_one_stands(tmp_path: Path) -> Non
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keep must be at least 1"):
         DcpStorageWriter(keep=0)
-    with pytest.raises(ConfigError, match=r"called step=N, found 's3://bucket/step=1'"):
+    with pytest.raises(ConfigError, match=r"found the URL 's3://bucket/step=1'"):
         DcpStorageWriter("s3://bucket/step=1")
     assert "was given no path" in str(
         refusal(lambda: dcp.save(small_state(1), storage_writer=DcpStorageWriter()))
@@ -519,6 +519,7 @@ def test_a_save_whose_writer_was_given_another_one_meanwhile_fails_and_the_other
     assert_stored(LocalStorage(tmp_path), 2)
 
 
+@pytest.mark.thorough("the writer in a thread is near")
 @pytest.mark.slow
 def test_the_process_executor_takes_the_writer_and_a_failed_save_does_not_end_it(tmp_path: Path) -> None:
     assert isinstance(pickle.loads(pickle.dumps(DcpStorageWriter(tmp_path / "step=1"))), DcpStorageWriter)  # noqa: S301

@@ -150,6 +150,7 @@ def complete(directory: Path) -> list[int]:
     return [checkpoint.step for checkpoint in found if checkpoint.condition is Condition.COMPLETE]
 
 
+@pytest.mark.thorough("another common end is near")
 @pytest.mark.slow
 def test_a_last_step_that_failed_on_one_host_and_hung_on_the_other_is_saved_again_by_both(
     tmp_path: Path,
@@ -159,6 +160,7 @@ def test_a_last_step_that_failed_on_one_host_and_hung_on_the_other_is_saved_agai
     assert complete(tmp_path / "ckpt") == [1]
 
 
+@pytest.mark.thorough("another common end is near")
 @pytest.mark.slow
 def test_a_last_step_that_one_host_has_and_the_other_could_not_write_is_completed(tmp_path: Path) -> None:
     codes, _ = end_of_two_hosts(tmp_path, "local")

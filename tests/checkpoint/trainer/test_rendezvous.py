@@ -111,7 +111,7 @@ def tables(
             world_size=len(machines),
             local_ranks=(number,),
             run_id="run",
-            session=rendezvous.session,
+            attempt_id=rendezvous.attempt_id,
             host=info.host,
             settings=settings,
         )

@@ -57,7 +57,7 @@ class CallDeadline:
     longest_pause: timedelta = timedelta(seconds=15)
 
     @property
-    def beat_s(self) -> float:
+    def heartbeat_s(self) -> float:
         return self.silence.total_seconds() / 4
 
     def next_pause_s(self, before_s: float) -> float:

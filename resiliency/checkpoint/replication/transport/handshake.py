@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts convince each other that they know the secret of the session, without saying it.
+"""Two hosts convince each other that they know the secret of the attempt, without saying it.
 
 Each proves it over a number of the other's choice, so that nothing can be replayed, and each proof
-names its role, both hosts and the session, so that none fits anywhere else.  This keeps strangers,
-older sessions and other jobs away; it neither hides nor seals what follows, for which the
+names its role, both hosts and the attempt, so that none fits anywhere else.  This keeps strangers,
+older attempts and other jobs away; it neither hides nor seals what follows, for which the
 network of the cluster is trusted.
 """
 
@@ -71,7 +71,7 @@ def connect(table: HostTable, host: str, target: Peer, timeouts: CallDeadline, l
 def introduce(link: Link, table: HostTable, host: str) -> None:
     """Our side of the handshake, as the one that connected; `link.host` is who we expect to find."""
     nonce = secrets.token_hex(_NONCE_BYTES)
-    link.send(Hello(version=PROTOCOL_VERSION, session=table.session, host=host, nonce=nonce))
+    link.send(Hello(version=PROTOCOL_VERSION, attempt_id=table.attempt_id, host=host, nonce=nonce))
     challenge = _expect(link, Challenge)
     if challenge.host != link.host:
         raise PeerError(
@@ -81,7 +81,7 @@ def introduce(link: Link, table: HostTable, host: str) -> None:
         )
     said = (host, challenge.host, nonce, challenge.nonce)
     if not _is_same(challenge.proof, _proof(table, "server", *said)):
-        raise PeerError(f"{link.host} does not know the secret of this session.", host=link.host)
+        raise PeerError(f"{link.host} does not know the secret of this attempt.", host=link.host)
     link.send(Proof(proof=_proof(table, "client", *said)))
     _expect(link, Welcome)
 
@@ -100,11 +100,11 @@ def admit(link: Link, current: Callable[[], HostTable | None], host: str) -> Hos
             f" {PROTOCOL_VERSION}: install the same release on both",
         )
     table = current()
-    if table is None or hello.session != table.session:
-        found = "none yet" if table is None else repr(table.session)
-        raise _turned_away(link, f"session {found} here, found {hello.session!r}")
+    if table is None or hello.attempt_id != table.attempt_id:
+        found = "none yet" if table is None else repr(table.attempt_id)
+        raise _turned_away(link, f"attempt {found} here, found {hello.attempt_id!r}")
     if table.peer(hello.host) is None:
-        raise _turned_away(link, f"{hello.host!r} is no host of the session")
+        raise _turned_away(link, f"{hello.host!r} is no host of the attempt")
     nonce = secrets.token_hex(_NONCE_BYTES)
     said = (hello.host, host, hello.nonce, nonce)
     link.send(Challenge(host=host, nonce=nonce, proof=_proof(table, "server", *said)))
@@ -122,7 +122,7 @@ def _turned_away(link: Link, text: str) -> PeerError:
 
 
 def _proof(table: HostTable, role: str, *said: str) -> str:
-    content = json.dumps([PROTOCOL_VERSION, table.session, role, *said])
+    content = json.dumps([PROTOCOL_VERSION, table.attempt_id, role, *said])
     return hmac.new(table.token.encode(), content.encode(), hashlib.sha256).hexdigest()
 
 

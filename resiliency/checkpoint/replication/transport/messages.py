@@ -3,9 +3,9 @@
 
     handshake    Hello -> Challenge -> Proof -> Welcome
     a copy       Offer -> Wanted -> Chunk, Chunk, ... End -> Verified       or, at once: Held
-    completion   Join, then Sealed and Lost (to the leader), Complete and GivenUp (from it; to one that may
-                 not know)
-    always       Refused instead of any answer, and Beat: "I am alive and at work"
+    completion   Join, then Acknowledged and Lost (to the leader), Complete and GivenUp (from it; to
+                 one that may not know)
+    always       Refused instead of any answer, and PeerHeartbeat: "I am alive and at work"
 
 Each is a small record with fields of plain types, checked when it arrives.  Bytes (manifests,
 indexes, chunks) are not part of it: they follow it in the frame.
@@ -30,21 +30,21 @@ RANGES = 2000
 class Refusal(str, Enum):
     """Why a host does not do what it is asked for."""
 
-    STRANGER = "stranger"  # wrong proof, session, or protocol
+    STRANGER = "stranger"  # wrong proof, attempt, or protocol
     BUSY = "busy"  # too much at once: another host, or later
     STORAGE = "storage"  # it could not be written: full, read-only, failing
     CORRUPT = "corrupt"  # a chunk differs from its digest
     INCOMPLETE = "incomplete"  # chunks are missing: once more
     INVALID = "invalid"  # it makes no sense
     KEPT = "kept"  # a newer save stands at that step
-    NOT_LEADER = "not leader"  # sealed saves are counted elsewhere
+    NOT_LEADER = "not leader"  # acknowledged saves are counted elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
     kind: ClassVar[str] = "hello"
     version: int
-    session: str
+    attempt_id: str
     host: str
     nonce: str
 
@@ -84,13 +84,13 @@ class Offer:
     """A committed step.  Its manifest and its indexes follow, one after the other.
 
     Args:
-        owner: directory name of the host whose checkpoint it is.
+        source_host: directory name of the host whose checkpoint it is.
         ranks: of the indexes, in the order in which they follow.
         sizes: in bytes: the manifest, then each index.
     """
 
     kind: ClassVar[str] = "offer"
-    owner: str
+    source_host: str
     step: int
     save_id: str
     ranks: tuple[int, ...]
@@ -137,13 +137,13 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """This connection is for seals and completions."""
+    """This connection is for acknowledgements and completions."""
 
     kind: ClassVar[str] = "join"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sealed:
+class Acknowledged:
     """This host has committed a save, and its copies are verified."""
 
     kind: ClassVar[str] = "sealed"
@@ -153,7 +153,7 @@ class Sealed:
 
 @dataclass(frozen=True, kw_only=True)
 class CompleteMessage:
-    """Every host has sealed that save."""
+    """Every host has acknowledged that save."""
 
     kind: ClassVar[str] = "complete"
     step: int
@@ -186,13 +186,13 @@ class PeerHeartbeat:
 
 Message: TypeAlias = (
     "Hello | Challenge | Proof | Welcome | ConnectionRefused | Offer | Held | Wanted | Chunk | End | Verified"
-    " | Join | Sealed | Lost | CompleteMessage | GivenUpMessage | PeerHeartbeat"
+    " | Join | Acknowledged | Lost | CompleteMessage | GivenUpMessage | PeerHeartbeat"
 )
 _CODEC: MessageCodec[Message] = MessageCodec(
     "a peer",
     (
         Hello, Challenge, Proof, Welcome, ConnectionRefused, Offer, Held, Wanted, Chunk, End, Verified,
-        Join, Sealed, Lost, CompleteMessage, GivenUpMessage, PeerHeartbeat,
+        Join, Acknowledged, Lost, CompleteMessage, GivenUpMessage, PeerHeartbeat,
     ),
 )  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hosts hold in their local tiers and a job cannot go on from, and when that forbids to begin anew.
+"""What local tiers hold that a job cannot go on from, and when that forbids to start from scratch.
 
 A whole save of another number of ranks does, for those ranks could go on from it, and so do parts of several
 saves, for somebody trained for long.  Then a person decides.  Parts of a single save do not: it may be the
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from resiliency.checkpoint.locations import ShardLocation, ShardRequest
-from resiliency.checkpoint.recovery.planner import explain_loss
+from resiliency.checkpoint.recovery.planner import explain_missing
 from resiliency.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unusable:
-    """What `find_unusable` found.
+class RefusedSaves:
+    """What `find_refused_saves` found.
 
     Attributes:
         why: for people; empty if hosts hold nothing.
@@ -53,9 +53,9 @@ class Unusable:
         return None
 
 
-def find_unusable(
+def find_refused_saves(
     needs: Sequence[ShardRequest], locations: Iterable[ShardLocation], *, above: int = -1
-) -> Unusable:
+) -> RefusedSaves:
     """Of a job that can go on from no step above `above`: what its hosts hold of such steps.
 
     Args:
@@ -63,12 +63,12 @@ def find_unusable(
     """
     newer = [location for location in locations if location.step > above and location.place.is_disk_of_host]
     if not newer:
-        return Unusable()
+        return RefusedSaves()
     saved_by: dict[tuple[int, str, int], set[int]] = defaultdict(set)
     for location in newer:
         saved_by[location.step, location.save_id, location.world_size].add(location.rank)
     whole = [(step, size) for (step, _, size), ranks in saved_by.items() if len(ranks) == size != len(needs)]
     step, size = max(whole, default=(0, 0))
-    return Unusable(
-        why=explain_loss(needs, newer), step=step, ranks=size, saves=len(saved_by), world_size=len(needs)
+    return RefusedSaves(
+        why=explain_missing(needs, newer), step=step, ranks=size, saves=len(saved_by), world_size=len(needs)
     )

@@ -26,7 +26,7 @@ from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveState
 from resiliency.errors import ConfigError
-from resiliency.plugins.handing_over import HandingOver
+from resiliency.plugins.hand_off import HandOff
 from resiliency.testing.processes import Command
 from resiliency.testing.replicator import start_replicator
 from resiliency.testing.storage import StorageTrouble, TroubledStorage
@@ -48,11 +48,11 @@ class Job:
         self.node_rank, self.nodes = node_rank, nodes
         job = ReplicatedJob(directory=volume, job_name="llama-3", node_rank=node_rank, nodes=nodes)
         options = {"timeout": SOON, "end_timeout": SOON, **options}
-        self.handing_over = HandingOver(job, is_first=True, **options)
+        self.hand_off = HandOff(job, is_first=True, **options)
 
     def saves(self, step: int, tiers: tuple[str, ...] = LOCAL) -> SaveHandle:
         handle = SaveHandle(step, tiers)
-        self.handing_over.saved(handle)
+        self.hand_off.saved(handle)
         return handle
 
     def saved(self, step: int) -> None:
@@ -63,13 +63,13 @@ class Job:
         handle.update(state=SaveState.COMMITTED, committed_in=LOCAL, complete=True)
 
     def step_done(self) -> None:
-        self.handing_over.step_done()
+        self.hand_off.step_done()
 
     def wait_for_kept(self, step: int) -> None:
         self.replicator.wait_for_line(f"kept {step}$", timeout=SOON.total_seconds())
 
     def wait_for_waiting(self, *steps: int) -> None:
-        wait_until_equal(lambda: self.handing_over.waiting, list(steps))
+        wait_until_equal(lambda: self.hand_off.waiting, list(steps))
 
 
 @contextmanager
@@ -78,11 +78,11 @@ def training(volume: Path, **options: Any) -> Iterator[Job]:
     volume.mkdir(exist_ok=True)
     with start_replicator(volume) as replicator:
         job = Job(volume, replicator, **options)
-        job.handing_over.meet()
+        job.hand_off.meet()
         try:
             yield job
         finally:
-            job.handing_over.stop()
+            job.hand_off.stop()
 
 
 class SlowVolume:
@@ -109,7 +109,7 @@ def test_steps_are_handed_over_in_order_beside_training_and_the_last_one_at_its_
             0.2, lambda: last.update(state=SaveState.COMMITTED, committed_in=LOCAL, complete=True)
         )
         later.start()
-        job.handing_over.finish()
+        job.hand_off.finish()
         job.wait_for_kept(3)
         later.join()
 
@@ -153,7 +153,7 @@ def test_saves_that_can_not_become_complete_any_more_are_forgotten(tmp_path: Pat
         job.wait_for_waiting(6)
         for step in range(7, 107):
             job.saves(step)
-        assert len(job.handing_over.waiting) < 20
+        assert len(job.hand_off.waiting) < 20
 
 
 def test_a_step_that_is_being_read_is_handed_over_after_a_later_step(
@@ -164,7 +164,7 @@ def test_a_step_that_is_being_read_is_handed_over_after_a_later_step(
         with Lease(LocalStorage(tmp_path), 1):
             job.step_done()
             wait_until(lambda: "step 1 is in use" in caplog.text, "nothing is said of its reader")
-            assert job.handing_over.waiting == [1]
+            assert job.hand_off.waiting == [1]
             assert (tmp_path / "step=1").is_dir()
         job.saved(2)
         job.step_done()
@@ -186,11 +186,11 @@ def test_a_step_that_is_not_whole_is_reported_and_the_next_one_handed_over(
 def test_a_training_that_fails_hands_over_nothing_more(tmp_path: Path) -> None:
     with training(tmp_path) as job:
         job.saved(1)
-        job.handing_over.stop()
+        job.hand_off.stop()
         job.step_done()
         job.saves(2)
         assert (tmp_path / "step=1").is_dir()
-        assert job.handing_over.waiting == []
+        assert job.hand_off.waiting == []
 
 
 def test_the_end_of_a_training_does_not_wait_for_ever(
@@ -199,7 +199,7 @@ def test_the_end_of_a_training_does_not_wait_for_ever(
     with training(tmp_path, end_timeout=timedelta(seconds=0.2)) as job, caplog.at_level(logging.ERROR):
         volume = SlowVolume(tmp_path)
         job.saved(5)
-        job.handing_over.finish()
+        job.hand_off.finish()
         assert "steps [5] were not handed over" in caplog.text
         volume.answer()
         job.wait_for_kept(5)
@@ -211,8 +211,8 @@ def test_the_end_of_a_training_does_not_wait_for_ever(
 
 def test_a_trainer_may_copy_it_with_its_plugins(tmp_path: Path) -> None:
     job = ReplicatedJob(directory=tmp_path, job_name="llama-3", node_rank=0, nodes=1)
-    handing_over = HandingOver(job, is_first=True)
-    assert copy.deepcopy([handing_over]) == [handing_over]
+    hand_off = HandOff(job, is_first=True)
+    assert copy.deepcopy([hand_off]) == [hand_off]
 
 
 def test_a_complete_step_that_is_read_for_long_is_handed_over_all_the_same(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_complete_step_that_is_read_for_long_is_handed_over_all_the_same(tmp_p
             for step in range(2, 2 + 17):  # more than are followed
                 job.saved(step)
                 job.step_done()
-            assert 1 in job.handing_over.waiting
+            assert 1 in job.hand_off.waiting
         job.step_done()
         job.wait_for_kept(18)
         assert not (tmp_path / "step=1").exists()
@@ -233,7 +233,7 @@ def test_a_last_step_that_stays_in_use_is_named_at_the_end(
 ) -> None:
     with training(tmp_path, end_timeout=timedelta(seconds=2)) as job, Lease(LocalStorage(tmp_path), 1):
         job.saved(1)
-        job.handing_over.finish()
+        job.hand_off.finish()
     assert "steps [1] were not handed over: step 1 is in use" in caplog.text
 
 
@@ -263,8 +263,8 @@ def test_an_error_that_passes_costs_no_step_and_no_order_whatever_it_meets(
             job.saved(step)
         job.step_done()
         job.wait_for_kept(3)
-        job.handing_over.finish()
-        assert job.handing_over.given_up == []
+        job.hand_off.finish()
+        assert job.hand_off.given_up == []
     assert storage.is_over
     renamed = [name for name in storage.operations if name.startswith("replace step=")]
     assert renamed == [f"replace step={step} {step}" for step in (1, 2, 3)]
@@ -280,10 +280,10 @@ def test_while_no_descriptor_is_left_steps_wait_and_then_go_in_order(
         with no_descriptor_left():
             job.step_done()
             wait_until(lambda: "step 1 could not be handed over for now" in caplog.text, "it was not tried")
-            assert job.handing_over.waiting == [1, 2]
+            assert job.hand_off.waiting == [1, 2]
         for step in (1, 2):
             job.wait_for_kept(step)
-    assert job.handing_over.given_up == []
+    assert job.hand_off.given_up == []
 
 
 def test_a_step_that_one_host_of_two_cannot_hand_over_at_first_keeps_no_replicator_waiting(
@@ -307,9 +307,9 @@ def test_a_step_that_one_host_of_two_cannot_hand_over_at_first_keeps_no_replicat
             for rank, (volume, storage) in enumerate(zip(volumes, storages, strict=True))
         ]
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda job: job.handing_over.meet(), jobs))
+            list(pool.map(lambda job: job.hand_off.meet(), jobs))
         for job in jobs:
-            stack.callback(job.handing_over.stop)
+            stack.callback(job.hand_off.stop)
             for step in (1, 2, 3):
                 job.saved(step)
             job.step_done()
@@ -327,7 +327,7 @@ def test_what_does_not_pass_is_given_up_by_name_and_later_steps_have_one_try_unt
             job.saved(step)
         job.step_done()
         job.wait_for_kept(3)
-        assert job.handing_over.given_up == [1, 2]
+        assert job.hand_off.given_up == [1, 2]
         # They are whole, nothing hides them, and the local tier may delete them.
         for step in (1, 2):
             assert inspect(LocalStorage(tmp_path), step).condition is Condition.COMPLETE
@@ -340,7 +340,7 @@ def test_a_step_that_stays_in_use_is_handed_over_when_patience_is_over(tmp_path:
         job.saved(1)
         job.step_done()
         job.wait_for_kept(1)
-        assert job.handing_over.given_up == []
+        assert job.hand_off.given_up == []
 
 
 def test_when_the_replicator_has_failed_every_step_is_left_to_the_local_tier(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_when_the_replicator_has_failed_every_step_is_left_to_the_local_tier(tmp
             job.step_done()
             wait_until((tmp_path / f"step={step}.given-up").exists, f"step {step} is not given up")
             assert (tmp_path / f"step={step}").is_dir()
-        assert job.handing_over.given_up == [1, 2]
+        assert job.hand_off.given_up == [1, 2]
 
 
 def test_steps_that_the_local_tier_gave_up_are_passed_over_and_newer_ones_go_in_order(
@@ -367,7 +367,7 @@ def test_steps_that_the_local_tier_gave_up_are_passed_over_and_newer_ones_go_in_
         job.step_done()
         job.wait_for_kept(3)
         job.wait_for_kept(4)
-        assert job.handing_over.given_up == [1, 2]
+        assert job.hand_off.given_up == [1, 2]
         assert (tmp_path / "step=2").is_dir()
     assert "step 1 is not handed over: the local tier gave it up" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -383,9 +383,10 @@ def test_a_step_that_the_replicator_brought_back_holds_nothing_up_when_it_is_sav
         job.saved(11)
         job.step_done()
         job.wait_for_kept(11)
-        assert job.handing_over.given_up == []
+        assert job.hand_off.given_up == []
 
 
+@pytest.mark.slow
 def test_a_replicator_that_takes_nothing_gets_no_more_until_it_does_and_then_the_rest_in_order(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -407,7 +408,7 @@ def test_a_replicator_that_takes_nothing_gets_no_more_until_it_does_and_then_the
         job.replicator.signal(signal.SIGCONT)
         for step in (1, 2, 4, 5, 6):
             job.wait_for_kept(step)
-        assert job.handing_over.given_up == [3]
+        assert job.hand_off.given_up == [3]
     assert caplog.text.count("the replicator has taken nothing") == 1
     assert "the replicator takes steps again" in caplog.text
 
@@ -415,4 +416,4 @@ def test_a_replicator_that_takes_nothing_gets_no_more_until_it_does_and_then_the
 def test_a_backlog_of_nothing_is_refused(tmp_path: Path) -> None:
     job = ReplicatedJob(directory=tmp_path, job_name="llama-3", node_rank=0, nodes=1)
     with pytest.raises(ConfigError, match="at least 1 step must be able to wait"):
-        HandingOver(job, is_first=True, backlog=0)
+        HandOff(job, is_first=True, backlog=0)

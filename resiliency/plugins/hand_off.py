@@ -55,7 +55,7 @@ _AGAIN_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 
 
-class HandingOver:
+class HandOff:
     """What one rank does about it: the first of each host talks to the replicator, the others take part
     where all must.
 
@@ -65,7 +65,7 @@ class HandingOver:
         timeout: longest wait for the replicator at a start, for each of its two answers.
         end_timeout: longest wait at the end of a training for the last step to be complete, and as long
             once more for it to be handed over.
-        patience: how long nothing may be handed over before steps are given up.
+        timeouts: how long nothing may be handed over before steps are given up.
         backlog: generations beyond the local tier's `keep` that may wait; the oldest is given up for another.
         storage: that directory, for tests.
     """
@@ -93,7 +93,7 @@ class HandingOver:
         self._replicator = Replicator(job, storage=storage) if is_first else None
         self._hand_off: _HandOffThread | None = None
 
-    def __deepcopy__(self, memo: object) -> HandingOver:
+    def __deepcopy__(self, memo: object) -> HandOff:
         # NeMo's trainer copies its plugins, to record them; a copy speaks for the same host.
         return self
 
@@ -165,7 +165,7 @@ class _HandOffThread:
         #: The oldest step that the replicator has not taken, since when, and whether the log has it.
         self._untaken: int | None = None
         self._untaken_since = 0.0
-        self._is_stall_told = False
+        self._is_stall_reported = False
         #: Steps given up of which the local tier does not know it yet.
         self._unnoted: set[int] = set()
         self._pause_s = 0.0
@@ -259,9 +259,9 @@ class _HandOffThread:
         try:
             if self._replicator.hand_over(step, despite_readers=is_late):
                 self._held_up_since, self.trouble, self._pause_s = None, "", 0.0
-                if self._is_stall_told:
+                if self._is_stall_reported:
                     logger.info("the replicator takes steps again")
-                self._untaken, self._is_stall_told = None, False
+                self._untaken, self._is_stall_reported = None, False
                 # What was overtaken is not worth handing over, and would come out of order.
                 with self._changed:
                     self._drop([older for older in self._followed if older <= step])
@@ -295,8 +295,8 @@ class _HandOffThread:
         assert isinstance(untaken, list)
         if untaken[0] != self._untaken:
             self._untaken, self._untaken_since = untaken[0], now
-        elif not self._is_stall_told and now - self._untaken_since >= self._wait_s:
-            self._is_stall_told = True
+        elif not self._is_stall_reported and now - self._untaken_since >= self._wait_s:
+            self._is_stall_reported = True
             logger.error(
                 "the replicator has taken nothing for %g s: steps %s lie in the volume.  Newer ones stay in"
                 " the local tier, which gives up the oldest of them, until it goes on or the job is started"

@@ -23,20 +23,20 @@ START_FROM_SCRATCH = "Mend what the log names, or name other directories to star
 _NAMED = 3
 
 
-def refuse_what_was_lost(
-    rank_group: RankGroup, seen_by_all: Sequence[Storage], local: Path | None = None
+def refuse_lost_checkpoints(
+    rank_group: RankGroup, shared_storages: Sequence[Storage], local: Path | None = None
 ) -> None:
     """Return only where nothing was lost: no checkpoint is damaged, nor was found so by an earlier start.
 
     For when nothing can be restored; collective.  Saves that never ended count for nothing.
 
     Args:
-        seen_by_all: storage that rank 0 looks at for all.
+        shared_storages: storage that rank 0 looks at for all.
         local: directory of this host's local tier.
     Raises:
         CheckpointCorrupt: on all ranks; names what was lost.
     """
-    lines = _damaged_in(seen_by_all) if rank_group.rank == 0 else []
+    lines = _damaged_in(shared_storages) if rank_group.rank == 0 else []
     if local is not None:
         own = LocalStorage(local)
         lines += _damaged_in([own, *_replicas(own)])
@@ -52,7 +52,7 @@ def refuse_what_was_lost(
 
 def _replicas(own: LocalStorage) -> Iterable[LocalStorage]:
     try:
-        return [LocalStorage(own.root / REPLICAS / owner) for owner in own.list(REPLICAS)]
+        return [LocalStorage(own.root / REPLICAS / source_host) for source_host in own.list(REPLICAS)]
     except CheckpointError:  # so does `own` itself, which says it
         return []
 
