@@ -27,10 +27,12 @@ from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, hold_job, job
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.cleaner import flags as cleaner_flags
 from resiliency.checkpoint.cli import main as command_line
+from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.format.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.recovery.restore import Restored
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.state.layout import Shard
+from resiliency.checkpoint.storage.interface import write_file
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.torch_dcp import DcpStorageReader, DcpStorageWriter
 from resiliency.checkpoint.trainer.handles import SaveState
@@ -43,6 +45,7 @@ from resiliency.testing import MemorySink
 from tests import agent_host
 from tests.checkpoint.capture_builders import Gate
 from tests.checkpoint.checkpointer_builders import SOON, Place, make_state
+from tests.checkpoint.storage_builders import file_in
 from tests.waiting import agent_of, settled, wait_until
 
 pytestmark = [
@@ -227,7 +230,7 @@ def test_a_damaged_checkpoint_is_hidden_and_the_one_before_it_restored(place: Pl
     with place.open() as checkpoints:
         for step in (1, 2):
             assert checkpoints.save(step, make_state(step)).wait(SOON)
-    data = place.directory / "step=2" / "__0_0.distcp"
+    data = file_in(place.directory / "step=2", "__0_0.distcp")
     content = bytearray(data.read_bytes())
     content[content.index(bytes.fromhex("0000004000000040"))] ^= 1  # a weight, 2.0
     data.write_bytes(content)
@@ -592,6 +595,22 @@ def test_what_a_forward_writes_is_of_the_saved_step_while_the_optimizers_memory_
     assert held == {0, 1, 2, 3}  # weight and bias, and the momentum of each
 
 
+@pytest.mark.parametrize("saves", [False, True], ids=["restores", "saves"])
+def test_a_second_job_on_the_directory_leaves_what_the_first_one_is_writing(
+    place: Place, saves: bool
+) -> None:
+    """Such as an evaluation beside the training, with a name of its own."""
+    storage = LocalStorage(place.directory)
+    storage.make_dir("")
+    claim = open_save(storage, 7, "start-7", 1, run_id="the training", until=int(time.time()) + 600)
+    write_file(storage, f"{claim.place}/__0_0.distcp", b"half")
+    with place.open() as checkpoints:
+        if saves:
+            assert checkpoints.save(1, make_state(1)).wait(SOON)
+    assert storage.list(claim.place) == ["__0_0.distcp"]
+    assert claim.try_lift(lambda marker: marker.save_id == "start-7")
+
+
 @pytest.mark.parametrize(
     ("phase", "kind"),
     [
@@ -614,8 +633,8 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
         pid = agent_of(checkpoints)
         if phase != "idle":
             handle = checkpoints.save(2, state)
-            seen = {"claimed": "step=2-unfinished", "writing": "step=2/__0_0.distcp"}[phase]
-            wait_until((place.directory / seen).exists, f"there is no {seen}", every=0.005)
+            seen = {"claimed": "step=2-unfinished", "writing": "step=2/save=*/__0_0.distcp"}[phase]
+            wait_until(lambda: any(place.directory.glob(seen)), f"there is no {seen}", every=0.005)
         os.kill(pid, kind)
         if phase == "idle":
             handle = checkpoints.save(2, state)

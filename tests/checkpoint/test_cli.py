@@ -29,7 +29,7 @@ from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.testing import warm
-from tests.checkpoint.storage_builders import save, small_shard
+from tests.checkpoint.storage_builders import file_in, save, small_shard
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def damage(directory: Path) -> None:
-    path = directory / "step=20" / "__0_0.distcp"
+    path = file_in(directory / "step=20", "__0_0.distcp")
     content = bytearray(path.read_bytes())
     content[700] ^= 1
     path.write_bytes(content)
@@ -191,7 +191,7 @@ def test_an_unknown_step_is_nothing_usable(directory: Path) -> None:
 
 
 def test_ls_of_a_damaged_checkpoint_exits_as_damaged(directory: Path) -> None:
-    (directory / "step=3" / "rank=0.json").unlink()
+    file_in(directory / "step=3", "rank=0.json").unlink()
     assert main(["ls", str(directory)]) == DAMAGED
 
 

@@ -21,14 +21,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.checkpoint.agent.jobs import CleanJob, SaveJob
+from resiliency.checkpoint.agent.jobs import SaveJob, ShowJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.capture.arena import RankArena, open_captured
 from resiliency.checkpoint.capture.capturer import Capturer
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.commit.retention import BEING_TAKEN
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
-from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker
+from resiliency.checkpoint.format.marker import put_marker
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.recovery.restore import Tier
@@ -179,8 +180,8 @@ def test_a_hang_while_nothing_is_saved_is_no_failed_save_but_leaves_out_those_th
     tmp_path: Path,
 ) -> None:
     with bench(tmp_path, operation=0) as made:
-        put_marker(made.storage.inner, 7, Marker(state=MarkerState.REMOVING))
-        assert made.worker.try_put(CleanJob(settings=made.settings))
+        put_marker(made.storage.inner, 7, BEING_TAKEN)
+        assert made.worker.try_put(ShowJob(settings=made.settings))
         assert made.storage.hangs.wait(60)
         made.save(8)
         wait_until(made.worker.why_hung, "no hang is seen")
@@ -220,7 +221,7 @@ def test_a_worker_with_a_full_queue_whose_storage_hangs_is_left_at_once(tmp_path
     with bench(tmp_path, operation=3) as made:
         made.save(1)
         assert made.storage.hangs.wait(60)
-        while made.worker.try_put(CleanJob(settings=made.settings)):
+        while made.worker.try_put(ShowJob(settings=made.settings)):
             pass
         timeout = timedelta(seconds=2)
         wait_until(lambda: made.worker.why_hung(CallTimeouts(longest=timeout)), "no hang is seen")

@@ -97,8 +97,8 @@ class RefuseJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanJob:
-    """Delete what unfinished saves of dead attempts left in a tier."""
+class ShowJob:
+    """Show what was hidden in the local tier to be taken away, and was not."""
 
     settings: Settings
 

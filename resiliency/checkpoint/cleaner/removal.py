@@ -110,9 +110,9 @@ def _is_dead(timeouts: IdleLimits, clock: Clock, *places: Path) -> bool:
 def remove_leftover(leftover: Leftover, timeouts: IdleLimits, clock: Clock) -> RemovalOutcome:
     """Remove an unfinished checkpoint and its marker, unless somebody works on it.
 
-    A save changes the marker before it makes its directory.  So as long as the marker is the old one,
-    the directory is the old one too; and what was renamed is compared with that by its inode, which
-    the open descriptor keeps from being given to another.
+    A save makes its folder in the directory, changes the marker, and then its ranks write.  So what was
+    renamed is looked at: it must be the same directory, by its inode, which the open descriptor keeps from
+    being given to another, and nothing in it may be young.
     """
     marker = leftover.root / marker_name(leftover.step)
     with _held(leftover.path) as old:

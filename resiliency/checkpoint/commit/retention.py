@@ -125,23 +125,34 @@ def remove_given_up(storage: Storage, saves: Mapping[int, str]) -> list[int]:
     )
 
 
-def clean_tier(storage: Storage) -> list[int]:
-    """Delete what unfinished saves and removals left in a local tier; returns the steps that went.
-
-    What was hidden to be taken away, and was not, is shown instead: it may be the last good one, and those of
-    other hosts may have been taken.  On a full disk its marker is empty.  So may be that of a save at a power
-    cut, which nobody can tell from it: a generation with a manifest, the last of its files, then stays.
-    """
-    unclear = set()
+def show_untaken(storage: Storage) -> None:
+    """Show what was hidden to be taken away, and was not: it may be the last good one, and those of other
+    hosts may have been taken."""
     for step in marked_steps(storage):
-        marker = try_read_marker(storage, step)
-        if marker == BEING_TAKEN:
+        if try_read_marker(storage, step) == BEING_TAKEN:
             lift_marker(storage, step)
             logger.info("%s was not taken away, and is shown again", storage.describe(step_directory(step)))
-        elif marker is not None and marker.state is MarkerState.UNKNOWN:
-            unclear.add(step)
-    keep = {step for step in unclear if storage.exists(f"{step_directory(step)}/{MANIFEST}")}
-    return clean_unfinished(storage, keep=keep)
+
+
+def clean_tier(storage: Storage, *, run_id: str) -> list[int]:
+    """Delete what unfinished saves and removals of a run left in a local tier; returns the steps that went.
+
+    As `clean_unfinished`, and what no marker names the run of, as in older versions.  On a full disk the
+    marker of what was hidden to be taken is empty.  So may be that of a save at a power cut, which nobody can
+    tell from it: a generation with a manifest, the last of its files, then stays.
+    """
+    show_untaken(storage)
+    gone = clean_unfinished(storage, run_id=run_id)
+    for step in marked_steps(storage):
+        marker = try_read_marker(storage, step)
+        if marker is None or marker.run_id or marker.state is MarkerState.CORRUPT:
+            continue
+        is_unclear = marker.state is MarkerState.UNKNOWN
+        if is_unclear and storage.exists(f"{step_directory(step)}/{MANIFEST}"):
+            continue
+        if remove_checkpoint(storage, step, while_marked=marker):
+            gone.append(step)
+    return sorted(gone)
 
 
 def _saved_by(storage: Storage, attempt_id: str, *, before: int) -> dict[int, str]:

@@ -12,15 +12,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from resiliency.checkpoint.format.branch_record import left_steps, read_branches
+from resiliency.checkpoint.format.claim import (
+    UNSHARED,
+    StepClaim,
+    StepLook,
+    holds_claims_alone,
+    is_claim,
+    look_at,
+)
 from resiliency.checkpoint.format.dcp import METADATA
-from resiliency.checkpoint.format.lease import leased_steps
-from resiliency.checkpoint.format.manifest import MANIFEST, Manifest, index_name, read_manifest
+from resiliency.checkpoint.format.lease import CLOCK_SKEW, leased_steps
+from resiliency.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    data_directory,
+    index_name,
+    parse_manifest,
+    read_manifest,
+)
 from resiliency.checkpoint.format.marker import (
     MARKER_SUFFIX,
     Marker,
@@ -36,7 +52,13 @@ from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.storage.chunked_file import Pace, check_size
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
-from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError, ResiliencyError
+from resiliency.errors import (
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointWriteFailed,
+    ConfigError,
+    ResiliencyError,
+)
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -174,7 +196,9 @@ def inspect(storage: Storage, step: int) -> Found:
         return _unfinished(step, path, marker)
     try:
         names = storage.list(directory)
-        if METADATA in names and MANIFEST not in names and not any(n.startswith("rank=") for n in names):
+        if holds_claims_alone(storage, step):
+            return Found(step=step, path=path, condition=Condition.UNFINISHED, why="its save did not begin")
+        if METADATA in names and MANIFEST not in names and not _has_index(names):
             return Found(step=step, path=path, condition=Condition.STOCK, why="no checksums")
         if WEIGHTS in names and MANIFEST not in names:
             check_unproven(storage, directory)
@@ -196,6 +220,10 @@ def inspect(storage: Storage, step: int) -> Found:
     return Found(
         step=step, path=path, condition=Condition.COMPLETE, size_bytes=size, manifest=reader.manifest
     )
+
+
+def _has_index(names: Iterable[str]) -> bool:
+    return any(name.startswith("rank=") or is_claim(name) for name in names)
 
 
 def list_checkpoints(storage: Storage) -> list[Found]:
@@ -308,16 +336,18 @@ def needless_steps(committed: Sequence[int], left: Mapping[int, float], keep_las
 def try_read_committed(storage: Storage, step: int) -> Manifest | None:
     """The manifest of an unmarked checkpoint in the engine's form, if nothing of it is missed at a glance.
 
-    Two operations, however many ranks there are: `inspect` reads the indexes of all.
+    A few operations, however many ranks there are: `inspect` reads the indexes of all.
     """
     directory = step_directory(step)
     try:
         manifest = read_manifest(storage, directory)
         names = storage.list(directory)
+        place = data_directory(directory, manifest.folder)
+        indexes = storage.list(place) if manifest.folder else names
     except (CheckpointError, ConfigError):
         return None
-    expected = {index_name(directory, rank) for rank in manifest.ranks}
-    is_whole = manifest.step == step and expected <= {f"{directory}/{name}" for name in names}
+    expected = {index_name(place, rank) for rank in manifest.ranks}
+    is_whole = manifest.step == step and expected <= {f"{place}/{name}" for name in indexes}
     if not is_whole or WEIGHTS in names or any(name.endswith(QUARANTINED) for name in names):
         return None
     return manifest
@@ -325,8 +355,12 @@ def try_read_committed(storage: Storage, step: int) -> Manifest | None:
 
 def half_removed(storage: Storage) -> list[int]:
     """Steps whose removal has begun and failed, lowest first."""
-    removing = Marker(state=MarkerState.REMOVING)
-    return [step for step in marked_steps(storage) if try_read_marker(storage, step) == removing]
+    found = ((step, try_read_marker(storage, step)) for step in marked_steps(storage))
+    return [
+        step
+        for step, marker in found
+        if marker is not None and marker.state is MarkerState.REMOVING and not marker.reason
+    ]
 
 
 def remove_checkpoints(storage: Storage, steps: Iterable[int], *, clock: Clock | None = None) -> list[int]:
@@ -362,33 +396,72 @@ def try_prune(storage: Storage, keep_last: int, *, spare: int) -> None:
             logger.info("deleted old checkpoints: %s", gone)
 
 
-def remove_checkpoint(storage: Storage, step: int, *, clock: Clock | None = None) -> bool:
-    """Delete one checkpoint, unless somebody holds a lease on it; True if it went.
+def remove_checkpoint(
+    storage: Storage, step: int, *, while_marked: Marker | None = None, clock: Clock | None = None
+) -> bool:
+    """Delete one checkpoint, unless somebody holds a lease on it or commits it meanwhile; True if it went.
 
     A reader takes its lease first and looks at the marker second; this puts the marker first and
-    looks for leases second.  So at least one of the two sees the other.
+    looks for leases second.  So at least one of the two sees the other.  What was committed between the look
+    and the marker is shown again.
+
+    Args:
+        while_marked: only as long as this marker stands.
     """
     clock = clock or SystemClock()
-    if step in leased_steps(storage, clock):
+    seen = look_at(storage, step)
+    is_other = while_marked is not None and seen.marker != while_marked
+    if is_other or step in leased_steps(storage, clock):
         return False
-    before = try_read_marker(storage, step)
+    claim = StepClaim.for_removal(storage, step)
+    claim.take()
     try:
-        put_marker(storage, step, Marker(state=MarkerState.REMOVING))
-    except CheckpointError:
-        if before is None:  # it is whole: behind half a marker no later removal would find it
-            with contextlib.suppress(CheckpointError):
-                lift_marker(storage, step)
-        raise
-    if step in leased_steps(storage, clock):
-        if before is None:
-            lift_marker(storage, step)
-        else:
-            put_marker(storage, step, before)
+        return _remove_claimed(storage, claim, seen, clock)
+    except CheckpointWriteFailed:
+        if storage.exists(claim.place):
+            raise
+        return False  # a save, or another removal, has claimed the step
+
+
+def _remove_claimed(storage: Storage, claim: StepClaim, seen: StepLook, clock: Clock) -> bool:
+    step = claim.step
+    if look_at(storage, step) != seen:
+        claim.drop()
         return False
-    storage.remove_tree(step_directory(step))
+    marker = Marker(state=MarkerState.REMOVING, save_id=_save_in(seen) or claim.folder)
+    try:
+        claim.mark(marker)
+    except CheckpointError:
+        with contextlib.suppress(CheckpointError):
+            if seen.marker is None:  # it is whole
+                claim.try_lift(lambda found: found == marker)
+            claim.drop()
+        raise
+    is_new = look_at(storage, step).commit != seen.commit
+    if is_new or step in leased_steps(storage, clock):
+        if is_new or seen.marker is None:
+            claim.try_lift(lambda found: found == marker)
+        else:
+            claim.mark(seen.marker)
+        claim.drop()
+        return False
+    claim.clear()
+    claim.drop()
     storage.sync_dir("")
-    lift_marker(storage, step)
+    # Its folder is gone, so by name.  A save that was opened just now finds its marker gone, and fails.
+    if try_read_marker(storage, step) == marker:
+        lift_marker(storage, step)
     return True
+
+
+def _save_in(seen: StepLook) -> str:
+    """The save whose manifest was seen; empty: there was none, or it cannot be read."""
+    if seen.manifest is None:
+        return ""
+    try:
+        return parse_manifest(seen.manifest, "").save_id
+    except (CheckpointError, ConfigError):
+        return ""
 
 
 def free_failed(storage: Storage) -> None:
@@ -397,7 +470,18 @@ def free_failed(storage: Storage) -> None:
     Their markers stay, from which agents of other hosts may still have to learn it.
     """
     for step in _failed_steps(storage):
-        storage.remove_tree(step_directory(step))
+        free_hidden(storage, step)
+
+
+def free_hidden(storage: Storage, step: int) -> None:
+    """Delete the data of a step that a marker hides.  Writes nothing: it may be for a full disk.
+
+    Only by names that no other save has: one may be committed at this step meanwhile.
+    """
+    directory = step_directory(step)
+    for name in storage.list(directory):
+        if name.startswith(UNSHARED):
+            storage.remove_tree(f"{directory}/{name}")
 
 
 def forget_failed(storage: Storage, *, below: int) -> None:
@@ -414,21 +498,35 @@ def _failed_steps(storage: Storage) -> list[int]:
 
 
 def clean_unfinished(
-    storage: Storage, *, keep: Collection[int] = (), clock: Clock | None = None
+    storage: Storage, *, run_id: str, keep: Collection[int] = (), clock: Clock | None = None
 ) -> list[int]:
-    """Delete what unfinished saves and removals left; returns the steps that went.
+    """Delete what unfinished saves and removals of a run left; returns the steps that went.
 
-    For the start of a job, by one process, when nothing is being saved.  What was quarantined
-    stays for people to look at.
+    For one process of that run, when none of its saves is in flight.  A save of another run may be: it is
+    left alone until it has ended in any case (`Marker.until`).  So is what no marker names the run of, and
+    what was quarantined, for people to look at.
 
     Args:
-        keep: steps to leave, such as those of saves in flight.
+        keep: steps to leave.
     """
+    clock = clock or SystemClock()
     gone = []
     for step in marked_steps(storage):
         marker = try_read_marker(storage, step)
-        if marker is None or marker.state is MarkerState.CORRUPT or step in keep:
+        if marker is None:  # a save that was late has put it there, and it hides nothing
+            lift_marker(storage, step)
+        elif step in keep or not _is_left(marker, run_id, clock):
             continue
-        if remove_checkpoint(storage, step, clock=clock):
+        elif remove_checkpoint(storage, step, while_marked=marker, clock=clock):
             gone.append(step)
     return gone
+
+
+def _is_left(marker: Marker, run_id: str, clock: Clock) -> bool:
+    """Whether no living save or removal of another run is behind a marker, as far as can be told."""
+    if marker.state is MarkerState.CORRUPT:
+        return False
+    if marker.state is MarkerState.REMOVING or marker.run_id == run_id:
+        return True
+    ended = marker.until + CLOCK_SKEW.total_seconds() < clock.now().timestamp()
+    return bool(marker.run_id) and ended

@@ -331,6 +331,15 @@ class LocalStorage:
             else:
                 os.unlink(path)
 
+    def remove_empty_dir(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("remove", path), contextlib.suppress(FileNotFoundError):
+            try:
+                os.rmdir(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+
     def sync_dir(self, name: str) -> None:
         path = self._path(name)
         with _writing("sync directory", path):

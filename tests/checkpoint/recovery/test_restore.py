@@ -30,6 +30,7 @@ from resiliency.errors import (
 from resiliency.runtime import RunInfo
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint.restoring_ranks import opened, state
+from tests.checkpoint.storage_builders import file_in
 
 SOON = timedelta(seconds=60)
 
@@ -70,7 +71,7 @@ SEVERAL_CHUNKS = 6 << 20
 
 def damage(directory: Path, step: int) -> None:
     """Flip a bit near the beginning of the weights, as a disk may do long after the commit."""
-    path = directory / f"step={step}" / "__0_0.distcp"
+    path = file_in(directory / f"step={step}", "__0_0.distcp")
     content = bytearray(path.read_bytes())
     content[content.index(torch.full((64,), float(step)).numpy().tobytes()) + 100] ^= 1
     path.write_bytes(content)
