@@ -295,20 +295,10 @@ def roll_back(
     return run
 
 
-def test_after_a_rollback_in_one_process_nothing_counts_as_saved_that_is_of_the_branch_before(
-    roll_back: Callable[[str], Sequence[dict[int, str]]],
+@pytest.mark.parametrize("tier", ["persistent", "local"])
+def test_after_a_rollback_in_one_process_each_step_is_saved_and_none_of_the_branch_before_comes_back(
+    roll_back: Callable[[str], Sequence[dict[int, str]]], tier: str
 ) -> None:
-    for outcomes in roll_back("persistent"):
-        assert (outcomes[10], outcomes[40]) == ("committed", "committed")
-        for step in (20, 30):
-            assert outcomes[step].startswith("failed ")
-            assert "or before it went back" in outcomes[step]
-        assert (outcomes[-20], outcomes[-50]) == ("[20.0]", "[-50.0]")
-
-
-def test_after_a_rollback_in_one_process_steps_of_the_local_tier_are_those_of_now(
-    roll_back: Callable[[str], Sequence[dict[int, str]]],
-) -> None:
-    for outcomes in roll_back("local"):
-        assert [outcomes[step] for step in (20, 30, 40)] == ["committed"] * 3
+    for outcomes in roll_back(tier):
+        assert [outcomes[step] for step in (10, 20, 30, 40)] == ["committed"] * 4
         assert (outcomes[-20], outcomes[-50]) == ("[-20.0]", "[-50.0]")
