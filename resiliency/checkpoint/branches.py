@@ -8,16 +8,26 @@ that one began, up to that step, and so on.  Every other save was *left*: no res
 
 Of live saves the one with the highest step is the newest.  So as long as no job ever went back, all saves
 are live and there is no record.
+
+The record is a file in the directory of the checkpoints of each tier.  A rollback writes it before the first
+save of the new branch is committed.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from resiliency.checkpoint.names import branch_number
+from resiliency.checkpoint.storage.checksums import DEFAULT_ALGORITHM, digest_function
+from resiliency.checkpoint.storage.interface import Storage, read_file, write_file
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing
+
+RECORD = "branches.json"
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -110,3 +120,71 @@ def _branch(number: int, parent: int, step: int) -> Branch:
     if not all(type(value) is int for value in (number, parent, step)) or not 0 <= parent < number:
         raise ValueError(f"a branch has a number above its parent's, and a step: {(number, parent, step)}")
     return Branch(number, parent, step)
+
+
+def read_branches(storage: Storage, save_ids: Iterable[str] = ()) -> Branches:
+    """The branches of the saves in a tier.
+
+    Args:
+        save_ids: of saves that were found there, see `Branches.with_seen`.
+    Raises:
+        CheckpointCorrupt: the record is not what was written, or cannot be read.
+    """
+    try:
+        content = read_file(storage, RECORD)
+    except CheckpointMissing:
+        return Branches().with_seen(save_ids)
+    try:
+        record = json.loads(content)
+        branches = Branches.of_rows(record["branches"])
+        if content != _rendered(branches, record["algorithm"]):
+            raise ValueError("its checksum differs")
+    except (ValueError, TypeError, KeyError) as error:
+        path = storage.describe(RECORD)
+        raise CheckpointCorrupt(
+            f"{path} is not the record of branches that was written: {error}.",
+            hint="Move it away: then the newest branch counts, and all steps before it.",
+            path=path,
+        ) from error
+    return branches.with_seen(save_ids)
+
+
+def record_branches(storage: Storage, branches: Branches) -> None:
+    """Add to the record; durable when this returns.
+
+    Raises:
+        CheckpointError: it could not be read or written, and is as it was.
+    """
+    if not branches.known or (known := read_branches(storage)) == (merged := known.merged(branches)):
+        return
+    storage.make_dir("")
+    new = f"{RECORD}.{secrets.token_hex(4)}"
+    try:
+        write_file(storage, new, _rendered(merged))
+        storage.replace(new, RECORD)
+    except BaseException:
+        storage.remove(new)
+        raise
+    storage.sync_dir("")
+
+
+def left_steps(storage: Storage, saves: Mapping[int, str]) -> dict[int, float]:
+    """Of saves in a tier those of branches that the job has left.
+
+    Args:
+        saves: step to save id of all that are committed there.
+    Returns:
+        Step to the newest step that it has in common with the live branch.
+    """
+    branches = read_branches(storage, saves.values())
+    return {
+        step: branches.left_after(step, save)
+        for step, save in saves.items()
+        if not branches.is_live(step, save)
+    }
+
+
+def _rendered(branches: Branches, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
+    rows = branches.as_rows()
+    digest = digest_function(algorithm)(json.dumps(rows).encode())
+    return json.dumps({"branches": rows, "algorithm": algorithm, "digest": digest}).encode()

@@ -28,9 +28,8 @@ from types import TracebackType
 from typing import Any
 
 from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
-from resiliency.checkpoint.branches import Branches
+from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.capturer import Capturer
-from resiliency.checkpoint.format.branch_record import record_branches
 from resiliency.checkpoint.names import TierName, attempt_on_branch
 from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory

@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from resiliency.checkpoint.agent.jobs import FreeJob, GiveUpJob, RefuseJob, RetireJob, SaveJob, ShowJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
-from resiliency.checkpoint.branches import Branches
+from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.arena import free_others
 from resiliency.checkpoint.capture.limits import check_tier_in_memory
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, SaveTicket, commit
@@ -40,7 +40,6 @@ from resiliency.checkpoint.commit.retention import (
     retire,
     show_untaken,
 )
-from resiliency.checkpoint.format.branch_record import record_branches
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     forget_failed,

@@ -16,8 +16,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from resiliency.checkpoint.branches import Branches
-from resiliency.checkpoint.format.branch_record import left_steps
+from resiliency.checkpoint.branches import Branches, left_steps
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     half_removed,

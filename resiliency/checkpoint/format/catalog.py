@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from resiliency.checkpoint.format.branch_record import left_steps, read_branches
+from resiliency.checkpoint.branches import left_steps, read_branches, record_branches
 from resiliency.checkpoint.format.claim import (
     UNSHARED,
     StepClaim,
@@ -49,6 +49,7 @@ from resiliency.checkpoint.format.marker import (
 )
 from resiliency.checkpoint.format.nemo import WEIGHTS, check_unproven
 from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.names import attempt_on_branch
 from resiliency.checkpoint.storage.chunked_file import Pace, check_size
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.checkpoint.storage.posix import LocalStorage
@@ -139,11 +140,33 @@ def left_among(storage: Storage, steps: Iterable[int]) -> dict[int, float]:
     """`left_steps` of those that have a manifest which says whose they are; any other counts."""
     if not read_branches(storage).known:
         return {}  # as nearly always: two operations less for each step
+    return left_steps(storage, _saves_at(storage, steps))
+
+
+def begin_branch(storage: Storage, step: int) -> None:
+    """Record that a job which goes on from `step` has gone back, if later checkpoints of the live branch are
+    there, or this one is of another; for jobs whose saves are NeMo's own.
+
+    Raises:
+        CheckpointError: the storage does not say what there is, or refuses the record.
+    """
+    saves = _saves_at(storage, list_steps(storage)[1])
+    branches = read_branches(storage, saves.values())
+    live = [other for other, save in saves.items() if branches.is_live(other, save)]
+    is_left = step in saves and step not in live
+    if is_left or max(live, default=0) > step:
+        on_live = attempt_on_branch("", branches.newest)
+        record_branches(storage, branches.after(step, saves.get(step, on_live)))
+        logger.warning("training went back to step %d in %s", step, storage.describe())
+
+
+def _saves_at(storage: Storage, steps: Iterable[int]) -> dict[int, str]:
+    """Step to save id, as far as there is a manifest that says it."""
     saves = {}
     for step in steps:
         with contextlib.suppress(CheckpointError, ConfigError):
             saves[step] = read_manifest(storage, step_directory(step)).save_id
-    return left_steps(storage, saves)
+    return saves
 
 
 def marked_steps(storage: Storage) -> list[int]:

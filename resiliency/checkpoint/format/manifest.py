@@ -281,7 +281,7 @@ def table_digest(index: RankIndex, name: str) -> str:
 
 def write_manifest(storage: Storage, directory: str, manifest: Manifest) -> None:
     """Write it into `directory`; where saves may meet that is the folder of the save, see `show_files`."""
-    write_file(storage, f"{directory}/{MANIFEST}", sealed_file(asdict(manifest)))
+    write_file(storage, f"{directory}/{MANIFEST}", _sealed(_json(asdict(manifest)))[0])
 
 
 def show_files(storage: Storage, directory: str, folder: str, names: Iterable[str]) -> None:
@@ -338,8 +338,10 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
             hint=f"Take {MANIFEST} and checksums/ away: then NeMo's files are loaded, without a proof.",
             path=path,
         )
-    record = parse_sealed(content, path)
+    record, _, rest = _unsealed(content, path)
     with _parsing(path):
+        if rest:
+            raise ValueError("something follows its end")
         version = record.get("format_version", FORMAT_VERSION)
         if version > FORMAT_VERSION:
             raise ConfigError(
@@ -376,24 +378,6 @@ def _line_of(rows: Sequence[TensorRecord | SharedEntry]) -> TableLine | None:
 @functools.lru_cache(maxsize=64)
 def _rendered(rows: tuple[TensorRecord | SharedEntry, ...]) -> TableLine:
     return render_table(rows)
-
-
-def sealed_file(content: object) -> bytes:
-    """JSON with its own digest, for `parse_sealed`."""
-    return _sealed(_json(content))[0]
-
-
-def parse_sealed(content: bytes, path: str) -> dict[str, Any]:
-    """What `sealed_file` was given; `path` is for messages.
-
-    Raises:
-        CheckpointCorrupt: it is not what was written.
-    """
-    record, _, rest = _unsealed(content, path)
-    with _parsing(path):
-        if rest:
-            raise ValueError("something follows its end")
-        return record
 
 
 def _json(content: object) -> str:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from resiliency.checkpoint.branches import Branches
+from resiliency.checkpoint.branches import Branches, read_branches
 from resiliency.checkpoint.capture.arena import peek, ranks_in
-from resiliency.checkpoint.format.branch_record import read_branches
 from resiliency.checkpoint.format.catalog import (
     QUARANTINED,
     Condition,

@@ -16,9 +16,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from resiliency.checkpoint.branches import Branches
+from resiliency.checkpoint.branches import Branches, read_branches
 from resiliency.checkpoint.commit.retention import committed
-from resiliency.checkpoint.format.branch_record import read_branches
 from resiliency.checkpoint.format.manifest import Manifest
 from resiliency.checkpoint.replication.completion import SaveName
 from resiliency.checkpoint.replication.replica_store import ReplicaStore

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.job_memory import hold_job, job_directory
 from resiliency.checkpoint.cleaner import cleaner, removal
 from resiliency.checkpoint.cleaner.cleaner import Cleaner
@@ -116,6 +117,15 @@ def test_the_newest_complete_ones_stay_and_older_ones_go(tmp_path: Path) -> None
     assert steps_of(root) == [3, 4, 5]
     assert_holds(LocalStorage(root), small_shard(4))
     assert not list(root.glob("step=*-unfinished"))[1:]
+
+
+def test_what_the_job_has_left_by_a_rollback_goes_when_the_new_branch_has_as_many(tmp_path: Path) -> None:
+    root = checkpoints(tmp_path / "mine", 1, 2, 5)
+    record_branches(LocalStorage(root), Branches().after(2, "attempt-0"))
+    for step, left in ((3, [2, 3, 5]), (4, [3, 4])):
+        save(LocalStorage(root), DcpFormat(), [small_shard(step)], save_id=f"attempt.1-{step}")
+        clean(tmp_path, "--num-checkpoints-to-keep", "2")
+        assert steps_of(root) == left
 
 
 def test_nemos_own_checkpoints_count_and_go_like_the_engines(tmp_path: Path) -> None:
