@@ -72,7 +72,7 @@ def test_a_save_that_fails_before_its_commit_tells_the_other_hosts_as_well(
     job = SaveJob(
         tier=TierName.PERSISTENT,
         step=2,
-        session="s",
+        attempt_id="s",
         run_id="run",
         world_size=2,
         ranks=(0,),
@@ -100,7 +100,7 @@ def test_a_save_whose_slot_cannot_be_given_back_is_reported_all_the_same(
     job = SaveJob(
         tier=TierName.PERSISTENT,
         step=2,
-        session="s",
+        attempt_id="s",
         run_id="run",
         world_size=1,
         ranks=(0,),
