@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import threading
 import time
@@ -29,7 +30,9 @@ _IGNORED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 _IGNORED_THREADS = frozenset({"TMonitor"})
 #: Servers of Python's multiprocessing; one each per process, for its whole life.
 _IGNORED_PROGRAMS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-_SHM = "/dev/shm"  # noqa: S108  # we look, we do not write
+_SHM = "/dev/shm"  # noqa: S108  # files of killed loader workers are deleted, else it is only looked at
+#: A tensor that a loader worker shares: torch makes the file, maps it and unlinks it at once.
+_SHARED_TENSOR = re.compile(r"torch_(\d+)_")
 
 
 class LeakKind(str, Enum):
@@ -207,7 +210,21 @@ def _changed_variables(before: ProcessSnapshot, now: ProcessSnapshot) -> list[st
 
 def _files(before: ProcessSnapshot, now: ProcessSnapshot) -> list[str]:
     new = sorted(now.shared_memory - before.shared_memory)
-    return [f"file {_SHM}/{name} still exists" for name in new if not _is_foreign(f"{_SHM}/{name}")]
+    return [
+        f"file {_SHM}/{name} still exists"
+        for name in new
+        if not _deleted_for_the_dead(name) and not _is_foreign(f"{_SHM}/{name}")
+    ]
+
+
+def _deleted_for_the_dead(name: str) -> bool:
+    """Delete what torch leaves if SIGKILL comes between two of its calls; no code of ours could."""
+    tensor = _SHARED_TENSOR.match(name)
+    if tensor is None or _Stat.read(int(tensor[1])) is not None:
+        return False
+    with suppress(FileNotFoundError):
+        os.unlink(f"{_SHM}/{name}")
+    return True
 
 
 def _is_foreign(path: str) -> bool:

@@ -250,6 +250,12 @@ def test_a_checkpoint_directory_is_created_and_left_empty(tmp_path: Path) -> Non
     assert list(directory.iterdir()) == []
 
 
+def test_the_url_of_an_object_store_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags.parse(["--persistent-ckpt-dir=gs://bucket/run", "--persistent-ckpt-interval=10"])
+    assert "the URL" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["a file", "below a file", "read-only"])
 def test_a_directory_that_cannot_be_written_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()

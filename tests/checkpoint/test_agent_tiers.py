@@ -213,6 +213,12 @@ def restore_and_lose_the_agent(rank: int, root: str, step: int) -> int:
     return restored.step
 
 
+def lose_disk(home: Path) -> None:
+    """Once the agent has left, which still deletes old checkpoints when the trainers have ended."""
+    wait_until(lambda: not any((home / "memory").iterdir()), "the agent keeps its memory")
+    shutil.rmtree(home / "disk")
+
+
 def copies_of(root: Path, step: int) -> list[Path]:
     """Committed copies of a step on all disks, of whichever owner."""
     found = root.glob(f"host-*/disk/**/step={step}/manifest.json")
@@ -224,7 +230,7 @@ def test_a_host_that_lost_its_disk_gets_its_state_and_all_copies_back_from_the_o
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
     run(rank_pool, save_steps, tmp_path, 2)
-    shutil.rmtree(tmp_path / "host-1" / "disk")
+    lose_disk(tmp_path / "host-1")
     values = run(rank_pool, restore_and_await_copies, tmp_path, 2)
     assert values == [("peers", 2.0, 2), ("peers", 12.0, 2)]
     for path in copies_of(tmp_path, 2):
@@ -236,7 +242,7 @@ def test_copies_that_an_agent_was_to_make_when_it_died_are_made_by_the_next(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
     run(rank_pool, save_steps, tmp_path, 2)
-    shutil.rmtree(tmp_path / "host-1" / "disk")
+    lose_disk(tmp_path / "host-1")
     values = run(rank_pool, restore_and_lose_the_agent, tmp_path, 2)
     assert values == [2, 2]
     for path in copies_of(tmp_path, 2):

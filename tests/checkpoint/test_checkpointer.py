@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmark.command_line import build_parser
 from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.capturer import CaptureOptions
@@ -76,7 +75,6 @@ TAKES_A_DIRECTORY: dict[str, Callable[[str], object]] = {
     "the cleaner": lambda path: cleaner_flags.parse(
         ["--job-identifier=job", "--persistent-ckpt-dir-prefix", path]
     ),
-    "the benchmark": lambda path: build_parser().parse_args(["--local-ckpt-dir", path]),
 }
 
 

@@ -112,6 +112,19 @@ def test_an_orphan_of_a_child_that_is_gone_is_found() -> None:
     assert leaks_since(before) == []
 
 
+def test_a_shared_tensor_is_a_leak_while_its_process_lives_and_is_deleted_after_a_kill() -> None:
+    before = ProcessSnapshot.take()
+    process = subprocess.Popen(["sleep", "60"])
+    tensor = Path(f"/dev/shm/torch_{process.pid}_1234_0")  # noqa: S108  # as a killed loader worker leaves it
+    tensor.touch()
+    allowed = [LeakKind.PROCESSES]
+    assert leaks_since(before, allowed=allowed, grace_s=0.0) == [f"file {tensor} still exists"]
+    process.kill()
+    process.wait()
+    assert leaks_since(before) == []
+    assert not tensor.exists()
+
+
 def test_what_goes_away_within_the_grace_is_no_leak() -> None:
     before = ProcessSnapshot.take()
     threading.Timer(0.1, lambda: None).start()
