@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +29,7 @@ from typing import Any
 from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
 from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.capturer import Capturer
-from resiliency.checkpoint.names import TierName, attempt_on_branch
+from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.restore import Fill, Restored, Restorer
@@ -41,6 +40,7 @@ from resiliency.checkpoint.stop.termination import TerminationOptions
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.common_end import CommonEnd
 from resiliency.checkpoint.trainer.delivery import Delivery
+from resiliency.checkpoint.trainer.going_on import GoingOn, go_on_from
 from resiliency.checkpoint.trainer.handles import SaveHandle
 from resiliency.checkpoint.trainer.intervals import Advice
 from resiliency.checkpoint.trainer.join import ReplicaHosts, join
@@ -57,8 +57,6 @@ __all__ = ["Checkpointer", "CheckpointerOptions", "LocalTier"]
 
 logger = logging.getLogger(__name__)
 
-#: So many branches, the newest, are sent to the agent: a packet holds some hundreds, and records have all.
-_SENT_BRANCHES = 64
 #: How long the end of a job waits for the copies of its last step.
 _LAST_COPIES = timedelta(seconds=60)
 
@@ -264,16 +262,8 @@ class Checkpointer:
         self._capturer.fence()  # a capture under way reads the state that is overwritten
         self._emit(EventType.RESTORE_STARTED)
         restored = self._restorer().restore(fill, step=step, inventory=inventory)
-        branches = self._branches_after(restored)
-        attach = replace(
-            self._attach,
-            run_id=restored.run_id or self._attach.run_id,
-            attempt_id=attempt_on_branch(self._attach.attempt_id, branches.newest),
-            restored_step=restored.step or self._attach.restored_step,
-            # A state with parts that were not saved is another one than stands at that step.
-            restored_save="" if partial else restored.save_id or self._attach.restored_save,
-            branches=branches.known[-_SENT_BRANCHES:],
-        )
+        goes_on = self._go_on(restored, partial=partial)
+        attach = goes_on.attach
         is_renamed = attach.attempt_id != self._attach.attempt_id
         if is_renamed:
             # The first rank that introduces itself again ends the attempt for all ranks of its host.
@@ -293,28 +283,24 @@ class Checkpointer:
             self._replica_hosts.repair(restored)
         return restored
 
-    def _branches_after(self, restored: Restored) -> Branches:
-        """The branches of the job from here on: with a new one if it went back; collective."""
-        known = restored.branches.merged(Branches(self._attach.branches))
+    def _go_on(self, restored: Restored, *, partial: bool) -> GoingOn:
+        """What the job is from here on: on a new branch if it went back; collective."""
         newest = max(self._rank_group.gather(self._saver.newest_step))
-        has_saved = restored.step < newest and (restored.step > 0 or restored.is_rollback)
-        if not has_saved and not restored.is_rollback:
-            return known
-        branches = known.after(restored.step, restored.save_id)
-        if self.rank == 0:
+        goes_on = go_on_from(self._attach, restored, newest_saved=newest, partial=partial)
+        if goes_on.is_rollback and self.rank == 0:
             logger.warning(
                 "job went back to step %d: its saves from now on are branch %d, from which a restart goes on;"
                 " later checkpoints of before stay until that has as many, and can be restored by their step",
-                *(restored.step, branches.newest),
+                *(restored.step, goes_on.branches.newest),
             )
-        if has_saved:
+        if goes_on.leaves_own_saves:
             self._delivery.went_back(self._options.close_timeout)
             self._saver.went_back()
             self._schedule.went_back(restored.step)
             # Before the first save of the new branch, for a restart meanwhile is to go back as well.  A
             # program that has not saved may be an evaluation: its agent does this when it saves.
-            self._record(branches)
-        return branches
+            self._record(goes_on.branches)
+        return goes_on
 
     def _record(self, branches: Branches) -> None:
         settings = self._attach.settings
