@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -261,8 +262,10 @@ class Checkpointer:
     ) -> Restored:
         self._capturer.fence()  # a capture under way reads the state that is overwritten
         self._emit(EventType.RESTORE_STARTED)
-        restored = self._restorer().restore(fill, step=step, inventory=inventory)
-        goes_on = self._go_on(restored, partial=partial)
+        # Until a rollback is recorded, retention sees its step as any old one.
+        with ExitStack() as leases:
+            restored = self._restorer().restore(fill, step=step, inventory=inventory, leases=leases)
+            goes_on = self._go_on(restored, partial=partial)
         attach = goes_on.attach
         is_renamed = attach.attempt_id != self._attach.attempt_id
         if is_renamed:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from resiliency.checkpoint.branches import Branches, left_steps
+from resiliency.checkpoint.branches import Branches, left_steps, read_branches
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     half_removed,
@@ -95,6 +95,7 @@ def retire(
     if alone:
         complete = _saved_by(storage, attempt_id_of(complete[newest], newest), before=newest) | dict(complete)
     wanted = () if hook is None else hook.wanted(complete, keep=keep)
+    recorded = read_branches(storage)
     found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
     saves = {step: m.save_id for step, m in found.items() if m is not None and m.run_id == run_id}
     left = left_steps(storage, saves)
@@ -106,7 +107,7 @@ def retire(
     needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted}
     needless.update(left)
     needless.update(step for step in half_removed(storage) if step < newest)
-    gone = remove_checkpoints(storage, needless)
+    gone = remove_checkpoints(storage, needless, recorded=recorded)
     if hook is not None:
         hook.forget(below=min(complete))
     return gone

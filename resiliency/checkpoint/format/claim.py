@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from resiliency.checkpoint.format.manifest import MANIFEST, SAVE_PREFIX, parse_manifest
 from resiliency.checkpoint.format.marker import (
+    LIFTED,
     Marker,
     encode_marker,
     marker_name,
@@ -37,9 +38,11 @@ from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWr
 
 #: Begins the name of the folder of a removal.
 _REMOVAL_PREFIX = "removal="
-#: The marker, in the folder of its save: before it is placed, and after it was lifted.
-_PLACED, _LIFTED = "marker", "unfinished"
+#: The marker, in the folder of its save, before it is placed.
+_PLACED = "marker"
 _OLD = "old."
+#: More than there are processes that are late with one step at once.
+_MOST_LOOKS = 8
 #: Begin names that are not of one meaning for all saves: of a late removal nothing else is hit.
 UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, "rank=", "__")
 
@@ -79,7 +82,7 @@ def look_at(storage: Storage, step: int) -> StepLook:
         folder = parse_manifest(content, "").folder
     except (CheckpointCorrupt, ConfigError):
         folder = ""
-    return StepLook(marker, content, bool(folder) and storage.exists(f"{directory}/{folder}/{_LIFTED}"))
+    return StepLook(marker, content, bool(folder) and storage.exists(f"{directory}/{folder}/{LIFTED}"))
 
 
 def is_claim(name: str) -> bool:
@@ -98,7 +101,7 @@ def holds_claims_alone(storage: Storage, step: int) -> bool:
         return False
     if not names:
         return storage.exists(directory)
-    return not any(storage.exists(f"{directory}/{name}/{_LIFTED}") for name in names)
+    return not any(storage.exists(f"{directory}/{name}/{LIFTED}") for name in names)
 
 
 class StepClaim:
@@ -135,7 +138,7 @@ class StepClaim:
 
     def try_lift(self, is_ours: Callable[[Marker], bool]) -> bool:
         """Take the marker away if it is ours; durable when this returns.  False: it is not, or is gone."""
-        name, lifted = marker_name(self.step), f"{self.place}/{_LIFTED}"
+        name, lifted = marker_name(self.step), f"{self.place}/{LIFTED}"
         if not self._is(name, is_ours):
             return False
         self._move(name, lifted)
@@ -153,7 +156,13 @@ class StepClaim:
         """
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
-        names = self.others()
+        # A late leader may have shown its manifest since the last look; it has no more once its folder is gone.
+        for _ in range(_MOST_LOOKS):
+            if not (names := self.others()):
+                return
+            self._clear(names)
+
+    def _clear(self, names: Sequence[str]) -> None:
         for name in sorted(names, key=lambda name: name != MANIFEST):
             if not name.startswith(UNSHARED):
                 self._take_in(name)
