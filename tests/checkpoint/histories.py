@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Histories of jobs, each drawn from a seed: the engine's own code beside `tests.checkpoint.history_model`.
 
-A job has a rank on each of two or three hosts, an agent there, a disk of each host for the local tier, and a
-storage that all see.  Agents are the real workers of the tiers, ranks restore by the real `Restorer`, and what
-becomes of the job then is `go_on_from`'s to say.  All processes do one operation at a time (`tests.checkpoint.
-stepped`).  In the place of trainers and of the link between agents are the few lines here.
+A job has a rank and an agent on each of two or three hosts, a storage that all see, and in some histories a
+local tier on the disk of each host.  Agents run the real workers of the tiers, ranks restore by the real
+`Restorer`, and `go_on_from` says what becomes of the job.  All processes do one operation at a time
+(`tests.checkpoint.stepped`).  Of trainers and of the links between agents there are the few lines here alone.
+
+Not among them: captures in memory, copies of the local tier on other hosts, corrupt bytes, power cuts and
+caching mounts; each has tests of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import itertools
 import json
 import random
 import re
+import secrets
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +31,6 @@ from unittest import mock
 
 import torch
 
-from resiliency.checkpoint import branches as branches_module
 from resiliency.checkpoint import threads
 from resiliency.checkpoint.agent import peers, tier_writers
 from resiliency.checkpoint.agent.jobs import RetireJob, SaveJob, ShowJob
@@ -56,8 +60,8 @@ from resiliency.errors import CheckpointError, PeerError, ResiliencyError, Resou
 from resiliency.runtime import SystemClock
 from resiliency.testing.storage import MemoryStorage
 from tests.checkpoint.history_model import Branch, Line, Model, Save, Violation
-from tests.checkpoint.stepped import FaultKind, Mount, Process, Scheduler, Task
 from tests.checkpoint.shard_builders import shard_of as snapshot_shard
+from tests.checkpoint.stepped import FaultKind, Mount, Process, Scheduler, Task
 
 SAVE_TIMEOUT_S = 8.0
 #: Longer than any lease or save of a process that is gone.
@@ -169,6 +173,8 @@ class Agent:
         self.host = host
         self.process = Process(name)
         self.attach: Attach | None = None
+        self.disk = history.disks[host]
+        self.is_left = False
         self._history = history
         self.workers = {
             tier: Worker(
@@ -206,8 +212,8 @@ class Agent:
 
     def _done(self, job: SaveJob, done: Done) -> None:
         """As `Server._report`."""
-        self._history.reported(self.host, job, done)
-        if self.attach is None or job.attempt_id != self.attach.attempt_id:
+        self._history.reported(self, job, done)
+        if self.is_left or self.attach is None or job.attempt_id != self.attach.attempt_id:
             return
         if not done.error and job.tier is TierName.LOCAL and not done.kept:
             self.replication.committed(job.step)
@@ -276,9 +282,11 @@ class History:
             local_keep=self.model.keep,
         )  # fmt: skip
 
-    def mount(self, process: Process, directory: str | Path) -> Mount:
-        disk = Path(directory).name
-        return Mount(self.scheduler, process, self.disks["" if disk == "shared" else disk], str(directory))
+    def mount(self, process: Process, directory: str | Path, *, own: MemoryStorage | None = None) -> Mount:
+        """`own`: the disk of its host, if that may be gone."""
+        name = Path(directory).name
+        disk = self.disks[""] if name == "shared" else own or self.disks[name]
+        return Mount(self.scheduler, process, disk, str(directory))
 
     def _mount_here(self, root: str | Path, **_: Any) -> Any:
         """In the place of `LocalStorage`, for code that opens one itself."""
@@ -306,7 +314,14 @@ class History:
         def now(_: SystemClock) -> datetime:
             return datetime.fromtimestamp(scheduler.now, timezone.utc)
 
-        import threading
+        def monotonic(_: SystemClock) -> float:
+            return scheduler.now
+
+        def new_uuid() -> uuid.UUID:
+            return uuid.UUID(int=names.getrandbits(128))
+
+        def new_token(size_bytes: int) -> str:
+            return f"{names.getrandbits(8 * size_bytes):x}"
 
         real_wait = threading.Event.wait
         names = random.Random(self.seed)  # noqa: S311
@@ -314,28 +329,28 @@ class History:
         with (
             mock.patch.object(threading.Event, "wait", wait),
             mock.patch.object(threads, "start_thread", no_thread),
-            mock.patch.object(tier_writers, "start_thread", lambda thread: None),
-            mock.patch.object(SystemClock, "monotonic", lambda _: scheduler.now),
+            mock.patch.object(tier_writers, "start_thread"),
+            mock.patch.object(SystemClock, "monotonic", monotonic),
             mock.patch.object(SystemClock, "now", now),
-            mock.patch.object(claim.uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128))),
-            mock.patch.object(
-                branches_module.secrets, "token_hex", lambda n: f"{names.getrandbits(8 * n):x}"
-            ),
+            mock.patch.object(uuid, "uuid4", new_uuid),
+            mock.patch.object(secrets, "token_hex", new_token),
             mock.patch.object(peers, "PeerService", service),
             mock.patch.object(inventory, "LocalStorage", self._mount_here),
             mock.patch.object(restore, "LocalStorage", self._mount_here),
             mock.patch.object(lost_checkpoints, "LocalStorage", self._mount_here),
             mock.patch.object(retirement, "LocalStorage", self._mount_here),
-            mock.patch.object(tier_writers, "check_tier_in_memory", lambda path, size: None),
+            mock.patch.object(tier_writers, "check_tier_in_memory"),
         ):
             yield
 
     def _changed(self, disk: MemoryStorage, names: tuple[str, ...], process: Process) -> None:
         """After each operation that changes something."""
-        name = self._names[id(disk)]
+        name = self._names.get(id(disk))
+        if name is None:  # of a host that is gone
+            return
         for path in names:
             if path == RECORD:
-                self._recorded(disk)
+                self._recorded(name)
                 continue
             found = _STEP.match(path)
             if found is None:
@@ -366,15 +381,15 @@ class History:
             else:
                 self._wrong = self._wrong or error
 
-    def _recorded(self, disk: MemoryStorage) -> None:
-        rows = json.loads(read_file(disk, RECORD))["branches"]
+    def _recorded(self, disk: str) -> None:
+        rows = json.loads(read_file(self.disks[disk], RECORD))["branches"]
         newest = max(number for number, _, _ in rows)
         parent, fork = next((parent, step) for number, parent, step in rows if number == newest)
         for line in self._lines.values():
             branch = line.branch
             is_it = branch.number == newest and branch.fork == fork
             if is_it and branch.parent is not None and branch.parent.number == parent:
-                self.model.note_line(line)
+                self.model.note_line(disk, line)
 
     def _check_content(self, disk: str, step: int) -> None:
         """What readers see at a step is one save, whole."""
@@ -426,13 +441,13 @@ class History:
                     agent.replication._hear(news)
                     agent.hear()
 
-    def reported(self, host: str, job: SaveJob, done: Done) -> None:
+    def reported(self, agent: Agent, job: SaveJob, done: Done) -> None:
         self.scheduler.trace.append(
-            f"{host} reports {job.tier.value} {job.save_id}: {done.error or 'committed'}"
+            f"{agent.process.name} reports {job.tier.value} {job.save_id}: {done.error or 'committed'}"
         )
-        self._reports[host, job.tier, job.save_id, job.try_number] = done.error
-        if not done.error:
-            disk = host if job.tier is TierName.LOCAL else ""
+        self._reports[agent.host, job.tier, job.save_id, job.try_number] = done.error
+        if not done.error and (job.tier is TierName.PERSISTENT or not agent.is_left):
+            disk = agent.host if job.tier is TierName.LOCAL else ""
             self._guard(lambda: self.model.check_report(disk, job.save_id))
 
     # --- events -----------------------------------------------------------------------------------
@@ -474,7 +489,6 @@ class History:
             if process.is_dead:  # killed within the few operations between hiding and looking
                 del self._suspects[place]
 
-
     def _processes(self) -> list[Process]:
         found = [agent.process for agent in self.agents.values()] + self.trainers + self._beside
         return [process for process in found if not process.is_dead]
@@ -514,10 +528,23 @@ class History:
                 continue
             if agent is not None and fate == "is killed":
                 self.scheduler.kill(agent.process)
+            elif agent is not None:
+                self._replace_host(agent)
             self.agents[host] = Agent(self, host, f"agent {host} of start {number}")
         self.trainers = [Process(f"rank {rank} of start {number}") for rank in range(len(self.hosts))]
         attaches = {host: self._attach(host, f"a{number}") for host in self.hosts}
-        self._restore(attaches, step, newest_saved=-1, partial=partial)
+        self._restore(attaches, step, partial=partial)
+
+    def _replace_host(self, agent: Agent) -> None:
+        """Another machine, with an empty disk, takes the place of one that nobody reaches any more."""
+        agent.is_left = True
+        host = agent.host
+        self._names.pop(id(self.disks[host]))
+        self.disks[host] = MemoryStorage()
+        self._names[id(self.disks[host])] = host
+        self.model.lose_disk(host)
+        for place in [place for place in self._bytes if place[0] == host]:
+            del self._bytes[place]
 
     def _attach(self, host: str, attempt_id: str) -> Attach:
         rank = self.hosts.index(host)
@@ -534,11 +561,13 @@ class History:
             return
         self._asked = [save for save in self._asked if not self.agents[save[0]].process.is_dead]
         choices: list[int | None] = [None, *self.model.visible[""]]
-        self._restore(job.attaches, self.rng.choice(choices), newest_saved=job.newest_saved, partial=False)
+        self._restore(job.attaches, self.rng.choice(choices), job=job)
 
     def _restore(
-        self, attaches: dict[str, Attach], step: int | None, *, newest_saved: int, partial: bool
+        self, attaches: dict[str, Attach], step: int | None, *, job: Job | None = None, partial: bool = False
     ) -> None:
+        """`job`: before, where it is no start."""
+        newest_saved = -1 if job is None else job.newest_saved
         before, changes = self.model.whole(), self._changes
         expected = self.model.newest_live(before)
         tasks = self._restorers(self.trainers, attaches, step, newest_saved=newest_saved, partial=partial)
@@ -562,7 +591,11 @@ class History:
         is_sure = before <= self.model.whole()
         self._check_restored(restored, contents.pop(), step, has_faults, expected if is_sure else None)
         line = self._line_of(goes_on, restored)
-        content = self.model.saves[restored.save_id].content if restored.step else 0
+        step, content = 0, 0
+        if restored.step:
+            step, content = restored.step, self.model.saves[restored.save_id].content
+        elif job is not None and not goes_on.leaves_own_saves:
+            step, content = job.step, job.content  # the state is as it was
         self.job = Job(
             line=line,
             attaches={
@@ -575,8 +608,10 @@ class History:
                 )
                 for host, each in attaches.items()
             },
-            step=restored.step,
+            step=step,
             content=next(self._numbers) if partial else content,
+            newest_saved=-1 if goes_on.leaves_own_saves else newest_saved,
+            try_number=1 if job is None else job.try_number,
         )
         for host, agent in self.agents.items():
             if not agent.process.is_dead:
@@ -616,9 +651,7 @@ class History:
                 )
                 with ExitStack() as leases:
                     restored = restorer.restore(fill, step=step, leases=leases)
-                    goes_on = go_on_from(
-                        attaches[host], restored, newest_saved=newest_saved, partial=partial
-                    )
+                    goes_on = go_on_from(attaches[host], restored, newest_saved=newest_saved, partial=partial)
                     if goes_on.leaves_own_saves:
                         self._line_of(goes_on, restored)
                         self.scheduler.wait(5 * SAVE_TIMEOUT_S, lambda: not self._under_way())
@@ -731,8 +764,11 @@ class History:
             return True
         if any(not self._is_idle(t) for t in self.scheduler.tasks if t.process not in self._beside):
             return False
-        newest = max((s for there in self.model.visible.values() for s in there), default=0)
-        return step > newest
+        assert self.job is not None
+        there = [self.model.saves[seen[step]] for seen in self.model.visible.values() if step in seen]
+        lease = f"step={step}.lease"
+        is_read = any(name.startswith(lease) for disk in self.disks.values() for name in disk.list(""))
+        return not is_read and not any(self.model.is_live(save, self.job.line) for save in there)
 
     @staticmethod
     def _is_idle(task: Task) -> bool:
@@ -746,9 +782,7 @@ class History:
         if what == "evaluates":
             processes = [Process(f"evaluation {number} rank {rank}") for rank in range(len(self.hosts))]
             self._beside += processes
-            attaches = {
-                host: self._attach(host, f"e{number}") for host in self.hosts
-            }
+            attaches = {host: self._attach(host, f"e{number}") for host in self.hosts}
             self._restorers(processes, attaches, None, partial=True)
             return
         process = Process(f"program {number} that {what}")
@@ -760,7 +794,7 @@ class History:
             self.scheduler.start(process, lambda: prune(mount, keep_last=self.model.keep))
 
     def _end(self) -> None:
-        """All that hangs wakes or is killed, and the job is started once more: what was committed is there."""
+        """All that hangs wakes or is killed, and the job starts once more: what was committed is there."""
         self.events.append("end")
         for process in self.scheduler.hung():
             if self.rng.random() < 0.5:

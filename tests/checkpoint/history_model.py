@@ -73,8 +73,8 @@ class Model:
     seen: dict[str, set[str]] = field(default_factory=dict)
     #: Saves of the local tier that were reported to be complete on all hosts.
     complete: set[str] = field(default_factory=set)
-    #: The line that the job is on, as far as storage knows: it has recorded its branch, or committed.
-    current: Line | None = None
+    #: The line that the job is on, as far as a disk knows: it has recorded its branch there, or committed.
+    lines: dict[str, Line] = field(default_factory=dict)
     #: Saves that were begun on the current line, by step: they replace what was left.
     begun: set[tuple[int, Line]] = field(default_factory=set)
 
@@ -88,10 +88,15 @@ class Model:
         self.saves.setdefault(save.save_id, save)
         self.begun.add((save.step, save.line))
 
-    def note_line(self, line: Line) -> None:
-        """A line has become known to storage."""
-        if self.current is None or line.order > self.current.order:
-            self.current = line
+    def note_line(self, disk: str, line: Line) -> None:
+        """A line has become known to a disk."""
+        if disk not in self.lines or line.order > self.lines[disk].order:
+            self.lines[disk] = line
+
+    @property
+    def current(self) -> Line | None:
+        """The line that the job is on, as far as any disk knows."""
+        return max(self.lines.values(), key=lambda line: line.order, default=None)
 
     def change(self, disk: str, step: int, now: str | None) -> None:
         """Readers see another save at a step, or none."""
@@ -104,7 +109,11 @@ class Model:
             raise Violation(f"step {step} of disk {disk!r} is of {now}, which nobody saved")
         self.visible[disk][step] = now
         self.seen[disk].add(now)
-        self.note_line(self.saves[now].line)
+        self.note_line(disk, self.saves[now].line)
+
+    def lose_disk(self, host: str) -> None:
+        self.visible[host], self.seen[host] = {}, set()
+        self.lines.pop(host, None)
 
     def check_report(self, disk: str, save_id: str) -> None:
         """A save is reported as committed."""
@@ -132,19 +141,19 @@ class Model:
         save = self.saves[save_id]
         if disk and save_id not in self.complete:
             return  # worth nothing by itself
+        line = self.lines[disk]
         live = self._live_on(disk)
-        if self.is_live(save):
+        if self.is_live(save, line):
             newer = [other for other in live if other > step]
             if len(newer) >= (self.keep if not disk else 1):
                 return
             raise Violation(
                 f"{save_id} was deleted from disk {disk!r}, and only {newer} are newer of branch"
-                f" {self.current and self.current.branch.number}"
+                f" {line.branch.number}"
             )
         if any(s == step and self.is_live(save, line) is False for s, line in self.begun):
             return  # its step is saved by the branch that left it
-        assert self.current is not None
-        left, current = save.line.branch, self.current.branch
+        left, current = save.line.branch, line.branch
         origin = _common(left, current)
         common = min(step, left.last_step_of(origin), current.last_step_of(origin))
         keep = self.keep if not disk else 1  # hosts hear of one that is complete, and have no room for more
@@ -157,7 +166,9 @@ class Model:
     def _live_on(self, disk: str) -> list[int]:
         there = (self.saves[name] for name in self.visible[disk].values())
         return sorted(
-            save.step for save in there if self.is_live(save) and (not disk or save.save_id in self.complete)
+            save.step
+            for save in there
+            if self.is_live(save, self.lines[disk]) and (not disk or save.save_id in self.complete)
         )
 
 

@@ -10,6 +10,7 @@ hundredth of a second, and a wait lasts until all others wait for longer.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from typing import Any
 
 import greenlet
 
-from resiliency.checkpoint.storage.interface import Buffer, ReadableFile, Storage, WritableFile
+from resiliency.checkpoint.storage.interface import Buffer, ReadableFile, WritableFile
 from resiliency.checkpoint.storage.posix import read_failed, write_failed
 from resiliency.testing.storage import MemoryStorage, StorageKilled
 
 OPERATION_S = 0.01
 #: More are a loop without an end.
 MOST_OPERATIONS = 200_000
+_LOG_GO_ON = math.log(0.8)
 
 
 class FaultKind(Enum):
@@ -87,6 +89,8 @@ class Scheduler:
         #: What was done: for the report of a run that went wrong.
         self.trace: list[str | tuple[str, ...]] = []
         self._main = greenlet.getcurrent()
+        #: Operations that the current thread may do before another one is drawn.
+        self._more = 0
         self._current: Task | None = None
 
     @property
@@ -111,21 +115,21 @@ class Scheduler:
     def run(self, *, operations: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
         """Let processes go on: for so many operations, until something holds, or until none can."""
         last = self.operations + operations if operations is not None else MOST_OPERATIONS
-        task: Task | None = None
+        draw = self.rng.random
         while self.operations < last and not until():
-            if task is None or task.is_over or self.rng.random() < 0.2 or not self._is_able(task):
-                able = [t for t in self.tasks if self._is_able(t)]
-                if not able:
-                    if not self._skip_time():
-                        break
-                    continue
-                task = able[int(self.rng.random() * len(able))]
-            self._resume(task)
+            able = [task for task in self.tasks if self._is_able(task)]
+            if not able:
+                if not self._skip_time():
+                    break
+                continue
+            # So many operations in a row, in the mean four more than one.
+            self._more = min(int(math.log(1 - draw()) / _LOG_GO_ON), last - self.operations - 1)
+            self._resume(able[int(draw() * len(able))])
         assert self.operations < MOST_OPERATIONS, "a history without an end"
 
     def kill(self, process: Process) -> None:
         """End a process; an operation that hangs still happens when it is woken."""
-        process.is_dead = True
+        process.is_dead, self._more = True, 0
         for task in list(self.tasks):
             if task.process is process and not task.is_hung:
                 self._resume(task)
@@ -155,6 +159,9 @@ class Scheduler:
         """
         task = self._current
         assert task is not None
+        if self._more > 0 and not in_kernel and not task.wakes_at:
+            self._more -= 1
+            return
         self._main.switch()
         if task.process.is_dead and not in_kernel:
             raise StorageKilled
@@ -314,8 +321,3 @@ class _Writer:
 
     def close(self) -> None:
         self._inner.close()
-
-
-def is_storage(mount: Mount) -> Storage:
-    """That a mount is one."""
-    return mount

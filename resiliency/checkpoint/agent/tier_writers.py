@@ -425,6 +425,7 @@ def _ticket(job: SaveJob) -> SaveTicket:
         world_size=job.world_size,
         ranks=job.voters,
         restored_save=job.restored_save,
+        branches=Branches(job.branches).with_seen([job.save_id]),
         timeout=timedelta(seconds=job.settings.save_timeout_s),
     )
 

@@ -440,8 +440,8 @@ def remove_checkpoint(
 
     A reader takes its lease first and looks at the marker second; this puts the marker first and
     looks for leases second.  So at least one of the two sees the other.  What was committed between the look
-    and the marker is shown again.  A job that goes back to a checkpoint has a lease on it until it has recorded
-    its branch: so is this.
+    and the marker is shown again.  A job that goes back to a checkpoint has a lease on it until its branch is
+    recorded, so the record is looked at under the marker as well.
 
     Args:
         while_marked: only as long as this marker stands.

@@ -156,7 +156,7 @@ class StepClaim:
         """
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
-        # A late leader may have shown its manifest since the last look; it has no more once its folder is gone.
+        # A late leader may have shown its manifest since; once its folder is gone, there is none to show.
         for _ in range(_MOST_LOOKS):
             if not (names := self.others()):
                 return

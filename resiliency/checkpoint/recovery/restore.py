@@ -141,7 +141,7 @@ class Restorer:
 
         Args:
             inventory: what there is, from `take_inventory`; None: take it now.
-            leases: keeps what was restored from being deleted until it is closed; None: only while it is read.
+            leases: keeps what was restored from being deleted until it is closed; None: while it is read.
         Raises:
             LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank; or all that
                 is left is a whole one of another number of ranks.
