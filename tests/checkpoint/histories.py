@@ -83,7 +83,7 @@ _NUMBERS_BYTES = 4 * 8
 
 @functools.cache
 def _base(rank: int) -> Shard:
-    return replace(snapshot_shard({"state": torch.arange(4)}), rank=rank, run_id="run")
+    return replace(snapshot_shard({f"state{rank}": torch.arange(4)}), rank=rank, run_id="run")
 
 
 def content_in(shard: Shard) -> int:

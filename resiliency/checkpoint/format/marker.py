@@ -162,9 +162,9 @@ def _is_lifted(storage: Storage, step: int, marker: Marker) -> bool:
 
     Either a late save put it there, and another one was committed at the step: it has lifted its own (see
     `format.claim`).  Or a mount shows a marker that another host has lifted: one with a metadata cache (GCS
-    FUSE) opens a file for a minute or longer after its removal; its listings are fresh.  A listing alone may be
-    older than the marker (NFS), so the manifest of the very save that the marker names is asked for as well: a
-    save writes it last.
+    FUSE) opens a file for a minute or longer after its removal; its listings are fresh.  A listing alone may
+    be older than the marker (NFS), so the manifest of the very save that the marker names is asked for as
+    well: a save writes it last.
     """
     if marker.state not in _OF_A_SAVE or not marker.save_id:
         return False
