@@ -74,11 +74,13 @@ def shard_of(content: int, step: int, rank: int, world_size: int) -> Shard:
     """What a rank has when the state is `content`."""
     base = _base(rank)
     buffer = memoryview(bytearray(base.buffer.nbytes))
-    buffer[:_NUMBERS_BYTES] = (torch.arange(4) + 1000 * content + 10 * rank).numpy().tobytes()
+    buffer[: len(_numbers(content, rank))] = _numbers(content, rank)
     return replace(base, step=step, world_size=world_size, buffer=buffer)
 
 
-_NUMBERS_BYTES = 4 * 8
+@functools.lru_cache(maxsize=256)
+def _numbers(content: int, rank: int) -> bytes:
+    return bytes((torch.arange(4) + 1000 * content + 10 * rank).numpy())
 
 
 @functools.cache
@@ -373,7 +375,7 @@ class History:
             self.model.change(disk, step, now)
             if now is not None:
                 self._suspects.pop((disk, step), None)
-                self._check_content(disk, step)
+                self._note_content(disk, step)
         except Violation as error:
             if now is None and self.disks[disk].exists(f"step={step}/{MANIFEST}"):
                 # Who deletes hides first, and looks again then.
@@ -396,12 +398,22 @@ class History:
         save_id = self.model.visible[disk][step]
         try:
             reader = CheckpointReader(self.disks[disk], step, threads=1)
+            reader.verify()
             found = {content_in(reader.open_shard(rank)) for rank in reader.manifest.ranks}
         except ResiliencyError as error:
             raise Violation(f"step {step} of disk {disk!r} is {save_id}, and damaged: {error}") from error
         if found != {self.model.saves[save_id].content}:
             raise Violation(f"step {step} of disk {disk!r} is {save_id}, and holds {found}")
-        self._bytes[disk, step] = self._files_of(disk, step, reader.manifest.folder)
+
+    def _note_content(self, disk: str, step: int) -> None:
+        """The same at a glance, when it is committed: from then on its bytes stay as they are."""
+        save = self.model.saves[self.model.visible[disk][step]]
+        manifest = read_manifest(self.disks[disk], f"step={step}")
+        files = self._bytes[disk, step] = self._files_of(disk, step, manifest.folder)
+        expected = [_numbers(save.content, rank) for rank in manifest.ranks]
+        is_there = [any(numbers in data for data in files.values()) for numbers in expected]
+        if not all(is_there):
+            raise Violation(f"step {step} of disk {disk!r} is {save.save_id}, and lacks a rank: {is_there}")
 
     def _files_of(self, disk: str, step: int, folder: str) -> dict[str, bytes]:
         storage, place = self.disks[disk], f"step={step}"
@@ -464,10 +476,15 @@ class History:
 
     def _event(self) -> None:
         rng = self.rng
-        kinds: dict[Callable[[], None], int] = {self._start_again: 3, self._plan_fault: 5, self._beside_it: 2}
+        is_hung = bool(self.scheduler.hung())
+        kinds: dict[Callable[[], None], int] = {
+            self._start_again: 6 if is_hung else 3,
+            self._plan_fault: 1 if is_hung else 5,
+            self._beside_it: 2,
+        }
         if self.job is not None:
             kinds |= {self._save: 10, self._save_same: 1, self._go_back: 2}
-        if self.scheduler.hung():
+        if is_hung:
             kinds |= {self._wake: 3, self._notice: 1}
         event = rng.choices(list(kinds), list(kinds.values()))[0]
         self.events.append(event.__name__.strip("_"))
@@ -494,11 +511,13 @@ class History:
         return [process for process in found if not process.is_dead]
 
     def _plan_fault(self) -> None:
-        process = self.rng.choice(self._processes())
+        agents = [agent.process for agent in self.agents.values() if not agent.process.is_dead]
+        process = self.rng.choice(agents if agents and self.rng.random() < 0.7 else self._processes())
         kind = self.rng.choice(
             [FaultKind.KILL, FaultKind.HANG, FaultKind.HANG, FaultKind.ERROR, FaultKind.FULL]
         )
-        process.plan(self.rng.randrange(0, 80), kind)
+        writes = self.rng.random() < 0.75
+        process.plan(self.rng.randrange(0, 30 if writes else 60), kind, writes=writes)
         self.events[-1] += f" {process.name} {kind.value}"
 
     def _wake(self) -> None:
@@ -823,6 +842,7 @@ class History:
         for disk, there in self.model.visible.items():
             for step in sorted(there):
                 self._check_bytes(disk, step)
+                self._check_content(disk, step)
 
 
 def play(seed: int) -> History:

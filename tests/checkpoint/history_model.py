@@ -139,8 +139,9 @@ class Model:
 
     def _check_may_go(self, disk: str, step: int, save_id: str) -> None:
         save = self.saves[save_id]
-        if disk and save_id not in self.complete:
-            return  # worth nothing by itself
+        others = (self.visible[host].get(step) for host in self.hosts if host != disk)
+        if disk and (save_id not in self.complete or any(other != save_id for other in others)):
+            return  # worth nothing without the parts of other hosts
         line = self.lines[disk]
         live = self._live_on(disk)
         if self.is_live(save, line):

@@ -39,19 +39,23 @@ class FaultKind(Enum):
 
 @dataclass(eq=False)
 class Process:
-    """What dies as one.  `faults`: by the number of the operation, counted over all of its threads."""
+    """What dies as one.
+
+    `faults`: by the number of the operation, counted over all of its threads: among those that read and those
+    that write (True), as many more reads say less.
+    """
 
     name: str
-    faults: dict[int, FaultKind] = field(default_factory=dict)
-    operations: int = 0
+    faults: dict[tuple[bool, int], FaultKind] = field(default_factory=dict)
+    operations: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     is_dead: bool = False
     is_full: bool = False
     #: How many errors it has met.
     errors: int = 0
 
-    def plan(self, after: int, kind: FaultKind) -> None:
+    def plan(self, after: int, kind: FaultKind, *, writes: bool) -> None:
         """A fault so many operations from now."""
-        self.faults[self.operations + after] = kind
+        self.faults[writes, self.operations[writes] + after] = kind
 
 
 @dataclass(eq=False)
@@ -275,8 +279,9 @@ class Mount:
         scheduler, process = self._scheduler, self._process
         if process.is_dead:
             raise StorageKilled
-        fault = process.faults.pop(process.operations, None) if process.faults else None
-        process.operations += 1
+        writes = failed is write_failed
+        fault = process.faults.pop((writes, process.operations[writes]), None) if process.faults else None
+        process.operations[writes] += 1
         scheduler.operations += 1
         scheduler.now += OPERATION_S
         task = scheduler.current
