@@ -468,7 +468,7 @@ class History:
         with self._engine():
             try:
                 self._start(None)
-                for _ in range(self.rng.randint(4, 12)):
+                for _ in range(self.rng.randint(3, 9)):
                     self._event()
                 self._end()
             finally:
@@ -483,7 +483,7 @@ class History:
             self._beside_it: 2,
         }
         if self.job is not None:
-            kinds |= {self._save: 10, self._save_same: 1, self._go_back: 2}
+            kinds |= {self._save: 8, self._save_same: 1, self._go_back: 2, self._save_late: 3}
         if is_hung:
             kinds |= {self._wake: 3, self._notice: 1}
         event = rng.choices(list(kinds), list(kinds.values()))[0]
@@ -520,6 +520,21 @@ class History:
         process.plan(self.rng.randrange(0, 30 if writes else 60), kind, writes=writes)
         self.events[-1] += f" {process.name} {kind.value}"
 
+    def _save_late(self) -> None:
+        """An agent hangs in a save, the job starts again and saves the same steps, and the agent wakes."""
+        living = [agent for agent in self.agents.values() if not agent.process.is_dead]
+        agent = self.rng.choice(living)
+        writes = self.rng.random() < 0.75
+        agent.process.plan(self.rng.randrange(0, 14 if writes else 40), FaultKind.HANG, writes=writes)
+        self._save(stride=1)
+        self._run()
+        self._start(None)
+        for _ in range(self.rng.choice([1, 1, 2])):
+            if self.job is not None:
+                self._save(stride=1)
+                self._run(self.rng.choice([20, 60, None, None, None]))
+        self.scheduler.wake(agent.process)
+
     def _wake(self) -> None:
         self.scheduler.wake(self.rng.choice(self.scheduler.hung()))
 
@@ -542,7 +557,8 @@ class History:
             self.scheduler.kill(process)
         for host in self.hosts:
             agent = self.agents.get(host)
-            fate = self.rng.choice(["stays", "is killed", "is left"])
+            is_hung = agent is not None and agent.process in self.scheduler.hung()
+            fate = self.rng.choice(["is killed", "is left", *([] if is_hung else ["stays"])])
             if agent is not None and not agent.process.is_dead and fate == "stays":
                 continue
             if agent is not None and fate == "is killed":
@@ -725,9 +741,9 @@ class History:
             return Branch(number)
         return Branch(number, self._branch_of(known, known[number].parent), known[number].step)
 
-    def _save(self) -> None:
+    def _save(self, *, stride: int = 0) -> None:
         assert self.job is not None
-        self.job.step += self.rng.choice([1, 1, 2])
+        self.job.step += stride or self.rng.choice([1, 1, 2])
         self.job.content = next(self._numbers)
         self.job.try_number = 1
         self._save_now()

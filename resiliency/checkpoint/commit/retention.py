@@ -79,7 +79,8 @@ def retire(
     """Delete generations of a run below its newest complete one; returns the steps that went.
 
     That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
-    which may have been complete in an earlier attempt.  Of a branch that the job has left none stays.
+    which may have been complete in an earlier attempt.  Of a branch that the job has left none stays once the
+    live one has a complete generation of its own.
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
@@ -105,7 +106,7 @@ def retire(
         if step < newest and step not in left
     ]
     needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted}
-    needless.update(left)
+    needless.update(step for step, common in left.items() if common < newest)
     needless.update(step for step in half_removed(storage) if step < newest)
     gone = remove_checkpoints(storage, needless, recorded=recorded)
     if hook is not None:
