@@ -100,6 +100,8 @@ def retire(
     found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
     saves = {step: m.save_id for step, m in found.items() if m is not None and m.run_id == run_id}
     left = left_steps(storage, saves)
+    if newest in left:
+        return []  # the job went back while it became complete
     older = [
         (step == restored_step or complete.get(step) == save, step)
         for step, save in saves.items()
