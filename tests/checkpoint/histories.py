@@ -546,7 +546,10 @@ class History:
 
     def _start_again(self) -> None:
         choices: list[int | None] = [None, None, None, *self.model.visible[""]]
-        self._start(self.rng.choice(choices), partial=self.rng.random() < 0.15)
+        is_partial = self.rng.random() < 0.2
+        self._start(self.rng.choice(choices), partial=is_partial)
+        if is_partial and self.job is not None:
+            self._save_same()
 
     def _start(self, step: int | None, *, partial: bool = False) -> None:
         """A start of the job: ranks are new, agents are, or outlive the ranks, or wait for them in vain."""
@@ -763,7 +766,7 @@ class History:
             self.job = None
             return
         job.newest_saved = job.step
-        is_calm = self._is_calm(job.step)
+        is_calm = self.rng.random() < 0.6 and self._is_calm(job.step)
         jobs = []
         for host, attach in job.attaches.items():
             shard = shard_of(job.content, job.step, attach.rank, attach.world_size)
@@ -776,6 +779,9 @@ class History:
             if not self.agents[host].process.is_dead:
                 self._asked.append((host, part.tier, part.save_id, part.try_number))
                 self.agents[host].save(part)
+        if self.rng.random() < 0.15:
+            self._run(self.rng.choice([5, 20, 60]))
+            self._beside_it()
         if not is_calm:
             return
         self._run()
@@ -812,7 +818,7 @@ class History:
     def _beside_it(self) -> None:
         """A second program in the same directory."""
         what = self.rng.choice(["evaluates", "cleans", "prunes"])
-        self.events[-1] = f"a program beside it {what}"
+        self.events[-1] += f", a program beside it {what}"
         number = len(self._beside)
         if what == "evaluates":
             processes = [Process(f"evaluation {number} rank {rank}") for rank in range(len(self.hosts))]
