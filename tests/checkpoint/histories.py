@@ -265,6 +265,8 @@ class History:
         self._leaders: dict[str, LeaderState] = {}
         #: Ends of saves by the host, tier, step and try.
         self._reports: dict[tuple[str, TierName, str, int], str] = {}
+        #: By save and try.
+        self._contents: dict[tuple[str, int], int] = {}
         self._lines: dict[str, Line] = {}
         self._changes = 0
         #: What was hidden and must not go: who hid it.
@@ -460,7 +462,8 @@ class History:
         self._reports[agent.host, job.tier, job.save_id, job.try_number] = done.error
         if not done.error and (job.tier is TierName.PERSISTENT or not agent.is_left):
             disk = agent.host if job.tier is TierName.LOCAL else ""
-            self._guard(lambda: self.model.check_report(disk, job.save_id))
+            content = self._contents[job.save_id, job.try_number]
+            self._guard(lambda: self.model.check_report(disk, job.save_id, job.step, content))
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -775,6 +778,7 @@ class History:
                 slots: Any = {attach.rank: _Slot(shard)}
                 jobs.append((host, save_job(attach, tried, slots=slots)))
         self.model.begin(Save(job.step, jobs[0][1].save_id, job.content, job.line))
+        self._contents[jobs[0][1].save_id, job.try_number] = job.content
         for host, part in jobs:
             if not self.agents[host].process.is_dead:
                 self._asked.append((host, part.tier, part.save_id, part.try_number))

@@ -85,7 +85,9 @@ class Model:
     # --- what happens -----------------------------------------------------------------------------
 
     def begin(self, save: Save) -> None:
-        self.saves.setdefault(save.save_id, save)
+        # Another try may have another state: the ranks have restored the step in full since, and not in part.
+        if not any(save.save_id in seen for seen in self.seen.values()):
+            self.saves[save.save_id] = save
         self.begun.add((save.step, save.line))
 
     def note_line(self, disk: str, line: Line) -> None:
@@ -115,11 +117,10 @@ class Model:
         self.visible[host], self.seen[host] = {}, set()
         self.lines.pop(host, None)
 
-    def check_report(self, disk: str, save_id: str) -> None:
-        """A save is reported as committed."""
-        save = self.saves[save_id]
+    def check_report(self, disk: str, save_id: str, step: int, content: int) -> None:
+        """A try of a save is reported as committed."""
         others = (self.saves[other] for other in self.seen[disk])
-        if not any((o.step, o.content) == (save.step, save.content) for o in others):
+        if not any((other.step, other.content) == (step, content) for other in others):
             raise Violation(f"{save_id} is reported as committed on disk {disk!r} and never was there")
 
     # --- what holds -------------------------------------------------------------------------------
