@@ -239,6 +239,15 @@ class Job:
     try_number: int = 1
 
 
+def _is_row(branch: Branch, number: int, parent: int, fork: int) -> bool:
+    is_child = branch.parent is not None and branch.parent.number == parent
+    return is_child and (branch.number, branch.fork) == (number, fork)
+
+
+class KnownLimit(Exception):
+    """What the engine does not promise has happened: the history ends."""
+
+
 class History:
     """One history; `play` runs it, and raises Violation."""
 
@@ -259,6 +268,8 @@ class History:
         self.events: list[str] = []
         self._dirty: set[tuple[str, int]] = set()
         self._wrong: Violation | None = None
+        #: Why the history ended early: see `KnownLimit`.
+        self.limit = ""
         self._numbers = itertools.count(1)
         self._orders = itertools.count(1)
         self._starts = itertools.count(1)
@@ -389,11 +400,16 @@ class History:
         rows = json.loads(read_file(self.disks[disk], RECORD))["branches"]
         newest = max(number for number, _, _ in rows)
         parent, fork = next((parent, step) for number, parent, step in rows if number == newest)
-        for line in self._lines.values():
-            branch = line.branch
-            is_it = branch.number == newest and branch.fork == fork
-            if is_it and branch.parent is not None and branch.parent.number == parent:
-                self.model.note_line(disk, line)
+        lines = [line for line in self._lines.values() if _is_row(line.branch, newest, parent, fork)]
+        known = self.model.current
+        if not lines:
+            return
+        line = max(lines, key=lambda line: line.order)
+        if known is not None and known.order > line.order:
+            self.limit = (
+                self.limit or f"{line.attempt_id} records its branch after {known.attempt_id} has saved"
+            )
+        self.model.note_line(disk, line)
 
     def _check_content(self, disk: str, step: int) -> None:
         """What readers see at a step is one save, whole."""
@@ -437,6 +453,8 @@ class History:
             self._wrong = self._wrong or error
 
     def _raise_wrong(self) -> None:
+        if self.limit:
+            raise KnownLimit(self.limit)
         if self._wrong is not None:
             raise self._wrong
 
@@ -474,6 +492,8 @@ class History:
                 for _ in range(self.rng.randint(3, 9)):
                     self._event()
                 self._end()
+            except KnownLimit:
+                self.events.append(self.limit)
             finally:
                 self.scheduler.close()
 
@@ -497,7 +517,7 @@ class History:
         self._check()
 
     def _run(self, operations: int | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        self.scheduler.run(operations=operations, until=lambda: self._wrong is not None or until())
+        self.scheduler.run(operations=operations, until=lambda: bool(self._wrong or self.limit) or until())
         self._raise_wrong()
 
     def _check(self) -> None:
@@ -526,6 +546,8 @@ class History:
     def _save_late(self) -> None:
         """An agent hangs in a save, the job starts again and saves the same steps, and the agent wakes."""
         living = [agent for agent in self.agents.values() if not agent.process.is_dead]
+        if not living:
+            return
         agent = self.rng.choice(living)
         writes = self.rng.random() < 0.75
         agent.process.plan(self.rng.randrange(0, 14 if writes else 40), FaultKind.HANG, writes=writes)

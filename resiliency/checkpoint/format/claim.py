@@ -41,8 +41,6 @@ _REMOVAL_PREFIX = "removal="
 #: The marker, in the folder of its save, before it is placed.
 _PLACED = "marker"
 _OLD = "old."
-#: More than there are processes that are late with one step at once.
-_MOST_LOOKS = 8
 #: Begin names that are not of one meaning for all saves: of a late removal nothing else is hit.
 UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, "rank=", "__")
 
@@ -156,11 +154,11 @@ class StepClaim:
         """
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
-        # A late leader may have shown its manifest since; once its folder is gone, there is none to show.
-        for _ in range(_MOST_LOOKS):
-            if not (names := self.others()):
-                return
-            self._clear(names)
+        self._clear(self.others())
+        # A late leader may have shown its manifest since; its folder is gone, so there is no other to show.
+        # Folders that have come since are those of saves that have overtaken this one.
+        if late := [name for name in self.others() if not name.startswith(UNSHARED)]:
+            self._clear(late)
 
     def _clear(self, names: Sequence[str]) -> None:
         for name in sorted(names, key=lambda name: name != MANIFEST):
