@@ -401,14 +401,12 @@ class History:
         newest = max(number for number, _, _ in rows)
         parent, fork = next((parent, step) for number, parent, step in rows if number == newest)
         lines = [line for line in self._lines.values() if _is_row(line.branch, newest, parent, fork)]
-        known = self.model.current
         if not lines:
             return
         line = max(lines, key=lambda line: line.order)
-        if known is not None and known.order > line.order:
-            self.limit = (
-                self.limit or f"{line.attempt_id} records its branch after {known.attempt_id} has saved"
-            )
+        latest = max(self._lines.values(), key=lambda line: line.order)
+        if latest.order > line.order:
+            self.limit = self.limit or f"{line.attempt_id} records its branch after {latest.attempt_id} began"
         self.model.note_line(disk, line)
 
     def _check_content(self, disk: str, step: int) -> None:
