@@ -178,7 +178,8 @@ def remove_left(storage: Storage, step: int, branches: Branches) -> None:
     if manifest is None or branches.is_live(step, manifest.save_id):
         return
     path = storage.describe(step_directory(step))
-    if not remove_checkpoint(storage, step):
+    # Unless it went, another program is at that, or reads it.
+    if not remove_checkpoint(storage, step) and committed_save(storage, step) == manifest.save_id:
         raise CheckpointWriteFailed(
             f"{path} is of a branch that the job has left, and is being read.", step=step, path=path
         )
