@@ -25,9 +25,17 @@ from tests.checkpoint.histories import History, play
 
 EXAMPLES = int(os.environ.get("RESILIENCY_EXAMPLES", "0"))
 FEW = 100
-#: Histories that once found something.
+#: Histories that once found something, and what.
 FOUND = {
-    0: "todo",
+    96: "a follower that is quicker than its leader fails the save of a step that was left",
+    457: "a save that was under way at a rollback deletes the step that the job went back to",
+    520: "retention of a local tier deletes what was left before anything has replaced it",
+    1741: "a removal that was overtaken removes the folder of the save that overtook it",
+    2499: "what another program removes just then fails the save of a step that was left",
+    3048: "what another program removes just then passes for a checkpoint of unknown origin",
+    6564: "a removal of another program that ends just then fails a save",
+    6649: "a leader that was late removes the folder of a save that is committed",
+    7894: "another program removes the folder of a save in flight",
 }
 
 
