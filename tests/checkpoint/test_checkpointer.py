@@ -10,8 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
