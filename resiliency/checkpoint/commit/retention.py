@@ -103,10 +103,9 @@ def retire(
         for step, save in saves.items()
         if step < newest and step not in left
     ]
-    needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted}
-    needless.update(left)
-    needless.update(step for step in half_removed(storage) if step < newest)
-    gone = remove_checkpoints(storage, needless)
+    needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted]
+    begun = {step: marker for step, marker in half_removed(storage).items() if step < newest}
+    gone = remove_checkpoints(storage, begun | {step: saves[step] for step in (*needless, *left)})
     if hook is not None:
         hook.forget(below=min(complete))
     return gone
@@ -119,9 +118,7 @@ def remove_given_up(storage: Storage, saves: Mapping[int, str]) -> list[int]:
         saves: step to save id; what stands at a step by another name stays.
     """
     begun = half_removed(storage)
-    return remove_checkpoints(
-        storage, [step for step in saves if step in begun or committed_save(storage, step) == saves[step]]
-    )
+    return remove_checkpoints(storage, {step: begun.get(step, save) for step, save in saves.items()})
 
 
 def show_untaken(storage: Storage) -> None:
@@ -149,7 +146,7 @@ def clean_tier(storage: Storage, *, run_id: str) -> list[int]:
         is_unclear = marker.state is MarkerState.UNKNOWN
         if is_unclear and storage.exists(f"{step_directory(step)}/{MANIFEST}"):
             continue
-        if remove_checkpoint(storage, step, while_marked=marker):
+        if remove_checkpoint(storage, step, expected=marker):
             gone.append(step)
     return sorted(gone)
 
@@ -174,7 +171,7 @@ def remove_left(storage: Storage, step: int, branches: Branches) -> None:
     if manifest is None or branches.is_live(step, manifest.save_id):
         return
     path = storage.describe(step_directory(step))
-    if not remove_checkpoint(storage, step):
+    if not remove_checkpoint(storage, step, expected=manifest.save_id):
         raise CheckpointWriteFailed(
             f"{path} is of a branch that the job has left, and is being read.", step=step, path=path
         )
@@ -204,7 +201,7 @@ def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str)
             path=path,
         )
     logger.info("%s was saved before this start of the job: deleted", path)
-    if not remove_checkpoint(storage, step):
+    if not remove_checkpoint(storage, step, expected=manifest.save_id):
         raise CheckpointWriteFailed(
             f"{path} was saved before this start of the job, and is being read.", step=step, path=path
         )

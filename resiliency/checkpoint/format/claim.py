@@ -8,7 +8,7 @@ effect:
 - What it writes lies in its folder.  Whoever claims the step after it removes the folders of all others.
 - Names that several saves of a step share (the marker, the manifest, `.metadata`) are changed by renames
   alone, from or into that folder: these fail once it is gone.
-- Nothing of a directory is removed by such a name.  It is moved into the folder first.
+- Nothing of a directory is removed by a name in it.  It is moved into the folder first.
 - A folder is made before the look at the step, and the marker comes after it.  So of two that claim a step at
   once, one sees the other, and whoever has hidden a step looks again whether it was committed meanwhile.
 
@@ -40,8 +40,11 @@ _REMOVAL_PREFIX = "removal="
 #: The marker, in the folder of its save: before it is placed, and after it was lifted.
 _PLACED, _LIFTED = "marker", "unfinished"
 _OLD = "old."
-#: Begin names that are not of one meaning for all saves: of a late removal nothing else is hit.
-UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, "rank=", "__")
+#: Begin names of ranks' files in older formats, which had no folders.
+OLD_DATA = ("rank=", "__")
+#: Begin names that are of one save alone.  Where a mount renames no directories (GCS FUSE), these are removed
+#: in place.
+_UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, *OLD_DATA)
 
 
 class StepTaken(CheckpointWriteFailed):
@@ -153,22 +156,23 @@ class StepClaim:
         """
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
-        names = self.others()
-        for name in sorted(names, key=lambda name: name != MANIFEST):
-            if not name.startswith(UNSHARED):
-                self._take_in(name)
-        for name in names:
-            if name.startswith(UNSHARED):
-                self._storage.remove_tree(f"{self._directory}/{name}")
-            else:
-                self._storage.remove_tree(f"{self.place}/{_OLD}{name}")
+        for name in sorted(self.others(), key=lambda name: name != MANIFEST):
+            self._storage.remove_tree(self._take_in(name))
 
-    def _take_in(self, name: str) -> None:
+    def _take_in(self, name: str) -> str:
+        """Move what is in the directory into the folder; returns where it is."""
+        path, taken = f"{self._directory}/{name}", f"{self.place}/{_OLD}{name}"
         try:
-            self._move(f"{self._directory}/{name}", f"{self.place}/{_OLD}{name}")
-        except CheckpointWriteFailed as error:  # another removal may be quicker
-            if error.fields.get("errno") != errno.ENOENT:
+            self._move(path, taken)
+        except StepTaken:
+            raise
+        except CheckpointWriteFailed as error:
+            if error.fields.get("errno") == errno.ENOENT:  # another removal was quicker
+                return taken
+            if not name.startswith(_UNSHARED):
                 raise
+            return path  # a mount without renames of directories
+        return taken
 
     def drop(self) -> None:
         """Remove the folder, and the directory if nothing else is in it."""
