@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
+from resiliency.testing.processes import Command
 from tests import agent_host
 from tests.checkpoint.capture_builders import Gate
 from tests.checkpoint.checkpointer_builders import SOON, Place, make_state
@@ -344,7 +346,7 @@ def test_a_directory_of_others_fails_the_save_by_name_and_the_next_one_commits(p
     assert good.state is SaveState.COMMITTED
 
 
-def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new(place: Place) -> None:
+def test_a_start_that_goes_on_from_an_older_step_saves_each_and_keeps_what_is_new(place: Place) -> None:
     def go_back(shard: Shard) -> None:
         assert shard.step == 3
 
@@ -358,12 +360,11 @@ def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new
             handle = checkpoints.save(step, make_state(-step))
             assert handle.wait(SOON)
             outcomes[step] = handle.state
-            if step == 8:
-                assert "step=8 was saved by an earlier start of the job" in handle.record.why
-                # Older than the newest two, and the newest of this branch.
+            if step == 5:  # not one of the newest two, but the newest of this branch
                 assert (place.directory / "step=5").is_dir()
-    good, failed = SaveState.COMMITTED, SaveState.FAILED
-    assert outcomes == {3: good, 5: good, 8: failed, 10: good}
+    assert outcomes == dict.fromkeys((3, 5, 8, 10), SaveState.COMMITTED)
+    agent_host.wait_for_end(place.root.name)
+    assert [found.step for found in list_checkpoints(LocalStorage(place.directory))] == [8, 10]
 
 
 def saved(checkpoints: Checkpointer, step: int, value: int) -> SaveState:
@@ -609,6 +610,38 @@ def test_a_second_job_on_the_directory_leaves_what_the_first_one_is_writing(
             assert checkpoints.save(1, make_state(1)).wait(SOON)
     assert storage.list(claim.place) == ["__0_0.distcp"]
     assert claim.try_lift(lambda marker: marker.save_id == "start-7")
+
+
+EVALUATION = """
+import sys, torch
+from resiliency.checkpoint import Checkpointer
+with Checkpointer(sys.argv[1]) as checkpoints:
+    state = {"weights": torch.zeros(1000)}
+    print("restored", checkpoints.restore(state, partial=True).step, state["weights"][0].item())
+"""
+
+
+def test_an_evaluation_of_its_own_name_from_start_to_end_leaves_the_save_that_the_training_has_in_flight(
+    place: Place,
+) -> None:
+    link = LinkOptions(silence=timedelta(minutes=10), grace=timedelta(seconds=5))
+    with place.open(bytes_per_s=4 << 20, link=link) as training:
+        assert training.save(1, make_state(1)).wait(SOON)
+        handle = training.save(2, make_state(2, size=2 << 20))
+        begun = "step=2/save=*/__0_0.distcp"
+        wait_until(lambda: any(place.directory.glob(begun)), f"there is no {begun}", every=0.005)
+        agent = psutil.Process(agent_of(training))
+        agent.suspend()
+        try:
+            env = {"JOB_IDENTIFIER": f"{place.job}-evaluation", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-c", EVALUATION, str(place.directory)]
+            with Command(command, env=env) as evaluation:
+                assert evaluation.wait(timeout=120) == 0
+            assert "restored 1 1.0" in evaluation.output
+        finally:
+            agent.resume()
+        assert handle.wait(SOON)
+        assert inspect(LocalStorage(place.directory), 2).condition is Condition.COMPLETE
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class Restored:
     run_id: str = ""
     save_id: str = ""
     branches: Branches = field(default_factory=Branches, compare=False, repr=False)
-    is_rollback: bool = False
+    is_rollback: bool = field(default=False, compare=False)
     bytes_by_tier: Mapping[Tier, int] = field(default_factory=dict)
     is_in_memory_alone: bool = False
     locations: tuple[ShardLocation, ...] = field(default=(), compare=False, repr=False)
