@@ -297,7 +297,7 @@ class Checkpointer:
         """The branches of the job from here on: with a new one if it went back; collective."""
         known = restored.branches.merged(Branches(self._attach.branches))
         newest = max(self._rank_group.gather(self._saver.newest_step))
-        has_saved = restored.step < newest and (restored.step > 0 or restored.is_rollback)
+        has_saved = 0 < restored.step < newest
         if not has_saved and not restored.is_rollback:
             return known
         branches = known.after(restored.step, restored.save_id)

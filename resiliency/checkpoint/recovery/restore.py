@@ -165,13 +165,7 @@ class Restorer:
             self._refuse_to_start_from_scratch(inventory)
             shared_storages = [] if self._storage is None else [self._storage]
             refuse_lost_checkpoints(self._rank_group, shared_storages, self._local)
-        inventory.look_above(0)
-        return Restored(
-            step=0,
-            tier=Tier.NONE,
-            branches=inventory.branches,
-            is_rollback=_is_rollback(inventory, 0),
-        )
+        return Restored(step=0, tier=Tier.NONE, branches=inventory.branches)
 
     def _refuse_to_start_from_scratch(self, inventory: Inventory) -> None:
         """Where much was saved and nothing can be used, a person decides what becomes of it."""
