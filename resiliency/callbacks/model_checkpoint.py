@@ -27,7 +27,14 @@ from nemo.utils.app_state import AppState
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
 from resiliency.callbacks.consumed_samples import ExactMegatronSampler
-from resiliency.checkpoint.format.catalog import remove_checkpoint, unmarked_checkpoints
+from resiliency.checkpoint.branches import read_branches
+from resiliency.checkpoint.format.catalog import (
+    begin_branch,
+    left_among,
+    list_steps,
+    needless_steps,
+    remove_checkpoint,
+)
 from resiliency.checkpoint.format.marker import (
     Marker,
     MarkerState,
@@ -36,8 +43,9 @@ from resiliency.checkpoint.format.marker import (
     put_marker,
     read_marker,
     split_path,
+    step_directory,
 )
-from resiliency.checkpoint.names import PRIORITY
+from resiliency.checkpoint.names import PRIORITY, attempt_on_branch
 from resiliency.checkpoint.names import TierName as Tier
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import CheckpointError, CheckpointWriteFailed, ConfigError
@@ -123,6 +131,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         self._committed: list[int] = []
         #: That this training does.
         self._first_step = 1
+        #: Whether it has come to a save of its own; one that only evaluates goes back to nothing.
+        self._has_saved = False
 
     @property
     def state_key(self) -> str:
@@ -221,10 +231,25 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             if process is not None:
                 self._capture(trainer, process, path)
             # One rank decides for all: another host's mount may show it something older.
-            elif why := trainer.strategy.broadcast(_why_taken(path) if trainer.is_global_zero else ""):
+            elif why := trainer.strategy.broadcast(self._clear(path) if trainer.is_global_zero else ""):
                 self._refuse(trainer, path, why, last=last)
             else:
                 self._save_checkpoint(trainer, f"{path}{self.FILE_EXTENSION}")
+
+    def _clear(self, path: Path) -> str:
+        """Delete what is at the place of a save if this training has gone back behind it; returns why nothing
+        may be written there."""
+        storage, step = LocalStorage(path.parent), parse_step(path.name)
+        assert step is not None
+        try:
+            if not self._has_saved:
+                begin_branch(storage, self._first_step - 1)
+                self._has_saved = True
+            if step in left_among(storage, [step]):
+                remove_checkpoint(storage, step)
+        except CheckpointError as error:
+            return f"may hold a checkpoint ({error.message})"
+        return _why_taken(path)
 
     def _refuse(self, trainer: Any, path: Path, why: str, *, last: bool) -> None:
         """Fail a save whose place is taken; training goes on.
@@ -382,12 +407,14 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         """Keep the newest: what this training has committed, in that order, before what was there."""
         if self.keep == -1:
             return
-        steps = {step for path in unmarked_checkpoints(root) if (step := parse_step(path.name)) is not None}
-        # A training that went on from an older step is newer than the higher steps before it.
+        storage = LocalStorage(root)
+        steps = [step for step in list_steps(storage)[1] if (root / step_directory(step)).is_dir()]
+        # What has no manifest says no branch: a training that went on from an older step is newer than the
+        # higher steps before it.
         age = {step: number for number, step in enumerate(self._committed, start=1)}
-        newest = sorted(steps, key=lambda step: (age.get(step, 0), step), reverse=True)
-        for step in newest[self.keep :]:
-            if remove_checkpoint(LocalStorage(root), step):
+        oldest_first = sorted(steps, key=lambda step: (age.get(step, 0), step))
+        for step in needless_steps(oldest_first, left_among(storage, steps), self.keep):
+            if remove_checkpoint(storage, step):
                 logger.info("deleted checkpoint step=%d of %s, the newest %d are kept", step, root, self.keep)
 
     def _emit(self, event: EventType, step: int | None, error: str | None = None) -> None:
@@ -402,7 +429,9 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             root, step = split_path(directory)
             storage = LocalStorage(root)
             storage.make_dir("")
-            put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=secrets.token_hex(8)))
+            # The manifest takes it over, and so says the branch.
+            save_id = attempt_on_branch(secrets.token_hex(8), read_branches(storage).newest)
+            put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=save_id))
             if directory.exists():
                 logger.warning("removing what an unfinished save left in %s", directory)
                 shutil.rmtree(directory)

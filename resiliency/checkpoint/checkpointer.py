@@ -28,8 +28,9 @@ from types import TracebackType
 from typing import Any
 
 from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
+from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.capturer import Capturer
-from resiliency.checkpoint.names import TierName, branch_of
+from resiliency.checkpoint.names import TierName, attempt_on_branch
 from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.restore import Fill, Restored, Restorer
@@ -47,7 +48,7 @@ from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier
 from resiliency.checkpoint.trainer.saver import Saver
 from resiliency.checkpoint.trainer.schedule import Schedule
 from resiliency.checkpoint.trainer.tier_policy import Interval
-from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.errors import CheckpointError, ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.progress import report_step
 from resiliency.runtime import RunInfo
@@ -56,6 +57,8 @@ __all__ = ["Checkpointer", "CheckpointerOptions", "LocalTier"]
 
 logger = logging.getLogger(__name__)
 
+#: So many branches, the newest, are sent to the agent: a packet holds some hundreds, and records have all.
+_SENT_BRANCHES = 64
 #: How long the end of a job waits for the copies of its last step.
 _LAST_COPIES = timedelta(seconds=60)
 
@@ -145,8 +148,6 @@ class Checkpointer:
             emit=self._emit,
         )
         self._replica_hosts = ReplicaHosts(context, self._delivery.link)
-        #: How often a restore led back behind what this start had saved.
-        self._branches = 0
         self._closed = False
         #: Whether room for captures of the whole state has been asked for.
         self._is_prepared = False
@@ -193,20 +194,23 @@ class Checkpointer:
     ) -> Restored:
         """Bring the newest state back, in place; collective over all ranks.
 
-        Where the step is before some that this start of the job has saved, they stay, as after a restart that
-        goes back: what is saved again at one of those steps of the persistent tier fails by name, and a
-        restart takes the newest of them until a later step is committed.
+        Where a later step could be restored, the job goes back: what is saved from then on is of a new
+        branch, from which every later start goes on.  A checkpoint of the branch that was left stays until
+        the new one saves the same step, or has as many checkpoints as are kept; until then `step` restores
+        it, which begins another branch.
 
         It comes from this host's memory if every rank finds its capture there, else from the newest step
         that can be made whole from the tiers and verifies.  A bad checkpoint is hidden and the one
         before it taken.
 
         Args:
-            step: take this one or nothing; None means the newest.
+            step: take this one or nothing, of the live branch if that has it; None means the newest of the
+                live branch.
             inventory: of `take_inventory`, the same on all ranks; None: take it now.
             partial: dicts of `state` may lack parts that were saved (the model alone, for an evaluation), and
                 have parts that were not, which stay as they are.  What a module or an optimizer holds still
-                comes back whole.
+                comes back whole.  Another state than was saved at that step is not saved there: that save
+                fails by name, and later ones do not.
         Returns:
             The step and where it came from; step 0 if there is nothing, and `state` is as it was.
         Raises:
@@ -224,7 +228,7 @@ class Checkpointer:
         def fill(shard: Shard) -> Callable[[], object]:
             return plan_restore(state, shard, allow=self._options.allow, partial=partial)
 
-        restored = self._restore(fill, step=step, inventory=inventory)
+        restored = self._restore(fill, step=step, inventory=inventory, partial=partial)
         # Else the first step prepares, whose state an optimizer has made larger, or of which this is a part.
         self._is_prepared = bool(restored.step) and not partial
         self._prepare(state)
@@ -254,25 +258,31 @@ class Checkpointer:
             self._capturer.prepare_room(*room[0])
         return restored
 
-    def _restore(self, fill: Fill, *, step: int | None, inventory: Inventory | None) -> Restored:
+    def _restore(
+        self, fill: Fill, *, step: int | None, inventory: Inventory | None, partial: bool = False
+    ) -> Restored:
         self._capturer.fence()  # a capture under way reads the state that is overwritten
         self._emit(EventType.RESTORE_STARTED)
         restored = self._restorer().restore(fill, step=step, inventory=inventory)
+        branches = self._branches_after(restored)
         attach = replace(
             self._attach,
             run_id=restored.run_id or self._attach.run_id,
+            attempt_id=attempt_on_branch(self._attach.attempt_id, branches.newest),
             restored_step=restored.step or self._attach.restored_step,
-            restored_save=restored.save_id or self._attach.restored_save,
+            # A state with parts that were not saved is another one than stands at that step.
+            restored_save="" if partial else restored.save_id or self._attach.restored_save,
+            branches=branches.known[-_SENT_BRANCHES:],
         )
-        went_back = restored.step and self._went_back(restored.step)
-        if went_back:
-            self._branches += 1
-            attach = replace(attach, attempt_id=branch_of(attach.attempt_id, self._branches))
+        is_renamed = attach.attempt_id != self._attach.attempt_id
+        if is_renamed:
+            # The first rank that introduces itself again ends the attempt for all ranks of its host.
+            self._rank_group.gather(None)
             self._arena.run_id = attach.attempt_id
         if attach != self._attach:
             self._attach = attach
             self._delivery.link.introduce_again(attach)
-        if went_back:
+        if is_renamed:
             self._replica_hosts.meet_again(attach, self._rank_group, self._info)
         if restored.is_in_memory_alone:
             self._delivery.captured_step = restored.step
@@ -283,24 +293,39 @@ class Checkpointer:
             self._replica_hosts.repair(restored)
         return restored
 
-    def _went_back(self, step: int) -> bool:
-        """Whether `step` is before what this start has saved, which then is over; collective."""
+    def _branches_after(self, restored: Restored) -> Branches:
+        """The branches of the job from here on: with a new one if it went back; collective."""
+        known = restored.branches.merged(Branches(self._attach.branches))
         newest = max(self._rank_group.gather(self._saver.newest_step))
-        if newest <= step:
-            return False
+        has_saved = 0 < restored.step < newest
+        if not has_saved and not restored.is_rollback:
+            return known
+        branches = known.after(restored.step, restored.save_id)
         if self.rank == 0:
             logger.warning(
-                "job went back from step %d to %d: its checkpoints of later steps stay; until a step after %d"
-                " is committed, saves of those steps fail in the persistent tier and a restart goes on from"
-                " the newest of them; to prevent that, move them away",
-                *(newest, step, newest),
+                "job went back to step %d: its saves from now on are branch %d, from which a restart goes on;"
+                " later checkpoints of before stay until that has as many, and can be restored by their step",
+                *(restored.step, branches.newest),
             )
-        self._delivery.went_back(self._options.close_timeout)
-        self._saver.went_back()
-        self._schedule.went_back(step)
-        # The first rank that introduces itself again ends the attempt for all ranks of its host.
-        self._rank_group.gather(None)
-        return True
+        if has_saved:
+            self._delivery.went_back(self._options.close_timeout)
+            self._saver.went_back()
+            self._schedule.went_back(restored.step)
+            # Before the first save of the new branch, for a restart meanwhile is to go back as well.  A
+            # program that has not saved may be an evaluation: its agent does this when it saves.
+            self._record(branches)
+        return branches
+
+    def _record(self, branches: Branches) -> None:
+        settings = self._attach.settings
+        directories = [settings.directory] if self.rank == 0 else []
+        if self.rank == self._attach.local_ranks[0]:
+            directories.append(settings.local_directory)
+        for directory in filter(None, directories):
+            try:
+                record_branches(LocalStorage(directory), branches)
+            except CheckpointError as error:
+                logger.error("a restart before the next commit does not go back: %s", error)
 
     def prewarm(self, state: object) -> None:
         """Make room for the captures of `state`, and wait for it.

@@ -18,13 +18,21 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.capture.leftovers import LeftoverOutcome, free_leftovers
-from resiliency.checkpoint.format.catalog import Condition, Found, find_newest, glance, inspect, steps_in
+from resiliency.checkpoint.format.catalog import (
+    Condition,
+    Found,
+    find_newest,
+    glance,
+    inspect,
+    left_among,
+    steps_in,
+)
 from resiliency.checkpoint.format.marker import parse_step
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.progress import ReadProgress
@@ -196,7 +204,11 @@ def _free(_: Storage, options: argparse.Namespace) -> _Answer:
 
 def _list(storage: Storage, options: argparse.Namespace) -> _Answer:
     steps = steps_in(storage) if options.step is None else [_existing(storage, options.step)]
-    found = [inspect(storage, step) for step in steps]
+    left = left_among(storage, steps)
+    found = [
+        replace(item, why=f"left: job went back to step {left[item.step]:g}") if item.step in left else item
+        for item in (inspect(storage, step) for step in steps)
+    ]
     text = ""
     if options.json:
         text = _json([_as_json(item) for item in found])
@@ -246,10 +258,12 @@ def _existing(storage: Storage, step: int) -> int:
 
 
 def _newest_ours(storage: Storage) -> int:
-    """The newest that is committed, damaged or not: looking for damage is the point."""
+    """The newest of the live branch that is committed, damaged or not: looking for damage is the point."""
     committed = (Condition.COMPLETE, Condition.BAD)
-    for step in reversed(steps_in(storage)):
-        if glance(storage, step).condition in committed:
+    steps = steps_in(storage)
+    left = left_among(storage, steps)
+    for step in reversed(steps):
+        if step not in left and glance(storage, step).condition in committed:
             return step
     raise CheckpointMissing(
         f"{storage.describe()} holds no committed checkpoint with checksums: torch's own have none.",

@@ -2,8 +2,8 @@
 """Names that all parts share: of a save, of a tier, of a host as a directory, of one try to save.
 
 The name of a save is the same on all ranks, in memory, on disks, in copies and on shared storage.  It says
-which start of the job came to which step; two starts may come to one step by different ways.  So may one
-start that restores a step before those that it has saved: from there on it goes by another name.
+which start of the job came to which step, and on which branch (`resiliency.checkpoint.branches`): two starts
+may come to one step by different ways, and so may one that restores a step before those that it has saved.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ def attempt_id_of(save_id: str, step: int) -> str:
     return save_id.removesuffix(f"-{step}")
 
 
-def branch_of(attempt_id: str, number: int) -> str:
-    """The attempt of a start of the job after it went back for the `number`-th time."""
-    return f"{start_of(attempt_id)}.{number}"
+def attempt_on_branch(attempt_id: str, number: int) -> str:
+    """The attempt of a start of the job while it is on branch `number` (`resiliency.checkpoint.branches`)."""
+    return f"{start_of(attempt_id)}.{number}" if number else start_of(attempt_id)
+
+
+def branch_number(name: str) -> int:
+    """The branch of an attempt or of a save, by its name."""
+    number = name.partition(".")[2].partition("-")[0]
+    return int(number) if number.isascii() and number.isdigit() else 0
 
 
 def start_of(attempt_id: str) -> str:

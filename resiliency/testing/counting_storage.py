@@ -82,6 +82,10 @@ class CountingStorage:
         self.count("remove_tree")
         self._inner.remove_tree(name)
 
+    def remove_empty_dir(self, name: str) -> None:
+        self.count("remove_empty_dir")
+        self._inner.remove_empty_dir(name)
+
     def sync_dir(self, name: str) -> None:
         self.count("sync_dir")
         self._inner.sync_dir(name)

@@ -5,7 +5,8 @@
 survives a power cut, and treats POSIX at its word: bytes survive after `sync` of the file, names
 after `sync_dir` of the directory, and what was not synced may survive, may not, or may be torn.
 `FaultyStorage` wraps any storage and does one bad thing at the n-th operation; `TroubledStorage` has
-errors that pass, placed at an operation on a step; `CachingStorage` shows for a while what is gone.
+errors that pass, placed at an operation on a step; `LateStorage` hangs at the n-th operation and wakes when a
+test wants; `CachingStorage` shows for a while what is gone.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ class MemoryStorage:
 
     def replace(self, source: str, target: str) -> None:
         with self._lock:
-            self.link(source, target)
+            node = self._find(source)
+            if node is None:
+                raise self._failed(errno.ENOENT, "rename", source)
+            self._parent(target).entries[target.rpartition("/")[2]] = node
             self.remove(source)
 
     def link(self, source: str, target: str) -> None:
@@ -116,6 +120,12 @@ class MemoryStorage:
         with self._lock:
             if self._find(name) is not None:
                 del self._parent(name).entries[name.rpartition("/")[2]]
+
+    def remove_empty_dir(self, name: str) -> None:
+        with self._lock:
+            node = self._find(name)
+            if isinstance(node, _Dir) and not node.entries:
+                self.remove_tree(name)
 
     def sync_dir(self, name: str) -> None:
         with self._lock:
@@ -246,7 +256,8 @@ class FaultyStorage:
     """Passes everything to `inner` and does what `fault` says at its operation.
 
     Counted are the operations that change something (create, write, sync, make_dir, replace,
-    link, remove, remove_tree, sync_dir) and, with `count_reads`, each read of a file instead.
+    link, remove, remove_tree, remove_empty_dir, sync_dir) and, with `count_reads`, each read of a file
+    instead.
 
     Args:
         on_kill: called at a kill; the default raises `StorageKilled`, and every later operation
@@ -310,6 +321,10 @@ class FaultyStorage:
         self._change(f"remove_tree {name}")
         self.inner.remove_tree(name)
 
+    def remove_empty_dir(self, name: str) -> None:
+        self._change(f"remove_empty_dir {name}")
+        self.inner.remove_empty_dir(name)
+
     def sync_dir(self, name: str) -> None:
         self._change(f"sync_dir {name}")
         self.inner.sync_dir(name)
@@ -366,8 +381,9 @@ class StorageTrouble:
     """An operation on what belongs to `step` fails with `errno`, `times` times, and then no more.
 
     Args:
-        operation: create, write, sync, open, list, exists, make_dir, replace, link, remove, remove_tree or
-            sync_dir.  One that names no step (a listing of the root) belongs to the step named last.
+        operation: create, write, sync, open, list, exists, make_dir, replace, link, remove, remove_tree,
+            remove_empty_dir or sync_dir.  One that names no step (a listing of the root) belongs to the step
+            named last.
     """
 
     step: int
@@ -415,6 +431,44 @@ class TroubledStorage(FaultyStorage):
                 if left and (trouble.operation, trouble.step) == (what, self._step):
                     self._left[trouble] = left - 1
                     raise failed(OSError(trouble.errno, os.strerror(trouble.errno)), self.describe(name))
+
+
+class LateStorage(FaultyStorage):
+    """The mount of a process that is late: one operation hangs, reads included, until `answers` is set.
+
+    Args:
+        operation: counts from 0 over all operations, reads included; None: none hangs.
+        dies: the process is killed right after that operation.
+    """
+
+    def __init__(self, inner: Storage, operation: int | None = None, *, dies: bool = False) -> None:
+        super().__init__(inner)
+        self._late = operation
+        self._dies = dies
+
+    def open(self, name: str) -> ReadableFile:
+        self._change(f"open {name}")
+        return super().open(name)
+
+    def list(self, name: str) -> list[str]:
+        self._change(f"list {name}")
+        return super().list(name)
+
+    def exists(self, name: str) -> bool:
+        self._change(f"exists {name}")
+        return super().exists(name)
+
+    def _change(self, operation: str) -> StorageFaultKind | None:
+        with self._lock:
+            self._alive()
+            if self._late is not None and len(self.operations) > self._late and self._dies:
+                self._kill()
+            is_late = len(self.operations) == self._late
+            self.operations.append(operation)
+        if is_late:
+            self.hangs.set()
+            self.answers.wait()
+        return None
 
 
 class CachingStorage(FaultyStorage):

@@ -296,6 +296,27 @@ def a_complete_checkpoint_of_an_earlier_training_is_not_replaced(directory: Path
 
 
 @check
+def a_training_that_goes_back_saves_over_the_checkpoints_that_it_left_and_is_what_a_resume_takes(
+    directory: Path,
+) -> None:
+    from resiliency.checkpoint.branches import read_branches
+    from resiliency.checkpoint.format.catalog import unmarked_checkpoints
+    from resiliency.checkpoint.format.manifest import Manifest, write_manifest
+    from resiliency.checkpoint.storage.posix import LocalStorage
+
+    root = with_steps(directory, 2, 4, 8, 10)
+    for step in (2, 4, 8, 10):
+        manifest = Manifest(step=step, run_id="", save_id="of-before", world_size=1, format="nemo", ranks={})
+        write_manifest(LocalStorage(root), f"step={step}", manifest)
+    run = Run(directory)
+    run.train(4, run.tier(2, keep=3))
+    assert (run.steps_of("checkpoint_saved"), run.steps_of("save_failed")) == ([2, 4], [])
+    assert (root / "step=10").exists()
+    assert unmarked_checkpoints(root) == [root / "step=4", root / "step=2"]
+    assert read_branches(LocalStorage(root)).newest == 1
+
+
+@check
 def an_old_checkpoint_stays_while_somebody_reads_it(directory: Path) -> None:
     from resiliency.checkpoint.format.lease import Lease
     from resiliency.checkpoint.storage.posix import LocalStorage

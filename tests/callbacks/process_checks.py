@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.callbacks.checks import check, connector, refusal, sealed
+from tests.checkpoint.storage_builders import file_in
 
 
 def process(directory: Path, **options: Any) -> Any:
@@ -90,7 +91,7 @@ def checkpoints_of_both_kinds_stand_side_by_side_and_the_newest_good_one_is_take
     assert [f.condition for f in list_checkpoints(storage)] == [Condition.COMPLETE] * 2
     both = connector(persistent_ckpt_dir=directory)
     assert both._newest_usable() == engines
-    damaged = engines / "__0_0.distcp"
+    damaged = file_in(engines, "__0_0.distcp")
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)

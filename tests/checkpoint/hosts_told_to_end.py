@@ -57,7 +57,8 @@ def main(rank: int, root: Path, what: str) -> None:
             assert handle.wait(SOON)
             assert handle.state is SaveState.COMMITTED
         else:
-            wait_until((root / "ckpt" / f"step={STEP}" / "__0_0.distcp").exists, "nothing is written")
+            begun = f"ckpt/step={STEP}/*/__0_0.distcp"
+            wait_until(lambda: any(root.glob(begun)), "nothing is written")
             stop_process(agent)
         dist.barrier()
         if rank == 1:

@@ -73,10 +73,11 @@ def blueprint_of(storage: Storage, step: int) -> CopyPlan:
 
 
 def tree(root: Path, without: str = "") -> dict[str, bytes]:
-    """All files below a directory with their bytes, but for what is in its directory `without`."""
+    """All files below a directory with their bytes, but for what is in its directory `without`, and markers
+    that were lifted."""
     places = [path for path in sorted(root.iterdir()) if path.name != without]
     below = [path for place in places for path in (place, *sorted(place.rglob("*")))]
-    files = (path for path in below if path.is_file())
+    files = (path for path in below if path.is_file() and path.name != "unfinished")
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, SaveTicket, commit
-from resiliency.checkpoint.format.manifest import TensorRecord
+from resiliency.checkpoint.format.manifest import RankIndex, TensorRecord, read_manifest
 from resiliency.checkpoint.format.marker import step_directory
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.format.torch_record import memory_of
@@ -30,6 +30,7 @@ from resiliency.checkpoint.state.layout import (
     contiguous_stride,
 )
 from resiliency.checkpoint.storage.interface import Storage
+from resiliency.checkpoint.storage.posix import LocalStorage
 
 
 @dataclass
@@ -122,16 +123,29 @@ def read_shard(reader: CheckpointReader, rank: int) -> Shard:
     return replace(shard, load=None)
 
 
-def content_of(root: Path, step: int, record: TensorRecord) -> torch.Tensor:
+def content_of(root: Path, step: int, index: RankIndex, record: TensorRecord) -> torch.Tensor:
     """What is on disk where an index says that a part of a tensor is; nothing is verified."""
     dtype = getattr(torch, record.dtype)
-    path = root / step_directory(step) / record.file
+    path = root / step_directory(step) / index.path_of(record.file)
     raw = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     size_bytes = math.prod(record.shape) * dtype.itemsize
     content = raw[record.position : record.position + size_bytes]
     if record.position % dtype.itemsize:
         content = content.clone()
     return content.view(dtype).view(record.shape)
+
+
+def folder_of(storage: Storage | Path, step: int) -> str:
+    """Where the save that is committed at a step has its files, relative to the storage."""
+    storage = LocalStorage(storage) if isinstance(storage, Path) else storage
+    directory = step_directory(step)
+    return f"{directory}/{read_manifest(storage, directory).folder}"
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """The file of that name in a checkpoint, which may lie in the folder of its save."""
+    (found,) = directory.rglob(name)
+    return found
 
 
 def small_shard(step: int, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> Shard:

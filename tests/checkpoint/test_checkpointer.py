@@ -7,9 +7,11 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,12 @@ from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, hold_job, job
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.cleaner import flags as cleaner_flags
 from resiliency.checkpoint.cli import main as command_line
+from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.format.catalog import Condition, inspect, list_checkpoints
 from resiliency.checkpoint.recovery.restore import Restored
 from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.state.layout import Shard
+from resiliency.checkpoint.storage.interface import write_file
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.torch_dcp import DcpStorageReader, DcpStorageWriter
 from resiliency.checkpoint.trainer.handles import SaveState
@@ -39,9 +43,11 @@ from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
+from resiliency.testing.processes import Command
 from tests import agent_host
 from tests.checkpoint.capture_builders import Gate
 from tests.checkpoint.checkpointer_builders import SOON, Place, make_state
+from tests.checkpoint.storage_builders import file_in
 from tests.waiting import agent_of, settled, wait_until
 
 pytestmark = [
@@ -225,7 +231,7 @@ def test_a_damaged_checkpoint_is_hidden_and_the_one_before_it_restored(place: Pl
     with place.open() as checkpoints:
         for step in (1, 2):
             assert checkpoints.save(step, make_state(step)).wait(SOON)
-    data = place.directory / "step=2" / "__0_0.distcp"
+    data = file_in(place.directory / "step=2", "__0_0.distcp")
     content = bytearray(data.read_bytes())
     content[content.index(bytes.fromhex("0000004000000040"))] ^= 1  # a weight, 2.0
     data.write_bytes(content)
@@ -340,7 +346,7 @@ def test_a_directory_of_others_fails_the_save_by_name_and_the_next_one_commits(p
     assert good.state is SaveState.COMMITTED
 
 
-def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new(place: Place) -> None:
+def test_a_start_that_goes_on_from_an_older_step_saves_each_and_keeps_what_is_new(place: Place) -> None:
     def go_back(shard: Shard) -> None:
         assert shard.step == 3
 
@@ -354,30 +360,74 @@ def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new
             handle = checkpoints.save(step, make_state(-step))
             assert handle.wait(SOON)
             outcomes[step] = handle.state
-            if step == 8:
-                assert "step=8 was saved by an earlier start of the job" in handle.record.why
-                # Older than the newest two, and the newest of this branch.
+            if step == 5:  # not one of the newest two, but the newest of this branch
                 assert (place.directory / "step=5").is_dir()
-    good, failed = SaveState.COMMITTED, SaveState.FAILED
-    assert outcomes == {3: good, 5: good, 8: failed, 10: good}
+    assert outcomes == dict.fromkeys((3, 5, 8, 10), SaveState.COMMITTED)
+    agent_host.wait_for_end(place.root.name)
+    assert [found.step for found in list_checkpoints(LocalStorage(place.directory))] == [8, 10]
 
 
-def test_a_rollback_says_which_checkpoints_stay_and_what_a_restart_takes(
+def saved(checkpoints: Checkpointer, step: int, value: int) -> SaveState:
+    handle = checkpoints.save(step, make_state(value), wait=SOON)
+    assert handle.wait(SOON)
+    return handle.state
+
+
+def test_after_a_rollback_each_step_is_saved_and_a_restart_goes_on_from_the_new_branch(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
+    state = make_state(0)
+    with suppress(KeyboardInterrupt), place.open(keep=2) as checkpoints:
+        for step in (1, 2, 3, 4):
+            assert saved(checkpoints, step, step) is SaveState.COMMITTED
+        assert checkpoints.restore(state, step=3).step == 3
+        assert "job went back to step 3: its saves from now on are branch 1" in caplog.text
+        raise KeyboardInterrupt  # nothing of the new branch is saved, and memory holds step 4
+    with place.open(keep=2) as checkpoints:
+        assert checkpoints.restore(state).step == 3
+        assert saved(checkpoints, 5, -5) is SaveState.COMMITTED
+        assert checkpoints.restore(state, step=3).step == 3
+        assert saved(checkpoints, 6, -6) is SaveState.COMMITTED
+    agent_host.wait_for_end(place.root.name)
+    steps = [found.step for found in list_checkpoints(LocalStorage(place.directory))]
+    assert steps == [3, 4, 5, 6]
+    with place.open(keep=2) as checkpoints:
+        assert (checkpoints.restore(state).step, state["lr"]) == (6, -6)
+        # Of the first branch, by its step: that is the live one again.
+        assert (checkpoints.restore(state, step=4).step, state["lr"]) == (4, 4)
+        assert saved(checkpoints, 6, 6) is SaveState.COMMITTED
+        assert saved(checkpoints, 7, 7) is SaveState.COMMITTED
+    agent_host.wait_for_end(place.root.name)
+    steps = [found.step for found in list_checkpoints(LocalStorage(place.directory))]
+    assert steps == [6, 7]
+    with place.open(keep=2) as checkpoints:
+        assert (checkpoints.restore(state).step, state["lr"]) == (7, 7)
+
+
+def test_a_start_that_goes_back_and_saves_nothing_changes_nothing(place: Place) -> None:
     with place.open() as checkpoints:
-        for step in (1, 2, 3):
-            assert checkpoints.save(step, make_state(step)).wait(SOON)
+        for step in (1, 2):
+            assert saved(checkpoints, step, step) is SaveState.COMMITTED
+    with place.open() as checkpoints:
         assert checkpoints.restore(make_state(0), step=1).step == 1
-        text = "job went back from step 3 to 1: its checkpoints of later steps stay; until a step after 3 is"
-        assert text in caplog.text
-        again = checkpoints.save(3, make_state(-3), wait=SOON)
-        assert again.wait(SOON)
-        assert again.state is SaveState.FAILED
-        assert checkpoints.save(4, make_state(-4), wait=SOON).wait(SOON)
-        state = make_state(0)
-        assert checkpoints.restore(state).step == 4
-        assert state["lr"] == -4
+    with place.open() as checkpoints:
+        assert checkpoints.restore(make_state(0)).step == 2
+    assert sorted(path.name for path in place.directory.iterdir()) == ["step=1", "step=2"]
+
+
+def test_a_state_with_parts_that_were_not_saved_is_not_reported_as_committed(place: Place) -> None:
+    with place.open() as checkpoints:
+        assert saved(checkpoints, 1, 1) is SaveState.COMMITTED
+    with place.open() as checkpoints:
+        state = {**make_state(0), "ema": torch.zeros(3)}
+        assert checkpoints.restore(state, partial=True).step == 1
+        handle = checkpoints.save(1, state, wait=SOON)
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.FAILED
+        assert "did not go on from it" in handle.record.why
+        handle = checkpoints.save(2, state, wait=SOON)
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED
 
 
 @pytest.mark.leaks("variables", reason="torch's optimizers import its compiler, which sets its cache")
@@ -546,6 +596,54 @@ def test_what_a_forward_writes_is_of_the_saved_step_while_the_optimizers_memory_
     assert held == {0, 1, 2, 3}  # weight and bias, and the momentum of each
 
 
+@pytest.mark.parametrize("saves", [False, True], ids=["restores", "saves"])
+def test_a_second_job_on_the_directory_leaves_what_the_first_one_is_writing(
+    place: Place, saves: bool
+) -> None:
+    """Such as an evaluation beside the training, with a name of its own."""
+    storage = LocalStorage(place.directory)
+    storage.make_dir("")
+    claim = open_save(storage, 7, "start-7", 1, run_id="the training", until=int(time.time()) + 600)
+    write_file(storage, f"{claim.place}/__0_0.distcp", b"half")
+    with place.open() as checkpoints:
+        if saves:
+            assert checkpoints.save(1, make_state(1)).wait(SOON)
+    assert storage.list(claim.place) == ["__0_0.distcp"]
+    assert claim.try_lift(lambda marker: marker.save_id == "start-7")
+
+
+EVALUATION = """
+import sys, torch
+from resiliency.checkpoint import Checkpointer
+with Checkpointer(sys.argv[1]) as checkpoints:
+    state = {"weights": torch.zeros(1000)}
+    print("restored", checkpoints.restore(state, partial=True).step, state["weights"][0].item())
+"""
+
+
+def test_an_evaluation_of_its_own_name_from_start_to_end_leaves_the_save_that_the_training_has_in_flight(
+    place: Place,
+) -> None:
+    link = LinkOptions(silence=timedelta(minutes=10), grace=timedelta(seconds=5))
+    with place.open(bytes_per_s=4 << 20, link=link) as training:
+        assert training.save(1, make_state(1)).wait(SOON)
+        handle = training.save(2, make_state(2, size=2 << 20))
+        begun = "step=2/save=*/__0_0.distcp"
+        wait_until(lambda: any(place.directory.glob(begun)), f"there is no {begun}", every=0.005)
+        agent = psutil.Process(agent_of(training))
+        agent.suspend()
+        try:
+            env = {"JOB_IDENTIFIER": f"{place.job}-evaluation", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-c", EVALUATION, str(place.directory)]
+            with Command(command, env=env) as evaluation:
+                assert evaluation.wait(timeout=120) == 0
+            assert "restored 1 1.0" in evaluation.output
+        finally:
+            agent.resume()
+        assert handle.wait(SOON)
+        assert inspect(LocalStorage(place.directory), 2).condition is Condition.COMPLETE
+
+
 @pytest.mark.parametrize(
     ("phase", "kind"),
     [
@@ -568,8 +666,8 @@ def test_an_agent_that_dies_costs_the_save_it_held_and_nothing_else(
         pid = agent_of(checkpoints)
         if phase != "idle":
             handle = checkpoints.save(2, state)
-            seen = {"claimed": "step=2-unfinished", "writing": "step=2/__0_0.distcp"}[phase]
-            wait_until((place.directory / seen).exists, f"there is no {seen}", every=0.005)
+            seen = {"claimed": "step=2-unfinished", "writing": "step=2/save=*/__0_0.distcp"}[phase]
+            wait_until(lambda: any(place.directory.glob(seen)), f"there is no {seen}", every=0.005)
         os.kill(pid, kind)
         if phase == "idle":
             handle = checkpoints.save(2, state)

@@ -21,6 +21,7 @@ import pytest
 
 from resiliency import commands
 from resiliency.checkpoint import cli, progress
+from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, hold_job, job_directory
 from resiliency.checkpoint.cli import DAMAGED, INTERRUPTED, NOTHING, OK, USAGE, main
@@ -29,7 +30,7 @@ from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.testing import warm
-from tests.checkpoint.storage_builders import save, small_shard
+from tests.checkpoint.storage_builders import file_in, save, small_shard
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def damage(directory: Path) -> None:
-    path = directory / "step=20" / "__0_0.distcp"
+    path = file_in(directory / "step=20", "__0_0.distcp")
     content = bytearray(path.read_bytes())
     content[700] ^= 1
     path.write_bytes(content)
@@ -56,6 +57,19 @@ def test_ls_shows_a_table_row_per_step(directory: Path, capsys: pytest.CaptureFi
     assert lines[1].endswith("corrupt: bytes differ")
     assert lines[2].split()[:2] == ["20", "complete"]
     assert lines[2].split()[4:6] == ["1/1", "dcp"]
+
+
+def test_a_step_that_the_job_went_back_behind_is_listed_as_left_and_is_not_the_newest(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = LocalStorage(directory)
+    save(storage, DcpFormat(), [small_shard(10)], save_id="attempt.1-10")
+    record_branches(storage, Branches().after(3, "attempt-0"))
+    assert main(["ls", str(directory)]) == OK
+    assert "left: job went back to step 3" in capsys.readouterr().out.splitlines()[3]
+    assert main(["show", str(directory)]) == OK
+    assert "step=10" in capsys.readouterr().out
+    assert main(["show", str(directory), "--step", "20"]) == OK
 
 
 def test_free_removes_what_dead_jobs_left_and_nothing_of_a_living_or_recent_one(
@@ -191,7 +205,7 @@ def test_an_unknown_step_is_nothing_usable(directory: Path) -> None:
 
 
 def test_ls_of_a_damaged_checkpoint_exits_as_damaged(directory: Path) -> None:
-    (directory / "step=3" / "rank=0.json").unlink()
+    file_in(directory / "step=3", "rank=0.json").unlink()
     assert main(["ls", str(directory)]) == DAMAGED
 
 

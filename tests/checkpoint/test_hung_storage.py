@@ -21,14 +21,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.checkpoint.agent.jobs import CleanJob, SaveJob
+from resiliency.checkpoint.agent.jobs import SaveJob, ShowJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.capture.arena import RankArena, open_captured
 from resiliency.checkpoint.capture.capturer import Capturer
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.commit.retention import BEING_TAKEN
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
-from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker
+from resiliency.checkpoint.format.marker import put_marker
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.recovery.restore import Tier
@@ -144,7 +145,7 @@ def test_a_save_whose_storage_hangs_at_any_operation_fails_by_name_and_keeps_onl
     tmp_path: Path,
 ) -> None:
     operations = operations_of_a_save(tmp_path / "whole")
-    commits_at = operations.index("remove step=1-unfinished")
+    commits_at = [what.startswith("replace step=1-unfinished ") for what in operations].index(True)
     assert commits_at > 10
     for number, operation in enumerate(operations):
         with bench(tmp_path / str(number), operation=number) as made:
@@ -155,8 +156,9 @@ def test_a_save_whose_storage_hangs_at_any_operation_fails_by_name_and_keeps_onl
             made.worker.look_for_hang()
             made.worker.look_for_hang()  # says nothing twice
             first, second = made.report(), made.report()
-            what, _, name = operation.partition(" ")
+            what, *_, name = operation.split(" ")
             call = f"{what} memory:/{name} has not returned for ".replace("make_dir", "create directory")
+            call = call.replace("replace ", "rename to ")
             assert call.replace("sync_dir", "sync directory") in first.error, operation
             assert (first.step, first.left_out) == (1, False)
             assert (second.step, second.left_out) == (2, True)
@@ -179,8 +181,8 @@ def test_a_hang_while_nothing_is_saved_is_no_failed_save_but_leaves_out_those_th
     tmp_path: Path,
 ) -> None:
     with bench(tmp_path, operation=0) as made:
-        put_marker(made.storage.inner, 7, Marker(state=MarkerState.REMOVING))
-        assert made.worker.try_put(CleanJob(settings=made.settings))
+        put_marker(made.storage.inner, 7, BEING_TAKEN)
+        assert made.worker.try_put(ShowJob(settings=made.settings))
         assert made.storage.hangs.wait(60)
         made.save(8)
         wait_until(made.worker.why_hung, "no hang is seen")
@@ -220,7 +222,7 @@ def test_a_worker_with_a_full_queue_whose_storage_hangs_is_left_at_once(tmp_path
     with bench(tmp_path, operation=3) as made:
         made.save(1)
         assert made.storage.hangs.wait(60)
-        while made.worker.try_put(CleanJob(settings=made.settings)):
+        while made.worker.try_put(ShowJob(settings=made.settings)):
             pass
         timeout = timedelta(seconds=2)
         wait_until(lambda: made.worker.why_hung(CallTimeouts(longest=timeout)), "no hang is seen")

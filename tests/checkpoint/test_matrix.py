@@ -178,7 +178,7 @@ def test_with_two_copies_each_two_hosts_may_be_lost_or_one_and_a_copy_be_bad(
     order = ["h0", "h4", "h2", "h3"]
     other = holders["h1"][0]
     if flipped:
-        (data,) = cluster[other].disk.glob(f"**/replicas/h1/step={PARK}/rank=*/slot.bin")
+        (data,) = cluster[other].disk.glob(f"**/replicas/h1/step={PARK}/**/rank=*.slot.bin")
         flip_bit(data)
     else:
         cluster.kill(other, disk=True)
@@ -318,7 +318,7 @@ def test_memory_of_ranks_that_left_a_host_is_given_back_once_a_later_step_is_com
 
 def damage_all_copies(cluster: TestCluster, owner: str, step: int) -> None:
     (holder,) = cluster.copies(step)[owner]
-    (data,) = cluster[holder].disk.glob(f"**/replicas/{owner}/step={step}/rank=*/slot.bin")
+    (data,) = cluster[holder].disk.glob(f"**/replicas/{owner}/step={step}/**/rank=*.slot.bin")
     flip_bit(data)
 
 
@@ -477,7 +477,7 @@ def test_a_host_lost_in_the_middle_of_a_restore_costs_another_start_and_no_step(
     (holder,) = cluster.copies(PARK)["h1"]
     cluster.add("h3")
     order = ["h0", "h3", "h2"]
-    copy = f"replicas/h1/step={PARK}/rank=1/slot.bin"
+    copy = "rank=1.slot.bin"
     fault = HostFault(host=holder, phase=HostPhase.RESTORE, step=PARK, name=copy, operation=operation)
     cluster.place(fault)
     job = cluster.start(train, WHOLE, order=order)

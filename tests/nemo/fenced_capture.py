@@ -157,10 +157,11 @@ def compare(directory: Path, saved: dict[int, Any]) -> dict[str, Any]:
     for step, tensors in saved.items():
         reader = CheckpointReader(LocalStorage(directory), step)
         reader.verify()
-        written = {(record.key, record.offsets): record for record in reader.index(0).tensors}
+        index = reader.index(0)
+        written = {(record.key, record.offsets): record for record in index.tensors}
         for (key, offset), data in tensors.items():
             compared += 1
-            if not torch.equal(content_of(directory, step, written[key, offset]), data):
+            if not torch.equal(content_of(directory, step, index, written[key, offset]), data):
                 different.append(f"step {step}: {key}")
     first, last = saved[EVERY], saved[STEPS]
     moved = sum(not torch.equal(first[place], last[place]) for place in first)

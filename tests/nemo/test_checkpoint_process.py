@@ -17,6 +17,7 @@ import pytest
 
 from resiliency.events import EventType
 from resiliency.testing import warm
+from tests.checkpoint.storage_builders import file_in
 from tests.nemo.conftest import (
     ATTEMPT_S,
     ONE_RANK,
@@ -72,7 +73,7 @@ def test_without_memory_it_comes_back_from_the_newest_checkpoint_on_disk_that_is
 ) -> None:
     with ExitStack() as stack:
         job = copy_of(killed_between_saves.job, tmp_path, TWO_REPLICAS, stack)
-        flip_a_bit(job.checkpoints / "step=60" / "__1_0.distcp")
+        flip_a_bit(file_in(job.checkpoints / "step=60", "__1_0.distcp"))
         flip_a_bit(job.checkpoints / "step=40" / "common.pt")
         output = job.run(PROCESS, "--topk-ckpt", 1, save_every=20)
     assert "step=60 is not used" in output
@@ -91,7 +92,7 @@ def test_another_number_of_ranks_reshards_it_and_saves_in_nemos_own_way_beside_i
 ) -> None:
     with ExitStack() as stack:
         job = copy_of(killed_between_saves.job, tmp_path, ONE_RANK, stack)
-        flip_a_bit(job.checkpoints / "step=60" / "__0_0.distcp")
+        flip_a_bit(file_in(job.checkpoints / "step=60", "__0_0.distcp"))
         # Two samples a replica and step, as before: the mock data have the same length.
         output = job.run("--global-bs", 4, save_every=20)
         assert "step=60 is not used" in output

@@ -24,6 +24,7 @@ from resiliency.checkpoint.format.catalog import Condition, inspect
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.testing.processes import Command
 from resiliency.testing.rank_pool import RankPool
+from tests.checkpoint.storage_builders import file_in
 from tests.plugins import megatron_ranks
 from tests.plugins.conftest import JOB_S, run
 from tests.plugins.megatron_ranks import BUCKET_SPACE, MODEL_SPACE, STEP, Layout, Part, differing
@@ -235,7 +236,7 @@ def test_one_rank_that_wants_another_state_makes_all_refuse_and_nothing_changes(
 def test_a_flipped_bit_is_found_and_the_checkpoint_hidden(ranks: Ranks, tmp_path: Path) -> None:
     expected = ranks.run(megatron_ranks.saved, TENSOR_PARALLEL, tmp_path, ranks.name(TENSOR_PARALLEL))
     some = next(part for part in expected[1] if part.key.startswith("optimizer.state.exp_avg."))
-    file = tmp_path / f"step={STEP}" / "__1_0.distcp"
+    file = file_in(tmp_path / f"step={STEP}", "__1_0.distcp")
     content = bytearray(file.read_bytes())
     content[content.index(some.data.numpy().tobytes())] ^= 1
     file.write_bytes(content)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from resiliency.checkpoint.agent.protocol import Done, Settings
+from resiliency.checkpoint.branches import Branch
 from resiliency.checkpoint.capture.arena import CapturedSlot
 from resiliency.checkpoint.names import TierName, TierTry, save_id_of
 
@@ -23,6 +24,7 @@ class SaveJob:
 
     `slots`: lent to the worker of this tier, by rank; that of another tier has borrowed them for itself.
     `restored_step`, `restored_save`: where this start of the job went on; 0: nowhere.
+    `branches`: of the job.
     `missing`: why there is nothing to write; then nobody's part can become a checkpoint in this tier.
     """
 
@@ -37,6 +39,7 @@ class SaveJob:
     try_number: int = 1
     restored_step: int = 0
     restored_save: str = ""
+    branches: tuple[Branch, ...] = ()
     missing: str = ""
     queued: float = field(default_factory=time.monotonic)
 
@@ -94,8 +97,8 @@ class RefuseJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanJob:
-    """Delete what unfinished saves of dead attempts left in a tier."""
+class ShowJob:
+    """Show what was hidden in the local tier to be taken away, and was not."""
 
     settings: Settings
 

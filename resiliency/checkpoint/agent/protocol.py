@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
+from resiliency.checkpoint.branches import Branch
 from resiliency.checkpoint.machine import file_id
 from resiliency.checkpoint.messages import MessageCodec
 from resiliency.checkpoint.names import TierTry
@@ -74,7 +75,9 @@ class Attach:
 
     `attempt_id` is one start of the job, `run_id` what its checkpoints are named after: a job that goes on
     with a checkpoint of another takes over its run; `restored_step` is where it goes on, 0 if it starts
-    from scratch, and `restored_save` from which save of that step.  All four are the same on all ranks.
+    from scratch, and `restored_save` from which save of that step (empty: another state than any that was
+    saved); `branches` are those of the job (`resiliency.checkpoint.branches`).  All five are the same on all
+    ranks.
     `host` is this host's name among the others, `peer_address` where they reach it (empty: anywhere).
     """
 
@@ -88,6 +91,7 @@ class Attach:
     peer_address: str = ""
     restored_step: int = 0
     restored_save: str = ""
+    branches: tuple[Branch, ...] = ()
     settings: Settings
 
     @property

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from resiliency.checkpoint.agent.commit_lookups import CommitLookup, CommitLookups
 from resiliency.checkpoint.agent.jobs import (
-    CleanJob,
     FreeJob,
     GiveUpJob,
     JobKey,
     RefuseJob,
     RetireJob,
     SaveJob,
+    ShowJob,
 )
 from resiliency.checkpoint.agent.protocol import Attach, Done, SaveRequest, Skip
 from resiliency.checkpoint.agent.tier_writers import Worker
@@ -110,9 +110,7 @@ class SaveCollector:
             if done is None or start_of(key[0]) == start_of(attach.attempt_id)
         }
         if attach.settings.local_directory:
-            self._workers[TierName.LOCAL].try_put(CleanJob(settings=attach.settings))
-        if attach.settings.directory and 0 in attach.local_ranks:
-            self._workers[TierName.PERSISTENT].try_put(CleanJob(settings=attach.settings))
+            self._workers[TierName.LOCAL].try_put(ShowJob(settings=attach.settings))
         for tried, pending in incomplete.items():
             self._refuse(tried, pending)
 
@@ -422,5 +420,6 @@ def _save_job(
         try_number=tried.number,
         restored_step=member.restored_step,
         restored_save=member.restored_save,
+        branches=member.branches,
         missing=missing,
     )

@@ -25,8 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from resiliency.checkpoint.agent.jobs import CleanJob, FreeJob, GiveUpJob, RefuseJob, RetireJob, SaveJob
+from resiliency.checkpoint.agent.jobs import FreeJob, GiveUpJob, RefuseJob, RetireJob, SaveJob, ShowJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
+from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.arena import free_others
 from resiliency.checkpoint.capture.limits import check_tier_in_memory
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, SaveTicket, commit
@@ -35,7 +36,9 @@ from resiliency.checkpoint.commit.retention import (
     committed_save,
     delete_superseded,
     remove_given_up,
+    remove_left,
     retire,
+    show_untaken,
 )
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
@@ -52,7 +55,7 @@ from resiliency.checkpoint.format.manifest import RankIndex
 from resiliency.checkpoint.format.megatron import MegatronFormat
 from resiliency.checkpoint.format.reader import holds_shards
 from resiliency.checkpoint.gke.hand_off import HandOffQueue, locked
-from resiliency.checkpoint.names import TierName
+from resiliency.checkpoint.names import TierName, start_of
 from resiliency.checkpoint.replication.retirement import retire_replicas_alone
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.chunked_file import FileRecord
@@ -70,7 +73,7 @@ QUEUE_LIMIT = 16
 #: What ends sooner is no hang to be named at the end.
 _LONG_CALL = timedelta(seconds=10)
 
-Job: TypeAlias = "SaveJob | RefuseJob | CleanJob | FreeJob | RetireJob | GiveUpJob"
+Job: TypeAlias = "SaveJob | RefuseJob | ShowJob | FreeJob | RetireJob | GiveUpJob"
 
 
 @dataclass
@@ -113,6 +116,8 @@ class Worker:
         #: The attempt that saves; hosts may be gone that were of one before.
         self._attempt_id = ""
         self._is_leaving = False
+        #: The start of the job that has cleaned the tier, at its first save.
+        self._cleaned = ""
         #: Of the last save, and what of the settings it was made for: it knows the layouts of this host.
         self._layout: tuple[object, CheckpointFormat[Shard]] | None = None
         self._lock = threading.Lock()
@@ -269,8 +274,8 @@ class Worker:
             self._run_save(work, job)
         elif isinstance(job, RefuseJob):
             _refuse(work, job)
-        elif isinstance(job, CleanJob):
-            _try(lambda: _log_gone("unfinished", _clean(storage, job, self._tier)))
+        elif isinstance(job, ShowJob):
+            _try(lambda: _show_untaken(storage, job))
         elif isinstance(job, FreeJob):
             free_others(job.arena, job.local_ranks, step=job.step)
         elif isinstance(job, GiveUpJob):
@@ -347,10 +352,17 @@ class Worker:
             overtaken=work.overtaken,
         )
 
-    def _remove_obstacles(self, storage: Storage, job: SaveJob) -> None:
+    def _remove_obstacles(self, storage: WatchedStorage, job: SaveJob) -> None:
         """Remove what a save would find in its way."""
         if job.leads:
+            # Not when a start begins: one that saves nothing, such as an evaluation, removes nothing.
+            if self._cleaned != start_of(job.attempt_id):
+                self._cleaned = start_of(job.attempt_id)
+                _try(lambda: _log_gone("unfinished", _clean(storage, job)))
             _try(lambda: free_failed(storage))
+            branches = Branches(job.branches)
+            record_branches(storage, branches)
+            remove_left(storage, job.step, branches)
         # A step that the job went on from is the one to save, and stays.
         if self._tier is TierName.LOCAL and (job.step != job.restored_step or is_damaged(storage, job.step)):
             size = sum(slot.header.tensor_bytes + slot.header.values_bytes for slot in job.slots.values())
@@ -421,13 +433,20 @@ def _tidy(storage: Storage, job: SaveJob) -> None:
     _try(lambda: forget_failed(storage, below=job.step))
 
 
-def _clean(storage: WatchedStorage, job: CleanJob, tier: TierName) -> list[int]:
-    if tier is TierName.PERSISTENT:
-        return clean_unfinished(storage)
+def _clean(storage: WatchedStorage, job: SaveJob) -> list[int]:
+    """What unfinished saves of earlier starts of the job left in a tier."""
+    if job.tier is TierName.PERSISTENT:
+        return clean_unfinished(storage, run_id=job.run_id)
     if not marked_steps(storage):  # nor, at a first start, a directory that could be locked
         return []
     with _kept_from_trainers(storage, job.settings):
-        return clean_tier(storage)
+        return clean_tier(storage, run_id=job.run_id)
+
+
+def _show_untaken(storage: WatchedStorage, job: ShowJob) -> None:
+    if marked_steps(storage):
+        with _kept_from_trainers(storage, job.settings):
+            show_untaken(storage)
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from resiliency.checkpoint.cleaner.in_use import IdleLimits, last_change, why_in_use
-from resiliency.checkpoint.format.catalog import steps_in
+from resiliency.checkpoint.format.catalog import needless_steps, steps_in
 from resiliency.checkpoint.format.lease import leased_steps
 from resiliency.checkpoint.format.manifest import MANIFEST
 from resiliency.checkpoint.format.marker import MarkerState, marker_name, step_directory, try_read_marker
@@ -42,20 +42,21 @@ class Identity:
     written_ns: int
 
 
-def old_steps(whole: Sequence[int], keep: int, read: Collection[int]) -> list[int]:
+def old_steps(whole: Sequence[int], left: Mapping[int, float], keep: int, read: Collection[int]) -> list[int]:
     """Which complete checkpoints may go, lowest first.
 
-    Those that stay: the newest `keep`, and for each step that somebody reads as many at or below it:
-    a reader that finds its checkpoint damaged takes the one before.
+    Of those that the engine would delete some stay: for each step that somebody reads `keep` at or below it,
+    as a reader that finds its checkpoint damaged takes the one before.
 
     Args:
         whole: complete steps, lowest first.
+        left: those of branches that the job has left (`left_among`).
         read: steps with a lease.
     """
-    stay = set(whole[-keep:])
+    stay: set[int] = set()
     for step in read:
         stay.update([other for other in whole if other <= step][-keep:])
-    return [step for step in whole if step not in stay]
+    return [step for step in needless_steps(whole, left, keep) if step not in stay]
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ def _is_dead(timeouts: IdleLimits, clock: Clock, *places: Path) -> bool:
 def remove_leftover(leftover: Leftover, timeouts: IdleLimits, clock: Clock) -> RemovalOutcome:
     """Remove an unfinished checkpoint and its marker, unless somebody works on it.
 
-    A save changes the marker before it makes its directory.  So as long as the marker is the old one,
-    the directory is the old one too; and what was renamed is compared with that by its inode, which
-    the open descriptor keeps from being given to another.
+    A save makes its folder in the directory, changes the marker, and then its ranks write.  So what was
+    renamed is looked at: it must be the same directory, by its inode, which the open descriptor keeps from
+    being given to another, and nothing in it may be young.
     """
     marker = leftover.root / marker_name(leftover.step)
     with _held(leftover.path) as old:

@@ -4,12 +4,14 @@
 A checkpoint counts as existing when its directory ``step=N`` holds a manifest and no marker
 ``step=N-unfinished`` stands beside it.  The order of operations, each durable before the next:
 
-    marker -> directory -> shard files -> index of each rank -> manifest -> marker lifted
+    folder of the save -> marker -> shard files -> index of each rank -> manifest -> marker lifted
 
 so a kill at any point leaves what was committed before untouched and the new step either whole
-or hidden.  The leader (the agent of rank 0) places the marker, waits for the indexes of all ranks
-and lifts it; the others follow through the files alone: no network, no collectives, and neither
-rename nor link, which object stores lack.
+or hidden.  The leader (the agent of rank 0) makes the folder, places the marker, waits for the indexes of all
+ranks and lifts it; the others follow through the files alone: no network, no collectives, no link.
+
+A process that is late, leader or follower, touches nothing that another save has committed: it writes in the
+folder of its own save, and that went when the step was opened again (`resiliency.checkpoint.format.claim`).
 
 All ranks of one save pass the same `save_id`, and no two saves share one (run, attempt and step
 make one without talking): files that a dead attempt left at the same step are never counted.
@@ -31,12 +33,15 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from resiliency.checkpoint.commit.protocol import FINAL, Event, State, next_state
+from resiliency.checkpoint.format.claim import StepClaim, StepLook, StepTaken, holds_claims_alone, look_at
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     RankIndex,
     index_name,
     read_manifest,
+    save_folder,
+    show_files,
     try_read_index,
     write_index,
     write_manifest,
@@ -45,8 +50,6 @@ from resiliency.checkpoint.format.marker import (
     UNNUMBERED,
     Marker,
     MarkerState,
-    lift_marker,
-    put_marker,
     read_marker,
     step_directory,
     try_read_marker,
@@ -86,11 +89,13 @@ class CheckpointFormat(Protocol[ShardT]):
     def write_rank(
         self, storage: Storage, directory: str, shard: ShardT, *, run_id: str, save_id: str
     ) -> RankIndex:
-        """Write and sync the files of one rank, and the names of those in sub-directories."""
+        """Write and sync the files of one rank; `directory` is the folder of the save, and names in the index
+        are as if it were the checkpoint."""
         ...
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
-        """Write and sync files that describe the checkpoint as a whole; leader only."""
+        """Write and sync files that describe the checkpoint as a whole, into the folder of the save; leader
+        only.  `directory` is the checkpoint's, and names are those that the files get there."""
         ...
 
 
@@ -122,6 +127,11 @@ class SaveTicket:
     timeout: timedelta = timedelta(minutes=10)
     poll: timedelta = timedelta(milliseconds=50)
 
+    @property
+    def folder(self) -> str:
+        """Where all ranks write."""
+        return save_folder(self.save_id, self.try_number)
+
     def __post_init__(self) -> None:
         outside = [rank for rank in self.ranks if not 0 <= rank < self.world_size]
         is_name = self.save_id and "/" not in self.save_id
@@ -144,36 +154,63 @@ class Committed:
 
 
 def open_save(
-    storage: Storage, step: int, save_id: str, try_number: int = UNNUMBERED, *, replaces: bool = False
-) -> None:
+    storage: Storage,
+    step: int,
+    save_id: str,
+    try_number: int = UNNUMBERED,
+    *,
+    run_id: str = "",
+    until: int = 0,
+    folder: str = "",
+    replaces: bool = False,
+) -> StepClaim:
     """Hide `step` and empty its directory; its ranks may write once this returns.
 
     For the leader, and only where nothing stands that is worth keeping.
 
     Args:
+        run_id, until: see `Marker`.
+        folder: of the save; default: see `save_folder`.
         replaces: also a committed checkpoint, such as a copy of what its owner saved again.
     Raises:
-        CheckpointWriteFailed: a committed checkpoint is there, or the storage refused.
+        CheckpointWriteFailed: a committed checkpoint is there, another process has taken the step meanwhile,
+            or the storage refused.
         CheckpointCorrupt: the storage does not say what is there.
     """
-    directory = step_directory(step)
-    is_marked = read_marker(storage, step) is not None
-    if not is_marked and not replaces and storage.exists(f"{directory}/{MANIFEST}"):
-        path = storage.describe(directory)
+    claim = StepClaim(storage, step, folder or save_folder(save_id, try_number))
+    marker = Marker(
+        state=MarkerState.WRITING, save_id=save_id, try_number=try_number, run_id=run_id, until=until
+    )
+    seen = look_at(storage, step)
+    if seen.marker is None and seen.manifest is not None and not replaces:
+        path = storage.describe(step_directory(step))
         raise CheckpointWriteFailed(
             f"{path} holds a committed checkpoint, which is not overwritten.",
             hint="Save to another directory, or move the old checkpoint away.",
             path=path,
             step=step,
         )
-    if is_marked or storage.exists(directory):
+    began_before = storage.exists(claim.place)
+    claim.take()
+    claim.check(seen)
+    if seen.marker is not None or began_before or claim.others():
         # Followers must not write before the leftovers are gone: the marker that names this
         # save, which they wait for, comes after.
-        put_marker(storage, step, Marker(state=MarkerState.CLEARING, save_id=save_id, try_number=try_number))
-        storage.remove_tree(directory)
-    put_marker(storage, step, Marker(state=MarkerState.WRITING, save_id=save_id, try_number=try_number))
-    # Its name need not be durable before the marker is lifted, and that makes it so.
-    storage.make_dir(directory)
+        _hide(storage, claim, seen, replace(marker, state=MarkerState.CLEARING))
+        claim.clear(own=True)
+        claim.mark(marker)
+    else:
+        _hide(storage, claim, seen, marker)
+        claim.clear()  # what has come since
+    return claim
+
+
+def _hide(storage: Storage, claim: StepClaim, seen: StepLook, marker: Marker) -> None:
+    """Put the marker, unless something was committed since a look."""
+    claim.mark(marker)
+    if look_at(storage, claim.step).commit != seen.commit:
+        claim.try_lift(lambda found: found == marker)
+        raise claim.overtaken()
 
 
 def commit(
@@ -232,6 +269,10 @@ class _Save(Generic[ShardT]):
         self._worked_s = 0.0
         self._deadline = clock.monotonic() + ticket.timeout.total_seconds()
         self._directory = step_directory(ticket.step)
+        self._claimed = StepClaim(storage, ticket.step, ticket.folder)
+        #: Where all ranks write.
+        self._place = self._claimed.place
+        self._until = int((clock.now() + ticket.timeout).timestamp())
         self._indexes: dict[int, RankIndex] = {}
         self._digests: dict[int, str] = {}
         self._error: ResiliencyError | None = None
@@ -283,12 +324,18 @@ class _Save(Generic[ShardT]):
         storage, step = self._storage, self._ticket.step
         self._is_claiming = True
         storage.make_dir("")
-        if read_marker(storage, step) is None and storage.list(self._directory):
+        if read_marker(storage, step) is None and self._is_checkpoint():
             self._check_kept()
             return Event.EXISTS
-        open_save(storage, step, self._ticket.save_id, self._ticket.try_number)
+        ticket = self._ticket
+        open_save(storage, step, ticket.save_id, ticket.try_number, run_id=ticket.run_id, until=self._until)
         self._is_claiming = False
         return Event.DONE
+
+    def _is_checkpoint(self) -> bool:
+        """Whether there is more at an unmarked step than saves or removals have left that did not end."""
+        storage, step = self._storage, self._ticket.step
+        return bool(storage.list(self._directory)) and not holds_claims_alone(storage, step)
 
     def _check_kept(self) -> None:
         """What stands at this step without a marker is somebody's only copy: never overwrite it."""
@@ -326,17 +373,19 @@ class _Save(Generic[ShardT]):
             if not missing:
                 return True
             try:
-                names = {f"{self._directory}/{name}" for name in self._storage.list(self._directory)}
+                names = {f"{self._place}/{name}" for name in self._storage.list(self._place)}
             except CheckpointCorrupt as error:  # the next look may fare better
                 unlisted = error
                 return False
             unlisted = None
+            if not names:  # not even its own indexes: the folder is gone
+                raise self._claimed.overtaken()
             for rank in sorted(missing):
                 self._check_refusal(rank, names)
-            voters = [rank for rank in sorted(missing) if index_name(self._directory, rank) in names]
+            voters = [rank for rank in sorted(missing) if index_name(self._place, rank) in names]
             # In full: a vote counts when all of it is there, tables included.
             found = map_parallel(
-                lambda rank: try_read_index(self._storage, self._directory, rank), voters, "resiliency-votes"
+                lambda rank: try_read_index(self._storage, self._place, rank), voters, "resiliency-votes"
             )
             for rank, vote in zip(voters, found, strict=True):
                 if vote is not None and self._is_vote_of_this_try(vote[0]):
@@ -386,13 +435,21 @@ class _Save(Generic[ShardT]):
             created=self._clock.now().isoformat(timespec="seconds"),
             size_bytes=sum(sizes),
             written_by=written_by,
+            folder=self._ticket.folder,
         )
-        write_manifest(self._storage, self._directory, manifest)
+        write_manifest(self._storage, self._place, manifest)
+        shown = [*(file.name for file in files), *(name for index in ordered for name in index.shown)]
+        self._storage.sync_dir(self._place)
+        with self._claimed.changing():
+            show_files(self._storage, self._directory, self._ticket.folder, [*shown, MANIFEST])
         self._storage.sync_dir(self._directory)
         return Event.DONE
 
     def _publish(self) -> Event:
-        lift_marker(self._storage, self._ticket.step)
+        is_own = read_manifest(self._storage, self._directory).folder == self._ticket.folder
+        # That it can be lifted says that nobody has opened the step since.
+        if not is_own or not self._claimed.try_lift(self._is_of_this_try):
+            raise self._claimed.overtaken()
         return Event.DONE
 
     # --- follower ------------------------------------------------------------------------------
@@ -410,8 +467,6 @@ class _Save(Generic[ShardT]):
 
         if not self._wait(open_for_us, lambda: "the leader"):
             raise self._leader_silent("did not open the save")
-        if found == [Event.DONE]:
-            self._storage.make_dir(self._directory)
         return found[0]
 
     def _await(self) -> Event:
@@ -433,7 +488,9 @@ class _Save(Generic[ShardT]):
         except (CheckpointIncomplete, CheckpointCorrupt, ConfigError):
             return False
         if of_this_save:
-            return manifest.save_id == self._ticket.save_id
+            if manifest.save_id != self._ticket.save_id:
+                raise self._claimed.overtaken()
+            return True
         self._check_run(manifest)  # as on the leader, which has no marker there to say so
         self._check_branch(manifest)
         return True
@@ -474,9 +531,10 @@ class _Save(Generic[ShardT]):
         An index in the second would not be counted; it would only be in the way of the next one's.
         """
         marker = try_read_marker(self._storage, self._ticket.step)
-        if marker is not None:
-            self._check_not_replaced(marker)
-            self._heeds(marker)
+        if marker is None:  # its leader lifts it after this vote
+            raise self._claimed.overtaken()
+        self._check_not_replaced(marker)
+        self._heeds(marker)
 
     def _check_not_replaced(self, marker: Marker) -> None:
         """Once the leader has opened this save, a marker of another one says that this one is over."""
@@ -522,22 +580,25 @@ class _Save(Generic[ShardT]):
         return Event.DONE
 
     def _write_rank(self, shard: ShardT) -> RankIndex:
-        return self._format.write_rank(
-            self._storage,
-            self._directory,
-            shard,
-            run_id=self._ticket.run_id,
-            save_id=self._ticket.save_id,
-        )
+        with self._claimed.changing():
+            index = self._format.write_rank(
+                self._storage,
+                self._place,
+                shard,
+                run_id=self._ticket.run_id,
+                save_id=self._ticket.save_id,
+            )
+        return index.placed_in(self._ticket.folder)
 
     def _vote(self) -> Event:
         if not self._leads:
             self._check_still_open()
-        for rank in self._shards:
-            self._indexes[rank] = replace(self._indexes[rank], try_number=self._ticket.try_number)
-            self._digests[rank] = write_index(self._storage, self._directory, self._indexes[rank])
-        if not self._leads:  # the leader syncs the names once, with that of the manifest
-            self._storage.sync_dir(self._directory)
+        with self._claimed.changing():
+            for rank in self._shards:
+                self._indexes[rank] = replace(self._indexes[rank], try_number=self._ticket.try_number)
+                self._digests[rank] = write_index(self._storage, self._place, self._indexes[rank])
+            if not self._leads:  # the leader syncs the names once, with that of the manifest
+                self._storage.sync_dir(self._place)
         return Event.DONE
 
     def _give_up(self) -> Event:
@@ -557,32 +618,36 @@ class _Save(Generic[ShardT]):
         if self._leads:
             # Else it came so late that the step is somebody else's, and maybe committed.
             is_ours = marker is not None and self._is_of_this_try(marker)
-            if is_ours or marker == Marker(state=MarkerState.UNKNOWN) or self._may_mark(marker):
-                put_marker(self._storage, self._ticket.step, self._failed_marker(reason))
+            may_claim = self._may_claim(marker)
+            if may_claim:
+                self._claimed.take()
+            if may_claim or is_ours or marker == Marker(state=MarkerState.UNKNOWN):
+                self._claimed.mark(self._marker(MarkerState.FAILED, reason))
             return
         # Else nobody waits for it; and where no marker stands, it would be in the way of all later saves.
         if marker is not None and self._is_of_this_try(marker) and marker.state is MarkerState.WRITING:
-            self._storage.make_dir(self._directory)  # the leader may not have come to that
             for rank in self._shards:
                 write_file(self._storage, self._refusal_name(rank), reason.encode())
 
-    def _may_mark(self, marker: Marker | None) -> bool:
-        """Whether the leader failed before its marker stood, and a marker hides no checkpoint."""
-        if not self._is_claiming or self._cancel.is_set():
+    def _may_claim(self, marker: Marker | None) -> bool:
+        """Whether the leader failed before its marker stood, in time, and a marker hides no checkpoint."""
+        is_late = isinstance(self._error, StepTaken) or self._clock.monotonic() > self._deadline
+        if not self._is_claiming or self._cancel.is_set() or is_late:
             return False
-        return marker is not None or not self._storage.list(self._directory)
+        return marker is not None or not self._is_checkpoint()
 
-    def _failed_marker(self, reason: str) -> Marker:
+    def _marker(self, state: MarkerState, reason: str = "") -> Marker:
         return Marker(
-            state=MarkerState.FAILED,
+            state=state,
             save_id=self._ticket.save_id,
             reason=reason,
             try_number=self._ticket.try_number,
+            run_id=self._ticket.run_id,
+            until=self._until,
         )
 
     def _refusal_name(self, rank: int) -> str:
-        ticket = self._ticket
-        return f"{self._directory}/rank={rank}.save={ticket.save_id}.try={ticket.try_number}.failed"
+        return f"{self._place}/rank={rank}.failed"
 
     def _wait(self, ready: Callable[[], bool], others: Callable[[], str]) -> bool:
         """Look until `ready`; False when the deadline passed.

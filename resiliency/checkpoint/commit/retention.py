@@ -16,6 +16,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from resiliency.checkpoint.branches import Branches, left_steps
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     half_removed,
@@ -78,7 +79,7 @@ def retire(
     """Delete generations of a run below its newest complete one; returns the steps that went.
 
     That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
-    which may have been complete in an earlier attempt.
+    which may have been complete in an earlier attempt.  Of a branch that the job has left none stays.
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
@@ -94,14 +95,17 @@ def retire(
     if alone:
         complete = _saved_by(storage, attempt_id_of(complete[newest], newest), before=newest) | dict(complete)
     wanted = () if hook is None else hook.wanted(complete, keep=keep)
-    older = []
-    for step in list_steps(storage)[1]:
-        manifest = try_read_committed(storage, step) if step < newest else None
-        if manifest is not None and manifest.run_id == run_id:
-            older.append((step == restored_step or complete.get(step) == manifest.save_id, step))
-    needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted}
-    needless.update(step for step in half_removed(storage) if step < newest)
-    gone = remove_checkpoints(storage, needless)
+    found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
+    saves = {step: m.save_id for step, m in found.items() if m is not None and m.run_id == run_id}
+    left = left_steps(storage, saves)
+    older = [
+        (step == restored_step or complete.get(step) == save, step)
+        for step, save in saves.items()
+        if step < newest and step not in left
+    ]
+    needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted]
+    begun = {step: marker for step, marker in half_removed(storage).items() if step < newest}
+    gone = remove_checkpoints(storage, begun | {step: saves[step] for step in (*needless, *left)})
     if hook is not None:
         hook.forget(below=min(complete))
     return gone
@@ -114,28 +118,37 @@ def remove_given_up(storage: Storage, saves: Mapping[int, str]) -> list[int]:
         saves: step to save id; what stands at a step by another name stays.
     """
     begun = half_removed(storage)
-    return remove_checkpoints(
-        storage, [step for step in saves if step in begun or committed_save(storage, step) == saves[step]]
-    )
+    return remove_checkpoints(storage, {step: begun.get(step, save) for step, save in saves.items()})
 
 
-def clean_tier(storage: Storage) -> list[int]:
-    """Delete what unfinished saves and removals left in a local tier; returns the steps that went.
-
-    What was hidden to be taken away, and was not, is shown instead: it may be the last good one, and those of
-    other hosts may have been taken.  On a full disk its marker is empty.  So may be that of a save at a power
-    cut, which nobody can tell from it: a generation with a manifest, the last of its files, then stays.
-    """
-    unclear = set()
+def show_untaken(storage: Storage) -> None:
+    """Show what was hidden to be taken away, and was not: it may be the last good one, and those of other
+    hosts may have been taken."""
     for step in marked_steps(storage):
-        marker = try_read_marker(storage, step)
-        if marker == BEING_TAKEN:
+        if try_read_marker(storage, step) == BEING_TAKEN:
             lift_marker(storage, step)
             logger.info("%s was not taken away, and is shown again", storage.describe(step_directory(step)))
-        elif marker is not None and marker.state is MarkerState.UNKNOWN:
-            unclear.add(step)
-    keep = {step for step in unclear if storage.exists(f"{step_directory(step)}/{MANIFEST}")}
-    return clean_unfinished(storage, keep=keep)
+
+
+def clean_tier(storage: Storage, *, run_id: str) -> list[int]:
+    """Delete what unfinished saves and removals of a run left in a local tier; returns the steps that went.
+
+    As `clean_unfinished`, and what no marker names the run of, as in older versions.  On a full disk the
+    marker of what was hidden to be taken is empty.  So may be that of a save at a power cut, which nobody can
+    tell from it: a generation with a manifest, the last of its files, then stays.
+    """
+    show_untaken(storage)
+    gone = clean_unfinished(storage, run_id=run_id)
+    for step in marked_steps(storage):
+        marker = try_read_marker(storage, step)
+        if marker is None or marker.run_id or marker.state is MarkerState.CORRUPT:
+            continue
+        is_unclear = marker.state is MarkerState.UNKNOWN
+        if is_unclear and storage.exists(f"{step_directory(step)}/{MANIFEST}"):
+            continue
+        if remove_checkpoint(storage, step, expected=marker):
+            gone.append(step)
+    return sorted(gone)
 
 
 def _saved_by(storage: Storage, attempt_id: str, *, before: int) -> dict[int, str]:
@@ -146,6 +159,23 @@ def _saved_by(storage: Storage, attempt_id: str, *, before: int) -> dict[int, st
         for step, save in found.items()
         if save is not None and save == save_id_of(attempt_id, step)
     }
+
+
+def remove_left(storage: Storage, step: int, branches: Branches) -> None:
+    """Delete what stands at `step` if it is of a branch that the job has left.
+
+    Raises:
+        CheckpointWriteFailed: somebody reads it.
+    """
+    manifest = committed(storage, step) if branches.known else None
+    if manifest is None or branches.is_live(step, manifest.save_id):
+        return
+    path = storage.describe(step_directory(step))
+    if not remove_checkpoint(storage, step, expected=manifest.save_id):
+        raise CheckpointWriteFailed(
+            f"{path} is of a branch that the job has left, and is being read.", step=step, path=path
+        )
+    logger.info("%s deleted: it was of a branch that the job has left", path)
 
 
 def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str) -> None:
@@ -171,7 +201,7 @@ def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str)
             path=path,
         )
     logger.info("%s was saved before this start of the job: deleted", path)
-    if not remove_checkpoint(storage, step):
+    if not remove_checkpoint(storage, step, expected=manifest.save_id):
         raise CheckpointWriteFailed(
             f"{path} was saved before this start of the job, and is being read.", step=step, path=path
         )

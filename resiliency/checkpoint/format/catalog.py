@@ -12,14 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from resiliency.checkpoint.branches import left_steps, read_branches, record_branches
+from resiliency.checkpoint.format.claim import (
+    OLD_DATA,
+    StepClaim,
+    StepLook,
+    holds_claims_alone,
+    is_claim,
+    look_at,
+)
 from resiliency.checkpoint.format.dcp import METADATA
-from resiliency.checkpoint.format.lease import leased_steps
-from resiliency.checkpoint.format.manifest import MANIFEST, Manifest, index_name, read_manifest
+from resiliency.checkpoint.format.lease import CLOCK_SKEW, leased_steps
+from resiliency.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    data_directory,
+    index_name,
+    parse_manifest,
+    read_manifest,
+    save_folder,
+)
 from resiliency.checkpoint.format.marker import (
     MARKER_SUFFIX,
     Marker,
@@ -32,10 +50,17 @@ from resiliency.checkpoint.format.marker import (
 )
 from resiliency.checkpoint.format.nemo import WEIGHTS, check_unproven
 from resiliency.checkpoint.format.reader import CheckpointReader
+from resiliency.checkpoint.names import attempt_on_branch
 from resiliency.checkpoint.storage.chunked_file import Pace, check_size
 from resiliency.checkpoint.storage.interface import Storage
-from resiliency.checkpoint.storage.posix import LocalStorage
-from resiliency.errors import CheckpointError, CheckpointMissing, ConfigError, ResiliencyError
+from resiliency.checkpoint.storage.posix import FULL, LocalStorage
+from resiliency.errors import (
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointWriteFailed,
+    ConfigError,
+    ResiliencyError,
+)
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -92,11 +117,57 @@ def list_steps(storage: Storage) -> tuple[list[int], list[int]]:
 def unmarked_checkpoints(root: Path) -> list[Path]:
     """Directories ``step=N`` below `root` without a marker, newest first; [] when there is no `root`.
 
+    Those of a branch that the job has left are not among them.
+
     Raises:
         OSError, CheckpointCorrupt: it cannot be listed.
     """
-    unmarked = [root / step_directory(step) for step in list_steps(LocalStorage(root))[1]]
+    unmarked = [root / step_directory(step) for step in live_steps(LocalStorage(root))]
     return [path for path in reversed(unmarked) if path.is_dir()]
+
+
+def live_steps(storage: Storage) -> list[int]:
+    """Steps without a marker, lowest first, but for those of a branch that the job has left.
+
+    Raises:
+        CheckpointCorrupt: the storage cannot be listed.
+    """
+    unmarked = list_steps(storage)[1]
+    left = left_among(storage, unmarked)
+    return [step for step in unmarked if step not in left]
+
+
+def left_among(storage: Storage, steps: Iterable[int]) -> dict[int, float]:
+    """`left_steps` of those that have a manifest which says whose they are; any other counts."""
+    if not read_branches(storage).known:
+        return {}  # as nearly always: two operations less for each step
+    return left_steps(storage, _saves_at(storage, steps))
+
+
+def begin_branch(storage: Storage, step: int) -> None:
+    """Record that a job which goes on from `step` has gone back, if later checkpoints of the live branch are
+    there, or this one is of another; for jobs whose saves are NeMo's own.
+
+    Raises:
+        CheckpointError: the storage does not say what there is, or refuses the record.
+    """
+    saves = _saves_at(storage, list_steps(storage)[1])
+    branches = read_branches(storage, saves.values())
+    live = [other for other, save in saves.items() if branches.is_live(other, save)]
+    is_left = step in saves and step not in live
+    if is_left or max(live, default=0) > step:
+        on_live = attempt_on_branch("", branches.newest)
+        record_branches(storage, branches.after(step, saves.get(step, on_live)))
+        logger.warning("training went back to step %d in %s", step, storage.describe())
+
+
+def _saves_at(storage: Storage, steps: Iterable[int]) -> dict[int, str]:
+    """Step to save id, as far as there is a manifest that says it."""
+    saves = {}
+    for step in steps:
+        with contextlib.suppress(CheckpointError, ConfigError):
+            saves[step] = read_manifest(storage, step_directory(step)).save_id
+    return saves
 
 
 def marked_steps(storage: Storage) -> list[int]:
@@ -149,7 +220,9 @@ def inspect(storage: Storage, step: int) -> Found:
         return _unfinished(step, path, marker)
     try:
         names = storage.list(directory)
-        if METADATA in names and MANIFEST not in names and not any(n.startswith("rank=") for n in names):
+        if holds_claims_alone(storage, step):
+            return Found(step=step, path=path, condition=Condition.UNFINISHED, why="its save did not begin")
+        if METADATA in names and MANIFEST not in names and not _has_index(names):
             return Found(step=step, path=path, condition=Condition.STOCK, why="no checksums")
         if WEIGHTS in names and MANIFEST not in names:
             check_unproven(storage, directory)
@@ -173,20 +246,29 @@ def inspect(storage: Storage, step: int) -> Found:
     )
 
 
+def _has_index(names: Iterable[str]) -> bool:
+    return any(name.startswith("rank=") or is_claim(name) for name in names)
+
+
 def list_checkpoints(storage: Storage) -> list[Found]:
     """All steps with their condition, lowest first."""
     return [inspect(storage, step) for step in steps_in(storage)]
 
 
 def find_newest(storage: Storage, *, accept: Callable[[Found], bool] = lambda found: True) -> Found:
-    """The usable checkpoint with the highest step, among those that `accept` takes.
+    """The usable checkpoint with the highest step of the live branch, among those that `accept` takes.
 
     Raises:
         CheckpointMissing: there is none; the message says what was there instead.
     """
     skipped = []
-    for step in reversed(steps_in(storage)):
+    steps = steps_in(storage)
+    left = left_among(storage, steps)
+    for step in reversed(steps):
         found = inspect(storage, step)
+        if step in left:
+            skipped.append(f"step {step} (the job went back behind it)")
+            continue
         if found.is_usable and accept(found):
             return found
         skipped.append(f"step {step} ({found.condition.value}{': ' + found.why if found.why else ''})")
@@ -232,15 +314,19 @@ def list_damaged(storage: Storage) -> list[str]:
 
 
 def quarantine(storage: Storage, step: int, reason: str) -> None:
-    """Hide a checkpoint that was found bad, for all readers and for good."""
-    put_marker(storage, step, Marker(state=MarkerState.CORRUPT, reason=reason))
+    """Hide a checkpoint that was found bad, for all readers and for good; not that of a later save."""
+    try:
+        save_id = read_manifest(storage, step_directory(step)).save_id
+    except (CheckpointError, ConfigError):
+        save_id = ""
+    put_marker(storage, step, Marker(state=MarkerState.CORRUPT, save_id=save_id, reason=reason))
     logger.warning("%s is hidden from now on: %s", storage.describe(step_directory(step)), reason)
 
 
 def prune(
     storage: Storage, *, keep_last: int, keep: Collection[int] = (), clock: Clock | None = None
 ) -> list[int]:
-    """Delete complete checkpoints but the newest `keep_last`; returns the steps that went.
+    """Delete complete checkpoints that are `needless_steps`; returns the steps that went.
 
     Spared are those in `keep`, those somebody holds a lease on, and checkpoints that were written by others,
     were found damaged, or lack their manifest or an index: those are for people to look at.  Removals that
@@ -252,45 +338,71 @@ def prune(
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
-    committed = [step for step in list_steps(storage)[1] if try_read_committed(storage, step) is not None]
-    needless = {*committed[:-keep_last], *half_removed(storage)}.difference(keep)
-    return remove_checkpoints(storage, needless, clock=clock)
+    found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
+    saves = {step: manifest.save_id for step, manifest in found.items() if manifest is not None}
+    old = needless_steps(sorted(saves), left_steps(storage, saves), keep_last)
+    needless = half_removed(storage) | {step: saves[step] for step in old}
+    return remove_checkpoints(
+        storage, {step: what for step, what in needless.items() if step not in keep}, clock=clock
+    )
+
+
+def needless_steps(committed: Sequence[int], left: Mapping[int, float], keep_last: int) -> list[int]:
+    """Which checkpoints may go, lowest first.
+
+    Of the live branch the newest `keep_last` stay.  Those of a branch that was left go when the live one has
+    that many behind the step at which it was left.
+
+    Args:
+        committed: steps, lowest first.
+        left: see `left_steps`.
+    """
+    live = [step for step in committed if step not in left]
+    old, newest = live[:-keep_last], live[-keep_last:]
+    oldest = newest[0] if len(newest) == keep_last else -math.inf
+    return [step for step in committed if step in old or left.get(step, math.inf) < oldest]
 
 
 def try_read_committed(storage: Storage, step: int) -> Manifest | None:
     """The manifest of an unmarked checkpoint in the engine's form, if nothing of it is missed at a glance.
 
-    Two operations, however many ranks there are: `inspect` reads the indexes of all.
+    A few operations, however many ranks there are: `inspect` reads the indexes of all.
     """
     directory = step_directory(step)
     try:
         manifest = read_manifest(storage, directory)
         names = storage.list(directory)
+        place = data_directory(directory, manifest.folder)
+        indexes = storage.list(place) if manifest.folder else names
     except (CheckpointError, ConfigError):
         return None
-    expected = {index_name(directory, rank) for rank in manifest.ranks}
-    is_whole = manifest.step == step and expected <= {f"{directory}/{name}" for name in names}
+    expected = {index_name(place, rank) for rank in manifest.ranks}
+    is_whole = manifest.step == step and expected <= {f"{place}/{name}" for name in indexes}
     if not is_whole or WEIGHTS in names or any(name.endswith(QUARANTINED) for name in names):
         return None
     return manifest
 
 
-def half_removed(storage: Storage) -> list[int]:
-    """Steps whose removal has begun and failed, lowest first."""
-    removing = Marker(state=MarkerState.REMOVING)
-    return [step for step in marked_steps(storage) if try_read_marker(storage, step) == removing]
+def half_removed(storage: Storage) -> dict[int, str | Marker]:
+    """Steps whose removal has begun and failed, with their markers."""
+    found = _marked(storage, MarkerState.REMOVING)
+    return {step: marker for step, marker in found if not marker.reason}
 
 
-def remove_checkpoints(storage: Storage, steps: Iterable[int], *, clock: Clock | None = None) -> list[int]:
+def remove_checkpoints(
+    storage: Storage, steps: Mapping[int, str | Marker], *, clock: Clock | None = None
+) -> list[int]:
     """`remove_checkpoint` for each, lowest first; returns the steps that went.
 
+    Args:
+        steps: to what is expected there.
     Raises:
         CheckpointError: one could not be removed; the others were tried all the same.
     """
     gone, failures = [], []
     for step in sorted(steps):
         try:
-            if remove_checkpoint(storage, step, clock=clock):
+            if remove_checkpoint(storage, step, expected=steps[step], clock=clock):
                 gone.append(step)
         except CheckpointError as error:
             failures.append(error)
@@ -314,33 +426,73 @@ def try_prune(storage: Storage, keep_last: int, *, spare: int) -> None:
             logger.info("deleted old checkpoints: %s", gone)
 
 
-def remove_checkpoint(storage: Storage, step: int, *, clock: Clock | None = None) -> bool:
-    """Delete one checkpoint, unless somebody holds a lease on it; True if it went.
+def remove_checkpoint(
+    storage: Storage, step: int, *, expected: str | Marker | None = None, clock: Clock | None = None
+) -> bool:
+    """Delete one checkpoint, unless somebody holds a lease on it or commits it meanwhile; True if it went.
 
     A reader takes its lease first and looks at the marker second; this puts the marker first and
-    looks for leases second.  So at least one of the two sees the other.
+    looks for leases second.  So at least one of the two sees the other.  What was committed between the look
+    and the marker is shown again.
+
+    Args:
+        expected: the save that is committed there, or the marker that hides it: what was saved since the
+            caller looked stays.
     """
     clock = clock or SystemClock()
-    if step in leased_steps(storage, clock):
+    seen = look_at(storage, step)
+    is_other = expected is not None and expected != (seen.marker or _save_in(seen))
+    if is_other or step in leased_steps(storage, clock):
         return False
-    before = try_read_marker(storage, step)
+    claim = StepClaim.for_removal(storage, step)
+    claim.take()
     try:
-        put_marker(storage, step, Marker(state=MarkerState.REMOVING))
-    except CheckpointError:
-        if before is None:  # it is whole: behind half a marker no later removal would find it
-            with contextlib.suppress(CheckpointError):
-                lift_marker(storage, step)
-        raise
-    if step in leased_steps(storage, clock):
-        if before is None:
-            lift_marker(storage, step)
-        else:
-            put_marker(storage, step, before)
+        return _remove_claimed(storage, claim, seen, clock)
+    except CheckpointWriteFailed:
+        if storage.exists(claim.place):
+            raise
+        return False  # a save, or another removal, has claimed the step
+
+
+def _remove_claimed(storage: Storage, claim: StepClaim, seen: StepLook, clock: Clock) -> bool:
+    step = claim.step
+    if look_at(storage, step) != seen:
+        claim.drop()
         return False
-    storage.remove_tree(step_directory(step))
+    marker = Marker(state=MarkerState.REMOVING, save_id=_save_in(seen) or claim.folder)
+    try:
+        claim.mark(marker)
+    except CheckpointError:
+        with contextlib.suppress(CheckpointError):
+            if seen.marker is None:  # it is whole
+                claim.try_lift(lambda found: found == marker)
+            claim.drop()
+        raise
+    is_new = look_at(storage, step).commit != seen.commit
+    if is_new or step in leased_steps(storage, clock):
+        if is_new or seen.marker is None:
+            claim.try_lift(lambda found: found == marker)
+        else:
+            claim.mark(seen.marker)
+        claim.drop()
+        return False
+    claim.clear()
+    claim.drop()
     storage.sync_dir("")
-    lift_marker(storage, step)
+    # Its folder is gone, so by name.  A save that was opened just now finds its marker gone, and fails.
+    if try_read_marker(storage, step) == marker:
+        lift_marker(storage, step)
     return True
+
+
+def _save_in(seen: StepLook) -> str:
+    """The save whose manifest was seen; empty: there was none, or it cannot be read."""
+    if seen.manifest is None:
+        return ""
+    try:
+        return parse_manifest(seen.manifest, "").save_id
+    except (CheckpointError, ConfigError):
+        return ""
 
 
 def free_failed(storage: Storage) -> None:
@@ -348,39 +500,74 @@ def free_failed(storage: Storage) -> None:
 
     Their markers stay, from which agents of other hosts may still have to learn it.
     """
-    for step in _failed_steps(storage):
-        storage.remove_tree(step_directory(step))
+    for step, marker in _marked(storage, MarkerState.FAILED):
+        free_hidden(storage, step, save_folder(marker.save_id, marker.try_number))
+
+
+def free_hidden(storage: Storage, step: int, folder: str) -> None:
+    """Delete the data of a step that a marker hides.  Writes nothing: it may be for a full disk.
+
+    Args:
+        folder: of the save that the marker names, for another one may be committed at this step meanwhile; or
+            how it begins.
+    """
+    directory = step_directory(step)
+    for name in storage.list(directory):
+        if name.startswith((folder, *OLD_DATA)):
+            storage.remove_tree(f"{directory}/{name}")
 
 
 def forget_failed(storage: Storage, *, below: int) -> None:
     """Forget saves before step `below` that were given up; for when every agent knows, as one that came
     after them was committed by all."""
-    for step in _failed_steps(storage):
+    for step, marker in _marked(storage, MarkerState.FAILED):
         if step < below:
-            remove_checkpoint(storage, step)
+            remove_checkpoint(storage, step, expected=marker)
 
 
-def _failed_steps(storage: Storage) -> list[int]:
+def _marked(storage: Storage, state: MarkerState) -> list[tuple[int, Marker]]:
     found = ((step, try_read_marker(storage, step)) for step in marked_steps(storage))
-    return [step for step, marker in found if marker is not None and marker.state is MarkerState.FAILED]
+    return [(step, marker) for step, marker in found if marker is not None and marker.state is state]
 
 
 def clean_unfinished(
-    storage: Storage, *, keep: Collection[int] = (), clock: Clock | None = None
+    storage: Storage, *, run_id: str, keep: Collection[int] = (), clock: Clock | None = None
 ) -> list[int]:
-    """Delete what unfinished saves and removals left; returns the steps that went.
+    """Delete what unfinished saves and removals of a run left; returns the steps that went.
 
-    For the start of a job, by one process, when nothing is being saved.  What was quarantined
-    stays for people to look at.
+    For one process of that run, when none of its saves is in flight.  A save of another run may be: it is
+    left alone until it has ended in any case (`Marker.until`).  So is what no marker names the run of, and
+    what was quarantined, for people to look at.
 
     Args:
-        keep: steps to leave, such as those of saves in flight.
+        keep: steps to leave.
     """
+    clock = clock or SystemClock()
     gone = []
     for step in marked_steps(storage):
         marker = try_read_marker(storage, step)
-        if marker is None or marker.state is MarkerState.CORRUPT or step in keep:
+        if marker is None:  # a save that was late has put it there, and it hides nothing
+            lift_marker(storage, step)
+        elif step in keep or not _is_left(marker, run_id, clock):
             continue
-        if remove_checkpoint(storage, step, clock=clock):
-            gone.append(step)
+        else:
+            try:
+                is_gone = remove_checkpoint(storage, step, expected=marker, clock=clock)
+            except CheckpointWriteFailed as error:
+                if error.fields.get("errno") not in FULL:
+                    raise
+                free_hidden(storage, step, save_folder(marker.save_id, marker.try_number))
+                is_gone = remove_checkpoint(storage, step, expected=marker, clock=clock)
+            if is_gone:
+                gone.append(step)
     return gone
+
+
+def _is_left(marker: Marker, run_id: str, clock: Clock) -> bool:
+    """Whether no living save or removal of another run is behind a marker, as far as can be told."""
+    if marker.state is MarkerState.CORRUPT:
+        return False
+    if marker.state is MarkerState.REMOVING or marker.run_id == run_id:
+        return True
+    ended = marker.until + CLOCK_SKEW.total_seconds() < clock.now().timestamp()
+    return bool(marker.run_id) and ended

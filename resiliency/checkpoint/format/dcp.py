@@ -2,10 +2,11 @@
 """Format of the persistent tier: what stock `torch.distributed.checkpoint.load` reads.
 
     step=7/.metadata              torch's own: keys, shapes, which file holds which part
-    step=7/__0_0.distcp           rank 0's parts, each a record that `torch.load` reads; then its
+    step=7/manifest.json          ours, ignored by stock readers
+    step=7/save=5f0c.../            the folder of this save, see `resiliency.checkpoint.format.manifest`
+      __0_0.distcp                rank 0's parts, each a record that `torch.load` reads; then its
                                   layout, and what is no tensor
-    step=7/manifest.json          ours, ignored by stock readers, as are the rest
-    step=7/rank=0.json
+      rank=0.json                 ours
 
 A machine without this library opens it, at any world size.  With it, every byte is verified and
 whole ranges go from the device into place: the files are laid out so that a large tensor begins
@@ -37,7 +38,13 @@ from torch.distributed.checkpoint.metadata import (
 from resiliency.checkpoint.format._compat import DCP_VERSION, StorageInfo
 from resiliency.checkpoint.format.index_tables import TableRows
 from resiliency.checkpoint.format.local import LAYOUT_BLOB, add_blobs
-from resiliency.checkpoint.format.manifest import BlobRecord, RankIndex, TensorRecord, table_digest
+from resiliency.checkpoint.format.manifest import (
+    BlobRecord,
+    RankIndex,
+    TensorRecord,
+    data_directory,
+    table_digest,
+)
 from resiliency.checkpoint.format.shared_names import SharedNames
 from resiliency.checkpoint.format.torch_record import RecordFile, memory_of
 from resiliency.checkpoint.format.writers import shared_entries, writers_among
@@ -125,6 +132,8 @@ class DcpFormat:
         self._describe = describe or dcp_metadata
         self._plans: dict[int, _FilePlan] = {}
         self._described: tuple[object, bytes] | None = None
+        #: Of the save that it was described for.
+        self._folder = b""
 
     def write_rank(
         self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
@@ -170,7 +179,7 @@ class DcpFormat:
         return plan
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
-        """Write `.metadata` from all indexes, and the extra files.
+        """Write `.metadata` from all indexes, and the extra files, into the folder of the save.
 
         Raises:
             LayoutMismatch: ranks were to have the same tensors and do not, or parts of tensors overlap.
@@ -179,7 +188,8 @@ class DcpFormat:
         if self._spread:
             _check_alike(storage, directory, indexes)
         content = {**self._extra_files, METADATA: self._metadata(indexes)}
-        return [write_whole_file(storage, directory, name, data) for name, data in content.items()]
+        place = data_directory(directory, indexes[0].folder)
+        return [write_whole_file(storage, place, name, data) for name, data in content.items()]
 
     def _metadata(self, indexes: Sequence[RankIndex]) -> bytes:
         # By checksums: the tables of other ranks are parsed only when one of them changed.
@@ -187,11 +197,14 @@ class DcpFormat:
             (index.rank, table_digest(index, "tensors"), [blob for blob in index.blobs if blob.path])
             for index in indexes
         ]
+        folder = indexes[0].folder
         if self._described is not None and self._described[0] == of:
-            return self._described[1]
+            # What differs from save to save are the folders, and their names are equally long.
+            return self._described[1].replace(self._folder, folder.encode())
         content = pickle.dumps(self._describe(indexes))
         is_kept = sum(len(index.tensors) for index in indexes) <= _MOST_DESCRIBED
-        self._described = (of, content) if is_kept else None
+        self._described = (of, content) if is_kept and folder else None
+        self._folder = folder.encode()
         return content
 
 
@@ -270,7 +283,8 @@ def _check_alike(storage: Storage, directory: str, indexes: Sequence[RankIndex])
 
 def _layout_of(storage: Storage, directory: str, index: RankIndex) -> StateLayout:
     blob = index.blob(LAYOUT_BLOB)
-    file = next((file for file in index.files if blob is not None and file.name == blob.file), None)
+    name = "" if blob is None else index.path_of(blob.file)
+    file = next((file for file in index.files if file.name == name), None)
     if blob is None or file is None:
         raise CheckpointIncomplete(f"rank {index.rank} wrote no layout.", rank=index.rank)
     content = bytearray(blob.size_bytes)
@@ -440,14 +454,14 @@ def dcp_metadata(indexes: Sequence[RankIndex]) -> Metadata:
     for index in indexes:
         for record in index.tensors:
             if not record.hidden:
-                _add_part(merged, tensors, record, index.rank, names.prefix(index.rank, record))
-    for blob in (blob for index in indexes for blob in index.blobs if blob.path):
+                _add_part(merged, tensors, record, index, names.prefix(index.rank, record))
+    for writer, blob in ((index, blob) for index in indexes for blob in index.blobs if blob.path):
         if blob.key in tensors:
             logger.warning("%s is a tensor and a value: stock readers will not find the value", blob.key)
             continue
         merged.state_dict_metadata[blob.key] = BytesStorageMetadata()
         merged.planner_data[blob.key] = blob.path
-        place = StorageInfo(blob.file, blob.position, blob.size_bytes)
+        place = StorageInfo(writer.path_of(blob.file), blob.position, blob.size_bytes)
         merged.storage_data[MetadataIndex(blob.key)] = place
     for key, tensor in tensors.items():
         _check_whole(key, tensor)
@@ -460,7 +474,7 @@ def _add_part(
     merged: Metadata,
     tensors: dict[str, TensorStorageMetadata],
     record: TensorRecord,
-    rank: int,
+    writer: RankIndex,
     prefix: str,
 ) -> None:
     dtype, size = stored_dtype(record.dtype), torch.Size(record.global_shape)
@@ -470,11 +484,11 @@ def _add_part(
     )
     if tensor.properties.dtype != dtype or tensor.size != size:
         raise LayoutMismatch(
-            f"{record.key}: rank {rank} has {dtype} {list(size)}, a lower rank has "
+            f"{record.key}: rank {writer.rank} has {dtype} {list(size)}, a lower rank has "
             f"{tensor.properties.dtype} {list(tensor.size)}.",
             hint="Ranks name different tensors alike, or were started with different settings.",
             key=record.key,
-            rank=rank,
+            rank=writer.rank,
         )
     index = MetadataIndex(key, record.offsets, len(tensor.chunks))
     if index in merged.storage_data or record.record is None:
@@ -483,7 +497,7 @@ def _add_part(
         ChunkStorageMetadata(offsets=torch.Size(record.offsets), sizes=torch.Size(record.shape))
     )
     merged.planner_data[key] = (prefix, *record.path) if prefix else record.path
-    merged.storage_data[index] = StorageInfo(record.file, *record.record)
+    merged.storage_data[index] = StorageInfo(writer.path_of(record.file), *record.record)
 
 
 def _check_whole(key: str, tensor: TensorStorageMetadata) -> None:

@@ -2,8 +2,9 @@
 """Format of the local tier: the slot of each rank as it lay in memory, in a directory of its own.
 
     step=7/manifest.json
-    step=7/rank=0.json            index: chunk digests, run, step, fingerprint, where each tensor is
-    step=7/rank=0/slot.bin        the slot, byte for byte; then its layout, and what is no tensor
+    step=7/save=5f0c.../            the folder of this save, see `resiliency.checkpoint.format.manifest`
+      rank=0.json                 index: chunk digests, run, step, fingerprint, where each tensor is
+      rank=0.slot.bin             the slot, byte for byte; then its layout, and what is no tensor
 
 The slot is one large aligned range, so it goes from memory to the device and back without a copy.
 """
@@ -46,9 +47,8 @@ class LocalFormat:
     def write_rank(
         self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
     ) -> RankIndex:
-        folder = f"rank={shard.rank}"
-        storage.make_dir(f"{directory}/{folder}")
-        name = f"{folder}/slot.bin"
+        # No directory of its own: to make one late would bring back the folder of a save that is over.
+        name = f"rank={shard.rank}.slot.bin"
         size = shard.layout.size_bytes
         pieces = [FilePiece(0, shard.buffer[:size])]
         slot = BlobRecord(key=SLOT_BLOB, file=name, position=0, size_bytes=size)
@@ -56,7 +56,6 @@ class LocalFormat:
         file = write_shard_file(
             storage, directory, name, pieces, pieces[-1].end, threads=self._threads, pace=self._pace
         )
-        storage.sync_dir(f"{directory}/{folder}")
         return RankIndex(
             rank=shard.rank,
             step=shard.step,

@@ -10,16 +10,21 @@ follow, and are read when a reader needs them (`resiliency.checkpoint.format.ind
 says which ranks wrote what several hold (`resiliency.checkpoint.format.writers`), so no reader searches the
 indexes of all.
 
-Format version 1 had neither: one part per index, and no word on the writers.  It is still read.
+Each save has a folder of its own in the directory of the step (`save_folder`).  Ranks write there alone; the
+files that readers start from, the manifest among them, are moved up from it by the leader.  So no two saves
+write under one name, and a rename that comes late fails, as the folder went with its save.
+
+Format version 2 had no folders, and version 1 neither tables nor a word on the writers.  Both are still read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from resiliency.checkpoint.format.index_tables import (
@@ -35,7 +40,9 @@ from resiliency.checkpoint.storage.interface import Storage, read_file, write_fi
 from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMissing, ConfigError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+#: Begins the name of a save's folder.
+SAVE_PREFIX = "save="
 #: How manifests of NeMo's saves began that had a form of their own.
 _OLD_NEMO = b'{\n "files": {'
 #: What a reader of an index asks for first: the head, and of most indexes all.
@@ -104,10 +111,14 @@ class SharedEntry:
 class RankIndex:
     """All that one rank wrote.  The file with this is the rank's vote that it is complete.
 
-    Names of files are relative to the directory of the checkpoint, which may be moved.  Ranks of one
-    `group` have interchangeable shards (see `Shard.group`).
+    Names in `files` are relative to the directory of the checkpoint, which may be moved; those in `tensors`
+    and `blobs` to the folder of the save, so that the tables of two saves are equal (`path_of`).  Ranks of
+    one `group` have interchangeable shards (see `Shard.group`).
 
     Args:
+        folder: of the save, in the directory of the checkpoint; empty: the directory itself.
+        shown: of the files in the folder those that stock readers look for in the directory itself: the
+            leader moves them there when it seals.
         tensors: what this rank wrote; read from storage at the first look (`IndexTable`).
         shared: what this rank holds and may have left to others; likewise.
         try_number: which try of the save it votes in.  Of no concern once the checkpoint is committed.
@@ -124,10 +135,22 @@ class RankIndex:
     group: str = ""
     try_number: int = 1
     shared: Sequence[SharedEntry] = ()
+    folder: str = ""
+    shown: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    def path_of(self, file: str) -> str:
+        """The name in `files` of what a tensor or a blob calls `file`."""
+        return file if file in self.shown else data_directory(self.folder, file)
+
+    def placed_in(self, folder: str) -> RankIndex:
+        """Of files that a format has written into `folder`, and named as if it were the checkpoint."""
+        placed = replace(self, folder=folder)
+        files = tuple(replace(file, name=placed.path_of(file.name)) for file in self.files)
+        return replace(placed, files=files)
 
     def check(self) -> None:
         """Read and compare the tables, which a reader of the head alone has not seen.
@@ -154,6 +177,8 @@ class Manifest:
             through torch.
         written_by: digest of a table of shared entries to the ranks that wrote them (`ranks_of` reads it);
             None: not said, likewise.
+        folder: of the save, in the directory of the checkpoint, with the indexes; empty: they are in the
+            directory itself.
     """
 
     step: int
@@ -167,10 +192,27 @@ class Manifest:
     size_bytes: int | None = None
     written_by: Mapping[str, str] | None = None
     format_version: int = field(default=FORMAT_VERSION)
+    folder: str = ""
+
+    def index_name(self, directory: str, rank: int) -> str:
+        """Index of a rank of this checkpoint, which is in `directory`."""
+        return index_name(data_directory(directory, self.folder), rank)
+
+
+def save_folder(save_id: str, try_number: int) -> str:
+    """Name of the folder in which one try of a save writes.  All are equally long."""
+    identity = f"{try_number}:{save_id}".encode()
+    return SAVE_PREFIX + hashlib.blake2b(identity, digest_size=8).hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)  # one object for all records of a file: `.metadata` names it that often
+def data_directory(directory: str, folder: str) -> str:
+    """`folder` in `directory`; one that is empty is no part of the path."""
+    return f"{directory}/{folder}" if directory and folder else directory or folder
 
 
 def index_name(directory: str, rank: int) -> str:
-    """Completion file of a rank."""
+    """Completion file of a rank, in the folder of its save."""
     return f"{directory}/rank={rank}.json"
 
 
@@ -238,7 +280,19 @@ def table_digest(index: RankIndex, name: str) -> str:
 
 
 def write_manifest(storage: Storage, directory: str, manifest: Manifest) -> None:
+    """Write it into `directory`; where saves may meet that is the folder of the save, see `show_files`."""
     write_file(storage, f"{directory}/{MANIFEST}", _sealed(_json(asdict(manifest)))[0])
+
+
+def show_files(storage: Storage, directory: str, folder: str, names: Iterable[str]) -> None:
+    """Move files from the folder of a save to where readers look for them.
+
+    Raises:
+        CheckpointWriteFailed: the folder is gone, as another save has begun at this step; or the storage
+            refused.
+    """
+    for name in names:
+        storage.replace(f"{directory}/{folder}/{name}", f"{directory}/{name}")
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
@@ -305,7 +359,7 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
 
 
 def _head_of(index: RankIndex) -> dict[str, object]:
-    names = ("rank", "step", "run_id", "save_id", "fingerprint", "group", "try_number")
+    names = ("rank", "step", "run_id", "save_id", "fingerprint", "group", "try_number", "folder", "shown")
     head: dict[str, object] = {name: getattr(index, name) for name in names}
     head["files"] = [vars(file) for file in index.files]
     head["blobs"] = [vars(blob) for blob in index.blobs]
@@ -439,6 +493,7 @@ def _parse_index(
             **record,
             "files": tuple(_file(item) for item in record["files"]),
             "blobs": tuple(BlobRecord(**{**item, "path": tuple(item["path"])}) for item in record["blobs"]),
+            "shown": tuple(record.get("shown", ())),
         }
         if "tables" not in record:  # version 1
             fields["tensors"] = tuple(_tensor(item) for item in record["tensors"])

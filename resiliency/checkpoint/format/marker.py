@@ -36,18 +36,28 @@ class MarkerState(str, Enum):
     UNKNOWN = "unknown"  # written by something else, or torn
 
 
+#: These hide what the save that they name has left, or its checkpoint; no other save's.
+_OF_A_SAVE = tuple(state for state in MarkerState if state is not MarkerState.UNKNOWN)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Marker:
     """Why a step is hidden.
 
     `try_number` tells the tries of one save apart, which share its id; `UNNUMBERED` where there is but
     one, and in markers of older versions.
+
+    Args:
+        run_id: whose save it is; empty: nobody's, in markers of older versions and of other programs.
+        until: when the save has ended in any case, in seconds since 1970.
     """
 
     state: MarkerState
     save_id: str = ""
     reason: str = ""
     try_number: int = UNNUMBERED
+    run_id: str = ""
+    until: int = 0
 
 
 def step_directory(step: int) -> str:
@@ -84,9 +94,12 @@ def split_path(path: str | os.PathLike[str]) -> tuple[Path, int]:
 
 def put_marker(storage: Storage, step: int, marker: Marker) -> None:
     """Hide `step`; durable when this returns, name included."""
-    content = json.dumps({**asdict(marker), "state": marker.state.value}).encode() + b"\n"
-    write_file(storage, marker_name(step), content)
+    write_file(storage, marker_name(step), encode_marker(marker))
     storage.sync_dir("")
+
+
+def encode_marker(marker: Marker) -> bytes:
+    return json.dumps({**asdict(marker), "state": marker.state.value}).encode() + b"\n"
 
 
 def lift_marker(storage: Storage, step: int) -> None:
@@ -122,11 +135,12 @@ def read_marker(storage: Storage, step: int) -> Marker | None:
         if error.fields.get("errno") in SHORTAGES and not storage.exists(marker_name(step)):
             return None
         raise
-    marker = _parsed(content)
+    marker = parse_marker(content)
     return None if _is_lifted(storage, step, marker) else marker
 
 
-def _parsed(content: bytes) -> Marker:
+def parse_marker(content: bytes) -> Marker:
+    """Of the bytes of its file; UNKNOWN for what is none."""
     try:
         record = json.loads(content)
         return Marker(
@@ -134,23 +148,27 @@ def _parsed(content: bytes) -> Marker:
             save_id=str(record["save_id"]),
             reason=str(record["reason"]),
             try_number=int(record.get("try_number", UNNUMBERED)),
+            run_id=str(record.get("run_id", "")),
+            until=int(record.get("until", 0)),
         )
     except (ValueError, KeyError, TypeError):
         return Marker(state=MarkerState.UNKNOWN)
 
 
 def _is_lifted(storage: Storage, step: int, marker: Marker) -> bool:
-    """Whether a mount shows a marker that another host has lifted.
+    """Whether a marker that is there hides nothing.
 
-    A mount with a metadata cache (GCS FUSE) opens a file for a minute or longer after its removal; its
-    listings are fresh.  A listing alone may be older than the marker (NFS), so the manifest of the very
-    save that the marker names is asked for as well: a save writes it last.
+    Either a late save put it there, and another one was committed at the step (see `format.claim`).  Or a
+    mount shows a marker that another host has lifted: one with a metadata cache (GCS FUSE) opens a file for a
+    minute or longer after its removal; its listings are fresh.  A listing alone may be older than the marker
+    (NFS), so the manifest of the very save that the marker names is asked for as well: a save writes it last.
     """
-    if marker.state is not MarkerState.WRITING or not marker.save_id:
+    if marker.state not in _OF_A_SAVE or not marker.save_id:
         return False
     try:
-        if marker_name(step) in storage.list(""):
-            return False
-        return read_manifest(storage, step_directory(step)).save_id == marker.save_id
+        manifest = read_manifest(storage, step_directory(step))
+        if manifest.save_id != marker.save_id:
+            return bool(manifest.folder)  # else its files may have gone before it
+        return marker.state is MarkerState.WRITING and marker_name(step) not in storage.list("")
     except (CheckpointError, ConfigError):
         return False

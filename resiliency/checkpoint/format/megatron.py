@@ -4,7 +4,8 @@
     step=7/.metadata              as of `DcpFormat`; also the original shapes of flattened tensors
     step=7/metadata.json          which readers Megatron shall use
     step=7/common.pt              what is not sharded, of rank 0
-    step=7/__0_0.distcp           as of `DcpFormat`; sharded objects are records in it
+    step=7/save=5f0c.../            the folder of this save
+      __0_0.distcp                as of `DcpFormat`; sharded objects are records in it
 
 Nothing of Megatron is imported.  The adapter (`resiliency.plugins.megatron_state`) gave the tensors
 Megatron's keys and blocks when they were captured, and pickled the objects; here bytes go into files.
@@ -70,7 +71,8 @@ class MegatronFormat:
             for placement, data in _owned_objects(shard)
             if _is_file(placement)
         ]
-        return replace(index, files=(*index.files, *files))
+        # Megatron looks for them in the checkpoint itself.
+        return replace(index, files=(*index.files, *files), shown=tuple(file.name for file in files))
 
     def seal(self, storage: Storage, directory: str, indexes: Sequence[RankIndex]) -> Sequence[FileRecord]:
         """Write `.metadata`, with what Megatron adds to it, and `metadata.json`."""

@@ -13,7 +13,7 @@ from resiliency.checkpoint.format.manifest import (
     Manifest,
     RankIndex,
     TensorRecord,
-    index_name,
+    data_directory,
     read_index,
     read_manifest,
     table_digest,
@@ -94,7 +94,8 @@ class CheckpointReader:
                     missing_ranks=[rank],
                 )
             digest = self.manifest.ranks[rank]
-            self._indexes[rank], _ = read_index(self._storage, self._directory, rank, digest)
+            place = data_directory(self._directory, self.manifest.folder)
+            self._indexes[rank], _ = read_index(self._storage, place, rank, digest)
         return self._indexes[rank]
 
     def indexes(self) -> list[RankIndex]:
@@ -143,7 +144,7 @@ class CheckpointReader:
         if name == own or (rank not in self.manifest.ranks and named):
             return False
         index = self.index(rank) if rank in self.manifest.ranks else None
-        if index is not None and name == index_name(self._directory, rank):
+        if index is not None and name == self.manifest.index_name(self._directory, rank):
             index.check()
             return True
         for record in (*self.manifest.files, *(() if index is None else index.files)):
@@ -207,26 +208,23 @@ class CheckpointReader:
                 _Place(
                     entry.offset_bytes,
                     entry.size_bytes,
-                    slot.file,
+                    self.index(rank).path_of(slot.file),
                     slot.position + entry.offset_bytes,
                     entry.key,
                 )
                 for entry in layout.entries
             ]
-        records = [(entry, self._find(rank, entry, layout.disk_names[entry.key])) for entry in layout.entries]
-        return [
-            _Place(entry.offset_bytes, entry.size_bytes, record.file, record.position, entry.key)
-            for entry, record in records
-        ]
+        return [self._find(rank, entry, layout.disk_names[entry.key]) for entry in layout.entries]
 
-    def _find(self, rank: int, entry: TensorEntry, key: str) -> TensorRecord:
+    def _find(self, rank: int, entry: TensorEntry, key: str) -> _Place:
         """The part that `rank` wrote itself, else the copy of the rank that owns it: one of the same mesh."""
         mesh = mesh_of(entry.attributes)
         for holder in (rank, *(other for other in self._writers(rank, mesh) if other != rank)):
             for record in self._records(holder).get((key, entry.global_offset), ()):
                 is_same = mesh_of(record.attributes) == mesh
                 if is_same and record.shape == entry.shape and record.dtype == entry.dtype:
-                    return record
+                    file = self.index(holder).path_of(record.file)
+                    return _Place(entry.offset_bytes, entry.size_bytes, file, record.position, entry.key)
         raise CheckpointIncomplete(
             f"{self.path} holds no bytes for {entry.key} at {entry.global_offset} of rank {rank}.",
             rank=rank,
@@ -263,7 +261,9 @@ class CheckpointReader:
                     f"{self.path} holds no {key} of rank {rank}.", rank=rank, path=self.path, key=key
                 )
             contents.append(bytearray(blob.size_bytes))
-            wants.append((blob.file, Want(blob.position, memoryview(contents[-1]), key)))
+            wants.append(
+                (self.index(rank).path_of(blob.file), Want(blob.position, memoryview(contents[-1]), key))
+            )
         self._read(wants)
         return [bytes(content) for content in contents]
 

@@ -8,6 +8,7 @@ read (a marker, no manifest; on the disk of a host also no index, a file missing
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,11 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from resiliency.checkpoint.branches import Branches, read_branches
 from resiliency.checkpoint.capture.arena import peek, ranks_in
 from resiliency.checkpoint.format.catalog import (
     QUARANTINED,
     Condition,
     glance,
+    left_among,
     list_steps,
     steps_in,
     try_read_committed,
@@ -81,8 +84,9 @@ class Inventory:
         locations: shards that are known so far, also those that turned out bad.
         saves: on persistent storage, as far as known; also those that another number of ranks saved.
         bad: locations that were found damaged or gone.
-        stored: steps that had a directory and no marker on persistent storage, newest first, whoever wrote
-            them and whatever they are worth.
+        branches: of the job, by the records of all tiers and the saves that are known so far.
+        stored: steps of the live branch that had a directory and no marker on persistent storage, newest
+            first, whoever wrote them and whatever they are worth.
         name: of this very inventory, to tell whether all ranks mean the same.
     """
 
@@ -101,6 +105,7 @@ class Inventory:
         self.locations: tuple[ShardLocation, ...] = ()
         self.saves: tuple[FoundSave, ...] = ()
         self.bad: set[ShardLocation] = set()
+        self.branches = Branches()
         self.stored: tuple[int, ...] = ()
         self.name = ""
         self._listed: frozenset[int] = frozenset()
@@ -117,7 +122,7 @@ class Inventory:
         self.list_rest()
         if self._unseen:
             self._look_into(self._unseen, all_of_them=True)
-        good = [location for location in self.locations if location not in self.bad]
+        good = [location for location in self.live if location not in self.bad]
         stored = {location.save_id for location in good if location.place is Place.PERSISTENT}
         saves = [
             Source(step=save.step, tier=Tier.PERSISTENT, save_id=save.save_id, run_id=save.run_id)
@@ -129,7 +134,14 @@ class Inventory:
     @cached_property
     def on_hosts(self) -> dict[int, Tier]:
         """Steps that the hosts held between them, newest first, and the nearest place of each."""
-        return nearest_on_hosts(self.needs, self.locations, self.bad)
+        return nearest_on_hosts(self.needs, self.live, self.bad)
+
+    @property
+    def live(self) -> tuple[ShardLocation, ...]:
+        """The `locations` of the live branch."""
+        if not self.branches.known:
+            return self.locations
+        return tuple(found for found in self.locations if self.branches.is_live(found.step, found.save_id))
 
     def first_on(self, host: str) -> int:
         """The rank that acts for `host`."""
@@ -142,6 +154,11 @@ class Inventory:
     def look_further(self) -> None:
         """Look into older checkpoints until one can be restored; collective."""
         self._look_into(self._unseen)
+
+    def look_above(self, step: int) -> None:
+        """Look into all checkpoints above `step`; collective."""
+        if newer := [unseen for unseen in self._unseen if unseen > step]:
+            self._look_into(newer, all_of_them=True)
 
     def look_at(self, step: int) -> None:
         """Look into one step; collective.
@@ -174,7 +191,11 @@ class Inventory:
         if self._rank_group.rank == 0 and self._storage is not None:
             try:
                 looked = _look_for_saves(
-                    self._storage, steps, all_of_them=all_of_them, world_size=self._wanted_size
+                    self._storage,
+                    steps,
+                    all_of_them=all_of_them,
+                    world_size=self._wanted_size,
+                    branches=self.branches,
                 )
             except CheckpointError as failure:
                 error = failure
@@ -196,6 +217,7 @@ class Inventory:
             # which holds what is not the same on all ranks.
             found = (replace(location, group=_EVERYONE, world_size=len(self.needs)) for location in found)
         self.locations = tuple(dict.fromkeys((*self.locations, *found)))
+        self.branches = self.branches.with_seen({location.save_id for location in self.locations})
 
     def _begin(
         self,
@@ -203,8 +225,10 @@ class Inventory:
         held: Iterable[ShardLocation],
         rest: list[ShardLocation],
         unlisted: Collection[Mapping[str, Sequence[int]]],
+        branches: Iterable[Branches],
     ) -> None:
         self.name, self.stored = stored.name, stored.unmarked
+        self.branches = functools.reduce(Branches.merged, branches, stored.branches)
         self._listed, self._unseen = frozenset(stored.listed), list(stored.listed)
         self._hold(held)
         self._add(stored.looked)
@@ -232,6 +256,7 @@ class _Stored:
     listed: tuple[int, ...] = ()
     unmarked: tuple[int, ...] = ()
     looked: _Looked = field(default_factory=_Looked)
+    branches: Branches = field(default_factory=Branches)
 
 
 def take_inventory(
@@ -242,6 +267,7 @@ def take_inventory(
     interchangeable: bool,
     list_here: Callable[[bool], list[ShardLocation]],
     storage: Storage | None,
+    own: Storage | None = None,
 ) -> Inventory:
     """Learn what all ranks want and all hosts hold; collective.
 
@@ -251,6 +277,7 @@ def take_inventory(
         interchangeable: all ranks are of one group, whatever they said when they saved.
         list_here: what this host holds; called on each rank, with True on the first of its host.
         storage: that all hosts see; only rank 0 looks at it.
+        own: this host's local tier, for its record of branches.
     Raises:
         CheckpointError, PeerError: rank 0 could not list `storage`.
     """
@@ -273,12 +300,24 @@ def take_inventory(
     rank_group.check(error, "listing checkpoints")
     is_first = rank_group.rank == inventory.first_on(host)
     newest, rest = split(list_here(is_first))
-    gathered = rank_group.gather((encode(newest), pack(rest), stored))
+    branches = _branches_of_host(own) if is_first else Branches()
+    gathered = rank_group.gather((encode(newest), pack(rest), stored, branches.as_rows()))
     of_storage = gathered[0][2]
     assert of_storage is not None  # rank 0's
-    held = [location for encoded, _, _ in gathered for location in decode(encoded)]
-    inventory._begin(of_storage, held, rest, [unpack(packed) for _, packed, _ in gathered if packed])
+    held = [location for encoded, *_ in gathered for location in decode(encoded)]
+    unlisted = [unpack(packed) for _, packed, *_ in gathered if packed]
+    inventory._begin(
+        of_storage, held, rest, unlisted, [Branches.of_rows(rows) for *_, rows in gathered if rows]
+    )
     return inventory
+
+
+def _branches_of_host(own: Storage | None) -> Branches:
+    try:
+        return Branches() if own is None else read_branches(own)
+    except CheckpointError as error:  # other hosts have the same record
+        logger.warning("the branches of the local tier are not known here: %s", error)
+        return Branches()
 
 
 #: Group of all ranks of a job whose ranks all train the same tensors.
@@ -290,22 +329,31 @@ def _list_stored(storage: Storage | None, world_size: int | None) -> _Stored:
     if storage is None:
         return _Stored(name)
     marked_too, unmarked = (steps[::-1] for steps in list_steps(storage))
+    branches = read_branches(storage)
+    left = left_among(storage, unmarked)
     # The newest is always needed: its run is the one that goes on.
-    looked = _look_for_saves(storage, marked_too, world_size=world_size)
-    return _Stored(name, tuple(marked_too), tuple(unmarked), looked)
+    looked = _look_for_saves(storage, marked_too, world_size=world_size, branches=branches)
+    live = tuple(step for step in unmarked if step not in left)
+    return _Stored(name, tuple(marked_too), live, looked, branches)
 
 
 def _look_for_saves(
-    storage: Storage, steps: Sequence[int], *, world_size: int | None, all_of_them: bool = False
+    storage: Storage,
+    steps: Sequence[int],
+    *,
+    world_size: int | None,
+    branches: Branches,
+    all_of_them: bool = False,
 ) -> _Looked:
-    """Look into `steps` in this order, until there is one; see `find_save`."""
+    """Look into `steps` in this order, until there is one of the live branch; see `find_save`."""
     looked, saves = [], []
     for step in steps:
         looked.append(step)
         save = find_save(storage, step, world_size=world_size)
         if save is not None:
             saves.append(save)
-            if not all_of_them:
+            branches = branches.with_seen([save.save_id])
+            if not all_of_them and branches.is_live(save.step, save.save_id):
                 break
     return _Looked(tuple(looked), tuple(saves))
 

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import torch
 
+from resiliency.checkpoint.branches import Branches
 from resiliency.checkpoint.capture.arena import RankArena, open_captured
 from resiliency.checkpoint.format.lease import try_lease
 from resiliency.checkpoint.format.marker import step_directory
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.locations import Place, ShardLocation
-from resiliency.checkpoint.names import save_id_of
+from resiliency.checkpoint.names import branch_number, save_id_of
 from resiliency.checkpoint.progress import ReadProgress
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.complaints import Complaint, complaint_of, try_quarantine
@@ -71,6 +72,9 @@ class Restored:
     Attributes:
         size_bytes: of this rank's tensors.
         run_id: the run whose checkpoints the directory holds; who goes on with them takes over its name.
+        branches: of the job, as the ranks found them.
+        is_rollback: a newer save of the live branch is whole, or this one is of a branch that was left: what
+            is saved from here on is of another branch.
         bytes_by_tier: how much of the state of all ranks came from where.
         is_in_memory_alone: when the ranks looked, disks had all of neither this save nor a later one.
         locations: the copies of this save on the disks of hosts, those that turned out bad left out: what
@@ -82,6 +86,8 @@ class Restored:
     size_bytes: int = 0
     run_id: str = ""
     save_id: str = ""
+    branches: Branches = field(default_factory=Branches, compare=False, repr=False)
+    is_rollback: bool = field(default=False, compare=False)
     bytes_by_tier: Mapping[Tier, int] = field(default_factory=dict)
     is_in_memory_alone: bool = False
     locations: tuple[ShardLocation, ...] = field(default=(), compare=False, repr=False)
@@ -143,6 +149,7 @@ class Restorer:
         while plan is not None:
             size, found_bad = self._try(plan, fill)
             if not found_bad:
+                inventory.look_above(plan.step)
                 return _restored(inventory, plan, size, self._rank_group.rank)
             inventory.bad |= self._skip(plan, inventory, found_bad)
             # Whoever reads a bad shard again takes its time: not at the cost of an exchange's deadlines.
@@ -158,7 +165,7 @@ class Restorer:
             self._refuse_to_start_from_scratch(inventory)
             shared_storages = [] if self._storage is None else [self._storage]
             refuse_lost_checkpoints(self._rank_group, shared_storages, self._local)
-        return Restored(step=0, tier=Tier.NONE)
+        return Restored(step=0, tier=Tier.NONE, branches=inventory.branches)
 
     def _refuse_to_start_from_scratch(self, inventory: Inventory) -> None:
         """Where much was saved and nothing can be used, a person decides what becomes of it."""
@@ -168,9 +175,14 @@ class Restorer:
                 f"none of the {tried} checkpoints that are left can be used; the log says what is wrong.",
                 hint=START_FROM_SCRATCH,
             )
-        refusal = find_refused_saves(inventory.needs, inventory.locations).refusal()
+        refusal = find_refused_saves(inventory.needs, inventory.live).refusal()
         if refusal is not None:
             raise refusal
+        if left := sorted({plan.step for plan in each_plan(inventory.needs, inventory.locations)}):
+            raise CheckpointIncomplete(
+                f"the job went back behind all that is left, steps {left}, and what it went on from is gone.",
+                hint="Restore one of them by its number: restore(state, step=...).",
+            )
 
     # --- choosing --------------------------------------------------------------------------------
 
@@ -197,6 +209,7 @@ class Restorer:
             interchangeable=self._replicated,
             list_here=list_here,
             storage=self._storage,
+            own=None if self._local is None else LocalStorage(self._local),
         )
 
     def _agreed(self, given: Inventory | None) -> Inventory:
@@ -216,7 +229,7 @@ class Restorer:
         """The best that is left, looking into no more checkpoints than that takes; collective."""
         if step is not None:
             plan = self._best(inventory, step)
-            if plan is None:
+            if plan is None or not inventory.branches.is_live(step, plan.save_id):
                 inventory.look_at(step)
                 plan = self._best(inventory, step)
             return plan
@@ -229,9 +242,16 @@ class Restorer:
         return plan
 
     def _best(self, inventory: Inventory, step: int | None) -> RestorePlan | None:
-        plan = next(each_plan(inventory.needs, inventory.locations, bad=inventory.bad, step=step), None)
+        """Of the live branch; a given step also of another one, of the newest first."""
+        branches = inventory.branches
+        plan = next(each_plan(inventory.needs, inventory.live, bad=inventory.bad, step=step), None)
+        if plan is None and step is not None:
+            left = each_plan(inventory.needs, inventory.locations, bad=inventory.bad, step=step)
+            plan = max(left, key=lambda plan: branch_number(plan.save_id), default=None)
         for save in sorted(inventory.saves, key=lambda save: -save.step):
             if step not in (None, save.step) or (plan is not None and save.step <= plan.step):
+                continue
+            if step is None and not branches.is_live(save.step, save.save_id):
                 continue
             if save.world_size != self._rank_group.world_size and not self._replicated:
                 raise self._of_others(save, inventory, step)
@@ -357,10 +377,10 @@ class Restorer:
 
 
 def _not_taken(inventory: Inventory, *, above: int, step: int | None) -> list[ShardLocation]:
-    """What is newer than step `above`; what turned out bad was told when it was found."""
+    """What of the live branch is newer than step `above`; what turned out bad was told when it was found."""
     return [
         location
-        for location in inventory.locations
+        for location in inventory.live
         if step in (None, location.step) and location.step > above and location not in inventory.bad
     ]
 
@@ -402,6 +422,9 @@ def _restored(inventory: Inventory, plan: RestorePlan, size_bytes: int, rank: in
         size_bytes=size_bytes,
         run_id=_run_of(inventory),
         save_id=plan.save_id,
+        branches=inventory.branches,
+        is_rollback=_is_rollback(inventory, plan.step)
+        or not inventory.branches.is_live(plan.step, plan.save_id),
         bytes_by_tier=dict(moved),
         is_in_memory_alone=_is_in_memory_alone(inventory, plan),
         locations=tuple(
@@ -414,12 +437,21 @@ def _restored(inventory: Inventory, plan: RestorePlan, size_bytes: int, rank: in
     )
 
 
+def _is_rollback(inventory: Inventory, step: int) -> bool:
+    """Whether a job that goes on from `step` leaves newer saves that a later start could take."""
+    branches = inventory.branches
+    newer = [location for location in inventory.live if location.step > step]
+    return any(
+        save.step > step and branches.is_live(save.step, save.save_id) for save in inventory.saves
+    ) or any(each_plan(inventory.needs, newer))
+
+
 def _is_in_memory_alone(inventory: Inventory, plan: RestorePlan) -> bool:
     if all(assignment.location.place is not Place.MEMORY for assignment in plan.assignments):
         return False  # without another plan: of many ranks each waits for it
     on_disks = [
         location
-        for location in inventory.locations
+        for location in inventory.live
         if location.step >= plan.step and location.place is not Place.MEMORY
     ]
     return next(each_plan(inventory.needs, on_disks, bad=inventory.bad), None) is None

@@ -25,7 +25,7 @@ from functools import partial
 
 from resiliency.checkpoint.format.lease import try_lease
 from resiliency.checkpoint.format.local import LAYOUT_BLOB, SLOT_BLOB, VALUES_BLOB
-from resiliency.checkpoint.format.manifest import RankIndex, index_name, parse_index
+from resiliency.checkpoint.format.manifest import RankIndex, parse_index
 from resiliency.checkpoint.format.marker import step_directory
 from resiliency.checkpoint.locations import ShardLocation
 from resiliency.checkpoint.recovery.inventory import open_location
@@ -93,7 +93,8 @@ class Outgoing:
         try:
             self._held.enter_context(try_lease(self._storage, location.step))
             begin = 0
-            for record in open_location(location).index(location.rank).files:
+            reader = open_location(location)
+            for record in reader.index(location.rank).files:
                 check_size(self._storage, record.inside(directory))
                 file = self._storage.open(record.inside(directory).name)
                 self._held.callback(file.close)
@@ -102,7 +103,7 @@ class Outgoing:
             # Now: once the receiver expects a payload, nothing but its bytes can come.
             messages = range(0, location.size_bytes, self._message_bytes)
             self._buffers = [page_memory(self._message_bytes) for _ in messages[: _AHEAD + 1]]
-            return read_file(self._storage, index_name(directory, location.rank))
+            return read_file(self._storage, reader.manifest.index_name(directory, location.rank))
         except ResiliencyError as error:
             self._error = str(error)
             logger.error("rank %d gets no shard from here: %s", self.peer, error)
@@ -319,7 +320,7 @@ def _shard(index: RankIndex, memory: memoryview, location: ShardLocation) -> Sha
         blob = index.blob(key)
         if blob is None:
             raise CheckpointIncomplete(f"the shard of rank {location.rank} came without its {key}.")
-        start = begins[blob.file] + blob.position
+        start = begins[index.path_of(blob.file)] + blob.position
         blobs[key] = memory[start : start + blob.size_bytes]
     return Shard(
         layout=StateLayout.from_json(bytes(blobs[LAYOUT_BLOB])),

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
+    SAVE_PREFIX,
     Manifest,
     RankIndex,
-    index_name,
     manifest_path,
     parse_index,
     parse_manifest,
@@ -32,7 +32,7 @@ from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 LARGEST_CHUNK_BYTES = 64 << 20
 NO_RANK = -1
 _PART = re.compile(r"[A-Za-z0-9_.=+-]{1,200}")
-_RESERVED = re.compile(rf"{re.escape(MANIFEST)}|rank=\d+\.(json|failed)")
+_RESERVED = re.compile(rf"(save=\w+/)?({re.escape(MANIFEST)}|rank=\d+\.(json|failed))(/.*)?")
 _MOST_PARTS = 4
 
 
@@ -43,10 +43,12 @@ class CopyPlan:
     Args:
         manifest_bytes: the file `manifest.json`.
         index_bytes: rank to the file `rank=R.json`.
+        folder: of the save, in the step's directory; empty: there is none.
     """
 
     step: int
     save_id: str
+    folder: str
     manifest_bytes: bytes = field(repr=False)
     index_bytes: Mapping[int, bytes] = field(repr=False)
     #: All other files, in an order that follows from the above; names relative to the step's directory.
@@ -84,14 +86,19 @@ class CopyPlan:
         )
         indexes = []
         for rank, digest in sorted(manifest.ranks.items()):
-            path = describe(index_name(step_directory(step), rank))
+            path = describe(manifest.index_name(step_directory(step), rank))
             index, _ = parse_index(index_bytes[rank], path, digest)
             same = (index.rank, index.step, index.save_id) == (rank, step, manifest.save_id)
             _require(same, f"the index of rank {rank} belongs to another save")
             indexes.append(index)
         files = _files(manifest, indexes)
         ranks = [NO_RANK] * len(manifest.files) + [index.rank for index in indexes for _ in index.files]
-        return cls(step, manifest.save_id, manifest_bytes, dict(index_bytes), files, tuple(ranks))
+        if manifest.folder:
+            _check_name(manifest.folder)
+            _require(manifest.folder.startswith(SAVE_PREFIX), f"{manifest.folder!r} is no folder of a save")
+        return cls(
+            step, manifest.save_id, manifest.folder, manifest_bytes, dict(index_bytes), files, tuple(ranks)
+        )
 
     @classmethod
     def read(cls, storage: Storage, step: int) -> CopyPlan:
@@ -108,7 +115,9 @@ class CopyPlan:
         manifest_bytes = read_manifest_bytes(storage, directory)
         manifest = parse_manifest(manifest_bytes, manifest_path(storage, directory))
         try:
-            indexes = {rank: read_file(storage, index_name(directory, rank)) for rank in manifest.ranks}
+            indexes = {
+                rank: read_file(storage, manifest.index_name(directory, rank)) for rank in manifest.ranks
+            }
         except CheckpointMissing as error:
             raise CheckpointIncomplete(
                 f"{path} lacks a file: {error.message}", path=path, step=step
@@ -174,7 +183,7 @@ def _check_name(name: object) -> None:
     parts = name.split("/") if isinstance(name, str) else []
     good = 0 < len(parts) <= _MOST_PARTS and all(_PART.fullmatch(p) and p.strip(".") for p in parts)
     _require(good, f"no file of a checkpoint is called {str(name)[:200]!r}")
-    _require(not _RESERVED.fullmatch(parts[0]), f"{name!r} is no name for data")
+    _require(not _RESERVED.fullmatch(str(name)), f"{name!r} is no name for data")
 
 
 def _require(condition: bool, otherwise: str) -> None:

@@ -24,14 +24,25 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
+from resiliency.checkpoint.branches import Branches
 from resiliency.checkpoint.capture.limits import check_tier_in_memory
 from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.commit.retention import committed_save
-from resiliency.checkpoint.format.catalog import remove_checkpoint, steps_in
-from resiliency.checkpoint.format.manifest import MANIFEST, index_name
+from resiliency.checkpoint.format.catalog import free_hidden, remove_checkpoint, steps_in
+from resiliency.checkpoint.format.claim import StepClaim
+from resiliency.checkpoint.format.manifest import (
+    MANIFEST,
+    SAVE_PREFIX,
+    data_directory,
+    index_name,
+    save_folder,
+    show_files,
+)
 from resiliency.checkpoint.format.marker import (
+    UNNUMBERED,
+    Marker,
     MarkerState,
-    lift_marker,
+    read_marker,
     step_directory,
     try_read_marker,
 )
@@ -123,16 +134,23 @@ class ReplicaStore:
                 self._partials[source_host, copy_plan.step] = partial
             return ReplicaWriter(self, source_host, partial, partial.take_over())
 
-    def retire(self, source_host: str, below_step: int, *, run_id: str) -> list[int]:
-        """Delete the replicas of a run before `below_step`; returns the steps that went.
+    def retire(
+        self, source_host: str, below_step: int, *, run_id: str, branches: Branches | None = None
+    ) -> list[int]:
+        """Delete the replicas of a run before `below_step`, and those of branches that it has left; returns
+        the steps that went.
 
         Only for when a newer save of that run is complete on all hosts.  Those being read or received
         stay, and those of other runs.  What is unfinished is no run's, and goes.
         """
         gone = []
+        branches = branches or Branches()
         with self._source_lock(source_host):
             storage = self._open_storage(source_host)
-            for step in (step for step in steps_in(storage) if step < below_step):
+            for step in steps_in(storage):
+                is_left = branches.known and not branches.is_live(step, committed_save(storage, step) or "")
+                if step >= below_step and not is_left:
+                    continue
                 partial = self._find(source_host, step)
                 if (partial is not None and partial.is_active) or not can_delete(
                     storage, step, run_id=run_id
@@ -198,13 +216,13 @@ class ReplicaStore:
     def _sweep(self, source_host: str, storage: Storage, step: int) -> None:
         """Remove other unfinished copies of this owner: it has gone on to `step`."""
         for other in steps_in(storage):
-            marker = try_read_marker(storage, other) if other != step else None
+            marker = read_marker(storage, other) if other != step else None
             if marker is None or marker.state is MarkerState.CORRUPT:
                 continue
             partial = self._find(source_host, other)
             if partial is None or not partial.is_active:
                 self._forget(source_host, other)
-                _remove_hidden(storage, other)
+                _remove_hidden(storage, other, marker)
 
 
 class ReplicaWriter:
@@ -296,6 +314,9 @@ class _Partial:
         self.is_open = True
         self._storage = storage
         self._directory = step_directory(copy_plan.step)
+        # Of an older format, which has no folder, only the manifest passes through one.
+        folder = copy_plan.folder or save_folder(copy_plan.save_id, UNNUMBERED)
+        self._claim = StepClaim(storage, copy_plan.step, folder)
         self._files: dict[int, WritableFile] = {}
         self._missing = [set(range(len(file.digests))) for file in copy_plan.files]
         #: Ranks whose files are durable and whose index says so.
@@ -310,13 +331,14 @@ class _Partial:
         step, storage = self.copy_plan.step, self._storage
         storage.make_dir("")
         marker = try_read_marker(storage, step)
-        own = (MarkerState.WRITING, self.copy_plan.save_id)
-        if marker is not None and (marker.state, marker.save_id) == own and self._has_only_own_files():
+        is_begun = marker is not None and self._is_own(marker) and storage.exists(self._claim.place)
+        if is_begun and self._has_only_own_files():
             self._keep_voted()
         else:
-            open_save(storage, step, self.copy_plan.save_id, replaces=True)
+            open_save(storage, step, self.copy_plan.save_id, folder=self._claim.folder, replaces=True)
         for directory in self.copy_plan.directories:
-            storage.make_dir(f"{self._directory}/{directory}")
+            if directory != self.copy_plan.folder:
+                storage.make_dir(f"{self._directory}/{directory}")
         for number, record in enumerate(self.copy_plan.files):
             if self.copy_plan.file_ranks[number] not in self._voted:
                 self._files[number] = storage.create(f"{self._directory}/{record.name}", record.size_bytes)
@@ -373,9 +395,16 @@ class _Partial:
         for rank in (*self.copy_plan.index_bytes, NO_RANK):
             self._vote(rank)
         self.close()
-        write_file(self._storage, f"{self._directory}/{MANIFEST}", self.copy_plan.manifest_bytes)
-        self._storage.sync_dir(self._directory)
-        lift_marker(self._storage, self.copy_plan.step)
+        claim, storage = self._claim, self._storage
+        write_file(storage, f"{claim.place}/{MANIFEST}", self.copy_plan.manifest_bytes)
+        storage.sync_dir(claim.place)
+        with claim.changing():
+            show_files(storage, self._directory, claim.folder, [MANIFEST])
+        storage.sync_dir(self._directory)
+        if not claim.try_lift(self._is_own):
+            raise claim.overtaken()
+        if not self.copy_plan.folder:
+            storage.remove_tree(claim.place)
 
     def shut(self) -> None:
         """Take it away from whoever receives it."""
@@ -397,13 +426,25 @@ class _Partial:
         """Free the space; on a storage that refuses even that, what stays is hidden."""
         self.close()
         try:
-            _remove_hidden(self._storage, self.copy_plan.step)
+            marker = read_marker(self._storage, self.copy_plan.step)
+            if marker is None or not self._is_own(marker):
+                return
+            _remove_hidden(self._storage, self.copy_plan.step, marker)
         except CheckpointError as error:
             logger.warning("an unfinished replica was not removed: %s", error)
 
+    def _is_own(self, marker: Marker) -> bool:
+        return (marker.state, marker.save_id) == (MarkerState.WRITING, self.copy_plan.save_id)
+
+    def _index_name(self, rank: int) -> str:
+        return index_name(data_directory(self._directory, self.copy_plan.folder), rank)
+
+    def _files_of(self, rank: int) -> list[int]:
+        return [number for number, writer in enumerate(self.copy_plan.file_ranks) if writer == rank]
+
     def _vote(self, rank: int) -> None:
         """Once all files of a rank have come: make them durable, and then its index, which says so."""
-        mine = [number for number, source_host in enumerate(self.copy_plan.file_ranks) if source_host == rank]
+        mine = self._files_of(rank)
         if rank in self._voted or any(self._missing[number] for number in mine):
             return
         for number in mine:
@@ -412,14 +453,17 @@ class _Partial:
         for directory in reversed(parents_of(names)):
             self._storage.sync_dir(f"{self._directory}/{directory}")
         if rank != NO_RANK:
-            name = index_name(self._directory, rank)
-            write_file(self._storage, name, self.copy_plan.index_bytes[rank])
+            write_file(self._storage, self._index_name(rank), self.copy_plan.index_bytes[rank])
         self._voted.add(rank)
 
     def _has_only_own_files(self) -> bool:
         """Whether nothing lies there that would make the copy differ from the original."""
         expected = {record.name for record in self.copy_plan.files} | set(self.copy_plan.directories)
-        expected |= {MANIFEST, *(f"rank={rank}.json" for rank in self.copy_plan.index_bytes)}
+        own = self._claim.folder
+        expected |= {MANIFEST, own, f"{own}/{MANIFEST}"}
+        expected |= {
+            self._index_name(rank).removeprefix(f"{self._directory}/") for rank in self.copy_plan.index_bytes
+        }
         found = set(self._storage.list(self._directory))
         for directory in self.copy_plan.directories:
             found |= {f"{directory}/{name}" for name in self._storage.list(f"{self._directory}/{directory}")}
@@ -428,10 +472,8 @@ class _Partial:
     def _keep_voted(self) -> None:
         """A rank's index was written after its files were durable: if both are good, nothing is to do."""
         for rank, content in self.copy_plan.index_bytes.items():
-            mine = [
-                number for number, source_host in enumerate(self.copy_plan.file_ranks) if source_host == rank
-            ]
-            name = index_name(self._directory, rank)
+            mine = self._files_of(rank)
+            name = self._index_name(rank)
             try:
                 if read_file(self._storage, name) != content:
                     raise CheckpointCorrupt(f"{self._storage.describe(name)} is torn.")
@@ -447,13 +489,10 @@ class _Partial:
                     self._missing[number].clear()
 
 
-def _remove_hidden(storage: Storage, step: int) -> None:
-    """Delete a step that a marker hides.  Writes nothing: it may be for a full disk."""
-    if try_read_marker(storage, step) is None:
-        return
-    storage.remove_tree(step_directory(step))
-    storage.sync_dir("")
-    lift_marker(storage, step)
+def _remove_hidden(storage: Storage, step: int, marker: Marker) -> None:
+    """Delete a step as long as a marker hides it; the data first, for the disk may be full."""
+    free_hidden(storage, step, SAVE_PREFIX)
+    remove_checkpoint(storage, step, expected=marker)
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from resiliency.checkpoint.branches import Branches, read_branches
 from resiliency.checkpoint.commit.retention import committed
 from resiliency.checkpoint.format.manifest import Manifest
 from resiliency.checkpoint.replication.completion import SaveName
@@ -38,10 +39,11 @@ def retire_replicas(
         below: step of the oldest complete save that stays.
     """
     part = _part_of(own, newest)
+    branches = Branches() if part is None else read_branches(own)
     for source_host in store.source_hosts() if part is not None else ():
         assert part is not None
         try:
-            yield source_host, store.retire(source_host, below, run_id=part.run_id)
+            yield source_host, store.retire(source_host, below, run_id=part.run_id, branches=branches)
         except ResiliencyError as error:  # of one owner; the next complete save tries again
             logger.warning("old copies of %s were not deleted: %s", source_host, error)
 

@@ -3,7 +3,8 @@
 
 Invariant: whatever is reported as synced survives a power cut.  `WritableFile.sync` makes the
 bytes of a file durable and `Storage.sync_dir` the names in a directory; nothing else does.  The
-commit protocol relies on these two and on nothing stronger: no rename, no link, no locking.
+commit protocol relies on these two, and on a rename that either happens or fails because its source or the
+directory of its target is gone.  It needs no link and no locking.
 
 Names are relative to the root of the storage, with ``/`` between parts; the root itself is "".
 `resiliency.checkpoint.storage.posix` is the implementation.  The twins for tests live in
@@ -79,8 +80,11 @@ class Storage(Protocol):
         ...
 
     def replace(self, source: str, target: str) -> None:
-        """Rename a file over another.  For tools: commits do without it, since
-        object stores have none."""
+        """Rename a file over another, or a directory to a name that is free.
+
+        Raises:
+            CheckpointWriteFailed: with errno ENOENT, the source or the directory of the target is gone.
+        """
         ...
 
     def link(self, source: str, target: str) -> None:
@@ -93,6 +97,10 @@ class Storage(Protocol):
 
     def remove_tree(self, name: str) -> None:
         """Remove a directory and all below; fine when there is none."""
+        ...
+
+    def remove_empty_dir(self, name: str) -> None:
+        """Remove a directory if nothing is in it; fine when something is, or when there is none."""
         ...
 
     def sync_dir(self, name: str) -> None:

@@ -47,6 +47,8 @@ _HINTS = {
 
 #: What this process lacks, whatever it asks for: of the files it says nothing.
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+#: Nothing can be written before something is removed.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def write_failed(error: OSError, what: str, path: str) -> CheckpointWriteFailed:
@@ -330,6 +332,15 @@ class LocalStorage:
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
+
+    def remove_empty_dir(self, name: str) -> None:
+        path = self._path(name)
+        with _writing("remove", path), contextlib.suppress(FileNotFoundError):
+            try:
+                os.rmdir(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
     def sync_dir(self, name: str) -> None:
         path = self._path(name)

@@ -125,6 +125,10 @@ class WatchedStorage:
         with self.noted("remove", name):
             self._inner.remove_tree(name)
 
+    def remove_empty_dir(self, name: str) -> None:
+        with self.noted("remove", name):
+            self._inner.remove_empty_dir(name)
+
     def sync_dir(self, name: str) -> None:
         with self.noted("sync directory", name):
             self._inner.sync_dir(name)

@@ -16,14 +16,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from resiliency.checkpoint.format._compat import DCP_VERSION
 from resiliency.checkpoint.format.catalog import remove_checkpoint
+from resiliency.checkpoint.format.claim import StepClaim, holds_claims_alone
 from resiliency.checkpoint.format.dcp import METADATA, write_whole_file
-from resiliency.checkpoint.format.manifest import MANIFEST, Manifest, write_manifest
+from resiliency.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    read_manifest,
+    save_folder,
+    show_files,
+    write_manifest,
+)
 from resiliency.checkpoint.format.marker import (
+    UNNUMBERED,
     Marker,
     MarkerState,
-    lift_marker,
     marker_name,
-    put_marker,
     step_directory,
     try_read_marker,
 )
@@ -60,6 +67,10 @@ class TorchSave:
     def directory(self) -> str:
         return step_directory(self.step)
 
+    def claim(self, save_id: str) -> StepClaim:
+        """Of the save that the coordinator has named."""
+        return StepClaim(self.storage, self.step, save_folder(save_id, UNNUMBERED))
+
     @property
     def path(self) -> str:
         return self.storage.describe(self.directory)
@@ -69,7 +80,7 @@ def clear_way(save: TorchSave, overwrite: bool) -> None:
     """See that nothing worth keeping stands at this step."""
     storage, marker = save.storage, try_read_marker(save.storage, save.step)
     names = storage.list(save.directory)
-    if not names or marker is not None:
+    if not names or marker is not None or holds_claims_alone(storage, save.step):
         return
     if METADATA not in names and MANIFEST not in names:
         raise CheckpointWriteFailed(
@@ -143,7 +154,8 @@ def commit_save(save: TorchSave, metadata: Metadata, results: Sequence[Sequence[
     metadata.version = DCP_VERSION
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta(save_id=save.save_id)
-    record = write_whole_file(storage, directory, METADATA, pickle.dumps(metadata))
+    claim = save.claim(save.save_id)
+    record = write_whole_file(storage, claim.place, METADATA, pickle.dumps(metadata))
     manifest = Manifest(
         step=save.step,
         run_id="",
@@ -153,14 +165,22 @@ def commit_save(save: TorchSave, metadata: Metadata, results: Sequence[Sequence[
         ranks=digests,
         files=(record,),
         created=SystemClock().now().isoformat(timespec="seconds"),
+        folder=claim.folder,
     )
-    write_manifest(storage, directory, manifest)
+    write_manifest(storage, claim.place, manifest)
+    storage.sync_dir(claim.place)
+    with claim.changing():
+        show_files(storage, directory, claim.folder, [METADATA, MANIFEST])
     storage.sync_dir(directory)
-    lift_marker(storage, save.step)
+    is_own = read_manifest(storage, directory).save_id == save.save_id
+    if not is_own or not claim.try_lift(lambda marker: marker.save_id == save.save_id):
+        raise claim.overtaken()
 
 
 def give_up(save: TorchSave, save_id: str, error: ResiliencyError) -> None:
     """Say in the marker why the step stays hidden; where even that fails, it stays hidden all the same."""
     reason = f"rank {save.rank}: {error}"
     with suppress(ResiliencyError):
-        put_marker(save.storage, save.step, Marker(state=MarkerState.FAILED, save_id=save_id, reason=reason))
+        marker = try_read_marker(save.storage, save.step)
+        if marker is not None and marker.save_id == save_id:
+            save.claim(save_id).mark(Marker(state=MarkerState.FAILED, save_id=save_id, reason=reason))

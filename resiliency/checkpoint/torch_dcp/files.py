@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of one rank of a `torch.distributed.checkpoint` save plan.
 
-    step=7/__3_0.distcp      rank 3's items, each a record that `torch.load` reads
-    step=7/__3_1.distcp      more of them: a file ends once it holds `FILE_BYTES`
+    step=7/save=5f0c.../__3_0.distcp      rank 3's items, each a record that `torch.load` reads
+    step=7/save=5f0c.../__3_1.distcp      more of them: a file ends once it holds `FILE_BYTES`
 
 Tensors in host memory go from there to the device without a copy.  Others (of a GPU, strided) are
 copied first, and the memory for that is bounded by the size of one file and one tensor.
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from resiliency.checkpoint.format._compat import StorageInfo
-from resiliency.checkpoint.format.manifest import BlobRecord, TensorRecord
+from resiliency.checkpoint.format.manifest import BlobRecord, TensorRecord, data_directory
 from resiliency.checkpoint.format.torch_record import RecordFile, memory_of
 from resiliency.checkpoint.storage.chunked_file import FilePiece, FileRecord, write_shard_file
 from resiliency.checkpoint.storage.interface import Buffer, Storage
@@ -39,6 +39,7 @@ def file_name(rank: int, number: int) -> str:
 
 def rank_of(name: str) -> int | None:
     """Rank that wrote a file of this name; None for other names."""
+    name = name.rpartition("/")[2]
     head = name.removeprefix("__").partition("_")[0]
     return int(head) if name.startswith("__") and head.isdecimal() else None
 
@@ -46,13 +47,14 @@ def rank_of(name: str) -> int | None:
 class PlannedFiles:
     """Writes the items of a plan and remembers where each is."""
 
-    def __init__(self, storage: Storage, directory: str, *, rank: int, threads: int) -> None:
+    def __init__(self, storage: Storage, directory: str, folder: str, *, rank: int, threads: int) -> None:
         self.records: list[FileRecord] = []
         self.tensors: list[TensorRecord] = []
         self.blobs: list[BlobRecord] = []
         self.results: list[WriteResult] = []
         self._storage = storage
         self._directory = directory
+        self._folder = folder
         self._rank = rank
         self._threads = threads
 
@@ -78,13 +80,12 @@ class PlannedFiles:
             self._finish(file)
 
     def _new_file(self) -> _ItemFile:
-        return _ItemFile(file_name(self._rank, len(self.records)))
+        return _ItemFile(file_name(self._rank, len(self.records)), self._folder)
 
     def _finish(self, file: _ItemFile) -> None:
         pieces = [FilePiece(position, data) for position, data in file.parts]
-        record = write_shard_file(
-            self._storage, self._directory, file.name, pieces, file.end, threads=self._threads
-        )
+        place = data_directory(self._directory, self._folder)
+        record = write_shard_file(self._storage, place, file.name, pieces, file.end, threads=self._threads)
         self.records.append(record)
         self.tensors += file.tensors
         self.blobs += file.blobs
@@ -99,9 +100,10 @@ def _tensors_last(plan: SavePlan) -> Iterator[WriteItem]:
 class _ItemFile(RecordFile[Buffer]):
     """What comes where in one file."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: str) -> None:
         super().__init__()
         self.name = name
+        self._folder = folder
         self.tensors: list[TensorRecord] = []
         self.blobs: list[BlobRecord] = []
         self.results: list[WriteResult] = []
@@ -158,7 +160,7 @@ class _ItemFile(RecordFile[Buffer]):
         self._note(item, position, size)
 
     def _note(self, item: WriteItem, start: int, length: int) -> None:
-        info = StorageInfo(self.name, start, length)
+        info = StorageInfo(data_directory(self._folder, self.name), start, length)
         self.results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
 
 

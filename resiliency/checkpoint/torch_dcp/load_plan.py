@@ -77,7 +77,7 @@ class ItemReader:
         parts = {
             (part.key, part.offsets): part
             for part in index.tensors
-            if part.file == name and part.record is not None
+            if index.path_of(part.file) == name and part.record is not None
         }
         batch = _Batch(self._reader.path)
         for place, item in items:

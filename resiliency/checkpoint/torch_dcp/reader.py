@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from resiliency.checkpoint.format.claim import is_claim
 from resiliency.checkpoint.format.dcp import METADATA
 from resiliency.checkpoint.format.lease import try_lease
 from resiliency.checkpoint.format.manifest import MANIFEST
@@ -176,7 +177,7 @@ class DcpStorageReader(StorageReader):
         if (
             METADATA in names
             and MANIFEST not in names
-            and not any(name.startswith("rank=") for name in names)
+            and not any(name.startswith("rank=") or is_claim(name) for name in names)
         ):
             return self._open_stock(place)
         _, step = split_path(place)

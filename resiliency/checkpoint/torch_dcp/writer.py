@@ -124,7 +124,11 @@ class DcpStorageWriter(StorageWriter):
         save = self._current()
         save.storage.make_dir("")
         clear_way(save, self._overwrite)
-        open_save(save.storage, save.step, save.save_id)
+        try:
+            open_save(save.storage, save.step, save.save_id)
+        except ResiliencyError as error:
+            give_up(save, save.save_id, error)
+            raise
         # Torch may cache these plans and give them to a writer of its own later, which needs this.
         return [
             replace(plan, storage_data=StoragePrefix(f"__{rank}_")) if plan.storage_data is None else plan
@@ -190,9 +194,8 @@ class DcpStorageWriter(StorageWriter):
     def _write(
         self, save: TorchSave, save_id: str, plan: SavePlan, planner: SavePlanner
     ) -> list[WriteResult]:
-        storage, directory, rank = save.storage, save.directory, save.rank
-        storage.make_dir(directory)
-        files = PlannedFiles(storage, directory, rank=rank, threads=self._threads)
+        storage, rank, claim = save.storage, save.rank, save.claim(save_id)
+        files = PlannedFiles(storage, save.directory, claim.folder, rank=rank, threads=self._threads)
         files.write(plan, planner)
         index = RankIndex(
             rank=rank,
@@ -204,9 +207,10 @@ class DcpStorageWriter(StorageWriter):
             tensors=tuple(files.tensors),
             blobs=tuple(files.blobs),
         )
-        digest = write_index(storage, directory, index)
+        index = index.placed_in(claim.folder)
+        digest = write_index(storage, claim.place, index)
         if not save.coordinates:  # the coordinator syncs the names once, with that of the manifest
-            storage.sync_dir(directory)
+            storage.sync_dir(claim.place)
         vote = WriteResult(
             index=MetadataIndex(f"rank={rank}"), size_in_bytes=0, storage_data=Vote(save_id, digest)
         )

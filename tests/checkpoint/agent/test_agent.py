@@ -46,7 +46,7 @@ from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import ConfigError, PeerError
 from resiliency.testing.processes import Command
 from tests.checkpoint.hanging_storage import Hang
-from tests.checkpoint.storage_builders import no_descriptor_left
+from tests.checkpoint.storage_builders import file_in, no_descriptor_left
 from tests.waiting import wait_until, wait_until_equal
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -465,7 +465,7 @@ def test_agents_of_two_hosts_commit_together_and_one_that_dies_fails_the_save_on
         # An agent that the trainer did not start itself gives its memory back a moment later.
         for rank in (0, 1):
             wait_until_equal(lambda place=tmp_path / f"host-{rank}": list(place.iterdir()), [])
-    parts = [(tmp_path / "ckpt" / "step=3" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    parts = [file_in(tmp_path / "ckpt" / "step=3", f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert abs(parts[0] - parts[1]) < 1 << 20  # each tensor was written by one rank
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from resiliency.checkpoint.agent import tier_writers
-from resiliency.checkpoint.agent.jobs import CleanJob, RefuseJob, SaveJob
+from resiliency.checkpoint.agent.jobs import RefuseJob, SaveJob, ShowJob
 from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
 from resiliency.checkpoint.commit.commit import open_save
-from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker, try_read_marker
+from resiliency.checkpoint.commit.retention import BEING_TAKEN
+from resiliency.checkpoint.format.manifest import save_folder
+from resiliency.checkpoint.format.marker import MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.storage.throttle import Throttle
@@ -25,11 +27,11 @@ from tests.waiting import wait_until
 def test_a_job_that_fails_as_nobody_foresaw_does_not_keep_the_next_one_from_being_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put_marker(LocalStorage(tmp_path), 3, Marker(state=MarkerState.REMOVING))
+    put_marker(LocalStorage(tmp_path), 3, BEING_TAKEN)
     worker = Worker(TierName.PERSISTENT, lambda job, done: None, Throttle())
     for directory in ("no\0path", str(tmp_path)):
         settings = Settings(directory=directory, keep=1, replicated=False, bytes_per_s=0, save_timeout_s=60)
-        assert worker.try_put(CleanJob(settings=settings))
+        assert worker.try_put(ShowJob(settings=settings))
     worker.close(timedelta(seconds=60))
     assert "a job of the persistent tier failed" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -57,8 +59,9 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
     assert worker.try_put(RefuseJob(save=job, why="no space"))
     worker.close(timedelta(seconds=60))
     # A leader that is so late clears nothing any more.
-    refusals = ["rank=1.save=s-2.try=1.failed"] if rank else []
-    assert sorted(storage.list("step=2")) == ["of-somebody", *refusals]
+    folder = save_folder(job.save_id, 1)
+    assert storage.list("step=2") == ["of-somebody", folder]
+    assert storage.list(f"step=2/{folder}") == (["rank=1.failed"] if rank else [])
 
 
 def test_a_save_that_fails_before_its_commit_tells_the_other_hosts_as_well(

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.job_memory import hold_job, job_directory
 from resiliency.checkpoint.cleaner import cleaner, removal
 from resiliency.checkpoint.cleaner.cleaner import Cleaner
@@ -29,6 +30,7 @@ from resiliency.checkpoint.format.catalog import Condition, inspect, list_checkp
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.lease import Lease
 from resiliency.checkpoint.format.local import LocalFormat
+from resiliency.checkpoint.format.manifest import save_folder
 from resiliency.checkpoint.format.marker import Marker, MarkerState, put_marker, try_read_marker
 from resiliency.checkpoint.format.nemo import record_rank, seal
 from resiliency.checkpoint.storage.posix import LocalStorage
@@ -69,7 +71,7 @@ def unfinished(root: Path, step: int, *, old: bool = True) -> None:
     storage = LocalStorage(root)
     storage.make_dir("")
     open_save(storage, step, "dead-attempt")
-    (root / f"step={step}" / "__0_0.distcp").write_bytes(b"half")
+    (root / f"step={step}" / save_folder("dead-attempt", 0) / "__0_0.distcp").write_bytes(b"half")
     if old:
         make_old(root / f"step={step}", root / f"step={step}-unfinished")
 
@@ -117,6 +119,15 @@ def test_the_newest_complete_ones_stay_and_older_ones_go(tmp_path: Path) -> None
     assert not list(root.glob("step=*-unfinished"))[1:]
 
 
+def test_what_the_job_has_left_by_a_rollback_goes_when_the_new_branch_has_as_many(tmp_path: Path) -> None:
+    root = checkpoints(tmp_path / "mine", 1, 2, 5)
+    record_branches(LocalStorage(root), Branches().after(2, "attempt-0"))
+    for step, left in ((3, [2, 3, 5]), (4, [3, 4])):
+        save(LocalStorage(root), DcpFormat(), [small_shard(step)], save_id=f"attempt.1-{step}")
+        clean(tmp_path, "--num-checkpoints-to-keep", "2")
+        assert steps_of(root) == left
+
+
 def test_nemos_own_checkpoints_count_and_go_like_the_engines(tmp_path: Path) -> None:
     root = checkpoints(tmp_path / "mine", 2, 4)
     nemo(root, 1)
@@ -129,7 +140,7 @@ def test_nemos_own_checkpoints_count_and_go_like_the_engines(tmp_path: Path) -> 
 
 def test_a_damaged_checkpoint_does_not_count_and_is_left_for_people(tmp_path: Path) -> None:
     root = checkpoints(tmp_path / "mine", 1, 2, 3, 4)
-    (root / "step=4" / "__0_0.distcp").write_bytes(b"torn")
+    next((root / "step=4").rglob("__0_0.distcp")).write_bytes(b"torn")
     nemo(root, 5)
     (root / "step=5" / "weights" / "common.pt").write_text("torn")
     quarantine(LocalStorage(root), 3, "bytes differ")
@@ -180,7 +191,7 @@ def test_what_was_left_unfinished_goes_and_what_is_being_written_stays(tmp_path:
     root = checkpoints(tmp_path / "mine", 1)
     unfinished(root, 2)
     unfinished(root, 3)
-    (root / "step=3" / "__1_0.distcp").write_bytes(b"a rank writes on")
+    (root / "step=3" / save_folder("dead-attempt", 0) / "__1_0.distcp").write_bytes(b"a rank writes on")
     unfinished(root, 4, old=False)
     put_marker(LocalStorage(root), 5, Marker(state=MarkerState.FAILED))
     make_old(root / "step=5-unfinished")
@@ -279,8 +290,6 @@ def test_a_directory_that_came_to_life_between_look_and_rename_is_put_back(
         if opened_anew:
             open_save(LocalStorage(root), 1, "a new attempt")
         (root / "step=1" / "rank=1.json").write_bytes(b"new")
-        if opened_anew:
-            make_old(root / "step=1")  # only that it is another directory tells
         assert not removal._remove_held(root / "step=1", held, timeouts, SystemClock())
     finally:
         os.close(held)
@@ -345,7 +354,7 @@ def test_a_job_that_writes_a_replica_stays(tmp_path: Path) -> None:
     replica = root / "replicas" / "host-b"
     unfinished(replica, 8)
     make_old(tmp_path / "other")
-    os.utime(replica / "step=8" / "__0_0.distcp")
+    os.utime(next((replica / "step=8").rglob("__0_0.distcp")))
     clean(tmp_path)
     assert (replica / "step=8").is_dir()
 

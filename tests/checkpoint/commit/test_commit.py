@@ -25,12 +25,13 @@ from resiliency.checkpoint.commit.protocol import FINAL, FOLLOWER, LEADER, Event
 from resiliency.checkpoint.format.catalog import Condition, find_newest, inspect, remove_checkpoint
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
-from resiliency.checkpoint.format.manifest import RankIndex, read_index
+from resiliency.checkpoint.format.manifest import SAVE_PREFIX, RankIndex, read_index, save_folder
 from resiliency.checkpoint.format.marker import Marker, MarkerState, marker_name, put_marker, try_read_marker
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.interface import ReadableFile, Storage, write_file
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import (
+    CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
     CheckpointMissing,
@@ -120,11 +121,17 @@ def test_a_committed_save_needs_nothing_that_a_crash_could_take(format: Checkpoi
 
 
 @formats
-def test_no_rename_and_no_link_is_used(format: CheckpointFormat[Shard]) -> None:
+def test_a_save_writes_in_its_own_folder_alone_and_what_saves_share_is_only_renamed(
+    format: CheckpointFormat[Shard],
+) -> None:
     storage = FaultyStorage(MemoryStorage())
     save(storage, format, two_ranks(1))
-    kinds = {operation.split()[0] for operation in storage.operations}
-    assert kinds <= {"create", "write", "sync", "make_dir", "sync_dir", "remove"}
+    changes = [operation for operation in storage.operations if not operation.startswith("sync_dir")]
+    own = f"step=1/{save_folder('attempt-0', 1)}"
+    for change in changes:
+        kind, *names = change.split()
+        assert kind in ("create", "write", "sync", "make_dir", "replace"), change
+        assert change == "make_dir " or any(name.startswith(own) for name in names), change
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -391,7 +398,7 @@ def test_the_vote_of_a_dead_attempt_is_not_counted() -> None:
     put_marker(storage, 2, Marker(state=MarkerState.WRITING, save_id="attempt-0"))
     with pytest.raises(CheckpointIncomplete, match="leader did not commit"):
         save(late, LocalFormat(), [stale], leads=False, timeout=timedelta(seconds=0.05))
-    assert "rank=1.json" in storage.list("step=2")
+    assert "rank=1.json" in storage.list(f"step=2/{save_folder('attempt-0', 1)}")
     with pytest.raises(CheckpointIncomplete, match="1 of 2 ranks"):
         save(
             storage,
@@ -449,9 +456,9 @@ def test_a_leader_that_gives_up_releases_its_followers_with_the_reason(tmp_path:
 def test_a_leader_whose_claim_fails_behind_its_marker_keeps_no_follower_waiting(tmp_path: Path) -> None:
     count = FaultyStorage(MemoryStorage())
     save(count, LocalFormat(), [small_shard(2)])
-    directory = count.operations.index("make_dir step=2")
+    behind = count.operations.index("sync_dir ")
     storage = LocalStorage(tmp_path)
-    broken = FaultyStorage(storage, StorageFault(operation=directory, kind=StorageFaultKind.ERROR))
+    broken = FaultyStorage(storage, StorageFault(operation=behind, kind=StorageFaultKind.ERROR))
     with ThreadPoolExecutor(1) as pool:
         follower = pool.submit(
             save, storage, LocalFormat(), [small_shard(2, rank=1, world_size=2)], leads=False
@@ -487,16 +494,27 @@ def test_a_leader_lists_the_votes_of_all_ranks_at_once_and_looks_less_often_the_
     with pytest.raises(CheckpointIncomplete, match="99 of 100 ranks"):
         save(storage, LocalFormat(), [small_shard(2, world_size=100)], timeout=timedelta(seconds=1))
     assert len(storage.looks) < 80, storage.looks
-    assert len([look for look in storage.looks if look != "list step=2"]) < 10, storage.looks
+    votes = f"list step=2/{save_folder('attempt-0', 1)}"
+    assert len([look for look in storage.looks if look != votes]) < 20, storage.looks
+
+
+class VotesUnlisted(FaultyStorage):
+    """Cannot list a save's folder at first."""
+
+    times = 3
+
+    def list(self, name: str) -> list[str]:
+        if SAVE_PREFIX in name and self.times:
+            self.times -= 1
+            raise CheckpointCorrupt(f"cannot read {name}: EIO")
+        return super().list(name)
 
 
 def test_a_leader_whose_storage_cannot_be_listed_for_a_moment_finds_the_votes_later(pair: Pair) -> None:
     storage = pair.storage
-    put_marker(storage, 2, Marker(state=MarkerState.FAILED, save_id="before"))
-    troubled = TroubledStorage(storage, StorageTrouble(step=2, operation="list", times=3))
-    pair.storage = troubled
+    pair.storage = troubled = VotesUnlisted(storage)
     leader = pair.pool.submit(pair.lead, LocalFormat())
-    wait_until(lambda: troubled.is_over, "the leader does not look")
+    wait_until(lambda: not troubled.times, "the leader does not look")
     pair.storage = storage
     pair.follow(LocalFormat())
     assert not leader.result(timeout=60).kept
@@ -562,7 +580,8 @@ def test_a_follower_does_not_vote_where_its_step_is_being_saved_as_another(pair:
     open_save(pair.storage, 2, pair.save_id, 1)
     with pytest.raises(CheckpointWriteFailed, match="is being saved as 'attempt-1' by now"):
         pair.follow(Replaced())
-    assert pair.storage.list("step=2") == []
+    assert pair.storage.list("step=2") == [save_folder("attempt-1", 1)]
+    assert pair.storage.list(f"step=2/{save_folder('attempt-1', 1)}") == []
 
 
 # --- another try of a save that failed ------------------------------------------------------------
@@ -686,7 +705,9 @@ def test_a_follower_does_not_vote_in_another_try_for_files_that_went_with_the_fi
     open_save(pair.storage, 2, "attempt-0", 1)
     with pytest.raises(CheckpointWriteFailed, match="of try 1, and its leader is at try 2"):
         pair.follow(Overtaken())
-    assert pair.storage.list("step=2") == []  # nor does it refuse the second one
+    second = save_folder("attempt-0", 2)
+    assert pair.storage.list("step=2") == [second]
+    assert pair.storage.list(f"step=2/{second}") == []  # nor does it refuse the second one
 
 
 def test_a_follower_that_is_late_with_its_refusal_of_one_try_does_not_refuse_the_next(pair: Pair) -> None:
@@ -700,26 +721,25 @@ def test_a_follower_that_is_late_with_its_refusal_of_one_try_does_not_refuse_the
 
 
 @pytest.mark.parametrize(("save_id", "try_number"), [("attempt-0", 2), ("attempt-1", 1)], ids=["try", "save"])
-@pytest.mark.parametrize("older", ["", "rank=1.try=1.failed"], ids=["", "of-an-older-version"])
-def test_a_refusal_that_lands_in_the_next_try_or_save_concerns_its_own_alone(
-    pair: Pair, save_id: str, try_number: int, older: str
+def test_a_refusal_that_comes_in_the_next_try_or_save_lands_nowhere(
+    pair: Pair, save_id: str, try_number: int
 ) -> None:
     """Between a follower's last look and its write its leader may have begun anew."""
     open_save(pair.storage, 2, "attempt-0", 1)
     with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):
         pair.follow(Refusing())
-    (refusal,) = pair.storage.list("step=2")
+    refusal = f"step=2/{save_folder('attempt-0', 1)}/rank=1.failed"
+    assert pair.storage.exists(refusal)
     pair.save_id, pair.try_number = save_id, try_number
     leader = pair.pool.submit(pair.lead, LocalFormat())
-    writing = Marker(state=MarkerState.WRITING, save_id=save_id, try_number=try_number)
-    wait_until_equal(lambda: try_read_marker(pair.storage, 2), writing)
-    pair.storage.make_dir("step=2")  # the leader makes it after its marker
-    write_file(pair.storage, f"step=2/{older or refusal}", b"late")
+    wait_until_equal(lambda: begun(pair.storage), (MarkerState.WRITING, save_id, try_number))
+    with pytest.raises(CheckpointWriteFailed, match="ENOENT"):
+        write_file(pair.storage, refusal, b"late")
     assert not pair.follow(LocalFormat()).kept
     assert not leader.result(timeout=60).kept
 
 
-def test_a_vote_that_lands_in_the_next_try_does_not_count_as_its_files_went_with_the_first(
+def test_a_vote_that_comes_in_the_next_try_lands_nowhere_as_its_files_went_with_the_first(
     pair: Pair,
 ) -> None:
     part = LocalFormat(threads=1), [small_shard(2, rank=1, world_size=2)]
@@ -728,7 +748,8 @@ def test_a_vote_that_lands_in_the_next_try_does_not_count_as_its_files_went_with
     with pytest.raises(CheckpointIncomplete, match="leader did not commit"):
         save(seen, *part, leads=False, timeout=timedelta(seconds=0.2))
     open_save(pair.storage, 2, "attempt-0", 1)
-    votes_at = seen.operations.index("create step=2/rank=1.json")
+    vote = f"step=2/{save_folder('attempt-0', 1)}/rank=1.json"
+    votes_at = seen.operations.index(f"create {vote}")
     late = FaultyStorage(pair.storage, StorageFault(operation=votes_at, kind=StorageFaultKind.HANG))
     first = pair.pool.submit(save, late, *part, leads=False)
     assert late.hangs.wait(60)
@@ -736,11 +757,12 @@ def test_a_vote_that_lands_in_the_next_try_does_not_count_as_its_files_went_with
         pair.try_number = 2
         leader = pool.submit(pair.lead, LocalFormat())
         wait_for_second_try(pair.storage)
-        wait_until(lambda: pair.storage.exists("step=2/rank=0.json"), "the leader does not write its part")
+        own = f"step=2/{save_folder('attempt-0', 2)}/rank=0.json"
+        wait_until(lambda: pair.storage.exists(own), "the leader does not write its part")
         late.answers.set()
-        with pytest.raises(CheckpointWriteFailed, match="of try 1, and its leader is at try 2"):
+        with pytest.raises(CheckpointWriteFailed, match="step=2 belongs to another save by now"):
             first.result(timeout=60)
-        assert pair.storage.exists("step=2/rank=1.json")
+        assert not pair.storage.exists(vote)
         assert not pair.follow(LocalFormat()).kept
         assert not leader.result(timeout=60).kept
     for rank in (0, 1):
@@ -751,7 +773,8 @@ def test_a_vote_that_lands_in_the_next_try_does_not_count_as_its_files_went_with
 def test_an_index_says_which_try_it_votes_in(number: int) -> None:
     storage = MemoryStorage()
     save(storage, LocalFormat(), [small_shard(2)], try_number=number)
-    assert read_index(storage, "step=2", 0)[0].try_number == number
+    place = f"step=2/{save_folder('attempt-0', number)}"
+    assert read_index(storage, place, 0)[0].try_number == number
     assert_holds(storage, small_shard(2))
 
 
@@ -759,15 +782,16 @@ def test_a_follower_that_is_late_where_nobody_saves_any_more_leaves_nothing_in_t
     class Forgotten(Refusing):
         def write_rank(self, storage: Storage, *args: Any, **kwargs: Any) -> RankIndex:
             remove_checkpoint(storage, 2)  # as a later start of the job does
-            storage.make_dir("step=2")  # as one whose call was under way
+            storage.make_dir("step=2/save=0")  # as one whose call was under way
             return super().write_rank(storage, *args, **kwargs)
 
     storage = MemoryStorage()
     open_save(storage, 2, "attempt-0", 1)
     with pytest.raises(CheckpointWriteFailed, match="rank 1 has no slot"):
         save(storage, Forgotten(), [small_shard(2, rank=1, world_size=2)], leads=False)
-    assert storage.list("step=2") == []
+    assert storage.list("step=2") == ["save=0"]
     assert not save(storage, LocalFormat(), [small_shard(2)], save_id="attempt-1").kept
+    assert "save=0" not in storage.list("step=2")
 
 
 def test_a_leader_that_gives_up_late_does_not_hide_what_a_later_start_committed_at_its_step(
@@ -775,7 +799,7 @@ def test_a_leader_that_gives_up_late_does_not_hide_what_a_later_start_committed_
 ) -> None:
     shard, cancel = small_shard(2), threading.Event()
     save(seen := FaultyStorage(MemoryStorage()), LocalFormat(threads=1), [shard])
-    syncs_at = seen.operations.index("sync step=2/rank=0/slot.bin")
+    syncs_at = seen.operations.index(f"sync step=2/{save_folder('attempt-0', 1)}/rank=0.slot.bin")
     late = FaultyStorage(pair.storage, StorageFault(operation=syncs_at, kind=StorageFaultKind.HANG))
     first = pair.pool.submit(save, late, LocalFormat(threads=1), [shard], cancel=cancel)
     assert late.hangs.wait(60)
@@ -807,8 +831,12 @@ def test_ranks_that_wait_when_their_save_is_cancelled_say_so_and_blame_nobody(pa
 
 def wait_for_second_try(storage: Storage) -> None:
     """Until the leader has begun it."""
-    wanted = Marker(state=MarkerState.WRITING, save_id="attempt-0", try_number=2)
-    wait_until_equal(lambda: try_read_marker(storage, 2), wanted)
+    wait_until_equal(lambda: begun(storage), (MarkerState.WRITING, "attempt-0", 2))
+
+
+def begun(storage: Storage) -> tuple[MarkerState, str, int] | None:
+    marker = try_read_marker(storage, 2)
+    return None if marker is None else (marker.state, marker.save_id, marker.try_number)
 
 
 @pytest.mark.parametrize("older", ["", ', "attempt": "0b5"'], ids=["first", "with-random-names-of-tries"])

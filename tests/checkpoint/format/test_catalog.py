@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from resiliency.checkpoint.commit.commit import CheckpointFormat
+from resiliency.checkpoint.commit.commit import CheckpointFormat, open_save
 from resiliency.checkpoint.format.catalog import (
     Condition,
     clean_unfinished,
@@ -50,6 +52,7 @@ from resiliency.errors import (
 )
 from resiliency.testing.storage import (
     FaultyStorage,
+    LateStorage,
     MemoryStorage,
     StorageFault,
     StorageFaultKind,
@@ -57,7 +60,14 @@ from resiliency.testing.storage import (
     StorageTrouble,
     TroubledStorage,
 )
-from tests.checkpoint.storage_builders import assert_holds, make_shard, read_shard, save, small_shard
+from tests.checkpoint.storage_builders import (
+    assert_holds,
+    folder_of,
+    make_shard,
+    read_shard,
+    save,
+    small_shard,
+)
 
 formats = pytest.mark.parametrize("format", [LocalFormat(), DcpFormat()], ids=lambda item: item.name)
 
@@ -87,7 +97,7 @@ def all_files(storage: Storage, directory: str = "step=2") -> list[str]:
     for name in storage.list(directory):
         below = storage.list(f"{directory}/{name}")
         files += [f"{directory}/{name}/{leaf}" for leaf in below] or [f"{directory}/{name}"]
-    return files
+    return [name for name in files if not name.endswith("/unfinished")]  # the marker that was lifted
 
 
 # --- damage -------------------------------------------------------------------------------------
@@ -151,7 +161,7 @@ def test_a_flipped_bit_names_file_key_offset_and_both_digests(tmp_path: Path) ->
     storage = LocalStorage(tmp_path)
     shard = make_shard({"a": torch.ones(10), "b": torch.ones(6 << 20)}, step=2)
     save(storage, DcpFormat(), [shard])
-    path = tmp_path / "step=2" / "__0_0.distcp"
+    path = tmp_path / folder_of(storage, 2) / "__0_0.distcp"
     with path.open("r+b") as file:
         file.seek(9 << 20)
         file.write(b"\xff")
@@ -166,7 +176,8 @@ def test_a_flipped_bit_names_file_key_offset_and_both_digests(tmp_path: Path) ->
 def test_an_index_of_another_save_is_refused() -> None:
     storage, other = saved(LocalFormat(), 2), MemoryStorage()
     save(other, LocalFormat(), [small_shard(2)], save_id="another")
-    write_file(storage, "step=2/rank=0.json", read_file(other, "step=2/rank=0.json"))
+    index = read_file(other, f"{folder_of(other, 2)}/rank=0.json")
+    write_file(storage, f"{folder_of(storage, 2)}/rank=0.json", index)
     with pytest.raises(CheckpointCorrupt, match="not the index that was committed"):
         verify(storage, 2)
 
@@ -282,7 +293,7 @@ def test_the_newest_usable_checkpoint_is_found_among_all_kinds(tmp_path: Path) -
         save(storage, LocalFormat(), [small_shard(step)])
     put_marker(storage, 11, Marker(state=MarkerState.WRITING))
     (tmp_path / "step=10" / "manifest.json").unlink()
-    (tmp_path / "step=9" / "rank=0" / "slot.bin").write_bytes(b"short")
+    (tmp_path / folder_of(storage, 9) / "rank=0.slot.bin").write_bytes(b"short")
     (tmp_path / "step=12").mkdir()
     (tmp_path / "step=13-unfinished").touch()
     (tmp_path / "step=x").mkdir()
@@ -293,7 +304,7 @@ def test_the_newest_usable_checkpoint_is_found_among_all_kinds(tmp_path: Path) -
         (9, Condition.BAD),
         (10, Condition.BAD),
         (11, Condition.UNFINISHED),
-        (12, Condition.BAD),
+        (12, Condition.UNFINISHED),
         (13, Condition.UNFINISHED),
     ]
     assert find_newest(storage).step == 5
@@ -348,12 +359,13 @@ def test_pruning_keeps_the_last_good_ones_and_whatever_is_not_plainly_old() -> N
 def test_pruning_reads_manifests_and_no_index() -> None:
     storage = FaultyStorage(saved(LocalFormat(), 1, 2, 3), count_reads=True)
     assert prune(storage, keep_last=2) == [1]
-    assert sorted(storage.operations) == [f"read step={step}/manifest.json" for step in (1, 2, 3)]
+    read = {name for name in storage.operations if "unfinished" not in name and "marker" not in name}
+    assert read == {f"read step={step}/manifest.json" for step in (1, 2, 3)}
 
 
 def test_a_checkpoint_that_lacks_an_index_counts_for_none_and_stays() -> None:
     storage = saved(LocalFormat(), 1, 2, 3)
-    storage.remove("step=2/rank=0.json")
+    storage.remove(f"{folder_of(storage, 2)}/rank=0.json")
     assert prune(storage, keep_last=2) == []
 
 
@@ -407,7 +419,7 @@ def test_a_removal_cut_at_any_operation_shows_the_checkpoint_whole_or_not_at_all
             assert_holds(after, small_shard(1))
         else:
             assert inspect(after, 1).condition is Condition.UNFINISHED or not after.exists("step=1")
-        clean_unfinished(after)
+        clean_unfinished(after, run_id="run")
         assert find_newest(after).step == 2
         assert [item.condition for item in list_checkpoints(after)] in (
             [Condition.COMPLETE],
@@ -418,8 +430,46 @@ def test_a_removal_cut_at_any_operation_shows_the_checkpoint_whole_or_not_at_all
 def test_cleaning_removes_unfinished_saves_but_not_what_people_should_look_at() -> None:
     storage = saved(LocalFormat(), 1, 2, 3)
     quarantine(storage, 1, "bad")
-    put_marker(storage, 2, Marker(state=MarkerState.FAILED))
-    write_file(storage, "step=8-unfinished", b"")
-    write_file(storage, "step=9-unfinished", b"")
-    assert clean_unfinished(storage, keep=[9]) == [2, 8]
+    put_marker(storage, 2, Marker(state=MarkerState.FAILED, run_id="run"))
+    for step in (8, 9):
+        put_marker(storage, step, Marker(state=MarkerState.WRITING, run_id="run"))
+    assert clean_unfinished(storage, run_id="run", keep=[9]) == [2, 8]
     assert storage.list("") == ["step=1", "step=1-unfinished", "step=3", "step=9-unfinished"]
+
+
+def test_cleaning_leaves_what_another_run_may_be_writing_and_what_no_marker_names_the_run_of() -> None:
+    clock = ManualClock()
+    storage = MemoryStorage()
+    until = int((clock.now() + timedelta(minutes=10)).timestamp())
+    for step, run_id in ((1, "other"), (2, "run"), (3, "")):
+        open_save(storage, step, f"start-{step}", run_id=run_id, until=until)
+    assert clean_unfinished(storage, run_id="run", clock=clock) == [2]
+    clock.time += timedelta(minutes=12)
+    assert clean_unfinished(storage, run_id="run", clock=clock) == [1], "it has ended in any case"
+    assert storage.list("") == ["step=3", "step=3-unfinished"]
+
+
+def test_leftovers_of_a_killed_save_are_freed_where_the_disk_takes_nothing_before_that() -> None:
+    disk = MemoryStorage()
+    claim = open_save(disk, 2, "dead", 1, run_id="run")
+    write_file(disk, f"{claim.place}/large", bytes(1000))
+    full = StorageTrouble(step=2, operation="make_dir", errno=errno.ENOSPC)
+    assert clean_unfinished(TroubledStorage(disk, full), run_id="run") == [2]
+    assert disk.list("") == []
+
+
+def test_a_late_quarantine_hides_no_checkpoint_of_another_save() -> None:
+    disk = MemoryStorage()
+    first = small_shard(2, seed=1)
+    save(disk, LocalFormat(), [first], save_id="first")
+    late = LateStorage(disk, 2)
+    thread = threading.Thread(target=quarantine, args=(late, 2, "bytes differ"))
+    thread.start()
+    assert late.hangs.wait(60)
+    remove_checkpoint(disk, 2)
+    save(disk, LocalFormat(), [small_shard(2, seed=2)], save_id="second")
+    late.answers.set()
+    thread.join(60)
+    assert inspect(disk, 2).condition is Condition.COMPLETE
+    assert clean_unfinished(disk, run_id="run") == []
+    assert disk.list("") == ["step=2"]

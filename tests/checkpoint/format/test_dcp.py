@@ -33,6 +33,7 @@ from tests.checkpoint.storage_builders import (
     Part,
     Tie,
     assert_holds,
+    folder_of,
     make_shard,
     read_shard,
     save,
@@ -163,7 +164,7 @@ def test_tied_and_sliced_tensors_load_under_every_name_and_tied_bytes_are_stored
     assert torch.equal(loaded["rows"], memory[1:3])
     assert torch.equal(loaded["turned"], memory.t())
     assert torch.equal(loaded["spread"], torch.zeros(5))
-    assert (tmp_path / "step=1" / "__0_0.distcp").stat().st_size < 1.1 * table.nbytes
+    assert (tmp_path / folder_of(tmp_path, 1) / "__0_0.distcp").stat().st_size < 1.1 * table.nbytes
     assert_holds(LocalStorage(tmp_path), shard)
 
 
@@ -173,7 +174,7 @@ def test_tied_and_sliced_tensors_load_under_every_name_and_tied_bytes_are_stored
 def test_replicas_are_written_once_and_every_rank_gets_its_slot_back(tmp_path: Path) -> None:
     shards, _ = sharded(3)
     save(LocalStorage(tmp_path), DcpFormat(), shards)
-    sizes = [(tmp_path / "step=1" / f"__{rank}_0.distcp").stat().st_size for rank in range(3)]
+    sizes = [(tmp_path / folder_of(tmp_path, 1) / f"__{rank}_0.distcp").stat().st_size for rank in range(3)]
     assert sizes[0] > 1_200_000
     assert max(sizes[1:]) < 20_000
     for shard in shards:
@@ -185,7 +186,7 @@ def test_a_rank_reads_only_the_indexes_that_it_needs() -> None:
     save(disk, DcpFormat(), [make_shard({"w": torch.ones(9)}, rank=rank, world_size=4) for rank in range(4)])
     storage = FaultyStorage(disk, count_reads=True)
     read_shard(CheckpointReader(storage, 1), 2)
-    assert {name.split("/")[1] for name in storage.operations} == {
+    assert {name.rpartition("/")[2] for name in storage.operations} == {
         "manifest.json",
         "rank=2.json",
         "__2_0.distcp",
@@ -196,7 +197,7 @@ def test_data_parallel_ranks_share_the_writing_when_told_that_they_are_alike(tmp
     state = {f"layer{n}": random_tensor(torch.float32, (100, 1000), n) for n in range(4)}
     shards = [make_shard(state, rank=rank, world_size=2) for rank in range(2)]
     save(LocalStorage(tmp_path), DcpFormat(spread_unsharded=True), shards)
-    sizes = [(tmp_path / "step=1" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    sizes = [(tmp_path / folder_of(tmp_path, 1) / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert max(sizes) < 820_000
     for shard in shards:
         assert_holds(LocalStorage(tmp_path), shard)
@@ -362,6 +363,7 @@ def assert_as_by_a_new_format(storage: MemoryStorage, format: DcpFormat, shards:
     expected = MemoryStorage()
     save(expected, format, shards)
     for shard in shards:
-        for file in (METADATA, f"__{shard.rank}_0.distcp", f"rank={shard.rank}.json"):
-            name = f"step={shard.step}/{file}"
+        folder = folder_of(storage, shard.step)
+        own = [f"{folder}/__{shard.rank}_0.distcp", f"{folder}/rank={shard.rank}.json"]
+        for name in (f"step={shard.step}/{METADATA}", *own):
             assert read_file(storage, name) == read_file(expected, name), name

@@ -340,10 +340,11 @@ def test_what_lies_beyond_four_gibibytes_is_written_and_read_at_its_place(
         tmp_path,
     )
     reader = CheckpointReader(LocalStorage(tmp_path), 1)
-    placed = {record.key: record for record in reader.index(0).tensors}
+    index = reader.index(0)
+    placed = {record.key: record for record in index.tensors}
     assert placed["z"].position > 1 << 32
-    assert content_of(tmp_path, 1, placed["large"])[-3:].tolist() == [0, 0, 7]
-    assert content_of(tmp_path, 1, placed["z"]).tolist() == [0, 1, 2, 3, 4]
+    assert content_of(tmp_path, 1, index, placed["large"])[-3:].tolist() == [0, 0, 7]
+    assert content_of(tmp_path, 1, index, placed["z"]).tolist() == [0, 1, 2, 3, 4]
     for ours in (None, DcpStorageReader(tmp_path / "step=1")):
         found = {"z": torch.zeros(5)}
         dcp.load(found, checkpoint_id=tmp_path / "step=1", storage_reader=ours)

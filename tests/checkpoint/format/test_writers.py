@@ -39,7 +39,7 @@ from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, ConfigErr
 from resiliency.plugins.checkpoint_kinds import verify
 from resiliency.testing.counting_storage import CountingStorage
 from resiliency.testing.storage import MemoryStorage
-from tests.checkpoint.storage_builders import Part, assert_holds, make_shard, save, small_shard
+from tests.checkpoint.storage_builders import Part, assert_holds, folder_of, make_shard, save, small_shard
 
 #: A tensor for each writer, and some more.
 WEIGHTS = {f"layer.{number}": torch.full((8,), float(number)) for number in range(MOST_WRITERS + 6)}
@@ -94,8 +94,8 @@ def test_a_replica_opens_its_own_index_and_its_writers() -> None:
         assert_holds(storage, shard)
     counting = CountingStorage(storage)
     CheckpointReader(counting, 1).open_shard(38)
-    indexes = {name for name in counting.counts.opened if name.startswith("step=1/rank=")}
-    assert indexes == {"step=1/rank=38.json", "step=1/rank=14.json"}
+    indexes = {name.rpartition("/")[2] for name in counting.counts.opened if name.endswith(".json")}
+    assert indexes == {MANIFEST, "rank=38.json", "rank=14.json"}
     by_table = read_manifest(storage, "step=1").written_by
     assert by_table is not None
     assert sorted(map(ranks_of, by_table.values())) == [[14], [15]]
@@ -176,13 +176,17 @@ def as_version_1(storage: MemoryStorage, step: int) -> None:
     manifest = read_manifest(storage, directory)
     digests = {}
     for rank in manifest.ranks:
-        index = read_index(storage, directory, rank)[0]
-        fields = asdict(replace(index, tensors=tuple(index.tensors), shared=()))
-        for name in ("shared", "try_number"):
+        index = read_index(storage, f"{directory}/{manifest.folder}", rank)[0]
+        for file in index.files:
+            storage.replace(f"{directory}/{file.name}", f"{directory}/{file.name.rpartition('/')[2]}")
+        files = tuple(replace(file, name=file.name.rpartition("/")[2]) for file in index.files)
+        fields = asdict(replace(index, files=files, tensors=tuple(index.tensors), shared=()))
+        for name in ("shared", "try_number", "folder", "shown"):
             del fields[name]
         digests[rank] = write_sealed(storage, index_name(directory, rank), fields)
+    storage.remove_tree(f"{directory}/{manifest.folder}")
     old = {**asdict(manifest), "ranks": digests, "format_version": 1}
-    for name in ("size_bytes", "written_by"):
+    for name in ("size_bytes", "written_by", "folder"):
         del old[name]
     write_sealed(storage, f"{directory}/{MANIFEST}", old)
 
@@ -215,7 +219,7 @@ def long_index() -> RankIndex:
     """The index of a rank with thousands of tensors."""
     storage = MemoryStorage()
     save(storage, LocalFormat(), [small_shard(1)])
-    index = read_index(storage, "step=1", 0)[0]
+    index = read_index(storage, folder_of(storage, 1), 0)[0]
     rows = [replace(index.tensors[0], key=f"layer.{number}.weight") for number in range(2000)]
     return replace(index, tensors=tuple(rows))
 
@@ -238,8 +242,9 @@ def test_the_head_of_a_long_index_is_read_without_its_tables() -> None:
 def test_a_short_index_is_read_by_one_open() -> None:
     storage = CountingStorage(MemoryStorage())
     save(storage, LocalFormat(), [small_shard(1)])
+    place = folder_of(storage, 1)
     storage.restart_count()
-    assert len(list(read_index(storage, "step=1", 0)[0].tensors)) == 4
+    assert len(list(read_index(storage, place, 0)[0].tensors)) == 4
     assert storage.counts.operations == {"open": 1, "read": 1}
 
 
@@ -276,9 +281,10 @@ def test_whoever_verifies_a_checkpoint_finds_a_bad_byte_in_a_table_of_an_index(
     reader = CheckpointReader(storage, 1)
     assert reader.verify() > 0
     assert verify(tmp_path / "step=1") is None
-    spoil_table(storage, "step=1/rank=0.json")
+    name = f"{folder_of(storage, 1)}/rank=0.json"
+    spoil_table(storage, name)
     assert CheckpointReader(storage, 1).index(0).files  # its head is good
-    for check in (CheckpointReader.verify, lambda reader: reader.verify_named("step=1/rank=0.json")):
+    for check in (CheckpointReader.verify, lambda reader: reader.verify_named(name)):
         with pytest.raises(CheckpointCorrupt, match=r"rank=0\.json was changed or cut: a table"):
             check(CheckpointReader(storage, 1))
     assert "rank=0.json was changed or cut: a table" in (verify(tmp_path / "step=1") or "")
@@ -288,7 +294,7 @@ def test_whoever_verifies_a_checkpoint_finds_a_bad_byte_in_a_table_of_an_index(
 def test_every_bad_byte_of_an_index_is_found() -> None:
     storage = MemoryStorage()
     save(storage, DcpFormat(spread_unsharded=True), [small_shard(1, rank=r, world_size=2) for r in range(2)])
-    content = read_file(storage, "step=1/rank=1.json")
+    content = read_file(storage, f"{folder_of(storage, 1)}/rank=1.json")
     for position in range(len(content)):
         bad = bytearray(content)
         bad[position] ^= 4

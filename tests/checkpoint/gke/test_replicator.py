@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.agent.jobs import CleanJob
+from resiliency.checkpoint.agent.jobs import ShowJob
 from resiliency.checkpoint.agent.protocol import Settings
 from resiliency.checkpoint.agent.tier_writers import Worker
+from resiliency.checkpoint.commit.retention import clean_tier
 from resiliency.checkpoint.format.catalog import Condition, inspect, quarantine
 from resiliency.checkpoint.format.lease import Lease
 from resiliency.checkpoint.format.local import LocalFormat
@@ -325,7 +326,7 @@ def test_a_step_waits_while_the_local_tier_deletes(saved: Path) -> None:
 
 
 def clean(volume: Path) -> None:
-    """What an agent does first that is started anew."""
+    """What an agent does that is started anew, at once and at its first save."""
     worker = Worker(TierName.LOCAL, lambda job, done: None, Throttle())
     settings = Settings(
         directory="",
@@ -336,8 +337,9 @@ def clean(volume: Path) -> None:
         bytes_per_s=0,
         save_timeout_s=60,
     )
-    assert worker.try_put(CleanJob(settings=settings))
+    assert worker.try_put(ShowJob(settings=settings))
     worker.close(SOON)
+    clean_tier(LocalStorage(volume), run_id="run")
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["there-is-room", "the-disk-is-full"])

@@ -15,7 +15,7 @@ import torch
 
 from resiliency.checkpoint.format.catalog import Condition, glance, verify
 from resiliency.checkpoint.format.dcp import DcpFormat
-from resiliency.checkpoint.format.manifest import HEAD_BYTES, MANIFEST, index_name
+from resiliency.checkpoint.format.manifest import HEAD_BYTES, MANIFEST, index_name, save_folder
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.locations import ShardRequest
 from resiliency.checkpoint.recovery.complaints import Complaint, choose_readers, complaint_of, try_quarantine
@@ -35,7 +35,8 @@ SOON = timedelta(seconds=60)
 RANKS = 6
 #: Three hosts of two ranks.
 NEEDS = [ShardRequest(rank=rank, host=f"host-{rank // 2}", world_size=RANKS) for rank in range(RANKS)]
-FILE_OF_2 = "step=1/__2_0.distcp"
+FOLDER = f"step=1/{save_folder('attempt-0', 1)}"
+FILE_OF_2 = f"{FOLDER}/__2_0.distcp"
 
 
 class Broken(CountingStorage):
@@ -97,7 +98,7 @@ def test_a_file_that_all_ranks_complain_about_is_read_by_one_of_them() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [FILE_OF_2, index_name("step=1", 2), f"step=1/{MANIFEST}", ""],
+    [FILE_OF_2, index_name(FOLDER, 2), f"step=1/{MANIFEST}", ""],
     ids=["data", "index", "manifest", "shard"],
 )
 def test_damage_of_any_file_is_proven(name: str) -> None:
@@ -110,7 +111,7 @@ def test_damage_of_any_file_is_proven(name: str) -> None:
 @pytest.mark.parametrize("kept", [None, 0, 20, -1], ids=["gone", "empty", "started", "nearly whole"])
 @pytest.mark.parametrize(
     "name",
-    [FILE_OF_2, index_name("step=1", 2), f"step=1/{MANIFEST}", ""],
+    [FILE_OF_2, index_name(FOLDER, 2), f"step=1/{MANIFEST}", ""],
     ids=["data", "index", "manifest", "shard"],
 )
 def test_a_checkpoint_that_is_being_copied_is_passed_over_and_not_hidden(name: str, kept: int | None) -> None:
@@ -131,7 +132,7 @@ def test_a_long_index_that_is_being_copied_is_not_hidden() -> None:
     storage = MemoryStorage()
     parts = {f"layers/{number}/attention/weight": torch.zeros(1) for number in range(600)}
     save(storage, DcpFormat(), [make_shard(parts)])
-    index = index_name("step=1", 0)
+    index = index_name(FOLDER, 0)
     content = read_file(storage, index)
     for kept in (1000, HEAD_BYTES, HEAD_BYTES + 1000):
         write_file(storage, index, content[:kept])
@@ -144,7 +145,7 @@ def test_a_rank_that_finds_good_files_bad_hides_nothing(caplog: pytest.LogCaptur
     complaints = {2: Complaint(2, FILE_OF_2), 3: Complaint(3), 4: Complaint(0, f"step=1/{MANIFEST}")}
     assert not complain([storage] * RANKS, complaints)
     assert glance(storage, 1).condition is Condition.COMPLETE
-    assert "a rank found step 1 bad that is good here (step=1/__2_0.distcp)" in caplog.text
+    assert f"a rank found step 1 bad that is good here ({FILE_OF_2})" in caplog.text
 
 
 @pytest.mark.parametrize("broken", [[2, 3], list(range(RANKS))], ids=["one host", "all hosts"])

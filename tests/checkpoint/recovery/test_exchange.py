@@ -44,7 +44,7 @@ from tests.checkpoint.held import (
     plan_for,
     replicate,
 )
-from tests.checkpoint.storage_builders import read_shard
+from tests.checkpoint.storage_builders import file_in, read_shard
 from tests.checkpoint.system_errors import nothing_leaks
 
 PAGE = 4096
@@ -174,12 +174,12 @@ def test_a_bad_shard_that_is_passed_on_is_refused_by_all_that_wanted_it(
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
     plan = one_left(tmp_path)
-    flip(local_of(tmp_path, "old") / "step=1" / "rank=1" / "slot.bin", 290_000)
+    flip(file_in(local_of(tmp_path, "old") / "step=1", "rank=1.slot.bin"), 290_000)
     found = rank_pool.run(receive, 5, plan, timeout=120.0).values
     texts = [text for rank, text in enumerate(found) if rank != 1]
     assert all(re.match("CheckpointCorrupt: .* of old has other bytes 0 to ", str(text)) for text in texts)
     # And one that cannot be sent.
-    (local_of(tmp_path, "old") / "step=1" / "rank=1" / "slot.bin").unlink()
+    file_in(local_of(tmp_path, "old") / "step=1", "rank=1.slot.bin").unlink()
     found = rank_pool.run(receive, 5, plan, timeout=120.0).values
     texts = [text for rank, text in enumerate(found) if rank != 1]
     assert all(re.match("CheckpointIncomplete: .* could not be sent", str(text)) for text in texts)
@@ -267,17 +267,17 @@ def damage(root: Path, how: str) -> None:
     """Something happens to the checkpoint of host-0 after the ranks have agreed on what is there."""
     step = local_of(root, "host-0") / "step=1"
     if how == "a flipped bit":
-        flip(step / "rank=0" / "slot.bin", 290_000)
+        flip(file_in(step, "rank=0.slot.bin"), 290_000)
     elif how == "an index of another save":
         commit_locally(root, "else", [make(1, 0, 4, size=77)])
-        shutil.copy(local_of(root, "else") / "step=1" / "rank=0.json", step / "rank=0.json")
+        shutil.copy(file_in(local_of(root, "else") / "step=1", "rank=0.json"), file_in(step, "rank=0.json"))
     elif how == "another save":
         shutil.rmtree(step)
         commit_locally(root, "host-0", [make(1, 0, 4)], attempt_id="later")
     elif how == "a file that is gone":
-        (step / "rank=0" / "slot.bin").unlink()
+        file_in(step, "rank=0.slot.bin").unlink()
     elif how == "a file that was cut":
-        os.truncate(step / "rank=0" / "slot.bin", 100)
+        os.truncate(file_in(step, "rank=0.slot.bin"), 100)
     elif how == "a checkpoint that was removed":
         shutil.rmtree(step)
     elif how == "a marker":

@@ -45,7 +45,7 @@ from tests.checkpoint.held import (
     make,
     replicate,
 )
-from tests.checkpoint.storage_builders import make_shard, read_shard, save, small_shard
+from tests.checkpoint.storage_builders import file_in, make_shard, read_shard, save, small_shard
 
 T = TypeVar("T")
 
@@ -88,13 +88,13 @@ def spoil(step: Path, how: str) -> None:
         shards = [small_shard(1, rank=rank, world_size=2) for rank in (0, 1)]
         save(LocalStorage(step.parent), DcpFormat(), shards)
     elif how == "file gone":
-        (step / "rank=1" / "slot.bin").unlink()
+        file_in(step, "rank=1.slot.bin").unlink()
     elif how == "file cut":
-        os.truncate(step / "rank=1" / "slot.bin", 10)
+        os.truncate(file_in(step, "rank=1.slot.bin"), 10)
     elif how == "index gone":
-        (step / "rank=1.json").unlink()
+        file_in(step, "rank=1.json").unlink()
     elif how == "index torn":
-        os.truncate(step / "rank=1.json", 100)
+        os.truncate(file_in(step, "rank=1.json"), 100)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_shard_is_set_aside_only_if_it_is_bad_on_the_host_that_holds_it(
         quarantine_location(location, "said the new host")
     assert list_local(local_of(tmp_path, "a"), "a") == both
     assert "is its memory?  It says: said the new host" in caplog.text
-    flip(local_of(tmp_path, "a") / "step=1" / "rank=0" / "slot.bin")
+    flip(file_in(local_of(tmp_path, "a") / "step=1", "rank=0.slot.bin"))
     for location in both:
         quarantine_location(location, "said the new host")
     assert seen(list_local(local_of(tmp_path, "a"), "a")) == {(1, 1, "local", "a")}
@@ -141,7 +141,7 @@ def test_a_shard_is_set_aside_only_if_it_is_bad_on_the_host_that_holds_it(
 def test_a_shard_whose_long_index_is_bad_behind_its_head_is_set_aside(tmp_path: Path) -> None:
     parts = {f"layers/{number}/attention/weight": torch.zeros(1) for number in range(600)}
     commit_locally(tmp_path, "a", [make_shard(parts)])
-    index = local_of(tmp_path, "a") / "step=1" / "rank=0.json"
+    index = file_in(local_of(tmp_path, "a") / "step=1", "rank=0.json")
     assert index.stat().st_size > HEAD_BYTES + 5000
     flip(index, position=-5000)
     [location] = list_local(local_of(tmp_path, "a"), "a")
@@ -187,7 +187,7 @@ def test_a_checkpoint_for_all_holds_the_shards_of_all_its_ranks(tmp_path: Path) 
 
 def spoil_for_all(step: Path, how: str) -> None:
     if how == "index gone":
-        (step / "rank=2.json").unlink()
+        file_in(step, "rank=2.json").unlink()
     else:
         (step / "rank=2.corrupt").write_text("a restore found it bad")
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_number_of_ranks_is_found_by_as_few_operations_w
         assert (found.world_size, found.size_bytes > 0) == (ranks, True)
         counts.append(storage.counts.operations)
     assert counts[0] == counts[1]
-    assert counts[1].total() <= 6
+    assert counts[1].total() <= 7
 
 
 @dataclass(frozen=True)

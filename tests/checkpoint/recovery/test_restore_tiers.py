@@ -44,6 +44,7 @@ from tests.checkpoint.held import (
     replicate,
 )
 from tests.checkpoint.shard_builders import shard_of
+from tests.checkpoint.storage_builders import file_in
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def test_a_bad_copy_is_passed_over_for_another_one_and_set_aside(tmp_path: Path,
     save_on(tmp_path, 2, "a", "b", "c")
     for keeper in ("b", "c"):
         replicate(tmp_path, "a", 2, to=keeper)
-    flip(local_of(tmp_path, "b") / "replicas" / "a" / "step=2" / "rank=0" / "slot.bin")
+    flip(file_in(local_of(tmp_path, "b") / "replicas" / "a" / "step=2", "rank=0.slot.bin"))
     lose(tmp_path, "a")
     found = run(rank_pool, "new", "b", "c", root=tmp_path)
     assert_all(found, 2, Tier.PEERS)
@@ -219,7 +220,7 @@ def only_copy_is_bad(root: Path) -> None:
     save_on(root, 2, "a", "b", "c")
     for step in (1, 2):
         replicate(root, "a", step, to="b")
-    flip(local_of(root, "b") / "replicas" / "a" / "step=2" / "rank=0" / "slot.bin")
+    flip(file_in(local_of(root, "b") / "replicas" / "a" / "step=2", "rank=0.slot.bin"))
     lose(root, "a")
 
 
@@ -322,8 +323,8 @@ def test_parts_of_two_damaged_copies_make_a_whole_and_do_so_again(
 ) -> None:
     save_on(tmp_path, 2, "a", "a", "b")
     copy = replicate(tmp_path, "a", 2, to="b")
-    flip(local_of(tmp_path, "a") / "step=2" / "rank=0" / "slot.bin")
-    flip(copy / "rank=1" / "slot.bin")
+    flip(file_in(local_of(tmp_path, "a") / "step=2", "rank=0.slot.bin"))
+    flip(file_in(copy, "rank=1.slot.bin"))
     for _ in range(2):
         assert_all(run(rank_pool, "a", "a", "b", root=tmp_path), 2, Tier.PEERS)
     assert listed(tmp_path, "a") == {(2, 1, "a")}
@@ -356,7 +357,7 @@ def test_hosts_whose_only_save_was_found_bad_do_not_begin_anew_at_the_next_start
     tmp_path: Path, rank_pool: RankPool
 ) -> None:
     save_on(tmp_path, 1, "a", "b")
-    flip(local_of(tmp_path, "a") / "step=1" / "rank=0" / "slot.bin")
+    flip(file_in(local_of(tmp_path, "a") / "step=1", "rank=0.slot.bin"))
     job = Job(tmp_path, ("a", "b"))
     for error in ("none of the 1 checkpoints", "no checkpoint is left that can be used, but there were some"):
         told = rank_pool.run(refused_or_restored, 2, job, timeout=120.0).values

@@ -39,6 +39,7 @@ from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointInco
 from resiliency.testing.storage import FaultyStorage, StorageFault, StorageFaultKind
 from resiliency.testing.system_faults import NO_THREAD, SystemFault
 from tests.checkpoint.peer_builders import QUICK, commit_step, save_name, table_of, tree
+from tests.checkpoint.storage_builders import file_in
 from tests.checkpoint.system_errors import nothing_leaks
 from tests.waiting import wait_until
 
@@ -259,19 +260,19 @@ def test_a_bit_that_flips_on_the_way_is_found_and_the_chunk_sent_again(
 
 
 def test_a_bit_that_flipped_on_the_owners_disk_is_not_replicated(own: Path, receiver: Receiver) -> None:
-    with open(own / "step=2/rank=1/slot.bin", "r+b") as file:
+    with open(file_in(own / "step=2", "rank=1.slot.bin"), "r+b") as file:
         file.seek(5 << 20)
         byte = file.read(1)
         file.seek(5 << 20)
         file.write(bytes([byte[0] ^ 4]))
-    with pytest.raises(CheckpointCorrupt, match=r"rank=1/slot\.bin, bytes 4194304"):
+    with pytest.raises(CheckpointCorrupt, match=r"rank=1\.slot\.bin, bytes 4194304"):
         Sending(own, receiver).send(2)
     assert inspect(receiver.replica(), 2).condition is Condition.UNFINISHED
 
 
 def test_a_file_that_is_too_short_is_not_replicated(own: Path, receiver: Receiver) -> None:
-    os.truncate(own / "step=2/rank=0/slot.bin", 5 << 20)
-    with pytest.raises(CheckpointCorrupt, match=r"rank=0/slot\.bin was cut"):
+    os.truncate(file_in(own / "step=2", "rank=0.slot.bin"), 5 << 20)
+    with pytest.raises(CheckpointCorrupt, match=r"rank=0\.slot\.bin was cut"):
         Sending(own, receiver).send(2)
 
 
@@ -280,15 +281,15 @@ def test_only_a_committed_step_is_sent(own: Path, damage: str) -> None:
     if damage == "marker":
         put_marker(LocalStorage(own), 1, Marker(state=MarkerState.CORRUPT))
     elif damage == "no file":
-        (own / "step=1/rank=1/slot.bin").unlink()
+        (file_in(own / "step=1", "rank=1.slot.bin")).unlink()
     with pytest.raises(CheckpointIncomplete):
         CopySource(own, 1, "another-1" if damage == "other save" else save_name(1))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "rank=1.json", "rank=1/slot.bin"])
+@pytest.mark.parametrize("name", ["manifest.json", "rank=1.json", "rank=1.slot.bin"])
 def test_what_the_system_refuses_to_open_is_no_damage(own: Path, name: str) -> None:
     """A link to itself stands for all errors that say nothing of the file: ELOOP."""
-    path = own / "step=1" / name
+    path = file_in(own / "step=1", name)
     kept = path.rename(own / "kept")
     path.symlink_to(path)
     with pytest.raises(SourceUnavailable, match=r"ELOOP|Too many levels"):

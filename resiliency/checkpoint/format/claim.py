@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The right of one process to change a step: a folder of its own in the step's directory.
+
+A process may be late: its mount hung, the job was started again, and the step was saved by others since.  No
+lock keeps it away, for a lock ends where its host does.  So all that it can do when it wakes must be without
+effect:
+
+- What it writes lies in its folder.  Whoever claims the step after it removes the folders of all others.
+- Names that several saves of a step share (the marker, the manifest, `.metadata`) are changed by renames
+  alone, from or into that folder: these fail once it is gone.
+- Nothing of a directory is removed by a name in it.  It is moved into the folder first.
+- A folder is made before the look at the step, and the marker comes after it.  So of two that claim a step at
+  once, one sees the other, and whoever has hidden a step looks again whether it was committed meanwhile.
+
+The manifest is moved away first, the files go after it: where a manifest stands, its files stand.
+"""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from resiliency.checkpoint.format.manifest import MANIFEST, SAVE_PREFIX, parse_manifest
+from resiliency.checkpoint.format.marker import (
+    Marker,
+    encode_marker,
+    marker_name,
+    parse_marker,
+    read_marker,
+    step_directory,
+)
+from resiliency.checkpoint.storage.interface import Storage, read_file, write_file
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWriteFailed, ConfigError
+
+#: Begins the name of the folder of a removal.
+_REMOVAL_PREFIX = "removal="
+#: The marker, in the folder of its save: before it is placed, and after it was lifted.
+_PLACED, _LIFTED = "marker", "unfinished"
+_OLD = "old."
+#: Begin names of ranks' files in older formats, which had no folders.
+OLD_DATA = ("rank=", "__")
+#: Begin names that are of one save alone.  Where a mount renames no directories (GCS FUSE), these are removed
+#: in place.
+_UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, *OLD_DATA)
+
+
+class StepTaken(CheckpointWriteFailed):
+    """Another process has claimed the step since this one did."""
+
+
+@dataclass(frozen=True)
+class StepLook:
+    """What stands at a step.
+
+    Args:
+        manifest: its bytes; None: there is none.
+        is_shown: the save that it is of has lifted its marker.  False for older formats.
+    """
+
+    marker: Marker | None
+    manifest: bytes | None = None
+    is_shown: bool = False
+
+    @property
+    def commit(self) -> tuple[bytes | None, bool]:
+        """Differs between two looks if something was committed between them."""
+        return self.manifest, self.is_shown
+
+
+def look_at(storage: Storage, step: int) -> StepLook:
+    """Raises CheckpointCorrupt: the storage does not say what is there."""
+    directory = step_directory(step)
+    marker = read_marker(storage, step)
+    try:
+        content = read_file(storage, f"{directory}/{MANIFEST}")
+    except CheckpointMissing:
+        return StepLook(marker)
+    try:
+        folder = parse_manifest(content, "").folder
+    except (CheckpointCorrupt, ConfigError):
+        folder = ""
+    return StepLook(marker, content, bool(folder) and storage.exists(f"{directory}/{folder}/{_LIFTED}"))
+
+
+def is_claim(name: str) -> bool:
+    """Whether a name in a step's directory is a folder of a save or a removal: no checkpoint by itself."""
+    return name.startswith((SAVE_PREFIX, _REMOVAL_PREFIX))
+
+
+def holds_claims_alone(storage: Storage, step: int) -> bool:
+    """Whether a step has a directory with nothing in it but what a late process left, or one that was killed.
+
+    A folder whose save has lifted its marker is a checkpoint that lost its manifest.
+    """
+    directory = step_directory(step)
+    names = storage.list(directory)
+    if not all(map(is_claim, names)):
+        return False
+    if not names:
+        return storage.exists(directory)
+    return not any(storage.exists(f"{directory}/{name}/{_LIFTED}") for name in names)
+
+
+class StepClaim:
+    """See the module.  A claim that has been overtaken raises StepTaken whatever it does."""
+
+    def __init__(self, storage: Storage, step: int, folder: str) -> None:
+        self.step = step
+        self.folder = folder
+        self._storage = storage
+        self._directory = step_directory(step)
+
+    @classmethod
+    def for_removal(cls, storage: Storage, step: int) -> StepClaim:
+        return cls(storage, step, f"{_REMOVAL_PREFIX}{uuid.uuid4().hex[:16]}")
+
+    @property
+    def place(self) -> str:
+        """The folder, relative to the storage."""
+        return f"{self._directory}/{self.folder}"
+
+    def take(self) -> None:
+        """Make the folder; what comes next is a look at the step."""
+        self._storage.make_dir(self.place)
+
+    def others(self) -> list[str]:
+        """What else is in the directory."""
+        return [name for name in self._storage.list(self._directory) if name != self.folder]
+
+    def mark(self, marker: Marker) -> None:
+        """Put a marker in place of any that is there; durable when this returns, name included."""
+        write_file(self._storage, f"{self.place}/{_PLACED}", encode_marker(marker))
+        self._move(f"{self.place}/{_PLACED}", marker_name(self.step))
+        self._storage.sync_dir("")
+
+    def try_lift(self, is_ours: Callable[[Marker], bool]) -> bool:
+        """Take the marker away if it is ours; durable when this returns.  False: it is not, or is gone."""
+        name, lifted = marker_name(self.step), f"{self.place}/{_LIFTED}"
+        if not self._is(name, is_ours):
+            return False
+        self._move(name, lifted)
+        if not self._is(lifted, is_ours):  # replaced since
+            self._move(lifted, name)
+            return False
+        self._storage.sync_dir("")
+        return True
+
+    def clear(self, *, own: bool = False) -> None:
+        """Remove all else in the directory, the manifest first.
+
+        Args:
+            own: also what an earlier process has left in the folder.
+        """
+        for name in self._storage.list(self.place) if own else ():
+            self._storage.remove_tree(f"{self.place}/{name}")
+        for name in sorted(self.others(), key=lambda name: name != MANIFEST):
+            self._storage.remove_tree(self._take_in(name))
+
+    def _take_in(self, name: str) -> str:
+        """Move what is in the directory into the folder; returns where it is."""
+        path, taken = f"{self._directory}/{name}", f"{self.place}/{_OLD}{name}"
+        try:
+            self._move(path, taken)
+        except StepTaken:
+            raise
+        except CheckpointWriteFailed as error:
+            if error.fields.get("errno") == errno.ENOENT:  # another removal was quicker
+                return taken
+            if not name.startswith(_UNSHARED):
+                raise
+            return path  # a mount without renames of directories
+        return taken
+
+    def drop(self) -> None:
+        """Remove the folder, and the directory if nothing else is in it."""
+        self._storage.remove_tree(self.place)
+        self._storage.remove_empty_dir(self._directory)
+
+    def check(self, seen: StepLook) -> None:
+        """Raise CheckpointWriteFailed if something was committed, or another took the step, since a look."""
+        if look_at(self._storage, self.step) != seen:
+            raise self.overtaken()
+
+    def overtaken(self) -> StepTaken:
+        return StepTaken(
+            f"{self._storage.describe(self._directory)} belongs to another save by now.",
+            hint="A process was late: what was saved since stays as it is.",
+            step=self.step,
+            path=self._storage.describe(self._directory),
+        )
+
+    def _is(self, name: str, is_ours: Callable[[Marker], bool]) -> bool:
+        try:
+            return is_ours(parse_marker(read_file(self._storage, name)))
+        except CheckpointMissing:
+            return False
+
+    def _move(self, source: str, target: str) -> None:
+        with self.changing():
+            self._storage.replace(source, target)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """For operations in the folder: that it is gone means that another has claimed the step."""
+        try:
+            yield
+        except CheckpointWriteFailed as error:
+            if error.fields.get("errno") != errno.ENOENT or self._storage.exists(self.place):
+                raise
+            raise self.overtaken() from error
