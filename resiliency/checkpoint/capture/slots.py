@@ -144,11 +144,13 @@ class SlotFile:
         is_mapped = memory is not None and memory.nbytes >= tensor_bytes
         return is_mapped and not self.missing_bytes(tensor_bytes, values_bytes)
 
-    def reserve(self, tensor_bytes: int, values_bytes: int) -> None:
+    def reserve(self, tensor_bytes: int, values_bytes: int, *, threads: int = 1) -> None:
         """Have room for that much, allocated and mapped: later no access can fail.
 
         Any thread may call it, also while the slot is lent or captured into: what it holds stays.
 
+        Args:
+            threads: take the page faults with that many, so that they get their share of busy cores.
         Raises:
             ConfigError: no room; the text says which limit and what to set.
         """
@@ -156,7 +158,7 @@ class SlotFile:
             self._allocate(file_bytes(tensor_bytes, values_bytes))
             if self.memory is None or tensor_bytes > self.capacity_bytes:
                 memory = memoryview(mapped(self.path, values_offset(tensor_bytes), private=False))
-                populate(memory)
+                populate(memory, threads=threads)
                 self.memory = memory[PAGE_BYTES:]
 
     def _allocate(self, wanted: int) -> None:
