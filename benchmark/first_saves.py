@@ -3,7 +3,8 @@
 
     python3 benchmark/first_saves.py --directory /mnt/disk --rounds 3
 
-A rank trains on all cores from the start, saves every ten steps, and prepares nothing by hand: no `prewarm`.
+A rank trains on all cores from the start in steps of a fixed time, each with as many passes forward and
+backward as fit into it, saves every ten steps, and prepares nothing by hand: no `prewarm`.
 A save that is skipped holds nothing, so the time held says little without the number of skipped saves: both
 are printed, and a skipped save misses the bar.  Each round is a job of its own in fresh processes.
 A round begins with the time that one slot takes on this machine while nothing trains.
@@ -65,14 +66,14 @@ class Save:
 
     Attributes:
         at_s: when it was due, from the first step on.
-        since_s: how long the steps since the save before took, without what saves held.
+        passes: forward and backward, since the save before: what else runs on the cores costs some.
     """
 
     step: int
     state: str
     held_s: float
     at_s: float
-    since_s: float
+    passes: int
     why: str = ""
 
 
@@ -81,7 +82,6 @@ class Round:
     """One job, and what a slot costs while nothing trains."""
 
     slot_s: float
-    step_s: float
     saves: Sequence[Save]
 
     @property
@@ -90,10 +90,9 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """The longest hold of the first half of the saves, over that of a later one or what is free."""
-        half = len(self.saves) // 2
-        later = statistics.median(save.held_s for save in self.saves[half:])
-        return max(save.held_s for save in self.saves[:half]) / max(FACTOR * later, FREE_S)
+        """The longest hold over what is allowed: the later half of the saves is what others are compared with."""
+        later = statistics.median(save.held_s for save in self.saves[len(self.saves) // 2 :])
+        return max(save.held_s for save in self.saves) / max(FACTOR * later, FREE_S)
 
     @property
     def is_met(self) -> bool:
@@ -123,9 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="first_saves.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size-gib", type=float, default=1.0, metavar="G", help="of state (default: 1)")
-    parser.add_argument(
-        "--step-s", type=float, default=0.3, metavar="S", help="of a step on idle cores (default: 0.3)"
-    )
+    parser.add_argument("--step-s", type=float, default=0.3, metavar="S", help="of a step (default: 0.3)")
     parser.add_argument("--every", type=count, default=10, metavar="N", help="steps a save (default: 10)")
     parser.add_argument("--saves", type=count, default=8, metavar="N", help="of each job (default: 8)")
     parser.add_argument("--rounds", type=count, default=3, metavar="N", help="jobs (default: 3)")
@@ -162,16 +159,12 @@ def serve(parent: Connection, plan: Plan) -> None:
     store = dist.FileStore(str(plan.directory / "store"), 1)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     training = Training(plan.size_bytes, 0)
-    training.steps(1, lambda: None)
-    update_s = min(_timed(training.update) for _ in range(3))
-    training.set_batch(training.batch_for(max(0.01, plan.step_s - update_s)))
-    step_s = min(training.steps(1, lambda: None) for _ in range(3))
     _make_memory_dear(plan.new_memory_s)
     slot = SlotFile(plan.memory / "alone")
     slot_s = _timed(lambda: slot.reserve(plan.size_bytes, 0))
     saves = _train(plan, training)  # the slot stays until then: memory that was just freed comes for less
     slot.close()
-    parent.send(Round(slot_s=slot_s, step_s=step_s, saves=saves))
+    parent.send(Round(slot_s=slot_s, saves=saves))
     dist.destroy_process_group()
 
 
@@ -198,37 +191,48 @@ def _timed(task: object) -> float:
     return time.perf_counter() - began
 
 
+def _step(training: Training, step_s: float) -> int:
+    """One step; returns the number of its passes.  Without the time of the optimizer."""
+    until, passes = time.perf_counter() + step_s, 0
+    while not passes or time.perf_counter() < until:
+        training.forward_backward()
+        passes += 1
+    training.update()
+    return passes
+
+
 def _train(plan: Plan, training: Training) -> list[Save]:
-    handles, due, since = [], [], []
+    handles, due, done, passes = [], [], [], 0
+    update_s = min(_timed(training.update) for _ in range(5))
     options = CheckpointerOptions(arena_root=plan.memory)
     info = RunInfo(job_name=plan.directory.name, rank=0, world_size=1)
     with Checkpointer(
         plan.directory / "saved", every_steps=plan.every, keep=2, info=info, options=options
     ) as checkpoints:
-        began = before = time.perf_counter()
+        began = time.perf_counter()
         for step in range(1, plan.every * (plan.saves + 1)):  # the last save has its steps as well
-            training.steps(1, lambda: None)
-            at = time.perf_counter()
+            passes += _step(training, plan.step_s - update_s)
+            at = time.perf_counter() - began
             if handle := checkpoints.step(step, training.state):
                 handles.append(handle)
-                due.append(at - began)
-                since.append(at - before)
-                before = time.perf_counter()
+                due.append(at)
+                done.append(passes)
+                passes = 0
     return [
         Save(
             step=handle.step, state=handle.state.value, held_s=handle.record.held_s, at_s=at_s,
-            since_s=since_s, why=handle.record.why,
+            passes=passes, why=handle.record.why,
         )
-        for handle, at_s, since_s in zip(handles, due, since, strict=True)
+        for handle, at_s, passes in zip(handles, due, done, strict=True)
     ]  # fmt: skip
 
 
 def as_text(found: Round) -> str:
-    lines = [f"a slot takes {found.slot_s:.2f} s while nothing trains, a step {found.step_s:.2f} s"]
+    lines = [f"a slot takes {found.slot_s:.2f} s while nothing trains"]
     for save in found.saves:
         lines.append(
             f"  step {save.step:4d}  due at {save.at_s:6.2f} s  {save.state:9s}  held {save.held_s:6.3f} s"
-            f"  steps {save.since_s:6.2f} s  {save.why}"
+            f"  {save.passes:4d} passes  {save.why}"
         )
     return "\n".join(lines)
 

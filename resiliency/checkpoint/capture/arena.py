@@ -294,9 +294,7 @@ class RankArena:
             group=header.group,
         )
 
-    def make_room(
-        self, tensor_bytes: int, values_bytes: int, *, threads: int = 1
-    ) -> Iterator[SlotFile | None]:
+    def make_room(self, tensor_bytes: int, values_bytes: int) -> Iterator[SlotFile | None]:
         """Allocate and map all slots, that of the newest capture last; any thread may do it.
 
         Yields None before the first, and each slot that has the room.
@@ -307,7 +305,7 @@ class RankArena:
         self._check_room(tensor_bytes, values_bytes)
         yield None
         for slot in sorted(self.slots, key=_sequence):
-            slot.reserve(tensor_bytes, values_bytes, threads=threads)
+            slot.reserve(tensor_bytes, values_bytes)
             yield slot
 
     def close(self, *, remove: bool = False) -> None:

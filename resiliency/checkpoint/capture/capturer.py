@@ -67,7 +67,7 @@ class CaptureOptions:
     """How captures are made.
 
     Attributes:
-        threads: copy host memory with that many, and fault in that of slots.
+        threads: copy host memory with that many.
         when_full: SKIP counts and reports the save; WAIT holds training for up to `wait_timeout`, then
             skips.
         eager: entries to copy before `begin` returns, besides those below `eager_below_bytes`.
@@ -271,10 +271,7 @@ class Capturer:
         self._walking = threading.Lock()
         self._owners = Owners()
         self._memory = SlotMemory(
-            arena,
-            registry=self._options.registry,
-            threads=self._options.threads,
-            before_slot=self._options.before_slot,
+            arena, registry=self._options.registry, before_slot=self._options.before_slot
         )
         #: That the newest layout needs.
         self._room = SlotRoom()

@@ -70,21 +70,14 @@ class SlotMemory:
 
     Args:
         registry: pins what is prepared for a device.
-        threads: fault in a slot with that many.
         before_slot: called in the preparing thread before each slot and after the last: for tests and pacing.
     """
 
     def __init__(
-        self,
-        arena: RankArena,
-        *,
-        registry: HostRegistry,
-        threads: int = 1,
-        before_slot: Callable[[], None] | None = None,
+        self, arena: RankArena, *, registry: HostRegistry, before_slot: Callable[[], None] | None = None
     ) -> None:
         self._arena = arena
         self._registry = registry
-        self._threads = threads
         self._before = before_slot
         self._changed = threading.Condition()
         self._wanted = SlotRoom()
@@ -186,9 +179,7 @@ class SlotMemory:
         error: ConfigError | None = None
         try:
             while (wanted := self._next()) is not None:
-                for slot in self._arena.make_room(
-                    wanted.tensor_bytes, wanted.values_bytes, threads=self._threads
-                ):
+                for slot in self._arena.make_room(wanted.tensor_bytes, wanted.values_bytes):
                     if slot is not None:
                         error = self._prepare(slot, wanted.device) or error
                     with self._changed:

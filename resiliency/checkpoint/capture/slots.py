@@ -27,6 +27,8 @@ from resiliency.errors import ConfigError
 PAGE_BYTES = mmap.PAGESIZE
 #: What one call of the kernel allocates: a process that ends waits for no more than that.
 _ALLOCATE_BYTES = 128 << 20
+#: Take the page faults of a slot: where all cores train, that many threads get more of them than one.
+_FAULT_THREADS = 8
 
 _MAGIC = b"RSLYSLOT"
 _VERSION = 2
@@ -144,13 +146,11 @@ class SlotFile:
         is_mapped = memory is not None and memory.nbytes >= tensor_bytes
         return is_mapped and not self.missing_bytes(tensor_bytes, values_bytes)
 
-    def reserve(self, tensor_bytes: int, values_bytes: int, *, threads: int = 1) -> None:
+    def reserve(self, tensor_bytes: int, values_bytes: int) -> None:
         """Have room for that much, allocated and mapped: later no access can fail.
 
         Any thread may call it, also while the slot is lent or captured into: what it holds stays.
 
-        Args:
-            threads: take the page faults with that many, so that they get their share of busy cores.
         Raises:
             ConfigError: no room; the text says which limit and what to set.
         """
@@ -158,7 +158,7 @@ class SlotFile:
             self._allocate(file_bytes(tensor_bytes, values_bytes))
             if self.memory is None or tensor_bytes > self.capacity_bytes:
                 memory = memoryview(mapped(self.path, values_offset(tensor_bytes), private=False))
-                populate(memory, threads=threads)
+                populate(memory, threads=_FAULT_THREADS)
                 self.memory = memory[PAGE_BYTES:]
 
     def _allocate(self, wanted: int) -> None:
