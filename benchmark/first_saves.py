@@ -90,7 +90,7 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """The longest hold over what is allowed: the later half of the saves is what others are compared with."""
+        """The longest hold over what is allowed; saves are compared with the later half of them."""
         later = statistics.median(save.held_s for save in self.saves[len(self.saves) // 2 :])
         return max(save.held_s for save in self.saves) / max(FACTOR * later, FREE_S)
 
@@ -211,7 +211,7 @@ def _train(plan: Plan, training: Training) -> list[Save]:
     ) as checkpoints:
         began = time.perf_counter()
         for step in range(1, plan.every * (plan.saves + 1)):  # the last save has its steps as well
-            passes += _step(training, plan.step_s - update_s)
+            passes += _step(training, max(plan.step_s - update_s, plan.step_s / 2))
             at = time.perf_counter() - began
             if handle := checkpoints.step(step, training.state):
                 handles.append(handle)
