@@ -14,7 +14,7 @@ from resiliency.errors import ResourceShortage
 
 #: Alignment of address, offset and length that unbuffered I/O asks for on every common device.
 PAGE_BYTES = 4096
-#: What one call maps.  Meanwhile other threads of the process cannot map memory, for 1 ms, or for 20 ms where a
+#: What one call maps.  Meanwhile other threads of the process cannot map memory: 1 ms, or 20 ms where a
 #: virtual machine has not touched it before.  After each call a thread waits for the interpreter's lock.
 _POPULATE_BYTES = 4 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
