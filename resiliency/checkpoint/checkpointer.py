@@ -342,7 +342,7 @@ class Checkpointer:
         """Have room made for the captures of `state` in the background; returns at once.
 
         Best once the optimizer has its state: after its first step.  Saves that come before the room is
-        there are skipped, see `save`.
+        there wait for it, see `save`.
 
         Raises:
             ConfigError: something in the state cannot be saved.
@@ -423,13 +423,13 @@ class Checkpointer:
         nothing else may change before they step (see `CheckpointerOptions.overlap` and `fence`).  The rest,
         such as buffers that the next forward writes, is copied when this returns.
 
-        Memory is never allocated here: a save that lacks room for 64 MiB or more is skipped while that is
-        made.  Those are the first ones of a start that come too soon, and those after the state has grown;
-        see `prepare`.
+        Memory is never allocated here.  A save that comes before the room for it is made, as the first of a
+        start may, or the first after the state has grown, holds training until it is, and says so; after two
+        minutes it is skipped.  See `prepare`.
 
         Args:
             tiers: None means all that there are.
-            wait: for storage to catch up, or for memory, at most so long, before the save is skipped; for
+            wait: for storage to catch up, at most so long, before the save is skipped; for
                 the last one of a job.  None: as `CaptureOptions.when_full` says, by default not at all.  A
                 tier that still writes an earlier save is then left out of this one, if there is another
                 tier.  All ranks give one, or none does.
