@@ -194,7 +194,10 @@ def test_copies_leave_the_hosts_of_the_owners_parallel_group_and_those_that_stan
     cluster = new_cluster(4)
     park(cluster, replace(WHOLE, park=2, row=2, shards=2))
     tables = [
-        HostTable.read(path) for host in cluster.alive for path in cluster[host].memory.rglob("peers.json")
+        HostTable.read(path)
+        for host in cluster.alive
+        for directory in cluster[host].memory
+        for path in directory.rglob("peers.json")
     ]
     groups = {"h0": (0, 0), "h1": (0, 1), "h2": (1, 0), "h3": (1, 1)}
     expected = {host: (f"row {row}", f"shard {shard}") for host, (row, shard) in groups.items()}
@@ -296,7 +299,7 @@ def test_memory_of_ranks_that_left_a_host_is_given_back_once_a_later_step_is_com
     new_cluster: Callable[..., TestCluster],
 ) -> None:
     def captured(host: str) -> set[str]:
-        return {path.name for path in cluster[host].memory.glob("*/rank-*")}
+        return {path.name for directory in cluster[host].memory for path in directory.glob("rank-*")}
 
     cluster = new_cluster(2)
     park(cluster)
