@@ -280,6 +280,20 @@ class RankArena:
             return
         raise _missing(self.directory, self.rank, step)
 
+    @property
+    def newest(self) -> SlotHeader | None:
+        """Of the newest whole capture, whoever made it."""
+        newest = max((*self.slots, *self._surplus), key=_sequence)
+        return newest.header if _sequence(newest) else None
+
+    def try_lend(self, run_id: str, step: int) -> SlotFile | None:
+        """The slot with that capture, lent until `end_lend`; None if there is none."""
+        for slot in (*self.slots, *self._surplus):
+            header = slot.header
+            if _sequence(slot) and header and (header.run_id, header.step) == (run_id, step):
+                return slot if slot.try_lend() else None
+        return None
+
     def _shard(self, slot: SlotFile, header: SlotHeader) -> Shard:
         slot.reserve(header.tensor_bytes, header.values_bytes)
         assert slot.memory is not None

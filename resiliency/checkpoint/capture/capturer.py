@@ -254,6 +254,25 @@ class Capture:
             self._done.set()
 
 
+class FoundCapture:
+    """A whole capture of a start before this one, lent until `release`: to be saved like one just made."""
+
+    outcome = Outcome.CAPTURED
+    error: BaseException | None = None
+
+    def __init__(self, arena: RankArena, slot: SlotFile, step: int) -> None:
+        self.step = step
+        self.slot_path = slot.path
+        self._arena = arena
+        self._slot: SlotFile | None = slot
+
+    def release(self) -> None:
+        """See `Capture.release`."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._arena.end_lend(slot)
+
+
 class Capturer:
     """Captures one rank's state into its arena.
 

@@ -97,7 +97,7 @@ def _job_directory(info: RunInfo, settings: Settings, options: CheckpointerOptio
 
 
 def _made(local_directory: str) -> Path | None:
-    """The directory of the local tier, which is there from now on if it can be; None: there is no such tier."""
+    """The directory of the local tier, made if it can be; None: there is no such tier."""
     if not local_directory:
         return None
     with suppress(OSError):  # a save tells

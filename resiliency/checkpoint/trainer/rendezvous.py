@@ -94,8 +94,8 @@ def meet(
         machine: where this rank runs.
         arena: name of the directory of its captures.
     Raises:
-        ConfigError: ranks were given different tiers, or two hosts have one name, one directory for captures or
-            one for the local tier; the same on all ranks.
+        ConfigError: ranks were given different tiers, or two hosts have one name, one directory for captures
+            or one for the local tier; the same on all ranks.
     """
     machine = machine or Machine()
     first = rank_group.rank == 0
@@ -154,7 +154,7 @@ def _check_is_one_host(host: str, ranks: Sequence[int], members: Sequence[_Membe
 
 
 def _check_are_apart(hosts: Iterable[_Member]) -> None:
-    """Hosts may be on one machine, but what each keeps there must be its own.  What is unknown is no conflict."""
+    """Hosts may be on one machine, but what each keeps there must be its own.  What is unknown is."""
     memories: dict[tuple[str, ...], str] = {}
     disks: dict[tuple[str, ...], str] = {}
     for member in hosts:

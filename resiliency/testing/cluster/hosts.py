@@ -11,9 +11,9 @@
         assert job.wait() == [0, 0, 0]
 
 A host is a group of processes with a checkpoint agent of its own, a directory that stands for its disk, a
-name, failure domains and a loopback address.  Captures of all hosts are in one memory file system.  Processes are real
-and die of real signals.  Whatever a test does to the cluster, leaving its context ends all processes and
-removes all files; every wait has a deadline.
+name, failure domains and a loopback address.  Captures of all hosts are in one memory file system.
+Processes are real and die of real signals.  Whatever a test does to the cluster, leaving its context ends
+all processes and removes all files; every wait has a deadline.
 """
 
 from __future__ import annotations
