@@ -480,8 +480,8 @@ class Checkpointer:
             )
         if spent and (step := self._newer_capture_of_others()):
             logger.warning(
-                "the capture of step %d stays in the memory of this host: a start before this one made it, and"
-                " this one has neither restored it nor saved a step after it",
+                "the capture of step %d stays in the memory of this host: a start before this one made it,"
+                " and this one has neither restored it nor saved a step after it",
                 step,
             )
             spent = False
@@ -500,7 +500,7 @@ class Checkpointer:
         self.close(finished=kind is None)
 
     def _newer_capture_of_others(self) -> int:
-        """The step of the newest capture, if an earlier start made it, and this one left it; else 0."""
+        """The step of the newest capture, if an earlier start made it and this one left it; else 0."""
         newest = self._arena.newest
         if newest is None or start_of(newest.run_id) == start_of(self._attach.attempt_id):
             return 0

@@ -331,7 +331,7 @@ class SaveCollector:
     def _add(self, pending: _PendingSave, member: Attach, save: SaveRequest) -> None:
         try:
             slot = self._borrow(member, save)
-            why = f"{save.slot} does not hold that step"
+            why = f"{save.slot} does not hold that step, or was deleted"
         except (CheckpointError, OSError) as error:  # no descriptor is left, for instance
             slot, why = None, str(error)  # a kept record of the error itself would keep slots mapped
             logger.warning("rank %d, step %d: %s", member.rank, save.step, why)

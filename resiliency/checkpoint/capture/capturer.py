@@ -346,6 +346,7 @@ class Capturer:
         for replaced in self._memory.take_replaced():
             self._queue.put(replaced.close)
         try:
+            self.arena.replace_removed()
             if wait is None and self._options.when_full is WhenFull.WAIT:
                 wait = self._options.wait_timeout
             slot = self._take(step, wait)

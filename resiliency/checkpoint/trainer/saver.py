@@ -22,7 +22,7 @@ from resiliency.checkpoint.trainer.intervals import Advice
 from resiliency.checkpoint.trainer.options import CheckpointerOptions
 from resiliency.checkpoint.trainer.schedule import Schedule
 from resiliency.checkpoint.trainer.step_times import Excess, StepTimes
-from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.errors import ConfigError
 from resiliency.events import EventType
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Saver:
             writers = self._fencing_writers(state)
             capture = self._capturer.begin(state, step, writers=writers, keep=True, wait=wait)
             self._capture = capture or self._capture
-        except ResiliencyError as error:  # the caller may go on without this save, and so must the others
+        except Exception as error:  # the caller may go on without this save, and so must the others
             self._emit(EventType.SAVE_RELEASED, step)
             self._delivery.log.add_held(self._held_s)
             self._delivery.not_captured(handle, SaveState.FAILED, str(error), self._held_s)
