@@ -427,6 +427,25 @@ def test_a_full_disk_fails_saves_on_its_host_and_loses_no_older_step(
     goes_on(cluster, 4, order=["h3" if name == holder else name for name in ("h0", "h1", "h2")])
 
 
+def test_a_last_step_that_full_disks_left_in_memory_alone_is_complete_after_a_start_that_has_nothing_to_do(
+    new_cluster: Callable[..., TestCluster],
+) -> None:
+    cluster, training = new_cluster(2), Training(steps=2)
+    for host in cluster.alive:
+        cluster.fill_disk(host)
+    first = cluster.start(train, training)
+    assert first.wait() == [0, 0]
+    assert sum("step 2 is nowhere but in the memory" in line for line in first.lines) == 2
+    for host in cluster.alive:
+        cluster.free_disk(host)
+    assert cluster.own(2) == []
+    second = cluster.start(train, training)
+    assert second.wait() == [0, 0]
+    assert second.restored() == (2, ["memory", "memory"])
+    assert cluster.copies(2) == {"h0": ["h1"], "h1": ["h0"]}
+    cluster.wait_until(lambda: not any(cluster[host].memory for host in cluster.alive), "memory stays")
+
+
 @pytest.mark.parametrize(
     ("heals", "apart"),
     [
