@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots in shared memory that outlive the process which fills them.
 
-    /dev/shm/resiliency-<job>-<uid>/     directory of one job on this host, mode 0700
+    /dev/shm/resiliency-<job>-<uid>/     directory of one job on this host, mode 0700; in <job> is the host's
+                                         name where it is not the machine's, see `trainer.join`
         job.lock                         shared lock: trainers, agent, launcher of a living job
         removed-rank-<r>/                a rank that ran here before, while it is being deleted
         rank-<r>/

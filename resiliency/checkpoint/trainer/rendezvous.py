@@ -154,7 +154,7 @@ def _check_is_one_host(host: str, ranks: Sequence[int], members: Sequence[_Membe
 
 
 def _check_are_apart(hosts: Iterable[_Member]) -> None:
-    """Hosts may be on one machine, but what each keeps there must be its own.  What is unknown is."""
+    """Hosts may be on one machine, but what each keeps there must be its own."""
     memories: dict[tuple[str, ...], str] = {}
     disks: dict[tuple[str, ...], str] = {}
     for member in hosts:
