@@ -277,7 +277,9 @@ def test_a_checkpoint_of_a_torch_save_is_passed_over_and_not_called_bad(place: P
     assert inspect(LocalStorage(place.directory), 2).condition is Condition.COMPLETE
 
 
-def test_a_last_step_that_storage_refused_stays_in_memory_for_the_next_start(place: Place) -> None:
+def test_a_last_step_that_storage_refused_stays_in_memory_until_a_start_that_restores_it_has_saved_it(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     place.directory.write_text("in the way")
     with place.open() as checkpoints:
         handle = checkpoints.save(3, make_state(3))
@@ -287,10 +289,12 @@ def test_a_last_step_that_storage_refused_stays_in_memory_for_the_next_start(pla
     place.directory.unlink()
     state = make_state(0)
     with place.open() as checkpoints:
-        assert checkpoints.restore(state).tier is Tier.MEMORY
-        assert checkpoints.save(3, state).wait(SOON)
         assert checkpoints.agent_pid == agent.pid
+    assert "the capture of step 3 stays" in caplog.text
+    with place.open() as checkpoints:
+        assert checkpoints.restore(state).tier is Tier.MEMORY  # there is nothing left to do
     agent.wait(SOON.total_seconds())
+    assert list(DEFAULT_ROOT.glob(f"resiliency-*{place.job.replace('-', '_')}*")) == []
     assert torch.equal(state["weights"], torch.full((1000,), 3.0))  # type: ignore[arg-type]
     assert inspect(LocalStorage(place.directory), 3).condition is Condition.COMPLETE
 

@@ -251,6 +251,25 @@ class Capture:
             self._done.set()
 
 
+class FoundCapture:
+    """A whole capture of a start before this one, lent until `release`: to be saved like one just made."""
+
+    outcome = Outcome.CAPTURED
+    error: BaseException | None = None
+
+    def __init__(self, arena: RankArena, slot: SlotFile, step: int) -> None:
+        self.step = step
+        self.slot_path = slot.path
+        self._arena = arena
+        self._slot: SlotFile | None = slot
+
+    def release(self) -> None:
+        """See `Capture.release`."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._arena.end_lend(slot)
+
+
 class Capturer:
     """Captures one rank's state into its arena.
 
@@ -324,6 +343,7 @@ class Capturer:
         for replaced in self._memory.take_replaced():
             self._queue.put(replaced.close)
         try:
+            self.arena.replace_removed()
             if wait is None and self._options.when_full is WhenFull.WAIT:
                 wait = self._options.wait_timeout
             slot = self._take(step, wait)
