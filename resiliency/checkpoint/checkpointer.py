@@ -30,7 +30,8 @@ from typing import Any
 from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
 from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.capturer import Capturer
-from resiliency.checkpoint.names import TierName, attempt_id_of, attempt_on_branch, start_of
+from resiliency.checkpoint.commit.retention import committed_save
+from resiliency.checkpoint.names import TierName, attempt_id_of, attempt_on_branch, save_id_of, start_of
 from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.restore import Fill, Restored, Restorer
@@ -523,11 +524,15 @@ class Checkpointer:
         self.close(finished=kind is None)
 
     def _newer_capture_of_others(self) -> int:
-        """The step of the newest capture, if an earlier start made it and this one left it; else 0."""
-        newest = self._arena.newest
+        """The step of the newest capture, if an earlier start made it, this one left it, and no tier has it;
+        else 0."""
+        newest, settings = self._arena.newest, self._attach.settings
         if newest is None or start_of(newest.run_id) == start_of(self._attach.attempt_id):
             return 0
-        return newest.step if newest.step > self._attach.restored_step else 0
+        save_id = save_id_of(newest.run_id, newest.step)
+        tiers = [LocalStorage(path) for path in (settings.directory, settings.local_directory) if path]
+        is_stored = any(committed_save(tier, newest.step) == save_id for tier in tiers)
+        return newest.step if newest.step > self._attach.restored_step and not is_stored else 0
 
     def _restorer(self) -> Restorer:
         settings = self._attach.settings

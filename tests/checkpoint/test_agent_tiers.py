@@ -214,8 +214,8 @@ def restore_and_lose_the_agent(rank: int, root: str, step: int) -> int:
 
 
 def lose_disk(home: Path) -> None:
-    """Once the agent has left, which still deletes old checkpoints when the trainers have ended."""
-    wait_until(lambda: not any((home / "memory").iterdir()), "the agent keeps its memory")
+    """Once the agents have left, which still delete old checkpoints when the trainers have ended."""
+    wait_until(lambda: not any((home.parent / "memory").iterdir()), "agents keep their memory")
     shutil.rmtree(home / "disk")
 
 

@@ -368,6 +368,11 @@ class Ranks:
             model.restored = restored.step
             if step is not None:
                 model.go_back(step, number)
+            if restored.tier is Tier.MEMORY:  # and on no disk, it may be: then it is saved
+                for tier in self.tiers:
+                    if number not in model.standing(tier, restored.step):
+                        model.unclear[tier].setdefault(restored.step, number)
+                assert checkpoints.wait(SOON)
         model.step = restored.step
 
     def _held(self, tier: Tier, step: int) -> set[int | None]:
