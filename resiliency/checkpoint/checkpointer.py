@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,7 @@ from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
 from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.capturer import Capturer
 from resiliency.checkpoint.commit.retention import committed_save
-from resiliency.checkpoint.names import TierName, attempt_id_of, attempt_on_branch, save_id_of, start_of
+from resiliency.checkpoint.names import TierName, attempt_id_of, save_id_of, start_of
 from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.restore import Fill, Restored, Restorer
@@ -42,6 +42,7 @@ from resiliency.checkpoint.stop.termination import TerminationOptions
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.common_end import CommonEnd
 from resiliency.checkpoint.trainer.delivery import Delivery
+from resiliency.checkpoint.trainer.going_on import GoingOn, go_on_from
 from resiliency.checkpoint.trainer.handles import SaveHandle
 from resiliency.checkpoint.trainer.intervals import Advice
 from resiliency.checkpoint.trainer.join import ReplicaHosts, join
@@ -58,8 +59,6 @@ __all__ = ["Checkpointer", "CheckpointerOptions", "LocalTier"]
 
 logger = logging.getLogger(__name__)
 
-#: So many branches, the newest, are sent to the agent: a packet holds some hundreds, and records have all.
-_SENT_BRANCHES = 64
 #: How long the end of a job waits for the copies of its last step.
 _LAST_COPIES = timedelta(seconds=60)
 
@@ -264,17 +263,11 @@ class Checkpointer:
     ) -> Restored:
         self._capturer.fence()  # a capture under way reads the state that is overwritten
         self._emit(EventType.RESTORE_STARTED)
-        restored = self._restorer().restore(fill, step=step, inventory=inventory)
-        branches = self._branches_after(restored)
-        attach = replace(
-            self._attach,
-            run_id=restored.run_id or self._attach.run_id,
-            attempt_id=attempt_on_branch(self._attach.attempt_id, branches.newest),
-            restored_step=restored.step or self._attach.restored_step,
-            # A state with parts that were not saved is another one than stands at that step.
-            restored_save="" if partial else restored.save_id or self._attach.restored_save,
-            branches=branches.known[-_SENT_BRANCHES:],
-        )
+        # Until a rollback is recorded, retention sees its step as any old one.
+        with ExitStack() as leases:
+            restored = self._restorer().restore(fill, step=step, inventory=inventory, leases=leases)
+            goes_on = self._go_on(restored, partial=partial)
+        attach = goes_on.attach
         is_renamed = attach.attempt_id != self._attach.attempt_id
         if is_renamed:
             # The first rank that introduces itself again ends the attempt for all ranks of its host.
@@ -296,28 +289,24 @@ class Checkpointer:
             self._replica_hosts.repair(restored)
         return restored
 
-    def _branches_after(self, restored: Restored) -> Branches:
-        """The branches of the job from here on: with a new one if it went back; collective."""
-        known = restored.branches.merged(Branches(self._attach.branches))
+    def _go_on(self, restored: Restored, *, partial: bool) -> GoingOn:
+        """What the job is from here on: on a new branch if it went back; collective."""
         newest = max(self._rank_group.gather(self._saver.newest_step))
-        has_saved = 0 < restored.step < newest
-        if not has_saved and not restored.is_rollback:
-            return known
-        branches = known.after(restored.step, restored.save_id)
-        if self.rank == 0:
+        goes_on = go_on_from(self._attach, restored, newest_saved=newest, partial=partial)
+        if goes_on.is_rollback and self.rank == 0:
             logger.warning(
                 "job went back to step %d: its saves from now on are branch %d, from which a restart goes on;"
                 " later checkpoints of before stay until that has as many, and can be restored by their step",
-                *(restored.step, branches.newest),
+                *(restored.step, goes_on.branches.newest),
             )
-        if has_saved:
+        if goes_on.leaves_own_saves:
             self._delivery.went_back(self._options.close_timeout)
             self._saver.went_back()
             self._schedule.went_back(restored.step)
             # Before the first save of the new branch, for a restart meanwhile is to go back as well.  A
             # program that has not saved may be an evaluation: its agent does this when it saves.
-            self._record(branches)
-        return branches
+            self._record(goes_on.branches)
+        return goes_on
 
     def _record(self, branches: Branches) -> None:
         settings = self._attach.settings

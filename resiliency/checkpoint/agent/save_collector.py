@@ -122,7 +122,7 @@ class SaveCollector:
     def _refuse(self, tried: TierTry, pending: _PendingSave) -> None:
         """Tell other hosts, which may wait, that this one's part of a save will not come."""
         why = f"{name_ranks(pending.absent)} ended before having it."
-        job = _save_job(pending.member, tried, missing=why)
+        job = save_job(pending.member, tried, missing=why)
         if job.concerns_others:
             self._workers[job.tier].try_put(RefuseJob(save=job, why=why))
 
@@ -156,7 +156,7 @@ class SaveCollector:
             pending.lookup = None
             if lookup.is_committed():
                 self._pending.pop(tried).close()
-                self._report_committed(_save_job(pending.member, tried))
+                self._report_committed(save_job(pending.member, tried))
             else:
                 self._submit(pending.member, tried)
         for tried in sorted(tried for tried, one in self._pending.items() if time.monotonic() > one.until):
@@ -372,9 +372,7 @@ class SaveCollector:
             self._submit(attach, other)  # those that wait for it are told
         is_committed = self._is_committed(pending.attempt_id, tried.step, tried.tier)
         missing = "" if is_committed else "; ".join(pending.missing.values())
-        job = _save_job(
-            attach, tried, slots={} if missing or is_committed else pending.slots, missing=missing
-        )
+        job = save_job(attach, tried, slots={} if missing or is_committed else pending.slots, missing=missing)
         if missing or is_committed or job.key in self._handled:
             pending.close()
         if job.key in self._handled:
@@ -414,9 +412,10 @@ def _newest_try(tries: Iterable[TierTry], step: int, tier: TierName) -> int:
     return max((tried.number for tried in tries if (tried.step, tried.tier) == (step, tier)), default=0)
 
 
-def _save_job(
+def save_job(
     member: Attach, tried: TierTry, *, slots: Mapping[int, CapturedSlot] | None = None, missing: str = ""
 ) -> SaveJob:
+    """This host's part of a try, as its ranks have introduced themselves."""
     return SaveJob(
         tier=TierName(tried.tier),
         step=tried.step,

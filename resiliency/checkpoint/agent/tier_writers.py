@@ -243,23 +243,26 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            try:
-                work = self._begin(job)
-            except Exception as error:  # as below
-                logger.exception("a job of the %s tier failed", self._tier.value)
-                self._count(job, -1)
-                if isinstance(job, SaveJob):
-                    self.refuse(job, str(error), left_out=False, hangs=False)
-                continue
-            try:
-                self._do(work)
-            except Exception:  # the border of this thread: the jobs that wait are not to blame
-                logger.exception("a job of the %s tier failed", self._tier.value)
-            finally:
-                with self._lock:
-                    self._work = None
-                if work.given_up.is_set():
-                    logger.warning("the storage of the %s tier answers again", self._tier.value)
+            self._perform(job)
+
+    def _perform(self, job: Job) -> None:
+        try:
+            work = self._begin(job)
+        except Exception as error:  # as below
+            logger.exception("a job of the %s tier failed", self._tier.value)
+            self._count(job, -1)
+            if isinstance(job, SaveJob):
+                self.refuse(job, str(error), left_out=False, hangs=False)
+            return
+        try:
+            self._do(work)
+        except Exception:  # the border of this thread: the jobs that wait are not to blame
+            logger.exception("a job of the %s tier failed", self._tier.value)
+        finally:
+            with self._lock:
+                self._work = None
+            if work.given_up.is_set():
+                logger.warning("the storage of the %s tier answers again", self._tier.value)
 
     def _begin(self, job: Job) -> _Work:
         work = _Work(job, WatchedStorage(self._open_storage(_directory(self._tier, _settings(job)))))
@@ -422,6 +425,7 @@ def _ticket(job: SaveJob) -> SaveTicket:
         world_size=job.world_size,
         ranks=job.voters,
         restored_save=job.restored_save,
+        branches=Branches(job.branches).with_seen([job.save_id]),
         timeout=timedelta(seconds=job.settings.save_timeout_s),
     )
 

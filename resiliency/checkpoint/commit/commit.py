@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from resiliency.checkpoint.branches import Branches
 from resiliency.checkpoint.commit.protocol import FINAL, Event, State, next_state
 from resiliency.checkpoint.format.claim import StepClaim, StepLook, StepTaken, holds_claims_alone, look_at
 from resiliency.checkpoint.format.manifest import (
@@ -110,6 +111,7 @@ class SaveTicket:
         ranks: ranks that must vote; on a local tier those of this host.
         restored_save: the save that this start of the job went on from; empty: none.  Where it stands at
             this step it is the one to save; any other, at any step, may be of a branch that the job has left.
+        branches: of the job.  A save at this step that was left is the leader's to remove before it begins.
         is_same: compares what stands at this step with the state to save, where they may be the same under
             other names; None: they are not.
         timeout: longest wait for other ranks, counted from the start of this process's part.
@@ -123,6 +125,7 @@ class SaveTicket:
     ranks: Collection[int]
     try_number: int = 1
     restored_save: str = ""
+    branches: Branches = field(default_factory=Branches)
     is_same: Callable[[], bool] | None = None
     timeout: timedelta = timedelta(minutes=10)
     poll: timedelta = timedelta(milliseconds=50)
@@ -491,6 +494,8 @@ class _Save(Generic[ShardT]):
             if manifest.save_id != self._ticket.save_id:
                 raise self._claimed.overtaken()
             return True
+        if not self._ticket.branches.is_live(self._ticket.step, manifest.save_id):
+            return False
         self._check_run(manifest)  # as on the leader, which has no marker there to say so
         self._check_branch(manifest)
         return True

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from resiliency.checkpoint.branches import Branches, left_steps
+from resiliency.checkpoint.branches import Branches, left_steps, read_branches
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     half_removed,
@@ -79,7 +79,8 @@ def retire(
     """Delete generations of a run below its newest complete one; returns the steps that went.
 
     That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
-    which may have been complete in an earlier attempt.  Of a branch that the job has left none stays.
+    which may have been complete in an earlier attempt.  Of a branch that the job has left none stays once the
+    live one has a complete generation of its own.
 
     Args:
         complete: step to save id of generations that are complete on all hosts.
@@ -95,17 +96,21 @@ def retire(
     if alone:
         complete = _saved_by(storage, attempt_id_of(complete[newest], newest), before=newest) | dict(complete)
     wanted = () if hook is None else hook.wanted(complete, keep=keep)
+    recorded = read_branches(storage)
     found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
     saves = {step: m.save_id for step, m in found.items() if m is not None and m.run_id == run_id}
     left = left_steps(storage, saves)
+    if newest in left:
+        return []  # the job went back while it became complete
     older = [
         (step == restored_step or complete.get(step) == save, step)
         for step, save in saves.items()
         if step < newest and step not in left
     ]
     needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted]
+    needless += [step for step, common in left.items() if common < newest]
     begun = {step: marker for step, marker in half_removed(storage).items() if step < newest}
-    gone = remove_checkpoints(storage, begun | {step: saves[step] for step in (*needless, *left)})
+    gone = remove_checkpoints(storage, begun | {step: saves[step] for step in needless}, recorded=recorded)
     if hook is not None:
         hook.forget(below=min(complete))
     return gone

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from resiliency.checkpoint.branches import left_steps, read_branches, record_branches
+from resiliency.checkpoint.branches import Branches, left_steps, read_branches, record_branches
 from resiliency.checkpoint.format.claim import (
     OLD_DATA,
     StepClaim,
@@ -338,13 +338,13 @@ def prune(
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
+    recorded = read_branches(storage)
     found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
     saves = {step: manifest.save_id for step, manifest in found.items() if manifest is not None}
     old = needless_steps(sorted(saves), left_steps(storage, saves), keep_last)
     needless = half_removed(storage) | {step: saves[step] for step in old}
-    return remove_checkpoints(
-        storage, {step: what for step, what in needless.items() if step not in keep}, clock=clock
-    )
+    allowed = {step: what for step, what in needless.items() if step not in keep}
+    return remove_checkpoints(storage, allowed, recorded=recorded, clock=clock)
 
 
 def needless_steps(committed: Sequence[int], left: Mapping[int, float], keep_last: int) -> list[int]:
@@ -390,19 +390,24 @@ def half_removed(storage: Storage) -> dict[int, str | Marker]:
 
 
 def remove_checkpoints(
-    storage: Storage, steps: Mapping[int, str | Marker], *, clock: Clock | None = None
+    storage: Storage,
+    steps: Mapping[int, str | Marker],
+    *,
+    recorded: Branches | None = None,
+    clock: Clock | None = None,
 ) -> list[int]:
     """`remove_checkpoint` for each, lowest first; returns the steps that went.
 
     Args:
         steps: to what is expected there.
+        recorded: see `remove_checkpoint`.
     Raises:
         CheckpointError: one could not be removed; the others were tried all the same.
     """
     gone, failures = [], []
     for step in sorted(steps):
         try:
-            if remove_checkpoint(storage, step, expected=steps[step], clock=clock):
+            if remove_checkpoint(storage, step, expected=steps[step], recorded=recorded, clock=clock):
                 gone.append(step)
         except CheckpointError as error:
             failures.append(error)
@@ -427,17 +432,24 @@ def try_prune(storage: Storage, keep_last: int, *, spare: int) -> None:
 
 
 def remove_checkpoint(
-    storage: Storage, step: int, *, expected: str | Marker | None = None, clock: Clock | None = None
+    storage: Storage,
+    step: int,
+    *,
+    expected: str | Marker | None = None,
+    recorded: Branches | None = None,
+    clock: Clock | None = None,
 ) -> bool:
     """Delete one checkpoint, unless somebody holds a lease on it or commits it meanwhile; True if it went.
 
     A reader takes its lease first and looks at the marker second; this puts the marker first and
     looks for leases second.  So at least one of the two sees the other.  What was committed between the look
-    and the marker is shown again.
+    and the marker is shown again.  A job that goes back to a checkpoint has a lease on it until its branch is
+    recorded, so the record is looked at under the marker as well.
 
     Args:
         expected: the save that is committed there, or the marker that hides it: what was saved since the
             caller looked stays.
+        recorded: only as long as these are the recorded branches; None: whatever they are.
     """
     clock = clock or SystemClock()
     seen = look_at(storage, step)
@@ -447,14 +459,16 @@ def remove_checkpoint(
     claim = StepClaim.for_removal(storage, step)
     claim.take()
     try:
-        return _remove_claimed(storage, claim, seen, clock)
+        return _remove_claimed(storage, claim, seen, recorded, clock)
     except CheckpointWriteFailed:
         if storage.exists(claim.place):
             raise
         return False  # a save, or another removal, has claimed the step
 
 
-def _remove_claimed(storage: Storage, claim: StepClaim, seen: StepLook, clock: Clock) -> bool:
+def _remove_claimed(
+    storage: Storage, claim: StepClaim, seen: StepLook, recorded: Branches | None, clock: Clock
+) -> bool:
     step = claim.step
     if look_at(storage, step) != seen:
         claim.drop()
@@ -469,7 +483,7 @@ def _remove_claimed(storage: Storage, claim: StepClaim, seen: StepLook, clock: C
             claim.drop()
         raise
     is_new = look_at(storage, step).commit != seen.commit
-    if is_new or step in leased_steps(storage, clock):
+    if is_new or step in leased_steps(storage, clock) or recorded not in (None, read_branches(storage)):
         if is_new or seen.marker is None:
             claim.try_lift(lambda found: found == marker)
         else:

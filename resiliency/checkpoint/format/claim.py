@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from resiliency.checkpoint.format.manifest import MANIFEST, SAVE_PREFIX, parse_manifest
 from resiliency.checkpoint.format.marker import (
+    LIFTED,
     Marker,
     encode_marker,
     marker_name,
@@ -37,8 +38,8 @@ from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWr
 
 #: Begins the name of the folder of a removal.
 _REMOVAL_PREFIX = "removal="
-#: The marker, in the folder of its save: before it is placed, and after it was lifted.
-_PLACED, _LIFTED = "marker", "unfinished"
+#: The marker, in the folder of its save, before it is placed.
+_PLACED = "marker"
 _OLD = "old."
 #: Begin names of ranks' files in older formats, which had no folders.
 OLD_DATA = ("rank=", "__")
@@ -82,7 +83,7 @@ def look_at(storage: Storage, step: int) -> StepLook:
         folder = parse_manifest(content, "").folder
     except (CheckpointCorrupt, ConfigError):
         folder = ""
-    return StepLook(marker, content, bool(folder) and storage.exists(f"{directory}/{folder}/{_LIFTED}"))
+    return StepLook(marker, content, bool(folder) and storage.exists(f"{directory}/{folder}/{LIFTED}"))
 
 
 def is_claim(name: str) -> bool:
@@ -101,7 +102,7 @@ def holds_claims_alone(storage: Storage, step: int) -> bool:
         return False
     if not names:
         return storage.exists(directory)
-    return not any(storage.exists(f"{directory}/{name}/{_LIFTED}") for name in names)
+    return not any(storage.exists(f"{directory}/{name}/{LIFTED}") for name in names)
 
 
 class StepClaim:
@@ -138,7 +139,7 @@ class StepClaim:
 
     def try_lift(self, is_ours: Callable[[Marker], bool]) -> bool:
         """Take the marker away if it is ours; durable when this returns.  False: it is not, or is gone."""
-        name, lifted = marker_name(self.step), f"{self.place}/{_LIFTED}"
+        name, lifted = marker_name(self.step), f"{self.place}/{LIFTED}"
         if not self._is(name, is_ours):
             return False
         self._move(name, lifted)
@@ -156,7 +157,14 @@ class StepClaim:
         """
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
-        for name in sorted(self.others(), key=lambda name: name != MANIFEST):
+        self._clear(self.others())
+        # A late leader may have shown its manifest since; its folder is gone, so there is no other to show.
+        # Folders that have come since are those of saves that have overtaken this one.
+        if late := [name for name in self.others() if not name.startswith(_UNSHARED)]:
+            self._clear(late)
+
+    def _clear(self, names: Sequence[str]) -> None:
+        for name in sorted(names, key=lambda name: name != MANIFEST):
             self._storage.remove_tree(self._take_in(name))
 
     def _take_in(self, name: str) -> str:

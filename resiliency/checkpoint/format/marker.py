@@ -23,6 +23,8 @@ from resiliency.files import posix_path
 
 MARKER_SUFFIX = "-unfinished"
 _STEP = re.compile(r"step=(\d+)")
+#: The marker of a save once it was lifted, in the folder of the save.
+LIFTED = "unfinished"
 #: The number of a try where nobody counts.
 UNNUMBERED = 0
 
@@ -158,17 +160,29 @@ def parse_marker(content: bytes) -> Marker:
 def _is_lifted(storage: Storage, step: int, marker: Marker) -> bool:
     """Whether a marker that is there hides nothing.
 
-    Either a late save put it there, and another one was committed at the step (see `format.claim`).  Or a
-    mount shows a marker that another host has lifted: one with a metadata cache (GCS FUSE) opens a file for a
-    minute or longer after its removal; its listings are fresh.  A listing alone may be older than the marker
-    (NFS), so the manifest of the very save that the marker names is asked for as well: a save writes it last.
+    Either a late save put it there, and another one was committed at the step: it has lifted its own (see
+    `format.claim`).  Or a mount shows a marker that another host has lifted: one with a metadata cache (GCS
+    FUSE) opens a file for a minute or longer after its removal; its listings are fresh.  A listing alone may
+    be older than the marker (NFS), so the manifest of the very save that the marker names is asked for as
+    well: a save writes it last.
     """
     if marker.state not in _OF_A_SAVE or not marker.save_id:
         return False
     try:
-        manifest = read_manifest(storage, step_directory(step))
+        directory = step_directory(step)
+        manifest = read_manifest(storage, directory)
         if manifest.save_id != marker.save_id:
-            return bool(manifest.folder)  # else its files may have gone before it
+            # Without a folder its files may have gone before it.
+            return bool(manifest.folder) and _has_lifted(
+                storage, f"{directory}/{manifest.folder}", manifest.save_id
+            )
         return marker.state is MarkerState.WRITING and marker_name(step) not in storage.list("")
     except (CheckpointError, ConfigError):
+        return False
+
+
+def _has_lifted(storage: Storage, folder: str, save_id: str) -> bool:
+    try:
+        return parse_marker(read_file(storage, f"{folder}/{LIFTED}")).save_id == save_id
+    except CheckpointMissing:
         return False

@@ -131,11 +131,19 @@ class Restorer:
         #: What this rank met at its last try.
         self._own: ResiliencyError | None = None
 
-    def restore(self, fill: Fill, *, step: int | None = None, inventory: Inventory | None = None) -> Restored:
+    def restore(
+        self,
+        fill: Fill,
+        *,
+        step: int | None = None,
+        inventory: Inventory | None = None,
+        leases: ExitStack | None = None,
+    ) -> Restored:
         """Let `fill` bring back the newest step, or exactly `step`; collective.
 
         Args:
             inventory: what there is, from `take_inventory`; None: take it now.
+            leases: keeps what was restored from being deleted until it is closed; None: while it is read.
         Raises:
             LayoutMismatch: the checkpoint is of another model or parallel layout, on any rank; or all that
                 is left is a whole one of another number of ranks.
@@ -149,7 +157,7 @@ class Restorer:
         plan = self._choose(inventory, step)
         self._log_skipped_saves(inventory, plan, step)
         while plan is not None:
-            size, found_bad = self._try(plan, fill)
+            size, found_bad = self._try(plan, fill, leases)
             if not found_bad:
                 inventory.look_above(plan.step)
                 return _restored(inventory, plan, size, self._rank_group.rank)
@@ -281,12 +289,12 @@ class Restorer:
 
     # --- trying ----------------------------------------------------------------------------------
 
-    def _try(self, plan: RestorePlan, fill: Fill) -> tuple[int, dict[int, str]]:
+    def _try(self, plan: RestorePlan, fill: Fill, leases: ExitStack | None) -> tuple[int, dict[int, str]]:
         """Bytes of this rank, and the ranks whose source is bad; if there are any, nothing is restored."""
         rank, doing = self._rank_group.rank, f"restoring from {tier_of(plan).value}"
-        with ExitStack() as held:
+        with ExitStack() as own, ExitStack() as held:
             if rank == 0 and self._storage is not None and _uses(plan, Place.PERSISTENT):
-                held.enter_context(try_lease(self._storage, plan.step))
+                own.enter_context(try_lease(self._storage, plan.step))
             progress = held.enter_context(ReadProgress(f"restoring step {plan.step}", shown=rank == 0))
             error: ResiliencyError | None = None
             size, act = 0, None
@@ -299,7 +307,9 @@ class Restorer:
             try:
                 if error is None:
                     shard = (
-                        self._find(plan.assignments[rank], held, progress) if received is None else received
+                        self._find(plan.assignments[rank], held, own, progress)
+                        if received is None
+                        else received
                     )
                     size, act = shard.layout.size_bytes, fill(shard)
             except _OWN_ERRORS as failure:
@@ -316,9 +326,13 @@ class Restorer:
             self._own = error
             bad = agree(self._rank_group, error, doing)
             self._overwritten |= bool(bad)
+            if leases is not None and not bad:
+                leases.enter_context(own.pop_all())
             return size, bad
 
-    def _find(self, assignment: Assignment, held: ExitStack, progress: ReadProgress) -> Shard:
+    def _find(
+        self, assignment: Assignment, held: ExitStack, leases: ExitStack, progress: ReadProgress
+    ) -> Shard:
         """What this rank reads by itself; its tensors may be read when they are asked for."""
         location, rank = assignment.location, assignment.location.rank
         if location.place is Place.MEMORY:
@@ -331,7 +345,7 @@ class Restorer:
             if self._replicated:  # any will do: the one of the same number, as far as there is one
                 rank = self._rank_group.rank % reader.manifest.world_size
         else:
-            held.enter_context(try_lease(LocalStorage(location.root), location.step))
+            leases.enter_context(try_lease(LocalStorage(location.root), location.step))
             reader = open_location(location)
         progress.expect(reader.index(rank).size_bytes)
         reader.pace = progress
