@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ from resiliency.checkpoint.commit.retention import committed
 from resiliency.checkpoint.format import claim
 from resiliency.checkpoint.format.catalog import clean_unfinished, prune
 from resiliency.checkpoint.format.manifest import MANIFEST, read_manifest
+from resiliency.checkpoint.format.marker import LIFTED, parse_marker
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.names import TierName, TierTry, branch_number
 from resiliency.checkpoint.ranks import RankGroup
@@ -56,7 +58,7 @@ from resiliency.checkpoint.storage.interface import read_file
 from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts
 from resiliency.checkpoint.trainer.going_on import GoingOn, go_on_from
-from resiliency.errors import CheckpointError, PeerError, ResiliencyError, ResourceShortage
+from resiliency.errors import CheckpointError, CheckpointMissing, PeerError, ResiliencyError, ResourceShortage
 from resiliency.runtime import SystemClock
 from resiliency.testing.storage import MemoryStorage
 from tests.checkpoint.history_model import Branch, Line, Model, Save, Violation
@@ -179,9 +181,7 @@ class Agent:
         self.is_left = False
         self._history = history
         self.workers = {
-            tier: Worker(
-                tier, self._done, Throttle(), lambda directory: history.mount(self.process, directory)
-            )
+            tier: Worker(tier, self._done, Throttle(), partial(history.mount, self.process, own=self.disk))
             for tier in history.tiers
         }
         self.replication = Replication(_ROOT, lambda: None)
@@ -214,6 +214,8 @@ class Agent:
 
     def _done(self, job: SaveJob, done: Done) -> None:
         """As `Server._report`."""
+        if self.process.is_dead:  # killed in the kernel, and reports without another operation
+            return
         self._history.reported(self, job, done)
         if self.is_left or self.attach is None or job.attempt_id != self.attach.attempt_id:
             return
@@ -237,6 +239,21 @@ class Job:
     content: int
     newest_saved: int = -1
     try_number: int = 1
+
+
+def _committed_save(disk: MemoryStorage, step: int) -> str | None:
+    """What readers see at a step, once its save has lifted its own marker.
+
+    A late leader lifts that of another save for the time of two operations: see `StepClaim.try_lift`.
+    """
+    manifest = committed(disk, step)
+    if manifest is None:
+        return None
+    try:
+        lifted = parse_marker(read_file(disk, f"step={step}/{manifest.folder}/{LIFTED}"))
+    except CheckpointMissing:
+        return manifest.save_id
+    return manifest.save_id if lifted.save_id == manifest.save_id else None
 
 
 def _is_row(branch: Branch, number: int, parent: int, fork: int) -> bool:
@@ -372,10 +389,9 @@ class History:
                 continue
             step, rest = int(found[1]), path.partition("/")[2]
             self._dirty.add((name, step))
-            if rest not in ("", MANIFEST):
+            if rest not in ("", MANIFEST) and not rest.endswith(f"/{LIFTED}"):
                 continue
-            manifest = committed(disk, step)
-            now = None if manifest is None else manifest.save_id
+            now = _committed_save(disk, step)
             if (name, step) in self._suspects and now is None and not disk.exists(f"step={step}/{MANIFEST}"):
                 self._wrong = self._wrong or self._suspects[name, step][1]
             if now != self.model.visible[name].get(step):
@@ -401,14 +417,12 @@ class History:
         newest = max(number for number, _, _ in rows)
         parent, fork = next((parent, step) for number, parent, step in rows if number == newest)
         lines = [line for line in self._lines.values() if _is_row(line.branch, newest, parent, fork)]
-        known = self.model.current
         if not lines:
             return
         line = max(lines, key=lambda line: line.order)
-        if known is not None and known.order > line.order:
-            self.limit = (
-                self.limit or f"{line.attempt_id} records its branch after {known.attempt_id} has saved"
-            )
+        latest = max(self._lines.values(), key=lambda line: line.order)
+        if latest.order > line.order:
+            self.limit = self.limit or f"{line.attempt_id} records its branch after {latest.attempt_id} began"
         self.model.note_line(disk, line)
 
     def _check_content(self, disk: str, step: int) -> None:

@@ -143,8 +143,8 @@ class Model:
         others = (self.visible[host].get(step) for host in self.hosts if host != disk)
         if disk and (save_id not in self.complete or any(other != save_id for other in others)):
             return  # worth nothing without the parts of other hosts
-        # It became complete after a later start had restored an older one.  With captures in memory, which are
-        # not among these histories, that start would have gone on from it.
+        # It became complete after a later start had restored an older one.  With captures in memory, which
+        # are not among these histories, that start would have gone on from it.
         if disk and any(s == step and line.order > save.line.order for s, line in self.begun):
             return
         line = self.lines[disk]

@@ -184,18 +184,18 @@ def open_save(
     marker = Marker(
         state=MarkerState.WRITING, save_id=save_id, try_number=try_number, run_id=run_id, until=until
     )
-    seen = look_at(storage, step)
-    if seen.marker is None and seen.manifest is not None and not replaces:
-        path = storage.describe(step_directory(step))
-        raise CheckpointWriteFailed(
-            f"{path} holds a committed checkpoint, which is not overwritten.",
-            hint="Save to another directory, or move the old checkpoint away.",
-            path=path,
-            step=step,
-        )
     began_before = storage.exists(claim.place)
-    claim.take()
-    claim.check(seen)
+    seen = look_at(storage, step)
+    for is_last in (False, False, True):
+        _check_free(storage, step, seen, replaces)
+        claim.take()
+        before, seen = seen, look_at(storage, step)
+        if seen == before:
+            break
+        # The end of a removal alone, such as another program's, is no save that came before this one.
+        is_removal = seen.marker is None or seen.marker.state is MarkerState.REMOVING
+        if is_last or not is_removal or seen.commit != before.commit:
+            raise claim.overtaken()
     if seen.marker is not None or began_before or claim.others():
         # Followers must not write before the leftovers are gone: the marker that names this
         # save, which they wait for, comes after.
@@ -206,6 +206,17 @@ def open_save(
         _hide(storage, claim, seen, marker)
         claim.clear()  # what has come since
     return claim
+
+
+def _check_free(storage: Storage, step: int, seen: StepLook, replaces: bool) -> None:
+    if seen.marker is None and seen.manifest is not None and not replaces:
+        path = storage.describe(step_directory(step))
+        raise CheckpointWriteFailed(
+            f"{path} holds a committed checkpoint, which is not overwritten.",
+            hint="Save to another directory, or move the old checkpoint away.",
+            path=path,
+            step=step,
+        )
 
 
 def _hide(storage: Storage, claim: StepClaim, seen: StepLook, marker: Marker) -> None:

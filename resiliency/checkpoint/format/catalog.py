@@ -469,7 +469,7 @@ def remove_checkpoint(
 def _remove_claimed(
     storage: Storage, claim: StepClaim, seen: StepLook, recorded: Branches | None, clock: Clock
 ) -> bool:
-    step = claim.step
+    step, folders = claim.step, claim.others()
     if look_at(storage, step) != seen:
         claim.drop()
         return False
@@ -482,7 +482,11 @@ def _remove_claimed(
                 claim.try_lift(lambda found: found == marker)
             claim.drop()
         raise
-    is_new = look_at(storage, step).commit != seen.commit
+    now = look_at(storage, step)
+    is_new = now.commit != seen.commit
+    if now.marker != marker and not is_new:
+        claim.drop()
+        return False  # a save has begun
     if is_new or step in leased_steps(storage, clock) or recorded not in (None, read_branches(storage)):
         if is_new or seen.marker is None:
             claim.try_lift(lambda found: found == marker)
@@ -490,7 +494,7 @@ def _remove_claimed(
             claim.mark(seen.marker)
         claim.drop()
         return False
-    claim.clear()
+    claim.clear(only=folders)
     claim.drop()
     storage.sync_dir("")
     # Its folder is gone, so by name.  A save that was opened just now finds its marker gone, and fails.

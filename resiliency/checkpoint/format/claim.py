@@ -8,7 +8,7 @@ effect:
 - What it writes lies in its folder.  Whoever claims the step after it removes the folders of all others.
 - Names that several saves of a step share (the marker, the manifest, `.metadata`) are changed by renames
   alone, from or into that folder: these fail once it is gone.
-- Nothing of a directory is removed by a name in it.  It is moved into the folder first.
+- Nothing of a directory is removed where it lies.  It is moved into the folder first, folders of others too.
 - A folder is made before the look at the step, and the marker comes after it.  So of two that claim a step at
   once, one sees the other, and whoever has hidden a step looks again whether it was committed meanwhile.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -149,23 +149,27 @@ class StepClaim:
         self._storage.sync_dir("")
         return True
 
-    def clear(self, *, own: bool = False) -> None:
+    def clear(self, *, own: bool = False, only: Collection[str] | None = None) -> None:
         """Remove all else in the directory, the manifest first.
 
         Args:
             own: also what an earlier process has left in the folder.
+            only: of folders of others these alone; one that has come since is of a save that overtook this.
         """
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
-        self._clear(self.others())
+        names = self.others()
+        self._clear(
+            [name for name in names if only is None or name in only or not name.startswith(_UNSHARED)]
+        )
         # A late leader may have shown its manifest since; its folder is gone, so there is no other to show.
-        # Folders that have come since are those of saves that have overtaken this one.
         if late := [name for name in self.others() if not name.startswith(_UNSHARED)]:
             self._clear(late)
 
     def _clear(self, names: Sequence[str]) -> None:
-        for name in sorted(names, key=lambda name: name != MANIFEST):
-            self._storage.remove_tree(self._take_in(name))
+        ordered = sorted(names, key=lambda name: (name.startswith(_UNSHARED), name != MANIFEST))
+        for place in [self._take_in(name) for name in ordered]:
+            self._storage.remove_tree(place)
 
     def _take_in(self, name: str) -> str:
         """Move what is in the directory into the folder; returns where it is."""
@@ -186,11 +190,6 @@ class StepClaim:
         """Remove the folder, and the directory if nothing else is in it."""
         self._storage.remove_tree(self.place)
         self._storage.remove_empty_dir(self._directory)
-
-    def check(self, seen: StepLook) -> None:
-        """Raise CheckpointWriteFailed if something was committed, or another took the step, since a look."""
-        if look_at(self._storage, self.step) != seen:
-            raise self.overtaken()
 
     def overtaken(self) -> StepTaken:
         return StepTaken(
