@@ -34,7 +34,7 @@ from typing import Generic, Protocol, TypeVar
 
 from resiliency.checkpoint.branches import Branches
 from resiliency.checkpoint.commit.protocol import FINAL, Event, State, next_state
-from resiliency.checkpoint.format.claim import StepClaim, StepLook, StepTaken, holds_claims_alone, look_at
+from resiliency.checkpoint.format.claim import StepClaim, StepLook, StepTaken, holds_more_than_claims, look_at
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
@@ -338,18 +338,13 @@ class _Save(Generic[ShardT]):
         storage, step = self._storage, self._ticket.step
         self._is_claiming = True
         storage.make_dir("")
-        if read_marker(storage, step) is None and self._is_checkpoint():
+        if read_marker(storage, step) is None and holds_more_than_claims(storage, step):
             self._check_kept()
             return Event.EXISTS
         ticket = self._ticket
         open_save(storage, step, ticket.save_id, ticket.try_number, run_id=ticket.run_id, until=self._until)
         self._is_claiming = False
         return Event.DONE
-
-    def _is_checkpoint(self) -> bool:
-        """Whether there is more at an unmarked step than saves or removals have left that did not end."""
-        storage, step = self._storage, self._ticket.step
-        return bool(storage.list(self._directory)) and not holds_claims_alone(storage, step)
 
     def _check_kept(self) -> None:
         """What stands at this step without a marker is somebody's only copy: never overwrite it."""
@@ -650,7 +645,7 @@ class _Save(Generic[ShardT]):
         is_late = isinstance(self._error, StepTaken) or self._clock.monotonic() > self._deadline
         if not self._is_claiming or self._cancel.is_set() or is_late:
             return False
-        return marker is not None or not self._is_checkpoint()
+        return marker is not None or not holds_more_than_claims(self._storage, self._ticket.step)
 
     def _marker(self, state: MarkerState, reason: str = "") -> Marker:
         return Marker(

@@ -176,7 +176,9 @@ def remove_left(storage: Storage, step: int, branches: Branches) -> None:
     if manifest is None or branches.is_live(step, manifest.save_id):
         return
     path = storage.describe(step_directory(step))
-    if not remove_checkpoint(storage, step, expected=manifest.save_id):
+    # Unless it went, another program is at that, or reads it.
+    is_gone = remove_checkpoint(storage, step, expected=manifest.save_id)
+    if not is_gone and committed_save(storage, step) == manifest.save_id:
         raise CheckpointWriteFailed(
             f"{path} is of a branch that the job has left, and is being read.", step=step, path=path
         )

@@ -98,11 +98,18 @@ def holds_claims_alone(storage: Storage, step: int) -> bool:
     """
     directory = step_directory(step)
     names = storage.list(directory)
-    if not all(map(is_claim, names)):
-        return False
-    if not names:
-        return storage.exists(directory)
-    return not any(storage.exists(f"{directory}/{name}/{LIFTED}") for name in names)
+    return _are_claims(storage, directory, names) if names else storage.exists(directory)
+
+
+def holds_more_than_claims(storage: Storage, step: int) -> bool:
+    """Whether there is anything at a step but such things, by one listing: others may come and go."""
+    directory = step_directory(step)
+    return not _are_claims(storage, directory, storage.list(directory))
+
+
+def _are_claims(storage: Storage, directory: str, names: Sequence[str]) -> bool:
+    is_lifted = (storage.exists(f"{directory}/{name}/{LIFTED}") for name in names)
+    return all(map(is_claim, names)) and not any(is_lifted)
 
 
 class StepClaim:
