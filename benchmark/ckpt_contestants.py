@@ -348,9 +348,7 @@ class Ours:
 
     def save(self, step: int) -> Save:
         save = Save(self._directory / f"step={step}")
-        # The first ones count, also where they come before there is memory for them.
-        wait = WAIT if step <= 2 else None
-        handle = self._checkpoints.save(step, self._training.state, wait=wait)
+        handle = self._checkpoints.save(step, self._training.state)
 
         def watch() -> None:
             handle.wait(WAIT)

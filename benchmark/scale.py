@@ -55,7 +55,7 @@ from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.commit.commit import SaveTicket, commit
 from resiliency.checkpoint.format.catalog import prune
 from resiliency.checkpoint.format.dcp import DcpFormat
-from resiliency.checkpoint.format.manifest import RankIndex, index_name, write_index
+from resiliency.checkpoint.format.manifest import RankIndex, data_directory, index_name, write_index
 from resiliency.checkpoint.format.marker import step_directory
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.recovery.restore import Fill, Restorer
@@ -218,7 +218,8 @@ def save(job: Job, storage: MemoryStorage, step: int, of_leader: DcpFormat) -> t
     Args:
         of_leader: format of rank 0's host, which keeps it from save to save.
     """
-    ticket, directory = job.ticket(step), step_directory(step)
+    ticket = job.ticket(step)
+    place = data_directory(step_directory(step), ticket.folder)
     leading, following = CountingStorage(storage), CountingStorage(storage)
     peers = job.format()
     of_follower: list[tuple[StorageCounts, float]] = []
@@ -235,12 +236,12 @@ def save(job: Job, storage: MemoryStorage, step: int, of_leader: DcpFormat) -> t
         others = range(job.first_host.stop, job.last_host.start)
         for rank in tqdm(others, desc=f"{job.layout}, step {step}", leave=False, disable=None):
             index = peers.write_rank(
-                storage, directory, job.shard(rank, step), run_id=ticket.run_id, save_id=ticket.save_id
+                storage, place, job.shard(rank, step), run_id=ticket.run_id, save_id=ticket.save_id
             )
-            write_index(storage, directory, index)
+            write_index(storage, place, index.placed_in(ticket.folder))
         started = time.process_time()
         follower.start()
-        _wait_until(lambda: storage.exists(index_name(directory, job.ranks - 1)))
+        _wait_until(lambda: storage.exists(index_name(place, job.ranks - 1)))
         of_follower.append((following.restart_count(), time.process_time() - started))
         of_peers_s[0] = time.process_time() - began
 

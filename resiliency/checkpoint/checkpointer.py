@@ -30,7 +30,8 @@ from typing import Any
 from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
 from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.capturer import Capturer
-from resiliency.checkpoint.names import TierName
+from resiliency.checkpoint.commit.retention import committed_save
+from resiliency.checkpoint.names import TierName, attempt_id_of, save_id_of, start_of
 from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.restore import Fill, Restored, Restorer
@@ -279,6 +280,8 @@ class Checkpointer:
             self._replica_hosts.meet_again(attach, self._rank_group, self._info)
         if restored.is_in_memory_alone:
             self._delivery.captured_step = restored.step
+            if restored.from_own_captures and not partial:
+                self._saver.save_found(attempt_id_of(restored.save_id, restored.step), restored.step)
         if restored.step:
             if self._end is not None:
                 self._end.went_on_from(restored.step)
@@ -331,7 +334,7 @@ class Checkpointer:
         """Have room made for the captures of `state` in the background; returns at once.
 
         Best once the optimizer has its state: after its first step.  Saves that come before the room is
-        there are skipped, see `save`.
+        there wait for it, see `save`.
 
         Raises:
             ConfigError: something in the state cannot be saved.
@@ -412,13 +415,13 @@ class Checkpointer:
         nothing else may change before they step (see `CheckpointerOptions.overlap` and `fence`).  The rest,
         such as buffers that the next forward writes, is copied when this returns.
 
-        Memory is never allocated here: a save that lacks room for 64 MiB or more is skipped while that is
-        made.  Those are the first ones of a start that come too soon, and those after the state has grown;
-        see `prepare`.
+        Memory is never allocated here.  A save that comes before the room for it is made, as the first of a
+        start may, or the first after the state has grown, holds training until it is, and says so; after two
+        minutes it is skipped.  See `prepare`.
 
         Args:
             tiers: None means all that there are.
-            wait: for storage to catch up, or for memory, at most so long, before the save is skipped; for
+            wait: for storage to catch up, at most so long, before the save is skipped; for
                 the last one of a job.  None: as `CaptureOptions.when_full` says, by default not at all.  A
                 tier that still writes an earlier save is then left out of this one, if there is another
                 tier.  All ranks give one, or none does.
@@ -484,9 +487,17 @@ class Checkpointer:
         if finished and not spent:
             logger.error(
                 "step %d is nowhere but in the memory of this host: its save failed, or was cut short.  Mend"
-                " the storage if it failed, and start the job again here, to restore the step from there",
+                " the storage if it failed, and start the job again here, to restore the step from there,"
+                " before another job of this user starts here: from ten minutes on it frees that memory",
                 self._delivery.captured_step,
             )
+        if spent and (step := self._newer_capture_of_others()):
+            logger.warning(
+                "the capture of step %d stays in the memory of this host: a start before this one made it,"
+                " and this one has neither restored it nor saved a step after it",
+                step,
+            )
+            spent = False
         # Before the goodbye: the agent leaves when all have said theirs, and removes what is empty.
         self._arena.close(remove=spent)
         if self._end is not None:
@@ -500,6 +511,17 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(finished=kind is None)
+
+    def _newer_capture_of_others(self) -> int:
+        """The step of the newest capture, if an earlier start made it, this one left it, and no tier has it;
+        else 0."""
+        newest, settings = self._arena.newest, self._attach.settings
+        if newest is None or start_of(newest.run_id) == start_of(self._attach.attempt_id):
+            return 0
+        save_id = save_id_of(newest.run_id, newest.step)
+        tiers = [LocalStorage(path) for path in (settings.directory, settings.local_directory) if path]
+        is_stored = any(committed_save(tier, newest.step) == save_id for tier in tiers)
+        return newest.step if newest.step > self._attach.restored_step and not is_stored else 0
 
     def _restorer(self) -> Restorer:
         settings = self._attach.settings

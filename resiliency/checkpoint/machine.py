@@ -29,19 +29,22 @@ class Machine:
         boot: id of the running kernel, drawn when it booted.
         network: id of the network namespace.
         memory: id of the directory that holds the captures of all jobs.
+        disk: id of the directory of the local tier; empty: there is none.
     """
 
     boot: str = ""
     network: str = ""
     memory: str = ""
+    disk: str = ""
 
     @classmethod
-    def of_this_process(cls, arena_root: Path) -> Machine:
+    def of_this_process(cls, arena_root: Path, local_directory: Path | None = None) -> Machine:
         try:
             boot = _BOOT_ID.read_text().strip()
         except OSError:
             boot = ""
-        return cls(boot=boot, network=_file_id(_NETWORK), memory=_file_id(arena_root))
+        disk = "" if local_directory is None else _file_id(local_directory)
+        return cls(boot=boot, network=_file_id(_NETWORK), memory=_file_id(arena_root), disk=disk)
 
     def shares_loopback_with(self, other: Machine) -> bool:
         """Whether a loopback address here leads there."""

@@ -479,7 +479,8 @@ class WantedOrchestrator:
             "state_dir": self._dir,
         }
         argv = [_fill(word, values) for word in settings.command]
-        environment = {name: _fill(text, values) for name, text in settings.environment.items()}
+        environment = {"NODE_NAME": seat.host}  # hosts of one machine, or image, have one name of their own
+        environment |= {name: _fill(text, values) for name, text in settings.environment.items()}
         environment[GENERATION_ENV] = str(job.generation)
         start = _start_text(job.workload, seat.start)
         logger.info("launcher of %s on %s starts: %s", job.workload, seat.host, " ".join(argv))

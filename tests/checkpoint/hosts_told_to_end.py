@@ -74,15 +74,15 @@ def main(rank: int, root: Path, what: str) -> None:
 
 
 def open_checkpointer(rank: int, root: Path, what: str) -> Checkpointer:
-    arenas = root / f"host-{rank}"
-    arenas.mkdir()
+    memory = root / "memory"
+    memory.mkdir(exist_ok=True)
     local = LocalTier(directory=root / f"disk-{rank}", replicas=0)
     return Checkpointer(
         None if what == "local" else root / "ckpt",
         local=local if what == "local" else None,
         info=RunInfo(job_name="told", host=f"host-{rank}", rank=rank, world_size=2, peer_address="127.0.0.1"),
         options=CheckpointerOptions(
-            arena_root=arenas,
+            arena_root=memory,
             # Rank 0 would write for minutes, until it is told to hurry.
             bytes_per_s=0 if rank else 64 << 10,
             link=LinkOptions(grace=timedelta(seconds=5)),

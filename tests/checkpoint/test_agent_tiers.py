@@ -43,15 +43,15 @@ def run(pool: RankPool, fn: Callable[..., Any], root: Path, *args: object) -> li
 
 
 def open_at(root: Path, rank: int, *, keep: int = 2, directory: Path | None = None) -> Checkpointer:
-    home = root / f"host-{rank}"
-    (home / "memory").mkdir(parents=True, exist_ok=True)
+    home, memory = root / f"host-{rank}", root / "memory"  # as two hosts of one machine have it
+    memory.mkdir(exist_ok=True)
     return Checkpointer(
         directory,
         local=LocalTier(directory=home / "disk", keep=keep, replicas=1),
         info=RunInfo(
             job_name="two", host=f"host-{rank}", rank=rank, world_size=2, peer_address=f"127.0.0.{2 + rank}"
         ),
-        options=CheckpointerOptions(arena_root=home / "memory", link=LinkOptions(grace=timedelta(seconds=2))),
+        options=CheckpointerOptions(arena_root=memory, link=LinkOptions(grace=timedelta(seconds=2))),
     )
 
 
@@ -101,8 +101,8 @@ def test_each_host_has_a_verified_copy_of_the_others_checkpoint_and_old_ones_go_
     for rank in (0, 1):
         copy = read_shard(CheckpointReader(LocalStorage(roots(tmp_path)[2 * (1 - rank) + 1]), 3), rank)
         assert copy.rank == rank
-        memory = tmp_path / f"host-{rank}" / "memory"
-        wait_until(lambda memory=memory: not list(memory.iterdir()), "an agent keeps its memory")
+    memory = tmp_path / "memory"
+    wait_until(lambda: not list(memory.iterdir()), "an agent keeps its memory")
 
 
 def save_alone_then_together(rank: int, root: str, steps: int) -> tuple[list[int], bool]:
@@ -214,8 +214,8 @@ def restore_and_lose_the_agent(rank: int, root: str, step: int) -> int:
 
 
 def lose_disk(home: Path) -> None:
-    """Once the agent has left, which still deletes old checkpoints when the trainers have ended."""
-    wait_until(lambda: not any((home / "memory").iterdir()), "the agent keeps its memory")
+    """Once the agents have left, which still delete old checkpoints when the trainers have ended."""
+    wait_until(lambda: not any((home.parent / "memory").iterdir()), "agents keep their memory")
     shutil.rmtree(home / "disk")
 
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +44,7 @@ from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
+from resiliency.testing.processes import Command
 from tests import agent_host
 from tests.checkpoint.capture_builders import Gate
 from tests.checkpoint.checkpointer_builders import SOON, Place, make_state
@@ -157,6 +160,33 @@ def test_memory_for_all_captures_is_there_before_the_first_save(place: Place, as
         assert allocated() == before
 
 
+def test_the_first_save_that_is_due_commits_also_while_its_memory_is_held_back(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gate = Gate()
+    capture = CaptureOptions(before_slot=lambda: gate(0))
+
+    def open_when_held() -> None:
+        wait_until(lambda: "save of step 10 holds training" in caplog.text, "the save does not wait")
+        gate.open()
+
+    with place.open(every_steps=10, capture=capture) as checkpoints:
+        opener = threading.Thread(target=open_when_held)
+        opener.start()
+        state = make_state(1, size=24 << 20)  # 96 MiB
+        handles = [
+            handle for step in range(1, 31) if (handle := checkpoints.step(step, state)) and handle.wait(SOON)
+        ]
+        opener.join()
+        text = checkpoints.metrics_text()
+    assert [(handle.step, handle.state) for handle in handles] == [
+        (step, SaveState.COMMITTED) for step in (10, 20, 30)
+    ]
+    assert 'saves_total{rank="0",outcome="skipped"} 0' in text
+    assert handles[0].record.held_s > 0.1
+
+
 def test_a_program_that_only_saves_has_the_memory_after_the_first_step_of_its_optimizer(place: Place) -> None:
     memory = place.root / "memory"
     memory.mkdir()
@@ -167,8 +197,7 @@ def test_a_program_that_only_saves_has_the_memory_after_the_first_step_of_its_op
     def allocated() -> list[int]:
         return [path.stat().st_blocks * 512 for path in sorted(memory.glob("*/rank-0/slot-*"))]
 
-    capture = CaptureOptions(at_once_below_bytes=0)  # any save that comes too early is skipped
-    with place.open(arena_root=memory, capture=capture) as checkpoints:
+    with place.open(arena_root=memory) as checkpoints:
         checkpoints.restore(state)
         for step in (1, 2):
             weights.grad = torch.ones_like(weights)
@@ -189,11 +218,10 @@ def test_after_a_partial_restore_the_first_step_has_memory_prepared_for_all_that
     memory = place.root / "memory"
     memory.mkdir()
     whole = {"model": torch.ones(1 << 18), "rest": torch.ones(1 << 20)}
-    capture = CaptureOptions(at_once_below_bytes=0)
     with place.open() as checkpoints:
         assert checkpoints.save(1, whole).wait(SOON)
     agent_host.wait_for_end(place.root.name)
-    with place.open(arena_root=memory, capture=capture, every_steps=100) as checkpoints:
+    with place.open(arena_root=memory, every_steps=100) as checkpoints:
         assert checkpoints.restore({"model": whole["model"]}, partial=True).step == 1
         assert checkpoints.step(2, whole) is None
         wait_until(
@@ -249,7 +277,9 @@ def test_a_checkpoint_of_a_torch_save_is_passed_over_and_not_called_bad(place: P
     assert inspect(LocalStorage(place.directory), 2).condition is Condition.COMPLETE
 
 
-def test_a_last_step_that_storage_refused_stays_in_memory_for_the_next_start(place: Place) -> None:
+def test_a_last_step_that_storage_refused_stays_in_memory_until_a_start_that_restores_it_has_saved_it(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     place.directory.write_text("in the way")
     with place.open() as checkpoints:
         handle = checkpoints.save(3, make_state(3))
@@ -259,10 +289,12 @@ def test_a_last_step_that_storage_refused_stays_in_memory_for_the_next_start(pla
     place.directory.unlink()
     state = make_state(0)
     with place.open() as checkpoints:
-        assert checkpoints.restore(state).tier is Tier.MEMORY
-        assert checkpoints.save(3, state).wait(SOON)
         assert checkpoints.agent_pid == agent.pid
+    assert "the capture of step 3 stays" in caplog.text
+    with place.open() as checkpoints:
+        assert checkpoints.restore(state).tier is Tier.MEMORY  # there is nothing left to do
     agent.wait(SOON.total_seconds())
+    assert list(DEFAULT_ROOT.glob(f"resiliency-*{place.job.replace('-', '_')}*")) == []
     assert torch.equal(state["weights"], torch.full((1000,), 3.0))  # type: ignore[arg-type]
     assert inspect(LocalStorage(place.directory), 3).condition is Condition.COMPLETE
 
@@ -344,7 +376,7 @@ def test_a_directory_of_others_fails_the_save_by_name_and_the_next_one_commits(p
     assert good.state is SaveState.COMMITTED
 
 
-def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new(place: Place) -> None:
+def test_a_start_that_goes_on_from_an_older_step_saves_each_and_keeps_what_is_new(place: Place) -> None:
     def go_back(shard: Shard) -> None:
         assert shard.step == 3
 
@@ -358,12 +390,11 @@ def test_who_goes_on_from_an_older_step_is_told_what_stays_and_keeps_what_is_new
             handle = checkpoints.save(step, make_state(-step))
             assert handle.wait(SOON)
             outcomes[step] = handle.state
-            if step == 8:
-                assert "step=8 was saved by an earlier start of the job" in handle.record.why
-                # Older than the newest two, and the newest of this branch.
+            if step == 5:  # not one of the newest two, but the newest of this branch
                 assert (place.directory / "step=5").is_dir()
-    good, failed = SaveState.COMMITTED, SaveState.FAILED
-    assert outcomes == {3: good, 5: good, 8: failed, 10: good}
+    assert outcomes == dict.fromkeys((3, 5, 8, 10), SaveState.COMMITTED)
+    agent_host.wait_for_end(place.root.name)
+    assert [found.step for found in list_checkpoints(LocalStorage(place.directory))] == [8, 10]
 
 
 def saved(checkpoints: Checkpointer, step: int, value: int) -> SaveState:
@@ -609,6 +640,38 @@ def test_a_second_job_on_the_directory_leaves_what_the_first_one_is_writing(
             assert checkpoints.save(1, make_state(1)).wait(SOON)
     assert storage.list(claim.place) == ["__0_0.distcp"]
     assert claim.try_lift(lambda marker: marker.save_id == "start-7")
+
+
+EVALUATION = """
+import sys, torch
+from resiliency.checkpoint import Checkpointer
+with Checkpointer(sys.argv[1]) as checkpoints:
+    state = {"weights": torch.zeros(1000)}
+    print("restored", checkpoints.restore(state, partial=True).step, state["weights"][0].item())
+"""
+
+
+def test_an_evaluation_of_its_own_name_from_start_to_end_leaves_the_save_that_the_training_has_in_flight(
+    place: Place,
+) -> None:
+    link = LinkOptions(silence=timedelta(minutes=10), grace=timedelta(seconds=5))
+    with place.open(bytes_per_s=4 << 20, link=link) as training:
+        assert training.save(1, make_state(1)).wait(SOON)
+        handle = training.save(2, make_state(2, size=2 << 20))
+        begun = "step=2/save=*/__0_0.distcp"
+        wait_until(lambda: any(place.directory.glob(begun)), f"there is no {begun}", every=0.005)
+        agent = psutil.Process(agent_of(training))
+        agent.suspend()
+        try:
+            env = {"JOB_IDENTIFIER": f"{place.job}-evaluation", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-c", EVALUATION, str(place.directory)]
+            with Command(command, env=env) as evaluation:
+                assert evaluation.wait(timeout=120) == 0
+            assert "restored 1 1.0" in evaluation.output
+        finally:
+            agent.resume()
+        assert handle.wait(SOON)
+        assert inspect(LocalStorage(place.directory), 2).condition is Condition.COMPLETE
 
 
 @pytest.mark.parametrize(

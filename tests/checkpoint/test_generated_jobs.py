@@ -3,9 +3,10 @@
 
 The model: a state is a function of the rank and of one number, a save stores that number in tiers, and a
 restore brings back, on all ranks, the number that the tier it names holds at that step: of no step before the
-newest that is committed, or was captured by all ranks when they were killed.  A save is committed unless the
-ranks have different tensors in spite of `replicated`, or the step holds another number already, which the
-local tier alone replaces.  A state with other parts of its tensors is refused.
+newest of the live branch that is committed, or was captured by all ranks when they were killed, and of a
+branch that was left only by its step.  A save is committed unless the ranks have different tensors in spite
+of `replicated`, or the step holds another number of the live branch already, which the local tier alone
+replaces.  A state with other parts of its tensors is refused.
 
 More than the check has time for:
 
@@ -70,7 +71,8 @@ class Job:
     #: Of each of two stages: "" or adamw or sgd; on the stage's mesh or on plain tensors.
     optimizer: str
     #: "save"; "start" (all ranks start again and restore the newest); "again" (that, and it is saved as at
-    #: the end of a loop); "back"; "other"; or a kill of all ranks within a save, or once they have captured
+    #: the end of a loop); "back" (to an older step); "left" (to one of a branch that was left); "other"; or a
+    #: kill of all ranks within a save, or once they have captured
     #: it, or then with their agent; the next start restores the newest.
     history: tuple[str, ...]
     optimizer_is_plain: bool = False
@@ -95,18 +97,22 @@ plain = st.builds(
 )
 
 KILLS = {"kill", "kill captured", "kill agent"}
-events = st.sampled_from(["save", "save", "save", "back", "back", "other", "start", "again", *sorted(KILLS)])
+events = st.sampled_from([*["save"] * 4, "back", "back", "left", "other", "start", "again", *sorted(KILLS)])
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     replicated = draw(st.sampled_from([False, False, True]))
     kinds = st.one_of(plain, copied) if replicated else st.one_of(sharded, plain)
+    entries = tuple(draw(st.lists(kinds, min_size=1, max_size=6)))
+    # A rank of these may get the capture of another after a kill, which lacks its own tensor: it is refused.
+    is_refused = replicated and any(entry.kind == "extra" for entry in entries)
+    chosen = events.filter(lambda event: event not in KILLS) if is_refused else events
     return Job(
-        entries=tuple(draw(st.lists(kinds, min_size=1, max_size=6))),
+        entries=entries,
         replicated=replicated,
         optimizer="" if replicated else draw(st.sampled_from(["", "adamw", "sgd"])),
-        history=tuple(draw(st.lists(events, min_size=3, max_size=9))),
+        history=tuple(draw(st.lists(chosen, min_size=3, max_size=9))),
         optimizer_is_plain=draw(st.booleans()),
         has_local=draw(st.booleans()),
     )
@@ -200,6 +206,10 @@ class Model:
     #: By tier, step to number; and what a kill may have left there.
     committed: dict[str, dict[int, int]] = field(default_factory=lambda: {"persistent": {}, "local": {}})
     unclear: dict[str, dict[int, int]] = field(default_factory=lambda: {"persistent": {}, "local": {}})
+    #: The live branch: step to the numbers that were captured there, of two starts maybe two.
+    path: dict[int, set[int]] = field(default_factory=dict)
+    #: Number to the path that led to it.
+    paths: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     #: No restart may go on from an older one.
     safe: int = 0
     step: int = 0
@@ -216,15 +226,40 @@ class Model:
         """Whether a save of `number` at `step` counts as committed in `tier`."""
         found = set()
         for standing in self.standing(tier, step):
-            if standing in (None, number):
-                found.add(True)
+            if standing in (None, number) or standing not in self.path.get(step, ()):
+                found.add(True)  # what was left is replaced
             elif tier == "persistent" or step == self.restored:
                 found.add(False)
-            elif any(other < step for other in self.committed[tier]):
+            elif any(other < step for other in self.live(tier)):
                 found.add(True)  # it is replaced: there is an older one
             else:
-                found |= {False, any(other < step for other in self.unclear[tier])}
+                others = {*self.unclear[tier], *self.committed[tier]}
+                found |= {False, any(other < step for other in others)}
         return found
+
+    def live(self, tier: str) -> list[int]:
+        """Committed steps of the live branch, lowest first."""
+        return sorted(s for s, number in self.committed[tier].items() if number in self.path.get(s, ()))
+
+    def left(self) -> list[int]:
+        """Steps that are of a branch that was left, wherever they are committed, lowest first."""
+        live = {step for tier in self.committed for step in self.live(tier)}
+        return sorted(self.committed["persistent"].keys() - live)
+
+    def may_go_back(self, step: int) -> bool:
+        """Whether it is known if a newer save is there."""
+        return not any(other >= step for unclear in self.unclear.values() for other in unclear)
+
+    def add(self, step: int, number: int) -> None:
+        self.captured[step].append(number)
+        self.path.setdefault(step, set()).add(number)
+        self.paths.setdefault(number, {s: set(found) for s, found in self.path.items() if s <= step})
+
+    def go_back(self, step: int, number: int) -> None:
+        newer = any(other > step for tier in self.committed for other in self.live(tier))
+        if newer or number not in self.path.get(step, ()):
+            self.path = {s: set(found) for s, found in self.paths[number].items()}
+            self.safe = step
 
 
 class Ranks:
@@ -271,17 +306,17 @@ class Ranks:
         state = self.state(number, extras=extras)
         handle = checkpoints.save(step, state, wait=wait)
         assert handle.wait(SOON)
-        for tier in self.tiers:
+        expected_in = {tier: model.outcomes(tier, step, number) for tier in self.tiers}
+        model.add(step, number)
+        for tier, expected in expected_in.items():
             is_committed = tier in handle.record.committed_in
-            expected = model.outcomes(tier, step, number)
-            if tier == "persistent" and extras and self._is_refused and model.standing(tier, step) == {None}:
-                expected = {False}
+            if tier == "persistent" and extras and self._is_refused and True in expected:
+                expected = {False} if model.standing(tier, step) == {None} else {True, False}
             assert is_committed in expected, (tier, model, handle.record)
             if is_committed:
                 model.committed[tier][step] = number
             if len(expected) == 1:
                 model.unclear[tier].pop(step, None)
-        model.captured[step].append(number)
         if handle.state is SaveState.COMMITTED:
             model.safe = max(model.safe, step)
 
@@ -293,9 +328,10 @@ class Ranks:
         """All ranks die in a save, which the next start finds or not."""
         model = self.model
         model.step, model.last = model.step + 1, model.last + 1
-        model.captured[model.step].append(model.last)
-        for tier in self.tiers:
-            if True in model.outcomes(tier, model.step, model.last):
+        outcomes = {tier: model.outcomes(tier, model.step, model.last) for tier in self.tiers}
+        model.add(model.step, model.last)
+        for tier, expected in outcomes.items():
+            if True in expected:
                 model.unclear[tier][model.step] = model.last
         if how != "kill":
             model.safe = max(model.safe, model.step)
@@ -321,6 +357,7 @@ class Ranks:
         if restored.step:
             number = state["number"]
             assert number in self._held(restored.tier, restored.step), (model, restored, number)
+            assert step is not None or number in model.path[restored.step], (model, restored, number)
             expected = tensors(self.state(number))
             found = tensors(state)
             assert found.keys() == expected.keys()
@@ -329,6 +366,13 @@ class Ranks:
             assert not is_anywhere(number != _of_rank_0(number))
             model.number = number
             model.restored = restored.step
+            if step is not None:
+                model.go_back(step, number)
+            if restored.tier is Tier.MEMORY:  # and on no disk, it may be: then it is saved
+                for tier in self.tiers:
+                    if number not in model.standing(tier, restored.step):
+                        model.unclear[tier].setdefault(restored.step, number)
+                assert checkpoints.wait(SOON)
         model.step = restored.step
 
     def _held(self, tier: Tier, step: int) -> set[int | None]:
@@ -344,6 +388,7 @@ class Ranks:
             assert restored.step == step
             self.model.step = self.model.restored = step
             self.model.number = state["number"]
+            self.model.go_back(step, state["number"])
             expected = tensors(build(self.job, self.others, self.rank, state["number"]))
             assert state["number"] in self._held(restored.tier, step)
             assert all(torch.equal(now, expected[key]) for key, now in tensors(state).items())
@@ -379,7 +424,8 @@ def run_job(rank: int, root: str, name: str, job: Job, first: int) -> None:
         if first:
             ranks.restore(checkpoints, None)
         for event in job.history[first:]:
-            committed = sorted(model.committed["persistent"])
+            committed = model.live("persistent")
+            left = [step for step in model.left() if model.may_go_back(step)]
             if event == "save":
                 ranks.save(checkpoints)
             elif event in ("start", "again"):
@@ -391,9 +437,12 @@ def run_job(rank: int, root: str, name: str, job: Job, first: int) -> None:
                     ranks.save_again(checkpoints)
             elif event in KILLS:
                 ranks.kill(checkpoints, event)
-            elif committed and event == "back":
+            elif event == "left":
+                if left:
+                    ranks.restore(checkpoints, left[len(left) // 2])
+            elif committed and event == "back" and model.may_go_back(committed[len(committed) // 2]):
                 ranks.restore(checkpoints, committed[len(committed) // 2])
-            elif committed:
+            elif committed and event == "other" and model.may_go_back(max(committed)):
                 ranks.restore_to_others(checkpoints, max(committed))
         model.step = max([0, *model.captured])
         ranks.save(checkpoints, extras=False)  # so that nothing has to stay in memory
@@ -443,6 +492,13 @@ FOUND = {
     "the same beside a mesh of all ranks": Job((ROWS_AND_COLUMNS,), False, "sgd", ("save",), True),
     "a rollback in one process": Job(
         (PLAIN,), False, "", ("save",) * 3 + ("back",) + ("save",) * 2 + ("start",)
+    ),
+    "back to a branch that was left, with a kill on each": Job(
+        (PLAIN,),
+        False,
+        "",
+        (*["save"] * 3, "back", "save", "kill captured", "save", "left", "save", "kill agent", "save"),
+        has_local=True,
     ),
     "replicated ranks with a tensor of their own": Job(
         (PLAIN, Entry("extra", (3, 5), rank=1)), True, "", ("save", "start")

@@ -194,7 +194,10 @@ def test_copies_leave_the_hosts_of_the_owners_parallel_group_and_those_that_stan
     cluster = new_cluster(4)
     park(cluster, replace(WHOLE, park=2, row=2, shards=2))
     tables = [
-        HostTable.read(path) for host in cluster.alive for path in cluster[host].memory.rglob("peers.json")
+        HostTable.read(path)
+        for host in cluster.alive
+        for directory in cluster[host].memory
+        for path in directory.rglob("peers.json")
     ]
     groups = {"h0": (0, 0), "h1": (0, 1), "h2": (1, 0), "h3": (1, 1)}
     expected = {host: (f"row {row}", f"shard {shard}") for host, (row, shard) in groups.items()}
@@ -296,7 +299,7 @@ def test_memory_of_ranks_that_left_a_host_is_given_back_once_a_later_step_is_com
     new_cluster: Callable[..., TestCluster],
 ) -> None:
     def captured(host: str) -> set[str]:
-        return {path.name for path in cluster[host].memory.glob("*/rank-*")}
+        return {path.name for directory in cluster[host].memory for path in directory.glob("rank-*")}
 
     cluster = new_cluster(2)
     park(cluster)
@@ -422,6 +425,25 @@ def test_a_full_disk_fails_saves_on_its_host_and_loses_no_older_step(
     cluster.revive(full)
     cluster.add("h3")
     goes_on(cluster, 4, order=["h3" if name == holder else name for name in ("h0", "h1", "h2")])
+
+
+def test_a_last_step_that_full_disks_left_in_memory_alone_is_complete_after_a_start_that_has_nothing_to_do(
+    new_cluster: Callable[..., TestCluster],
+) -> None:
+    cluster, training = new_cluster(2), Training(steps=2)
+    for host in cluster.alive:
+        cluster.fill_disk(host)
+    first = cluster.start(train, training)
+    assert first.wait() == [0, 0]
+    assert sum("step 2 is nowhere but in the memory" in line for line in first.lines) == 2
+    for host in cluster.alive:
+        cluster.free_disk(host)
+    assert cluster.own(2) == []
+    second = cluster.start(train, training)
+    assert second.wait() == [0, 0]
+    assert second.restored() == (2, ["memory", "memory"])
+    assert cluster.copies(2) == {"h0": ["h1"], "h1": ["h0"]}
+    cluster.wait_until(lambda: not any(cluster[host].memory for host in cluster.alive), "memory stays")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 from resiliency.checkpoint.agent.client import LinkOptions
+from resiliency.checkpoint.agent.protocol import connect
 from resiliency.checkpoint.capture.capturer import CaptureOptions, WhenFull
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
+from resiliency.checkpoint.recovery.sources import Tier
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveState
 from resiliency.errors import ConfigError
@@ -36,7 +39,7 @@ from resiliency.testing.rank_pool import RankPool
 from tests import agent_host
 from tests.checkpoint import two_hosts
 from tests.checkpoint.checkpointer_builders import Place, make_state
-from tests.waiting import agent_of, settled
+from tests.waiting import agent_of, settled, wait_until
 
 SOON = timedelta(seconds=60)
 pytestmark = [
@@ -127,7 +130,7 @@ def test_saves_fail_by_name_while_storage_takes_nothing_and_the_next_one_after_i
                 assert error in handle.record.why
             assert complete(place) == [1]
             # The files of failed saves are not what the disk is full of: only the last one's may be there.
-            assert len(list(place.directory.glob("step=*/__*"))) <= 2
+            assert len(list(place.directory.glob("step=*/*/__*"))) <= 2
         assert saved(checkpoints.save(8, state)) is SaveState.COMMITTED
         assert complete(place) == [1, 8]
         checkpoints.close()
@@ -207,6 +210,29 @@ def test_a_state_too_large_for_shared_memory_is_refused_with_what_to_set_and_sta
     types = [event.type for event in sink.events]
     assert types.count(EventType.SAVE_STARTED) == types.count(EventType.SAVE_RELEASED) == 3
     assert types.count(EventType.SAVE_FAILED) == 1
+
+
+def test_saves_go_on_and_later_ranks_find_the_agent_after_something_emptied_shared_memory(
+    place: Place,
+) -> None:
+    with place.open() as checkpoints:
+        assert checkpoints.save(1, make_state(1)).wait(SOON)
+        agent = agent_of(checkpoints)
+        (arena,) = DEFAULT_ROOT.glob(f"resiliency-*{place.root.name}*")
+        shutil.rmtree(arena)
+        for step in (2, 3):
+            handle = checkpoints.save(step, make_state(step))
+            assert handle.wait(SOON)
+            assert handle.state is SaveState.COMMITTED
+        channel = wait_until(lambda: connect(arena), "the agent is not found")
+        assert channel.pid == agent
+        channel.close()
+        checkpoints.close(finished=False)
+    state = make_state(0)
+    with place.open() as checkpoints:
+        assert agent_of(checkpoints) == agent
+        assert checkpoints.restore(state).tier is Tier.MEMORY
+    assert state["lr"] == 3
 
 
 def test_another_try_is_not_taken_for_the_one_that_failed_however_soon_it_comes(place: Place) -> None:

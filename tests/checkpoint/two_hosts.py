@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of two that share a directory and nothing else: each has an arena and an agent of its own.
+"""One rank of two hosts on one machine that share a directory and the memory file system.
 
     python -m tests.checkpoint.two_hosts RANK ROOT VICTIM
 
@@ -29,10 +29,10 @@ STEPS = 3
 def main(rank: int, root: Path, victim: int) -> None:
     store = dist.FileStore(str(root / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=SOON)
-    arenas = root / f"host-{rank}"
-    arenas.mkdir(exist_ok=True)
+    memory = root / "memory"
+    memory.mkdir(exist_ok=True)
     # The others must learn of it long before the save's own timeout, which is 10 minutes.
-    options = CheckpointerOptions(arena_root=arenas, bytes_per_s=16 << 20)
+    options = CheckpointerOptions(arena_root=memory, bytes_per_s=16 << 20)
     info = RunInfo(job_name="two", host=f"host-{rank}", rank=rank, world_size=2)
     state = {"shared": torch.zeros(4 << 20), "also": torch.zeros(4 << 20), "rank": rank}
     with Checkpointer(root / "ckpt", replicated=True, info=info, options=options) as checkpoints:

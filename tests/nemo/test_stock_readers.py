@@ -85,7 +85,7 @@ def directories(finished: Finished, killed_between_saves: Finished) -> list[Path
     newest = f"step={STEPS}"
     found = [finished.checkpoints / newest / "weights", killed_between_saves.job.checkpoints / newest]
     for directory in found:
-        assert {path.name.split("_")[2] for path in directory.glob("__*_*.distcp")} == {"0", "1"}
+        assert {path.name.split("_")[2] for path in directory.rglob("__*_*.distcp")} == {"0", "1"}
     return found
 
 

@@ -153,7 +153,7 @@ def test_what_another_rank_finds_damaged_and_rank_0_too_is_hidden(
 
 
 def an_error_instead_of_bytes(directory: Path) -> None:
-    for index in directory.glob("rank=*"):
+    for index in directory.rglob("rank=*"):
         index.unlink()
         (index / "a directory that is not empty").mkdir(parents=True)
 
@@ -176,7 +176,7 @@ def test_where_the_reader_verifies_a_cut_file_of_any_rank_is_found_all_the_same(
 ) -> None:
     hosts = Hosts(tmp_path, rank_pool, by_the_engine)
     for rank in (0, 1):
-        (cut,) = hosts.seen_by(rank).glob("__1_0*")
+        (cut,) = hosts.seen_by(rank).rglob("__1_0*")
         os.truncate(cut, cut.stat().st_size - 1)
     first, second = hosts.verdicts(skim=True)
     assert first == second

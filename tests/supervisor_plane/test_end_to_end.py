@@ -59,7 +59,6 @@ class Training:
         environment = {
             "OMP_NUM_THREADS": "1",
             "JOB_IDENTIFIER": "demo",
-            "NODE_NAME": "{host}",
             "RESILIENCY_PEER_ADDRESS": "127.0.0.1",
             "RESILIENCY_RUN_DIR": f"{tmp_path}/run-{{host}}",
         }

@@ -106,11 +106,11 @@ def test_a_killed_host_loses_its_agent_and_its_memory_and_comes_back_with_its_di
     agent = int(job.wait_for_line(r"agent (\d+)")[1])
     job.wait_for_line("save 2 committed")
     assert {cluster["h0"].pid, agent, job.pid(0)} <= set(cluster.pids("h0"))
-    assert list(cluster["h0"].memory.iterdir()) != []
+    assert cluster["h0"].memory != []
     cluster.kill("h0")
     assert job.wait() == [-signal.SIGKILL]
     assert not any(Path(f"/proc/{pid}/maps").exists() and _maps(pid) for pid in (agent, job.pid(0)))
-    assert list(cluster["h0"].memory.iterdir()) == []
+    assert cluster["h0"].memory == []
     assert "step=2" in os.listdir(cluster["h0"].disk)
     cluster.revive("h0")
     again = cluster.start(save_and_wait, 1, order=["h0"])

@@ -36,7 +36,7 @@ from resiliency.checkpoint.capture.arena import (
     ranks_in,
     try_open_slot,
 )
-from resiliency.checkpoint.names import TierName, TierTry, start_of
+from resiliency.checkpoint.names import TierName, TierTry, attempt_id_of, save_id_of, start_of
 from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts
 from resiliency.errors import CheckpointError
@@ -268,6 +268,10 @@ class SaveCollector:
             self._handled.pop(job.key, None)
         elif not job.missing:
             self._handled[job.key] = done
+            is_whole = job.tier is TierName.PERSISTENT or len(job.ranks) == job.world_size
+            if job.step == job.restored_step and is_whole and not done.error:
+                # So is what the start before captured, which this one went on from.
+                self._handled[attempt_id_of(job.restored_save, job.step), job.key[1]] = done
         while len(self._handled) > _REMEMBERED:
             del self._handled[next(iter(self._handled))]
 
@@ -325,7 +329,7 @@ class SaveCollector:
     def _add(self, pending: _PendingSave, member: Attach, save: SaveRequest) -> None:
         try:
             slot = self._borrow(member, save)
-            why = f"{save.slot} does not hold that step"
+            why = f"{save.slot} does not hold that step, or was deleted"
         except (CheckpointError, OSError) as error:  # no descriptor is left, for instance
             slot, why = None, str(error)  # a kept record of the error itself would keep slots mapped
             logger.warning("rank %d, step %d: %s", member.rank, save.step, why)
@@ -340,7 +344,12 @@ class SaveCollector:
         if not save.slot or "/" in save.slot:
             return None
         slot = try_open_slot(rank_directory(self._arena, member.rank) / save.slot)
-        if slot is None or (slot.header.step, slot.header.run_id) == (save.step, member.attempt_id):
+        if slot is None:
+            return None
+        made_by = slot.header.run_id
+        # Or by the start before, which left this step in memory alone.
+        is_ours = made_by == member.attempt_id or save_id_of(made_by, save.step) == member.restored_save
+        if is_ours and slot.header.step == save.step:
             return slot
         slot.close()
         return None

@@ -45,6 +45,7 @@ from resiliency.checkpoint.agent.protocol import (
     RequestRefused,
     SaveRequest,
     Skip,
+    listen,
 )
 from resiliency.checkpoint.agent.save_collector import SaveCollector
 from resiliency.checkpoint.capture.job_memory import hold_job, remove_when_dead
@@ -122,6 +123,7 @@ class Agent:
             if time.monotonic() >= heartbeat_at:
                 heartbeat_at = time.monotonic() + HEARTBEAT_S
                 self._heartbeat()
+                self._replace_removed()
                 if self._leave_by is not None and time.monotonic() >= self._leave_by:
                     self._collector.stop_waiting()
                 self._collector.look_for_hang(self._timeouts)
@@ -155,6 +157,23 @@ class Agent:
         # Last: once the address is free, a successor may start.
         self._listener.close()
         self._news.close()
+
+    def _replace_removed(self) -> None:
+        """Where something deleted the arena under the job, be found at the one that its ranks make again."""
+        if self._job.is_current():
+            return
+        try:
+            removed, self._job = self._job, hold_job(self._directory)
+            removed.close()
+            listener = listen(self._directory)
+        except (ConfigError, OSError) as error:  # those that are attached are served on
+            logger.error("ranks that start from now on find another agent: %s", error)
+            return
+        logger.error("%s was deleted under this agent, and is made again", self._directory)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
 
     # --- events ----------------------------------------------------------------------------------
 

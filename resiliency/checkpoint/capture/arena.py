@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots in shared memory that outlive the process which fills them.
 
-    /dev/shm/resiliency-<job>-<uid>/     directory of one job on this host, mode 0700
+    /dev/shm/resiliency-<job>-<uid>/     directory of one job on this host, mode 0700; in <job> is the host's
+                                         name where it is not the machine's, see `trainer.join`
         job.lock                         shared lock: trainers, agent, launcher of a living job
         removed-rank-<r>/                a rank that ran here before, while it is being deleted
         rank-<r>/
@@ -64,7 +65,7 @@ from resiliency.checkpoint.capture.slots import (
 )
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.state.layout import Shard, StateLayout
-from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
+from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,11 @@ class RankArena:
         self.group = group
         self._job = hold_job(directory)
         self._where = rank_directory(directory, rank)
-        self._owner = self._own()
+        try:
+            self._owner = self._own()
+        except BaseException:
+            self._job.close()
+            raise
         self._start = process_start_ticks(os.getpid()) or 0
         self.slots = [SlotFile(self._where / f"slot-{i}") for i in range(slots)]
         #: Of a predecessor that had more: each goes when this process has captured anew.
@@ -136,7 +141,6 @@ class RankArena:
                 threading.Event().wait(LOOK_S)  # for the predecessor that this process replaces
                 continue
             lock.close()
-            self._job.close()
             raise ConfigError(
                 f"rank {self.rank} of this job is owned by a living process (pid {owner or 'unknown'});"
                 f" see {self._where}.",
@@ -153,6 +157,29 @@ class RankArena:
             self._where.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # removed since
                 return FileLock(self._where / OWNER_LOCK, create=True)
+
+    def replace_removed(self) -> None:
+        """Make again what was deleted under this process; for the thread that captures.
+
+        logind does that to all of a user when the last session ends (RemoveIPC=yes), and so do cleaners of
+        shared memory.  Mappings stay valid, but readers find nothing.
+        """
+        if not self._job.is_current():
+            logger.error(
+                "memory of rank %d removed: something deleted %s under this process; it is made again."
+                "  If logind does it when sessions end, set RemoveIPC=no in logind.conf",
+                *(self.rank, self.directory),
+            )
+            removed, self._job = self._job, hold_job(self.directory)
+            removed.close()
+        if not self._owner.is_current():
+            removed, self._owner = self._owner, self._own()
+            removed.close()
+        for slot in [slot for slot in self._surplus if slot.is_removed]:
+            self._surplus.remove(slot)
+            slot.close()
+        for slot in self.slots:
+            slot.replace_removed()
 
     def try_take(self, is_ready: Callable[[SlotFile], bool] = lambda slot: True) -> SlotFile | None:
         """A slot to capture into, held exclusively: never the newest capture; None if all are lent.
@@ -215,6 +242,13 @@ class RankArena:
         With `lend` it cannot be captured into until `end_lend`, even if newer captures exist.
         """
         assert slot.header is not None
+        if slot.is_removed:
+            raise CheckpointError(
+                f"{slot.path} was deleted under this process, so no other can read the capture in it.",
+                hint="Something empties shared memory: logind when sessions end (set RemoveIPC=no in"
+                " logind.conf), or a cleaner.  The next save makes it again.",
+                path=str(slot.path),
+            )
         slot.write_values(slot.header.tensor_bytes, values)
         slot.mark(replace(slot.header, state=SlotState.CAPTURED))
         slot.give(lend=lend)
@@ -279,6 +313,20 @@ class RankArena:
                 self.end_lend(slot)
             return
         raise _missing(self.directory, self.rank, step)
+
+    @property
+    def newest(self) -> SlotHeader | None:
+        """Of the newest whole capture, whoever made it."""
+        newest = max((*self.slots, *self._surplus), key=_sequence)
+        return newest.header if _sequence(newest) else None
+
+    def try_lend(self, run_id: str, step: int) -> SlotFile | None:
+        """The slot with that capture, lent until `end_lend`; None if there is none."""
+        for slot in (*self.slots, *self._surplus):
+            header = slot.header
+            if _sequence(slot) and header and (header.run_id, header.step) == (run_id, step):
+                return slot if slot.try_lend() else None
+        return None
 
     def _shard(self, slot: SlotFile, header: SlotHeader) -> Shard:
         slot.reserve(header.tensor_bytes, header.values_bytes)

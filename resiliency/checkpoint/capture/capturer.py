@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 EAGER_BELOW_BYTES = 64 << 10
 FENCE_TIMEOUT = timedelta(minutes=2)
 PREWARM_TIMEOUT = timedelta(minutes=30)
-#: What a save may cost that finds the memory for its capture still being prepared, before it is skipped.
-_PREPARE_HOLD = timedelta(seconds=0.1)
+#: A save that waits for memory for longer than that says so.
+_SHORT_WAIT = timedelta(seconds=0.1)
 
 
 class WhenFull(Enum):
@@ -71,8 +71,6 @@ class CaptureOptions:
         when_full: SKIP counts and reports the save; WAIT holds training for up to `wait_timeout`, then
             skips.
         eager: entries to copy before `begin` returns, besides those below `eager_below_bytes`.
-        at_once_below_bytes: a slot that lacks less memory than this is waited for; one that lacks more is
-            prepared in the background, and saves are skipped until it is there.
         before_piece: called in a copy thread before each piece that `begin` does not wait for, see `Copier`.
         before_slot: called in the thread that prepares memory before each slot, see `SlotMemory`.
         registry: pins the slots for copies from a device.
@@ -83,7 +81,6 @@ class CaptureOptions:
     wait_timeout: timedelta = timedelta(seconds=30)
     eager: Callable[[TensorEntry], bool] | None = None
     eager_below_bytes: int = EAGER_BELOW_BYTES
-    at_once_below_bytes: int = 64 << 20
     before_piece: Callable[[int], None] | None = None
     before_slot: Callable[[], None] | None = None
     registry: HostRegistry = field(default_factory=CudaHostRegistry)
@@ -254,6 +251,25 @@ class Capture:
             self._done.set()
 
 
+class FoundCapture:
+    """A whole capture of a start before this one, lent until `release`: to be saved like one just made."""
+
+    outcome = Outcome.CAPTURED
+    error: BaseException | None = None
+
+    def __init__(self, arena: RankArena, slot: SlotFile, step: int) -> None:
+        self.step = step
+        self.slot_path = slot.path
+        self._arena = arena
+        self._slot: SlotFile | None = slot
+
+    def release(self) -> None:
+        """See `Capture.release`."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._arena.end_lend(slot)
+
+
 class Capturer:
     """Captures one rank's state into its arena.
 
@@ -306,13 +322,13 @@ class Capturer:
     ) -> Capture | None:
         """Start to capture `state`; None if no slot was free or ready (counted in `stats.skipped`).
 
-        Memory is allocated in the background, never by the caller.  Before the first captures of a large
-        state it should be there: see `prepare`.
+        Memory is allocated in the background, see `prepare`, and never by the caller.  Where it is not there
+        yet this waits for it: a job whose first saves are skipped is left with nothing.
 
         Args:
             writers: fence before they write the state.  If all are torch optimizers, only what they own
                 may still be under way when this returns; none, or others as well: all that is large.
-            wait: for a slot and its memory, at most so long; None: as `CaptureOptions.when_full` says.
+            wait: for a slot, at most so long; None: as `CaptureOptions.when_full` says.
             keep: the slot is not captured into again until `Capture.release`: for a capture that a
                 writer is to persist.  Without it the next captures may overwrite it, the newest first
                 excepted.
@@ -327,6 +343,7 @@ class Capturer:
         for replaced in self._memory.take_replaced():
             self._queue.put(replaced.close)
         try:
+            self.arena.replace_removed()
             if wait is None and self._options.when_full is WhenFull.WAIT:
                 wait = self._options.wait_timeout
             slot = self._take(step, wait)
@@ -470,19 +487,24 @@ class Capturer:
     def _await_memory(
         self, slot: SlotFile, snapshot: Snapshot, step: int, began: float, wait: timedelta | None
     ) -> bool:
-        """Whether the slot has room for the state; else the save is skipped, as training does not wait."""
+        """Whether the slot has room for the state, which the caller waits for; else the save is skipped."""
         self._room = room = self._room_for(snapshot)
         if self._memory.is_ready(slot, room):
             return True
         unready = self._memory.unready_bytes(slot, room)
         self._memory.request(room)
-        left = timedelta(seconds=began - time.monotonic()) + (wait or timedelta())
-        timeout = max(left, _PREPARE_HOLD)
-        if unready < self._options.at_once_below_bytes:
-            timeout = max(timeout, FENCE_TIMEOUT)
-        if self._memory.wait(timeout, room, slot=slot):
+        if self._memory.wait(_SHORT_WAIT, room, slot=slot):
             return True
-        self.why_skipped = f"memory for captures is still being prepared ({unready >> 20} MiB a slot)"
+        logger.info(
+            "save of step %d holds training: %d MiB of its slot are still being prepared", step, unready >> 20
+        )
+        left = timedelta(seconds=began - time.monotonic()) + (wait or timedelta())
+        is_there = self._memory.wait(max(left, FENCE_TIMEOUT), room, slot=slot)
+        waited_s = time.monotonic() - began
+        if is_there:
+            logger.info("save of step %d held training for %.1f s: memory prepared", step, waited_s)
+            return True
+        self.why_skipped = f"no memory for a capture after {waited_s:.0f} s ({unready >> 20} MiB to prepare)"
         self._skip(step, self.why_skipped)
         return False
 

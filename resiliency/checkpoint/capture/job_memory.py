@@ -9,6 +9,7 @@ there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import stat
@@ -22,6 +23,8 @@ from pathlib import Path
 from resiliency.checkpoint.capture.limits import is_leaving
 from resiliency.checkpoint.locks import FileLock
 from resiliency.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 (the point of the arena)
 PREFIX = "resiliency-"
@@ -203,6 +206,11 @@ def clean_up(
     for directory in sorted(root.glob(f"{PREFIX}*-{os.getuid()}")):
         if directory != keep and idle_s(directory) >= idle.total_seconds() and remove_if_dead(directory):
             removed.append(directory)
+            logger.warning(
+                "memory of a dead job freed: %s, untouched for %.0f s or more",
+                directory,
+                idle.total_seconds(),
+            )
     return removed
 
 

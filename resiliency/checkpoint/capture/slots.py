@@ -27,6 +27,8 @@ from resiliency.errors import ConfigError
 PAGE_BYTES = mmap.PAGESIZE
 #: What one call of the kernel allocates: a process that ends waits for no more than that.
 _ALLOCATE_BYTES = 128 << 20
+#: Take the page faults of a slot: where all cores train, that many threads get more of them than one.
+_FAULT_THREADS = 8
 
 _MAGIC = b"RSLYSLOT"
 _VERSION = 2
@@ -122,6 +124,23 @@ class SlotFile:
         self._is_left = False
         self.header = SlotHeader.unpack(os.pread(self._lock.fd, PAGE_BYTES, 0))
 
+    def replace_removed(self) -> None:
+        """Make the file again if it was deleted, unless it is being captured into.
+
+        What was in it is gone, but for readers that have it open; while it is lent it is not taken.
+        """
+        with self._reserving:
+            if self._taken or self._is_left or self._lock.is_current():
+                return
+            removed, self._lock = self._lock, FileLock(self.path, create=True)
+            self.memory, self.header = None, None
+            removed.close()
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether its file was deleted, so that no reader finds it."""
+        return not self._lock.is_current()
+
     @property
     def capacity_bytes(self) -> int:
         return 0 if self.memory is None else self.memory.nbytes
@@ -156,7 +175,7 @@ class SlotFile:
             self._allocate(file_bytes(tensor_bytes, values_bytes))
             if self.memory is None or tensor_bytes > self.capacity_bytes:
                 memory = memoryview(mapped(self.path, values_offset(tensor_bytes), private=False))
-                populate(memory)
+                populate(memory, threads=_FAULT_THREADS)
                 self.memory = memory[PAGE_BYTES:]
 
     def _allocate(self, wanted: int) -> None:

@@ -40,7 +40,7 @@ from resiliency.checkpoint.cleaner.removal import (
     remove_leftover,
     sweep,
 )
-from resiliency.checkpoint.format.catalog import left_among, remove_checkpoint
+from resiliency.checkpoint.format.catalog import left_among, remove_checkpoint, try_read_committed
 from resiliency.checkpoint.format.lease import leased_steps
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import ConfigError, ResiliencyError
@@ -152,13 +152,15 @@ class Cleaner:
         left = left_among(storage, whole)
         for step in old_steps(whole, left, self.plan.keep, leased_steps(storage, self.clock)):
             path = root / f"step={step}"
+            manifest = try_read_committed(storage, step)
+            save = manifest.save_id if manifest else None
             if self.plan.dry_run:
                 self._say(path, f"would be removed: the newest {self.plan.keep} complete ones stay")
             elif whole_steps(root)[-self.plan.keep :] != whole[-self.plan.keep :] or left != left_among(
                 storage, whole
             ):
                 return  # one of those that make this one old was found bad, or is newer: look again
-            elif remove_checkpoint(storage, step, clock=self.clock):
+            elif remove_checkpoint(storage, step, expected=save, clock=self.clock):
                 logger.info("%s removed: the newest %d complete ones stay", path, self.plan.keep)
 
     def _try(self, doing: str, action: Callable[[], object]) -> None:

@@ -107,10 +107,10 @@ def retire(
         for step, save in saves.items()
         if step < newest and step not in left
     ]
-    needless = {step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted}
-    needless.update(step for step, common in left.items() if common < newest)
-    needless.update(step for step in half_removed(storage) if step < newest)
-    gone = remove_checkpoints(storage, needless, recorded=recorded)
+    needless = [step for _, step in sorted(older, reverse=True)[keep - 1 :] if step not in wanted]
+    needless += [step for step, common in left.items() if common < newest]
+    begun = {step: marker for step, marker in half_removed(storage).items() if step < newest}
+    gone = remove_checkpoints(storage, begun | {step: saves[step] for step in needless}, recorded=recorded)
     if hook is not None:
         hook.forget(below=min(complete))
     return gone
@@ -123,9 +123,7 @@ def remove_given_up(storage: Storage, saves: Mapping[int, str]) -> list[int]:
         saves: step to save id; what stands at a step by another name stays.
     """
     begun = half_removed(storage)
-    return remove_checkpoints(
-        storage, [step for step in saves if step in begun or committed_save(storage, step) == saves[step]]
-    )
+    return remove_checkpoints(storage, {step: begun.get(step, save) for step, save in saves.items()})
 
 
 def show_untaken(storage: Storage) -> None:
@@ -153,7 +151,7 @@ def clean_tier(storage: Storage, *, run_id: str) -> list[int]:
         is_unclear = marker.state is MarkerState.UNKNOWN
         if is_unclear and storage.exists(f"{step_directory(step)}/{MANIFEST}"):
             continue
-        if remove_checkpoint(storage, step, while_marked=marker):
+        if remove_checkpoint(storage, step, expected=marker):
             gone.append(step)
     return sorted(gone)
 
@@ -179,7 +177,8 @@ def remove_left(storage: Storage, step: int, branches: Branches) -> None:
         return
     path = storage.describe(step_directory(step))
     # Unless it went, another program is at that, or reads it.
-    if not remove_checkpoint(storage, step) and committed_save(storage, step) == manifest.save_id:
+    is_gone = remove_checkpoint(storage, step, expected=manifest.save_id)
+    if not is_gone and committed_save(storage, step) == manifest.save_id:
         raise CheckpointWriteFailed(
             f"{path} is of a branch that the job has left, and is being read.", step=step, path=path
         )
@@ -209,7 +208,7 @@ def delete_superseded(storage: Storage, *, step: int, run_id: str, save_id: str)
             path=path,
         )
     logger.info("%s was saved before this start of the job: deleted", path)
-    if not remove_checkpoint(storage, step):
+    if not remove_checkpoint(storage, step, expected=manifest.save_id):
         raise CheckpointWriteFailed(
             f"{path} was saved before this start of the job, and is being read.", step=step, path=path
         )

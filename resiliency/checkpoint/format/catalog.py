@@ -20,7 +20,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.branches import Branches, left_steps, read_branches, record_branches
 from resiliency.checkpoint.format.claim import (
-    UNSHARED,
+    OLD_DATA,
     StepClaim,
     StepLook,
     holds_claims_alone,
@@ -36,6 +36,7 @@ from resiliency.checkpoint.format.manifest import (
     index_name,
     parse_manifest,
     read_manifest,
+    save_folder,
 )
 from resiliency.checkpoint.format.marker import (
     MARKER_SUFFIX,
@@ -52,7 +53,7 @@ from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.names import attempt_on_branch
 from resiliency.checkpoint.storage.chunked_file import Pace, check_size
 from resiliency.checkpoint.storage.interface import Storage
-from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.posix import FULL, LocalStorage
 from resiliency.errors import (
     CheckpointError,
     CheckpointMissing,
@@ -313,8 +314,12 @@ def list_damaged(storage: Storage) -> list[str]:
 
 
 def quarantine(storage: Storage, step: int, reason: str) -> None:
-    """Hide a checkpoint that was found bad, for all readers and for good."""
-    put_marker(storage, step, Marker(state=MarkerState.CORRUPT, reason=reason))
+    """Hide a checkpoint that was found bad, for all readers and for good; not that of a later save."""
+    try:
+        save_id = read_manifest(storage, step_directory(step)).save_id
+    except (CheckpointError, ConfigError):
+        save_id = ""
+    put_marker(storage, step, Marker(state=MarkerState.CORRUPT, save_id=save_id, reason=reason))
     logger.warning("%s is hidden from now on: %s", storage.describe(step_directory(step)), reason)
 
 
@@ -334,11 +339,12 @@ def prune(
     if keep_last < 1:
         raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
     recorded = read_branches(storage)
-    manifests = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
-    saves = {step: manifest.save_id for step, manifest in manifests.items() if manifest is not None}
-    left = left_steps(storage, saves)
-    needless = {*needless_steps(sorted(saves), left, keep_last), *half_removed(storage)}.difference(keep)
-    return remove_checkpoints(storage, needless, recorded=recorded, clock=clock)
+    found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
+    saves = {step: manifest.save_id for step, manifest in found.items() if manifest is not None}
+    old = needless_steps(sorted(saves), left_steps(storage, saves), keep_last)
+    needless = half_removed(storage) | {step: saves[step] for step in old}
+    allowed = {step: what for step, what in needless.items() if step not in keep}
+    return remove_checkpoints(storage, allowed, recorded=recorded, clock=clock)
 
 
 def needless_steps(committed: Sequence[int], left: Mapping[int, float], keep_last: int) -> list[int]:
@@ -377,19 +383,15 @@ def try_read_committed(storage: Storage, step: int) -> Manifest | None:
     return manifest
 
 
-def half_removed(storage: Storage) -> list[int]:
-    """Steps whose removal has begun and failed, lowest first."""
-    found = ((step, try_read_marker(storage, step)) for step in marked_steps(storage))
-    return [
-        step
-        for step, marker in found
-        if marker is not None and marker.state is MarkerState.REMOVING and not marker.reason
-    ]
+def half_removed(storage: Storage) -> dict[int, str | Marker]:
+    """Steps whose removal has begun and failed, with their markers."""
+    found = _marked(storage, MarkerState.REMOVING)
+    return {step: marker for step, marker in found if not marker.reason}
 
 
 def remove_checkpoints(
     storage: Storage,
-    steps: Iterable[int],
+    steps: Mapping[int, str | Marker],
     *,
     recorded: Branches | None = None,
     clock: Clock | None = None,
@@ -397,6 +399,7 @@ def remove_checkpoints(
     """`remove_checkpoint` for each, lowest first; returns the steps that went.
 
     Args:
+        steps: to what is expected there.
         recorded: see `remove_checkpoint`.
     Raises:
         CheckpointError: one could not be removed; the others were tried all the same.
@@ -404,7 +407,7 @@ def remove_checkpoints(
     gone, failures = [], []
     for step in sorted(steps):
         try:
-            if remove_checkpoint(storage, step, recorded=recorded, clock=clock):
+            if remove_checkpoint(storage, step, expected=steps[step], recorded=recorded, clock=clock):
                 gone.append(step)
         except CheckpointError as error:
             failures.append(error)
@@ -432,7 +435,7 @@ def remove_checkpoint(
     storage: Storage,
     step: int,
     *,
-    while_marked: Marker | None = None,
+    expected: str | Marker | None = None,
     recorded: Branches | None = None,
     clock: Clock | None = None,
 ) -> bool:
@@ -444,12 +447,13 @@ def remove_checkpoint(
     recorded, so the record is looked at under the marker as well.
 
     Args:
-        while_marked: only as long as this marker stands.
+        expected: the save that is committed there, or the marker that hides it: what was saved since the
+            caller looked stays.
         recorded: only as long as these are the recorded branches; None: whatever they are.
     """
     clock = clock or SystemClock()
     seen = look_at(storage, step)
-    is_other = while_marked is not None and seen.marker != while_marked
+    is_other = expected is not None and expected != (seen.marker or _save_in(seen))
     if is_other or step in leased_steps(storage, clock):
         return False
     claim = StepClaim.for_removal(storage, step)
@@ -514,32 +518,34 @@ def free_failed(storage: Storage) -> None:
 
     Their markers stay, from which agents of other hosts may still have to learn it.
     """
-    for step in _failed_steps(storage):
-        free_hidden(storage, step)
+    for step, marker in _marked(storage, MarkerState.FAILED):
+        free_hidden(storage, step, save_folder(marker.save_id, marker.try_number))
 
 
-def free_hidden(storage: Storage, step: int) -> None:
+def free_hidden(storage: Storage, step: int, folder: str) -> None:
     """Delete the data of a step that a marker hides.  Writes nothing: it may be for a full disk.
 
-    Only by names that no other save has: one may be committed at this step meanwhile.
+    Args:
+        folder: of the save that the marker names, for another one may be committed at this step meanwhile; or
+            how it begins.
     """
     directory = step_directory(step)
     for name in storage.list(directory):
-        if name.startswith(UNSHARED):
+        if name.startswith((folder, *OLD_DATA)):
             storage.remove_tree(f"{directory}/{name}")
 
 
 def forget_failed(storage: Storage, *, below: int) -> None:
     """Forget saves before step `below` that were given up; for when every agent knows, as one that came
     after them was committed by all."""
-    for step in _failed_steps(storage):
+    for step, marker in _marked(storage, MarkerState.FAILED):
         if step < below:
-            remove_checkpoint(storage, step)
+            remove_checkpoint(storage, step, expected=marker)
 
 
-def _failed_steps(storage: Storage) -> list[int]:
+def _marked(storage: Storage, state: MarkerState) -> list[tuple[int, Marker]]:
     found = ((step, try_read_marker(storage, step)) for step in marked_steps(storage))
-    return [step for step, marker in found if marker is not None and marker.state is MarkerState.FAILED]
+    return [(step, marker) for step, marker in found if marker is not None and marker.state is state]
 
 
 def clean_unfinished(
@@ -562,8 +568,16 @@ def clean_unfinished(
             lift_marker(storage, step)
         elif step in keep or not _is_left(marker, run_id, clock):
             continue
-        elif remove_checkpoint(storage, step, while_marked=marker, clock=clock):
-            gone.append(step)
+        else:
+            try:
+                is_gone = remove_checkpoint(storage, step, expected=marker, clock=clock)
+            except CheckpointWriteFailed as error:
+                if error.fields.get("errno") not in FULL:
+                    raise
+                free_hidden(storage, step, save_folder(marker.save_id, marker.try_number))
+                is_gone = remove_checkpoint(storage, step, expected=marker, clock=clock)
+            if is_gone:
+                gone.append(step)
     return gone
 
 

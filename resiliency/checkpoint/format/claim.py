@@ -41,8 +41,11 @@ _REMOVAL_PREFIX = "removal="
 #: The marker, in the folder of its save, before it is placed.
 _PLACED = "marker"
 _OLD = "old."
-#: Begin names that are not of one meaning for all saves: of a late removal nothing else is hit.
-UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, "rank=", "__")
+#: Begin names of ranks' files in older formats, which had no folders.
+OLD_DATA = ("rank=", "__")
+#: Begin names that are of one save alone.  Where a mount renames no directories (GCS FUSE), these are removed
+#: in place.
+_UNSHARED = (SAVE_PREFIX, _REMOVAL_PREFIX, *OLD_DATA)
 
 
 class StepTaken(CheckpointWriteFailed):
@@ -163,28 +166,32 @@ class StepClaim:
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
         names = self.others()
-        self._clear([name for name in names if only is None or name in only or not name.startswith(UNSHARED)])
+        self._clear(
+            [name for name in names if only is None or name in only or not name.startswith(_UNSHARED)]
+        )
         # A late leader may have shown its manifest since; its folder is gone, so there is no other to show.
-        if late := [name for name in self.others() if not name.startswith(UNSHARED)]:
+        if late := [name for name in self.others() if not name.startswith(_UNSHARED)]:
             self._clear(late)
 
     def _clear(self, names: Sequence[str]) -> None:
-        for name in sorted(names, key=lambda name: (name.startswith(UNSHARED), name != MANIFEST)):
-            self._take_in(name)
-        for name in names:
-            self._storage.remove_tree(f"{self.place}/{_OLD}{name}")
+        ordered = sorted(names, key=lambda name: (name.startswith(_UNSHARED), name != MANIFEST))
+        for place in [self._take_in(name) for name in ordered]:
+            self._storage.remove_tree(place)
 
-    def _take_in(self, name: str) -> None:
-        source = f"{self._directory}/{name}"
+    def _take_in(self, name: str) -> str:
+        """Move what is in the directory into the folder; returns where it is."""
+        path, taken = f"{self._directory}/{name}", f"{self.place}/{_OLD}{name}"
         try:
-            self._move(source, f"{self.place}/{_OLD}{name}")
+            self._move(path, taken)
+        except StepTaken:
+            raise
         except CheckpointWriteFailed as error:
-            if error.fields.get("errno") == errno.ENOENT:
-                return  # another removal was quicker
-            if not name.startswith(UNSHARED):
+            if error.fields.get("errno") == errno.ENOENT:  # another removal was quicker
+                return taken
+            if not name.startswith(_UNSHARED):
                 raise
-            # A mount that renames no directories, such as a bucket without a hierarchy.
-            self._storage.remove_tree(source)
+            return path  # a mount without renames of directories
+        return taken
 
     def drop(self) -> None:
         """Remove the folder, and the directory if nothing else is in it."""

@@ -38,8 +38,8 @@ class MarkerState(str, Enum):
     UNKNOWN = "unknown"  # written by something else, or torn
 
 
-#: These hide what the save that they name has left, or what is to be removed; no other save's checkpoint.
-_OF_A_SAVE = (MarkerState.CLEARING, MarkerState.WRITING, MarkerState.FAILED, MarkerState.REMOVING)
+#: These hide what the save that they name has left, or its checkpoint; no other save's.
+_OF_A_SAVE = tuple(state for state in MarkerState if state is not MarkerState.UNKNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)

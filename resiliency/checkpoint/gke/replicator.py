@@ -48,7 +48,7 @@ from resiliency.checkpoint.gke import hand_off
 from resiliency.checkpoint.gke.replicated_job import ReplicatedJob
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.storage.interface import Storage
-from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.checkpoint.storage.posix import FULL, LocalStorage
 from resiliency.errors import (
     CheckpointError,
     CheckpointIncomplete,
@@ -334,7 +334,7 @@ class Replicator:
         except CheckpointWriteFailed as error:
             # The replicator frees what is older when it gets this: where there is no room it must get it.  An
             # empty marker hides as well.
-            if error.fields.get("errno") not in (errno.ENOSPC, errno.EDQUOT):
+            if error.fields.get("errno") not in FULL:
                 raise
 
     def _show_hidden(self) -> None:

@@ -77,6 +77,7 @@ class Restored:
             is saved from here on is of another branch.
         bytes_by_tier: how much of the state of all ranks came from where.
         is_in_memory_alone: when the ranks looked, disks had all of neither this save nor a later one.
+        from_own_captures: every rank of a job of the same size found its own capture of it in memory.
         locations: the copies of this save on the disks of hosts, those that turned out bad left out: what
             to make new copies from.
     """
@@ -87,9 +88,10 @@ class Restored:
     run_id: str = ""
     save_id: str = ""
     branches: Branches = field(default_factory=Branches, compare=False, repr=False)
-    is_rollback: bool = False
+    is_rollback: bool = field(default=False, compare=False)
     bytes_by_tier: Mapping[Tier, int] = field(default_factory=dict)
     is_in_memory_alone: bool = False
+    from_own_captures: bool = False
     locations: tuple[ShardLocation, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -173,13 +175,7 @@ class Restorer:
             self._refuse_to_start_from_scratch(inventory)
             shared_storages = [] if self._storage is None else [self._storage]
             refuse_lost_checkpoints(self._rank_group, shared_storages, self._local)
-        inventory.look_above(0)
-        return Restored(
-            step=0,
-            tier=Tier.NONE,
-            branches=inventory.branches,
-            is_rollback=_is_rollback(inventory, 0),
-        )
+        return Restored(step=0, tier=Tier.NONE, branches=inventory.branches)
 
     def _refuse_to_start_from_scratch(self, inventory: Inventory) -> None:
         """Where much was saved and nothing can be used, a person decides what becomes of it."""
@@ -447,6 +443,11 @@ def _restored(inventory: Inventory, plan: RestorePlan, size_bytes: int, rank: in
         or not inventory.branches.is_live(plan.step, plan.save_id),
         bytes_by_tier=dict(moved),
         is_in_memory_alone=_is_in_memory_alone(inventory, plan),
+        from_own_captures=all(
+            (each.location.place, each.location.rank, each.location.world_size)
+            == (Place.MEMORY, number, len(plan.assignments))
+            for number, each in enumerate(plan.assignments)
+        ),
         locations=tuple(
             location
             for location in inventory.locations

@@ -32,6 +32,7 @@ from resiliency.checkpoint.format.catalog import free_hidden, remove_checkpoint,
 from resiliency.checkpoint.format.claim import StepClaim
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
+    SAVE_PREFIX,
     data_directory,
     index_name,
     save_folder,
@@ -490,8 +491,8 @@ class _Partial:
 
 def _remove_hidden(storage: Storage, step: int, marker: Marker) -> None:
     """Delete a step as long as a marker hides it; the data first, for the disk may be full."""
-    free_hidden(storage, step)
-    remove_checkpoint(storage, step, while_marked=marker)
+    free_hidden(storage, step, SAVE_PREFIX)
+    remove_checkpoint(storage, step, expected=marker)
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:

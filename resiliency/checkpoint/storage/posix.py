@@ -47,6 +47,8 @@ _HINTS = {
 
 #: What this process lacks, whatever it asks for: of the files it says nothing.
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+#: Nothing can be written before something is removed.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def write_failed(error: OSError, what: str, path: str) -> CheckpointWriteFailed:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.agent.client import AgentLink, LinkOptions
 from resiliency.checkpoint.agent.protocol import Attach, Copies, Done, SaveRequest, Skip
-from resiliency.checkpoint.capture.capturer import Capture, Capturer, Outcome
+from resiliency.checkpoint.capture.capturer import Capture, Capturer, FoundCapture, Outcome
 from resiliency.checkpoint.names import TierName, TierTry
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveLog, SaveState, TierOutcomes
 from resiliency.events import EventType
@@ -36,7 +36,7 @@ class _Saving:
     """
 
     handle: SaveHandle
-    capture: Capture
+    capture: Capture | FoundCapture
     patient: bool
     outcomes: TierOutcomes
     asked_again: bool = False
@@ -102,7 +102,7 @@ class Delivery:
             return f"no slot is free: {'; '.join(hangs.values())}"
         return "storage is slower than the interval: all slots still wait to be written"
 
-    def send(self, handle: SaveHandle, capture: Capture, *, patient: bool) -> None:
+    def send(self, handle: SaveHandle, capture: Capture | FoundCapture, *, patient: bool) -> None:
         """Follow a save from here on.
 
         Args:
@@ -262,11 +262,21 @@ class Delivery:
             is_news = copies.complete and not (is_reported if handles else copies.step <= self._complete_step)
             if copies.complete:
                 self._complete_step = max(self._complete_step, copies.step)
+                self._committed_step = max(self._committed_step, copies.step)
             for handle in handles:
                 hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
                 handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)
         if is_news and self._attach.rank == 0:
             self._emit(EventType.CHECKPOINT_SAVED, copies.step, tier=TierName.LOCAL.value)
+
+    def _can_stand_alone(self, saving: _Saving, tier: str) -> bool:
+        """Whether a committed save outlives the captures in memory.
+
+        The parts of other hosts may still be in their memory: under the name of this save, unless a start
+        before this one made the capture.
+        """
+        is_found = isinstance(saving.capture, FoundCapture)
+        return not is_found or self._attach.is_alone or tier == TierName.PERSISTENT.value
 
     def _finish(
         self,
@@ -290,7 +300,8 @@ class Delivery:
             logger.warning("save of step %d %s in the %s tier: %s", step, outcome, tier, error)
             self._emit(EventType.SAVE_FAILED, step, cause=error, outcome=outcome, tier=tier)
         else:
-            self._committed_step = max(self._committed_step, step)
+            if self._can_stand_alone(saving, tier):
+                self._committed_step = max(self._committed_step, step)
             if commit_s:  # 0: there was nothing left to do
                 self._on_commit(TierName(tier), queued_s + commit_s)
             # A local tier has the step when all hosts have it.

@@ -39,7 +39,7 @@ def go_on_from(attach: Attach, restored: Restored, *, newest_saved: int, partial
         partial: the state may have parts that were not saved.
     """
     branches = restored.branches.merged(Branches(attach.branches))
-    leaves_own_saves = restored.step < newest_saved and (restored.step > 0 or restored.is_rollback)
+    leaves_own_saves = 0 < restored.step < newest_saved
     is_rollback = leaves_own_saves or restored.is_rollback
     if is_rollback:
         branches = branches.after(restored.step, restored.save_id)

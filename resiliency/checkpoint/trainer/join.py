@@ -6,8 +6,10 @@ Collective, in this order, on all ranks: `join`, and once the agents are there, 
 
 from __future__ import annotations
 
+import socket
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,18 +60,18 @@ def join(
         group: of ranks that may stand in for each other.
         parallel_groups: that this rank is a member of.
     Raises:
-        ConfigError: `parallel_groups` is one text, ranks were given different tiers, two hosts have one name,
-            there is no room in shared memory, or a living process owns this rank.
+        ConfigError: `parallel_groups` is one text, ranks were given different tiers, two hosts have one name
+            or one directory, there is no room in shared memory, or a living process owns this rank.
         PeerError: another rank could not.
     """
     _check_labels(parallel_groups)
     # Copies leave both kinds of groups: where a stand-in is, the same state is already.
-    machine = Machine.of_this_process(options.arena_root)
+    machine = Machine.of_this_process(options.arena_root, _made(settings.local_directory))
     groups = {group, *parallel_groups}
-    rendezvous = meet(rank_group, info, tiers=settings.tiers, groups=groups, machine=machine)
-    # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
-    suffix = f"{zlib.crc32((settings.directory or settings.local_directory).encode()):08x}"
-    directory = job_directory(f"{info.job_name}-{suffix}", options.arena_root)
+    directory = _job_directory(info, settings, options)
+    rendezvous = meet(
+        rank_group, info, tiers=settings.tiers, groups=groups, machine=machine, arena=directory.name
+    )
     attach = Attach(
         rank=rank_group.rank,
         world_size=rank_group.world_size,
@@ -82,6 +84,25 @@ def join(
     )
     arena = _open_arena(rank_group, attach, directory, options, group)
     return JobContext(rendezvous=rendezvous, attach=attach, directory=directory, arena=arena)
+
+
+def _job_directory(info: RunInfo, settings: Settings, options: CheckpointerOptions) -> Path:
+    """Where this host of the job keeps captures."""
+    # Two directories are two jobs, whatever their names: a program may keep two checkpointers.
+    suffix = f"{zlib.crc32((settings.directory or settings.local_directory).encode()):08x}"
+    # Hosts that share a machine have names of their own.  The machine's name is left out: a container that is
+    # started again often has another one, and its captures are still there.
+    node = "" if info.host == socket.gethostname() else f"@{info.host}"
+    return job_directory(f"{info.job_name}{node}-{suffix}", options.arena_root)
+
+
+def _made(local_directory: str) -> Path | None:
+    """The directory of the local tier, made if it can be; None: there is no such tier."""
+    if not local_directory:
+        return None
+    with suppress(OSError):  # a save tells
+        Path(local_directory).mkdir(parents=True, exist_ok=True)
+    return Path(local_directory)
 
 
 def _check_labels(parallel_groups: Sequence[str]) -> None:

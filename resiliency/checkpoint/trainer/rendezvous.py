@@ -42,6 +42,7 @@ class _Member:
     groups: frozenset[str]
     domains: tuple[tuple[str, str], ...]
     machine: Machine
+    arena: str
     node_rank: int
     local_rank: int | None
 
@@ -84,14 +85,17 @@ def meet(
     tiers: tuple[str, ...],
     groups: Collection[str],
     machine: Machine | None = None,
+    arena: str = "",
 ) -> Rendezvous:
     """Learn who is there; collective.
 
     Args:
         groups: of this rank, outside of which its host's copies belong; see `Peer.groups`.
         machine: where this rank runs.
+        arena: name of the directory of its captures.
     Raises:
-        ConfigError: ranks were given different tiers, or two hosts have one name; the same on all ranks.
+        ConfigError: ranks were given different tiers, or two hosts have one name, one directory for captures
+            or one for the local tier; the same on all ranks.
     """
     machine = machine or Machine()
     first = rank_group.rank == 0
@@ -103,6 +107,7 @@ def meet(
         groups=frozenset(groups) - {""},
         domains=_with_node(info.domains, machine),
         machine=machine,
+        arena=arena,
         node_rank=info.node_rank,
         local_rank=info.local_rank,
     )
@@ -117,6 +122,7 @@ def meet(
             )
     for host, ranks in rendezvous.hosts.items():
         _check_is_one_host(host, ranks, rendezvous.members)
+    _check_are_apart([rendezvous.members[ranks[0]] for ranks in rendezvous.hosts.values()])
     return rendezvous
 
 
@@ -144,6 +150,29 @@ def _check_is_one_host(host: str, ranks: Sequence[int], members: Sequence[_Membe
                 " its launcher and ranks.",
                 host=host,
                 rank=rank,
+            )
+
+
+def _check_are_apart(hosts: Iterable[_Member]) -> None:
+    """Hosts may be on one machine, but what each keeps there must be its own."""
+    memories: dict[tuple[str, ...], str] = {}
+    disks: dict[tuple[str, ...], str] = {}
+    for member in hosts:
+        machine, host = member.machine, member.host
+        memory = (machine.boot, machine.network, machine.memory, member.arena)
+        if all(memory) and (other := memories.setdefault(memory, host)) != host:
+            raise ConfigError(
+                f"hosts {other!r} and {host!r} share the memory file system and the network of one machine,"
+                " and neither has a name of its own there.",
+                hint="Set NODE_NAME to a name of its own for each, for its launcher and ranks.",
+                host=host,
+            )
+        disk = (machine.boot, machine.disk)
+        if all(disk) and (other := disks.setdefault(disk, host)) != host:
+            raise ConfigError(
+                f"hosts {other!r} and {host!r} are on one machine and have one directory for the local tier.",
+                hint="Give each its own: LocalTier(directory=f\"/local/{os.environ['NODE_NAME']}\").",
+                host=host,
             )
 
 

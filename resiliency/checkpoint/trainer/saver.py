@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from resiliency.checkpoint.capture.capturer import Capture, Capturer, WhenFull
+from resiliency.checkpoint.capture.capturer import Capture, Capturer, FoundCapture, WhenFull
 from resiliency.checkpoint.capture.owned_memory import takes_hooks, unwrapped, why_unfenced
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.trainer.delivery import Delivery
@@ -22,7 +22,7 @@ from resiliency.checkpoint.trainer.intervals import Advice
 from resiliency.checkpoint.trainer.options import CheckpointerOptions
 from resiliency.checkpoint.trainer.schedule import Schedule
 from resiliency.checkpoint.trainer.step_times import Excess, StepTimes
-from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.errors import ConfigError
 from resiliency.events import EventType
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class Saver:
         self._is_written_unfenced = False
         self._times = StepTimes(options.clock.monotonic)
         self._newest: SaveHandle | None = None
+        #: The save of a capture that was found in memory.
+        self._found: SaveHandle | None = None
         #: How long training had been held when the newest save began.
         self._held_before_s = 0.0
         #: Of the newest step: who saves it to which tier.
@@ -108,7 +110,7 @@ class Saver:
             writers = self._fencing_writers(state)
             capture = self._capturer.begin(state, step, writers=writers, keep=True, wait=wait)
             self._capture = capture or self._capture
-        except ResiliencyError as error:  # the caller may go on without this save, and so must the others
+        except Exception as error:  # the caller may go on without this save, and so must the others
             self._emit(EventType.SAVE_RELEASED, step)
             self._delivery.log.add_held(self._held_s)
             self._delivery.not_captured(handle, SaveState.FAILED, str(error), self._held_s)
@@ -130,6 +132,20 @@ class Saver:
         patient = wait is not None or self._options.capture.when_full is WhenFull.WAIT
         self._delivery.send(handle, capture, patient=patient)
         return handle
+
+    def save_found(self, attempt_id: str, step: int) -> None:
+        """Save what `attempt_id` captured at `step`, and no disk has, to the first tier; all ranks alike.
+
+        To later saves it is as any step that the job went on from.
+        """
+        handle = SaveHandle(step, self.tiers[:1], try_number=self._next_try(step))
+        self._found = handle
+        slot = self._capturer.arena.try_lend(attempt_id, step)
+        if slot is None:
+            self._delivery.not_captured(handle, SaveState.FAILED, "its capture is gone from memory", 0.0)
+            return
+        logger.info("step %d is in memory alone: it is saved to the %s tier", step, self.tiers[0])
+        self._delivery.send(handle, FoundCapture(self._capturer.arena, slot, step), patient=True)
 
     @property
     def newest_step(self) -> int:
@@ -216,14 +232,19 @@ class Saver:
         return has_failed and self._is_alone
 
     def _register(self, step: int, tiers: tuple[str, ...]) -> SaveHandle:
-        number = 1
+        number = self._next_try(step)
         if self._newest is None or step > self._newest.step:
             self._saved_in.clear()
-        else:
-            number = self._newest.try_number + 1  # whatever it is for: so one number will do for all tiers
         self._newest = handle = SaveHandle(step, tiers, try_number=number)
         self._saved_in.update(dict.fromkeys(tiers, handle))
         return handle
+
+    def _next_try(self, step: int) -> int:
+        """The number of the next try of `step`, whatever it is for: so one number will do for all tiers."""
+        tries = [
+            handle.try_number for handle in (self._newest, self._found) if handle and handle.step == step
+        ]
+        return max(tries, default=0) + 1
 
     def _fencing_writers(self, state: object) -> list[Any]:
         """What will call the fence before it writes the state; nothing: that cannot be relied upon."""

@@ -10,10 +10,10 @@
         job = cluster.start(train, Training(steps=20), order=["h0", "h3", "h2"])
         assert job.wait() == [0, 0, 0]
 
-A host is a group of processes with a checkpoint agent of its own, a directory in memory for captures, a
-directory that stands for its disk, a name, failure domains and a loopback address.  Processes are real
-and die of real signals.  Whatever a test does to the cluster, leaving its context ends all processes and
-removes all files; every wait has a deadline.
+A host is a group of processes with a checkpoint agent of its own, a directory that stands for its disk, a
+name, failure domains and a loopback address.  Captures of all hosts are in one memory file system.
+Processes are real and die of real signals.  Whatever a test does to the cluster, leaving its context ends
+all processes and removes all files; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class TestCluster:
         host = self._hosts[name]
         host.end()
         if memory:
-            _empty(host.memory)
+            for directory in host.memory:
+                shutil.rmtree(directory)
         if disk:
             _empty(host.disk)
 

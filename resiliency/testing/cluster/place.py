@@ -26,8 +26,8 @@ class Host:
         self.name = name
         self.address = f"127.0.0.{10 + index}"
         self.root = root / name
-        #: Where captures live.
-        self.memory = self.root / "memory"
+        #: Where captures live: one directory for all hosts, as they are on one machine.
+        self._memory = root / "memory"
         #: Where checkpoints and copies of others' live.
         self.disk = self.root / "disk"
         self.domains = dict(domains)
@@ -36,6 +36,11 @@ class Host:
         #: Programs with its identity, see `TestCluster.command`.
         self.commands: list[Command] = []
         self._lifeline: Connection | None = None
+
+    @property
+    def memory(self) -> list[Path]:
+        """The directories of this host's captures, one per job."""
+        return sorted(self._memory.glob(f"resiliency-*_{self.name}_*"))
 
     @property
     def is_alive(self) -> bool:
@@ -61,7 +66,7 @@ class Host:
             "RESILIENCY_PEER_ADDRESS": self.address,
             "BED_ROOT": str(self.root.parent),
             "BED_DISK": str(self.disk),
-            "BED_MEMORY": str(self.memory),
+            "BED_MEMORY": str(self._memory),
             "OMP_NUM_THREADS": "1",
         }
 
@@ -85,6 +90,6 @@ class Host:
             self._lifeline.close()
 
     def _make(self) -> Path:
-        for path in (self.memory, self.disk):
-            path.mkdir(parents=True)
+        self._memory.mkdir(exist_ok=True)
+        self.disk.mkdir(parents=True)
         return self.root / "orders"

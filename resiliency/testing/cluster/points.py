@@ -22,7 +22,7 @@ from pathlib import Path
 
 _STEP = re.compile(r"step=(\d+)(-unfinished)?$")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_MAKING = {"os.mkdir", "os.rename", "os.link", "os.truncate"}
+_MAKING = {"os.mkdir", "os.link", "os.truncate"}
 _REMOVING = {"os.remove", "os.rmdir", "shutil.rmtree"}
 _STRUCK = ".struck"
 
@@ -135,16 +135,23 @@ class Watch:
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event != "open" and event not in _MAKING and event not in _REMOVING:
-            return
-        path = arguments[0]
+        if event == "os.rename":
+            # What is written under the new name; and a marker that is moved away no longer hides its step.
+            if str(arguments[0]).endswith("-unfinished"):
+                self._note(arguments[0], "remove")
+            self._note(arguments[1], "write")
+        elif event == "open":
+            flags = arguments[2] if len(arguments) > 2 else 0
+            assert isinstance(flags, int)
+            self._note(arguments[0], "write" if flags & _WRITING else "read")
+        elif event in _MAKING or event in _REMOVING:
+            self._note(arguments[0], "write" if event in _MAKING else "remove")
+
+    def _note(self, path: object, verb: str) -> None:
         if isinstance(path, os.PathLike):
             path = os.fspath(path)
         if not isinstance(path, str) or not path.startswith(self._prefix):
             return
-        flags = arguments[2] if event == "open" and len(arguments) > 2 else 0
-        assert isinstance(flags, int)
-        verb = "remove" if event in _REMOVING else "write" if event != "open" or flags & _WRITING else "read"
         operation = self._classify(path[len(self._prefix) :], verb)
         if operation is not None:
             os.write(self._log, f"{json.dumps(asdict(operation))}\n".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ from resiliency.checkpoint.capture.limits import (
     rooms,
 )
 from resiliency.checkpoint.locks import FileLock
-from resiliency.errors import CheckpointMissing, CheckpointWriteFailed, ConfigError
+from resiliency.errors import CheckpointError, CheckpointMissing, CheckpointWriteFailed, ConfigError
 from resiliency.testing import warm
 from resiliency.testing.processes import Command
 from tests.checkpoint.capture_builders import SOON, save
@@ -282,6 +283,28 @@ def test_captures_of_one_layout_share_it_and_an_altered_layout_is_seen(
     with pytest.raises(CheckpointMissing):
         open_captured(directory, 0)
     assert "state layout was altered" in caplog.text
+
+
+def test_a_capture_whose_memory_is_deleted_meanwhile_fails_by_name_and_later_ones_have_new_memory(
+    tmp_path: Path,
+) -> None:
+    with RankArena(job_directory("job", tmp_path), rank=0) as arena:
+        slot = arena.try_take()
+        assert slot is not None
+        arena.begin(slot, LAYOUT, b"", 1)
+        shutil.rmtree(arena.directory)
+        with pytest.raises(CheckpointError, match=r"deleted under this process.*RemoveIPC"):
+            arena.publish(slot, b"")
+        arena.abandon(slot)
+        with Capturer(arena) as capturer:
+            for step in (2, 3):
+                capture = capturer.begin({"w": torch.full((100,), step)}, step, keep=True)
+                assert capture is not None
+                assert capture.wait(SOON)
+                with open_captured(arena.directory, 0) as found:
+                    assert materialize(found.shard)["w"][0] == found.header.step == step  # type: ignore[index]
+                shutil.rmtree(arena.directory)
+            capture.release()
 
 
 def test_a_torn_header_is_no_capture(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from resiliency.checkpoint.state.snapshot import Snapshot
 from resiliency.errors import ConfigError
 from tests.checkpoint.capture_builders import SOON, Gate, bits
 from tests.checkpoint.low_bit import low_bit
+from tests.waiting import wait_until
 
 Make = Callable[..., tuple[RankArena, Capturer]]
 
@@ -317,33 +319,57 @@ class RecordedRegistry:
         del self.pinned[address]
 
 
-def test_no_save_allocates_memory_on_the_training_thread(make: Make) -> None:
+def test_a_save_waits_for_memory_that_is_held_back_and_neither_allocates_nor_pins_it(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     gate, registry = Gate(), RecordedRegistry()
-    arena, capturer = make(before_slot=lambda: gate(0), at_once_below_bytes=0, registry=registry)
+    arena, capturer = make(before_slot=lambda: gate(0), registry=registry)
     state = {"w": torch.ones(1 << 20)}
+    caplog.set_level(logging.INFO)
+    held_back: list[object] = []
 
     def allocated() -> list[int]:
         return [slot.path.stat().st_blocks for slot in arena.slots]
 
-    assert capturer.begin(state, 1) is None
-    assert "still being prepared" in capturer.why_skipped
-    assert capturer.stats.skipped == 1
-    assert allocated() == [0, 0]  # only the thread at the gate may do it
-    assert registry.pinned == {}
-    opener = threading.Thread(target=gate.open)
+    def open_when_held() -> None:
+        wait_until(lambda: "save of step 1 holds training" in caplog.text, "the save does not wait")
+        held_back.extend([*allocated(), *registry.pinned])
+        gate.open()
+
+    opener = threading.Thread(target=open_when_held)
     opener.start()
-    capture = capturer.begin(state, 2, wait=SOON)
+    capture = capturer.begin(state, 1)
     opener.join()
     assert capture is not None
+    assert held_back == [0, 0]  # only the thread at the gate may do it
+    assert "4 MiB of its slot are still being prepared" in caplog.text
+    assert "save of step 1 held training for" in caplog.text
     capturer.prewarm(state)
     before = allocated()
     assert min(before) * 512 >= 4 << 20
-    for step in (3, 4):
+    for step in (2, 3):
         assert capture.wait(SOON)
         capture = capturer.begin(state, step)
         assert capture is not None
     assert allocated() == before
     assert registry.threads == ["resiliency-memory"] * 2
+    assert capturer.stats.skipped == 0
+
+
+def test_a_save_whose_memory_never_comes_is_skipped_and_counted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resiliency.checkpoint.capture.capturer.FENCE_TIMEOUT", timedelta())
+    gate = Gate()
+    _, capturer = make(before_slot=lambda: gate(0))
+    state = {"w": torch.ones(1 << 20)}
+    assert capturer.begin(state, 1) is None
+    assert capturer.why_skipped == "no memory for a capture after 0 s (4 MiB to prepare)"
+    assert capturer.stats.skipped == 1
+    gate.open()
+    capturer.prewarm(state)
+    assert capturer.begin(state, 2) is not None
+    assert capturer.why_skipped == ""
 
 
 def test_slots_that_grow_are_pinned_anew_and_all_is_unpinned_without_training(make: Make) -> None:
@@ -421,7 +447,7 @@ def test_threads_that_prepare_look_at_the_state_one_after_the_other(tmp_path: Pa
         met = False
 
         def snapshot(self, state: object) -> Snapshot:
-            with suppress(threading.BrokenBarrierError):
+            with contextlib.suppress(threading.BrokenBarrierError):
                 self.meeting.wait(0.5)  # broken from then on
                 self.met = True
             return super().snapshot(state)

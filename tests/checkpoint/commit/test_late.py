@@ -5,21 +5,40 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import pytest
 
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed
-from resiliency.checkpoint.format.catalog import Condition, clean_unfinished, inspect, verify
+from resiliency.checkpoint.format.catalog import (
+    Condition,
+    clean_unfinished,
+    forget_failed,
+    free_failed,
+    half_removed,
+    inspect,
+    prune,
+    remove_checkpoint,
+    verify,
+)
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
 from resiliency.checkpoint.format.manifest import read_manifest
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.errors import CheckpointError
-from resiliency.testing.storage import LateStorage, MemoryStorage, StorageKilled
+from resiliency.testing.storage import (
+    FaultyStorage,
+    LateStorage,
+    MemoryStorage,
+    StorageFault,
+    StorageFaultKind,
+    StorageKilled,
+)
 from tests.checkpoint.storage_builders import assert_holds, save, small_shard
 
 STEP = 2
@@ -28,6 +47,10 @@ formats = pytest.mark.parametrize("format", FORMATS, ids=lambda item: item.name)
 whoever = pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
 
 Outcome = Committed | BaseException
+
+#: Operations of a save between its first look at a step and the marker that lets ranks write; and those in
+#: which it has hidden the step and lists what is there.
+OPENING, CLEARING = range(3, 28), range(16, 24)
 
 
 def shards(seed: int) -> list[Shard]:
@@ -109,30 +132,101 @@ def test_whoever_is_late_at_any_operation_touches_nothing_that_a_later_save_comm
     assert operation > 10
 
 
-@formats
+def leave_half_removed(disk: Storage, format: CheckpointFormat[Shard]) -> None:
+    save(disk, format, shards(7), save_id="dead")
+    save(disk, format, [small_shard(3)])
+    fault = StorageFault(operation=6, kind=StorageFaultKind.KILL)
+    with pytest.raises(StorageKilled):
+        remove_checkpoint(FaultyStorage(disk, fault), STEP)
+    assert list(half_removed(disk)) == [STEP]
+
+
+def leave_old(disk: Storage, format: CheckpointFormat[Shard]) -> None:
+    save(disk, format, shards(7), save_id="dead")
+    save(disk, format, [small_shard(3)])
+
+
+def leave_failed(disk: Storage, format: CheckpointFormat[Shard]) -> None:
+    leave_unfinished(disk, format)
+    save(disk, format, [small_shard(3)])
+
+
+def clear_old(disk: Storage) -> None:
+    """Steps 2 and 3 were of a branch that somebody has moved away."""
+    for step in (2, 3):
+        disk.remove_tree(f"step={step}")
+
+
 @pytest.mark.parametrize("dies", [False, True], ids=["", "and dies there"])
+@pytest.mark.parametrize(
+    ("leave", "clean", "between"),
+    [
+        pytest.param(leave_unfinished, partial(clean_unfinished, run_id="run"), None, id="unfinished"),
+        pytest.param(leave_failed, free_failed, None, id="data of a failed save"),
+        pytest.param(leave_failed, partial(forget_failed, below=3), None, id="failed save"),
+        pytest.param(leave_half_removed, partial(prune, keep_last=1), clear_old, id="half removed"),
+        pytest.param(leave_old, partial(prune, keep_last=1), clear_old, id="old"),
+    ],
+)
 def test_a_cleaning_that_is_late_at_any_operation_removes_nothing_that_was_committed_meanwhile(
-    format: CheckpointFormat[Shard], dies: bool
+    dies: bool,
+    leave: Callable[[Storage, CheckpointFormat[Shard]], None],
+    clean: Callable[[Storage], object],
+    between: Callable[[Storage], None] | None,
 ) -> None:
-    """It has seen the marker of a save that is being written; that one is committed, or another after it."""
+    """What it has seen is another save's before it is removed."""
     with ThreadPoolExecutor(5) as pool:
         for operation in itertools.count():
             disk = MemoryStorage()
-            leave_unfinished(disk, format)
+            leave(disk, FORMATS[1])
             late = LateStorage(disk, operation, dies=dies)
-            cleaning = pool.submit(clean_unfinished, late, run_id="run")
+            cleaning = pool.submit(clean, late)
             hangs = pool.submit(late.hangs.wait, 60)
             wait([cleaning, hangs], return_when=FIRST_COMPLETED)
             if cleaning.done() and not late.hangs.is_set():
                 late.hangs.set()
                 break
-            done = Start(format, pool, "second", 2).save(disk)
+            if between is not None:
+                between(disk)
+            done = Start(FORMATS[1], pool, "second", 2).save(disk)
             late.answers.set()
             with contextlib.suppress(CheckpointError, StorageKilled):
                 cleaning.result(timeout=60)
             assert all(isinstance(ended, Committed) for ended in done), late.operations[operation]
             assert_stands(disk, 2, f"late at {operation}, {late.operations[operation]}, then {done}")
-    assert operation > 10
+    assert operation > 3
+
+
+@pytest.mark.parametrize("first", ["a save", "a removal"])
+def test_of_two_that_open_a_step_at_once_the_late_one_touches_nothing_of_the_other(first: str) -> None:
+    """The first has seen the folder of the second, and hangs until that one has committed."""
+    with ThreadPoolExecutor(4) as pool:
+        for pause, reached in itertools.product(CLEARING, OPENING):
+            disk = MemoryStorage()
+            leave_unfinished(disk, FORMATS[0])
+            hung = LateStorage(disk, pause + 1)
+            late, other = LateStorage(hung, pause), LateStorage(disk, reached)
+            if first == "a save":
+                run = partial(save, late, FORMATS[0], [small_shard(STEP, seed=1)], save_id="first")
+                part: Future[object] = pool.submit(run)
+            else:
+                part = pool.submit(clean_unfinished, late, run_id="run")
+            second = pool.submit(save, other, FORMATS[0], [small_shard(STEP, seed=2)], save_id="second")
+            part.add_done_callback(lambda _, late=late, hung=hung: (late.hangs.set(), hung.hangs.set()))
+            assert late.hangs.wait(60)
+            assert other.hangs.wait(60)
+            late.answers.set()
+            assert hung.hangs.wait(60)
+            other.answers.set()
+            outcome = outcome_of(second)
+            hung.answers.set()
+            with contextlib.suppress(CheckpointError):
+                part.result(timeout=60)
+            if isinstance(outcome, Committed) and not outcome.kept:
+                where = f"{pause}, {reached}: {hung.operations[pause + 1 : pause + 2]}"
+                assert inspect(disk, STEP).condition is Condition.COMPLETE, where
+                verify(disk, STEP)
+                assert_holds(disk, small_shard(STEP, seed=2))
 
 
 @formats

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -50,6 +52,7 @@ from resiliency.errors import (
 )
 from resiliency.testing.storage import (
     FaultyStorage,
+    LateStorage,
     MemoryStorage,
     StorageFault,
     StorageFaultKind,
@@ -444,3 +447,29 @@ def test_cleaning_leaves_what_another_run_may_be_writing_and_what_no_marker_name
     clock.time += timedelta(minutes=12)
     assert clean_unfinished(storage, run_id="run", clock=clock) == [1], "it has ended in any case"
     assert storage.list("") == ["step=3", "step=3-unfinished"]
+
+
+def test_leftovers_of_a_killed_save_are_freed_where_the_disk_takes_nothing_before_that() -> None:
+    disk = MemoryStorage()
+    claim = open_save(disk, 2, "dead", 1, run_id="run")
+    write_file(disk, f"{claim.place}/large", bytes(1000))
+    full = StorageTrouble(step=2, operation="make_dir", errno=errno.ENOSPC)
+    assert clean_unfinished(TroubledStorage(disk, full), run_id="run") == [2]
+    assert disk.list("") == []
+
+
+def test_a_late_quarantine_hides_no_checkpoint_of_another_save() -> None:
+    disk = MemoryStorage()
+    first = small_shard(2, seed=1)
+    save(disk, LocalFormat(), [first], save_id="first")
+    late = LateStorage(disk, 2)
+    thread = threading.Thread(target=quarantine, args=(late, 2, "bytes differ"))
+    thread.start()
+    assert late.hangs.wait(60)
+    remove_checkpoint(disk, 2)
+    save(disk, LocalFormat(), [small_shard(2, seed=2)], save_id="second")
+    late.answers.set()
+    thread.join(60)
+    assert inspect(disk, 2).condition is Condition.COMPLETE
+    assert clean_unfinished(disk, run_id="run") == []
+    assert disk.list("") == ["step=2"]

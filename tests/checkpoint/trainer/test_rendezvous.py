@@ -25,14 +25,15 @@ INFO = RunInfo(host="node-1")
 
 
 def meetings(
-    machines: Sequence[Machine], infos: Sequence[RunInfo] | None = None
+    machines: Sequence[Machine], infos: Sequence[RunInfo] | None = None, arenas: Sequence[str] | None = None
 ) -> list[Rendezvous | BaseException]:
     """What each rank learns, or why not."""
     infos = infos or [INFO] * len(machines)
 
     def rank(rank_group: RankGroup) -> Rendezvous:
         machine, info = machines[rank_group.rank], infos[rank_group.rank]
-        return meet(rank_group, info, tiers=("local",), groups=(), machine=machine)
+        arena = arenas[rank_group.rank] if arenas else info.host
+        return meet(rank_group, info, tiers=("local",), groups=(), machine=machine, arena=arena)
 
     return ends_of(len(machines), rank)
 
@@ -61,6 +62,26 @@ def test_two_launchers_of_one_host_name_are_refused_on_all_ranks() -> None:
         assert isinstance(end, ConfigError)
         assert "two launchers started them, each with LOCAL_RANK 0" in str(end)
         assert "NODE_NAME" in str(end)
+
+
+@pytest.mark.parametrize(
+    ("disks", "arenas", "why", "what_to_set"),
+    [
+        ("ab", "cc", "share the memory file system and the network", "NODE_NAME"),
+        ("aa", "cd", "have one directory for the local tier", "LocalTier(directory="),
+        ("ab", "cd", "", ""),
+    ],
+)
+def test_hosts_on_one_machine_that_would_share_captures_or_local_checkpoints_are_refused_on_all_ranks(
+    disks: str, arenas: str, why: str, what_to_set: str
+) -> None:
+    infos = [replace(INFO, host=host, local_rank=0) for host in ("node-1", "node-2")]
+    for end in meetings([replace(HERE, disk=disk) for disk in disks], infos, arenas):
+        assert isinstance(end, ConfigError if why else Rendezvous)
+        assert not why or f"hosts 'node-1' and 'node-2' {why}" in str(end).replace(
+            "are on one machine and ", ""
+        )
+        assert what_to_set in str(end)
 
 
 def test_ranks_that_see_one_device_each_and_all_have_local_rank_0_are_one_host() -> None:
