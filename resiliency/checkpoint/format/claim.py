@@ -108,8 +108,11 @@ def holds_more_than_claims(storage: Storage, step: int) -> bool:
 
 
 def _are_claims(storage: Storage, directory: str, names: Sequence[str]) -> bool:
-    is_lifted = (storage.exists(f"{directory}/{name}/{LIFTED}") for name in names)
-    return all(map(is_claim, names)) and not any(is_lifted)
+    if not all(map(is_claim, names)):
+        return False
+    # That of a removal is there for as long as it takes to drop the folder.
+    saves = [name for name in names if name.startswith(SAVE_PREFIX)]
+    return not any(storage.exists(f"{directory}/{name}/{LIFTED}") for name in saves)
 
 
 class StepClaim:
