@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from ckpt_groups import arena
+from ckpt_limits import timed
 from ckpt_training import Training
 from measuring import count, file_system, machine
 
@@ -161,7 +162,7 @@ def serve(parent: Connection, plan: Plan) -> None:
     training = Training(plan.size_bytes, 0)
     _make_memory_dear(plan.new_memory_s)
     slot = SlotFile(plan.memory / "alone")
-    slot_s = _timed(lambda: slot.reserve(plan.size_bytes, 0))
+    slot_s = timed(lambda: slot.reserve(plan.size_bytes, 0))
     saves = _train(plan, training)  # the slot stays until then: memory that was just freed comes for less
     slot.close()
     parent.send(Round(slot_s=slot_s, saves=saves))
@@ -185,12 +186,6 @@ def _make_memory_dear(seconds_per_gib: float) -> None:
         memory._libc = Dear  # type: ignore[assignment]
 
 
-def _timed(task: object) -> float:
-    began = time.perf_counter()
-    task()  # type: ignore[operator]
-    return time.perf_counter() - began
-
-
 def _step(training: Training, step_s: float) -> int:
     """One step; returns the number of its passes.  Without the time of the optimizer."""
     until, passes = time.perf_counter() + step_s, 0
@@ -203,7 +198,7 @@ def _step(training: Training, step_s: float) -> int:
 
 def _train(plan: Plan, training: Training) -> list[Save]:
     handles, due, done, passes = [], [], [], 0
-    update_s = min(_timed(training.update) for _ in range(5))
+    update_s = min(timed(training.update) for _ in range(5))
     options = CheckpointerOptions(arena_root=plan.memory)
     info = RunInfo(job_name=plan.directory.name, rank=0, world_size=1)
     with Checkpointer(

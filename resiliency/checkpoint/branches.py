@@ -64,6 +64,21 @@ class Branches:
             number, end = branch.parent, min(end, branch.step)
         return min(end, self._ends[number])
 
+    def left_steps(self, saves: Mapping[int, str]) -> dict[int, float]:
+        """Of saves in a tier those of branches that the job has left.
+
+        Args:
+            saves: step to save id of all that are committed there.
+        Returns:
+            Step to the newest step that it has in common with the live branch.
+        """
+        known = self.with_seen(saves.values())
+        return {
+            step: known.left_after(step, save)
+            for step, save in saves.items()
+            if not known.is_live(step, save)
+        }
+
     def after(self, step: int, save_id: str) -> Branches:
         """With a new branch, which begins at `step` of the branch of `save_id` (empty: from scratch)."""
         branch = Branch(self.newest + 1, branch_number(save_id), step)
@@ -122,18 +137,16 @@ def _branch(number: int, parent: int, step: int) -> Branch:
     return Branch(number, parent, step)
 
 
-def read_branches(storage: Storage, save_ids: Iterable[str] = ()) -> Branches:
-    """The branches of the saves in a tier.
+def read_branches(storage: Storage) -> Branches:
+    """The branches that are recorded in a tier.
 
-    Args:
-        save_ids: of saves that were found there, see `Branches.with_seen`.
     Raises:
         CheckpointCorrupt: the record is not what was written, or cannot be read.
     """
     try:
         content = read_file(storage, RECORD)
     except CheckpointMissing:
-        return Branches().with_seen(save_ids)
+        return Branches()
     try:
         record = json.loads(content)
         branches = Branches.of_rows(record["branches"])
@@ -146,7 +159,7 @@ def read_branches(storage: Storage, save_ids: Iterable[str] = ()) -> Branches:
             hint="Move it away: then the newest branch counts, and all steps before it.",
             path=path,
         ) from error
-    return branches.with_seen(save_ids)
+    return branches
 
 
 def record_branches(storage: Storage, branches: Branches) -> None:
@@ -166,22 +179,6 @@ def record_branches(storage: Storage, branches: Branches) -> None:
         storage.remove(new)
         raise
     storage.sync_dir("")
-
-
-def left_steps(storage: Storage, saves: Mapping[int, str]) -> dict[int, float]:
-    """Of saves in a tier those of branches that the job has left.
-
-    Args:
-        saves: step to save id of all that are committed there.
-    Returns:
-        Step to the newest step that it has in common with the live branch.
-    """
-    branches = read_branches(storage, saves.values())
-    return {
-        step: branches.left_after(step, save)
-        for step, save in saves.items()
-        if not branches.is_live(step, save)
-    }
 
 
 def _rendered(branches: Branches, algorithm: str = DEFAULT_ALGORITHM) -> bytes:

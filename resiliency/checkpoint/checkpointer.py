@@ -515,13 +515,15 @@ class Checkpointer:
     def _newer_capture_of_others(self) -> int:
         """The step of the newest capture, if an earlier start made it, this one left it, and no tier has it;
         else 0."""
-        newest, settings = self._arena.newest, self._attach.settings
-        if newest is None or start_of(newest.run_id) == start_of(self._attach.attempt_id):
+        newest, attach = self._arena.newest, self._attach
+        if newest is None or newest.step <= attach.restored_step:
+            return 0
+        if start_of(newest.run_id) == start_of(attach.attempt_id):
             return 0
         save_id = save_id_of(newest.run_id, newest.step)
-        tiers = [LocalStorage(path) for path in (settings.directory, settings.local_directory) if path]
-        is_stored = any(committed_save(tier, newest.step) == save_id for tier in tiers)
-        return newest.step if newest.step > self._attach.restored_step and not is_stored else 0
+        tiers = (attach.settings.directory, attach.settings.local_directory)
+        is_stored = any(committed_save(LocalStorage(path), newest.step) == save_id for path in tiers if path)
+        return 0 if is_stored else newest.step
 
     def _restorer(self) -> Restorer:
         settings = self._attach.settings

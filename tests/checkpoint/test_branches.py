@@ -11,7 +11,6 @@ from resiliency.checkpoint.branches import (
     RECORD,
     Branch,
     Branches,
-    left_steps,
     read_branches,
     record_branches,
 )
@@ -68,13 +67,14 @@ def test_where_the_record_of_a_branch_is_lost_all_that_was_saved_before_counts()
 
 def test_the_record_grows_and_a_damaged_one_is_refused() -> None:
     storage = MemoryStorage()
-    assert left_steps(storage, {1: "a-1"}) == {}
+    assert read_branches(storage).left_steps({1: "a-1"}) == {}
     first = Branches().after(1, "a-1")
     record_branches(storage, first)
     record_branches(storage, Branches((Branch(2, 1, 1),)))
     assert read_branches(storage).known == (Branch(1, 0, 1), Branch(2, 1, 1))
     assert storage.list("") == [RECORD]
-    assert left_steps(storage, {1: "a-1", 2: "a-2", 3: "a.1-3", 4: "a.2-4"}) == {2: 1, 3: 1}
+    saves = {1: "a-1", 2: "a-2", 3: "a.1-3", 4: "a.2-4"}
+    assert read_branches(storage).left_steps(saves) == {2: 1, 3: 1}
     file = storage.create(RECORD)
     file.write_at(0, b"{}")
     file.close()

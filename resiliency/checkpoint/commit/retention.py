@@ -16,7 +16,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from resiliency.checkpoint.branches import Branches, left_steps, read_branches
+from resiliency.checkpoint.branches import Branches, read_branches
 from resiliency.checkpoint.format.catalog import (
     clean_unfinished,
     half_removed,
@@ -99,7 +99,7 @@ def retire(
     recorded = read_branches(storage)
     found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
     saves = {step: m.save_id for step, m in found.items() if m is not None and m.run_id == run_id}
-    left = left_steps(storage, saves)
+    left = recorded.left_steps(saves)
     if newest in left:
         return []  # the job went back while it became complete
     older = [

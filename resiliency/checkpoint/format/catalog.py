@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from resiliency.checkpoint.branches import Branches, left_steps, read_branches, record_branches
+from resiliency.checkpoint.branches import Branches, read_branches, record_branches
 from resiliency.checkpoint.format.claim import (
     OLD_DATA,
     StepClaim,
@@ -137,11 +137,16 @@ def live_steps(storage: Storage) -> list[int]:
     return [step for step in unmarked if step not in left]
 
 
-def left_among(storage: Storage, steps: Iterable[int]) -> dict[int, float]:
-    """`left_steps` of those that have a manifest which says whose they are; any other counts."""
-    if not read_branches(storage).known:
+def left_among(storage: Storage, steps: Iterable[int], recorded: Branches | None = None) -> dict[int, float]:
+    """`Branches.left_steps` of those that have a manifest which says whose they are; any other counts.
+
+    Args:
+        recorded: the branches that are recorded there; None: they are read.
+    """
+    branches = read_branches(storage) if recorded is None else recorded
+    if not branches.known:
         return {}  # as nearly always: two operations less for each step
-    return left_steps(storage, _saves_at(storage, steps))
+    return branches.left_steps(_saves_at(storage, steps))
 
 
 def begin_branch(storage: Storage, step: int) -> None:
@@ -152,7 +157,7 @@ def begin_branch(storage: Storage, step: int) -> None:
         CheckpointError: the storage does not say what there is, or refuses the record.
     """
     saves = _saves_at(storage, list_steps(storage)[1])
-    branches = read_branches(storage, saves.values())
+    branches = read_branches(storage).with_seen(saves.values())
     live = [other for other, save in saves.items() if branches.is_live(other, save)]
     is_left = step in saves and step not in live
     if is_left or max(live, default=0) > step:
@@ -341,7 +346,7 @@ def prune(
     recorded = read_branches(storage)
     found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
     saves = {step: manifest.save_id for step, manifest in found.items() if manifest is not None}
-    old = needless_steps(sorted(saves), left_steps(storage, saves), keep_last)
+    old = needless_steps(sorted(saves), recorded.left_steps(saves), keep_last)
     needless = half_removed(storage) | {step: saves[step] for step in old}
     allowed = {step: what for step, what in needless.items() if step not in keep}
     return remove_checkpoints(storage, allowed, recorded=recorded, clock=clock)
@@ -355,7 +360,7 @@ def needless_steps(committed: Sequence[int], left: Mapping[int, float], keep_las
 
     Args:
         committed: steps, lowest first.
-        left: see `left_steps`.
+        left: see `Branches.left_steps`.
     """
     live = [step for step in committed if step not in left]
     old, newest = live[:-keep_last], live[-keep_last:]

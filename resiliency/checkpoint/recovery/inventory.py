@@ -330,7 +330,7 @@ def _list_stored(storage: Storage | None, world_size: int | None) -> _Stored:
         return _Stored(name)
     marked_too, unmarked = (steps[::-1] for steps in list_steps(storage))
     branches = read_branches(storage)
-    left = left_among(storage, unmarked)
+    left = left_among(storage, unmarked, branches)
     # The newest is always needed: its run is the one that goes on.
     looked = _look_for_saves(storage, marked_too, world_size=world_size, branches=branches)
     live = tuple(step for step in unmarked if step not in left)

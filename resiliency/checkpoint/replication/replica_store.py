@@ -148,8 +148,7 @@ class ReplicaStore:
         with self._source_lock(source_host):
             storage = self._open_storage(source_host)
             for step in steps_in(storage):
-                is_left = branches.known and not branches.is_live(step, committed_save(storage, step) or "")
-                if step >= below_step and not is_left:
+                if step >= below_step and not _is_left(storage, step, branches):
                     continue
                 partial = self._find(source_host, step)
                 if (partial is not None and partial.is_active) or not can_delete(
@@ -487,6 +486,10 @@ class _Partial:
                 self._voted.add(rank)
                 for number in mine:
                     self._missing[number].clear()
+
+
+def _is_left(storage: Storage, step: int, branches: Branches) -> bool:
+    return bool(branches.known) and not branches.is_live(step, committed_save(storage, step) or "")
 
 
 def _remove_hidden(storage: Storage, step: int, marker: Marker) -> None:

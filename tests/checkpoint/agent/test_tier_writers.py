@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,14 +25,31 @@ from resiliency.checkpoint.storage.throttle import Throttle
 from tests.waiting import wait_until
 
 
+def settings_of(directory: Path | str, save_timeout_s: float = 60) -> Settings:
+    return Settings(
+        directory=str(directory), keep=1, replicated=False, bytes_per_s=0, save_timeout_s=save_timeout_s
+    )
+
+
+def save_job(directory: Path, rank: int = 0, *, world_size: int = 2, save_timeout_s: float = 60) -> SaveJob:
+    return SaveJob(
+        tier=TierName.PERSISTENT,
+        step=2,
+        attempt_id="s",
+        run_id="run",
+        world_size=world_size,
+        ranks=(rank,),
+        settings=settings_of(directory, save_timeout_s),
+    )
+
+
 def test_a_job_that_fails_as_nobody_foresaw_does_not_keep_the_next_one_from_being_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put_marker(LocalStorage(tmp_path), 3, BEING_TAKEN)
     worker = Worker(TierName.PERSISTENT, lambda job, done: None, Throttle())
     for directory in ("no\0path", str(tmp_path)):
-        settings = Settings(directory=directory, keep=1, replicated=False, bytes_per_s=0, save_timeout_s=60)
-        assert worker.try_put(ShowJob(settings=settings))
+        assert worker.try_put(ShowJob(settings=settings_of(directory)))
     worker.close(timedelta(seconds=60))
     assert "a job of the persistent tier failed" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -42,17 +60,7 @@ def test_a_follower_whose_refusal_waited_for_long_still_tells_a_leader_that_wait
     tmp_path: Path, rank: int
 ) -> None:
     storage = LocalStorage(tmp_path)
-    settings = Settings(directory=str(tmp_path), keep=1, replicated=False, bytes_per_s=0, save_timeout_s=60)
-    job = SaveJob(
-        tier=TierName.PERSISTENT,
-        step=2,
-        attempt_id="s",
-        run_id="run",
-        world_size=2,
-        ranks=(rank,),
-        settings=settings,
-        queued=time.monotonic() - 61,
-    )
+    job = replace(save_job(tmp_path, rank), queued=time.monotonic() - 61)
     open_save(storage, 2, job.save_id, 1)
     storage.create("step=2/of-somebody").close()
     worker = Worker(TierName.PERSISTENT, lambda job, done: None, Throttle())
@@ -71,16 +79,7 @@ def test_a_save_that_fails_before_its_commit_tells_the_other_hosts_as_well(
         raise OSError(errno.ESTALE, "stale")
 
     monkeypatch.setattr(tier_writers, "free_failed", fail)
-    settings = Settings(directory=str(tmp_path), keep=1, replicated=False, bytes_per_s=0, save_timeout_s=60)
-    job = SaveJob(
-        tier=TierName.PERSISTENT,
-        step=2,
-        attempt_id="s",
-        run_id="run",
-        world_size=2,
-        ranks=(0,),
-        settings=settings,
-    )
+    job = save_job(tmp_path)
     reports: list[Done] = []
     worker = Worker(TierName.PERSISTENT, lambda job, done: reports.append(done), Throttle())
     assert worker.try_put(job)
@@ -99,16 +98,7 @@ def test_a_save_whose_slot_cannot_be_given_back_is_reported_all_the_same(
         raise OSError(errno.EIO, "device")
 
     monkeypatch.setattr(SaveJob, "give_back", fail)
-    settings = Settings(directory=str(tmp_path), keep=1, replicated=False, bytes_per_s=0, save_timeout_s=0.1)
-    job = SaveJob(
-        tier=TierName.PERSISTENT,
-        step=2,
-        attempt_id="s",
-        run_id="run",
-        world_size=1,
-        ranks=(0,),
-        settings=settings,
-    )
+    job = save_job(tmp_path, world_size=1, save_timeout_s=0.1)
     reports: list[Done] = []
     worker = Worker(TierName.PERSISTENT, lambda job, done: reports.append(done), Throttle())
     assert worker.try_put(job)
