@@ -4,6 +4,7 @@
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else gloo cannot reconnect when torchrun restarts ranks
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fsdp2_train.py --ckpt-dir /tmp/ckpt
 
+It trains on a GPU per rank where there are GPUs, else on the CPU (CUDA_VISIBLE_DEVICES= asks for that).
 Start it again and it goes on.  With another number of ranks, load the newest ``step=N`` with
 `torch.distributed.checkpoint.load`, which cuts the tensors anew: docs/loading-elsewhere.md.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import os
 from datetime import timedelta
 
 import torch
@@ -37,11 +39,16 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -53,7 +60,7 @@ def main() -> None:
         restored = checkpoints.restore(state)
         print(f"rank {rank} starts after step {restored.step} from {restored.tier.value}", flush=True)
         for step in range(restored.step + 1, options.steps + 1):
-            data = batch(step, rank)
+            data = batch(step, rank).to(device)
             loss = torch.nn.functional.mse_loss(model(data), data)
             loss.backward()
             optimizer.step()
@@ -64,7 +71,7 @@ def main() -> None:
         checkpoints.save(options.steps, state, wait=timedelta(minutes=10))
 
     whole = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
-    weights = b"".join(p.detach().numpy().tobytes() for p in whole)
+    weights = b"".join(p.detach().cpu().numpy().tobytes() for p in whole)
     print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()}", flush=True)
     dist.destroy_process_group()
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that needs a GPU, in ten minutes: its tests, its benchmark, and a dated note of both.
 
-    python scripts/gpu_note.py [--note FILE.md] [--minutes 10]
+    python scripts/gpu_note.py [--note FILE.md] [--minutes 10] [PYTEST FLAGS]
 
 The note goes to docs/benchmarks/DATE-gpu.md: hardware, versions, each test with its result, and what
 `benchmark/ckpt_cuda.py` printed. What could not run within the time is in the note as not run.
@@ -34,13 +34,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Everything that needs a GPU, and a dated note of it.")
     parser.add_argument("--note", type=Path, default=PROJECT / "docs" / "benchmarks" / f"{today}-gpu.md")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (default: 10)")
-    args = parser.parse_args(argv)
+    args, flags = parser.parse_known_args(argv)
     import torch
 
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA GPU, and torch finds none; scripts/check runs on CPUs.")
     end = time.monotonic() + 60 * args.minutes
-    runner = [sys.executable, str(PROJECT / "scripts" / "run_tests.py"), "gpu"]
+    runner = [sys.executable, str(PROJECT / "scripts" / "run_tests.py"), "gpu", *flags]
     status, _ = run(runner, end - time.monotonic() - BENCHMARK_S)
     results = read(PROJECT / TESTS)
     left = end - time.monotonic()

@@ -87,7 +87,8 @@ class PinnedMemory:
                 self.close()
                 raise ConfigError(
                     f"CUDA could not pin {length} bytes of shared memory on {device}: {why}.",
-                    hint="Raise the limit on locked memory (ulimit -l, docker run --ulimit memlock=-1).",
+                    hint="Raise the limit on locked memory (ulimit -l, docker run --ulimit memlock=-1), and"
+                    " keep arenas in /dev/shm: the kernel pins no files of a disk.",
                     device=str(device),
                 )
             self._segments.append(start)

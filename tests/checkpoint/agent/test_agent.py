@@ -477,11 +477,13 @@ LAUNCHER = (str(EXAMPLES.parent / "launcher.py"),)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
-def launched(by: tuple[str, ...], example: str, job: str, directory: Path) -> Command:
-    argv = [sys.executable, *by, "--nproc-per-node", "2", "--max-restarts", "1", str(EXAMPLES / example)]
+def launched(by: tuple[str, ...], example: str, job: str, directory: Path, *, gpus: int = 0) -> Command:
+    """Two ranks on the CPU, or one on each of so many GPUs."""
+    ranks = str(gpus or 2)
+    argv = [sys.executable, *by, "--nproc-per-node", ranks, "--max-restarts", "1", str(EXAMPLES / example)]
     argv += ["--ckpt-dir", str(directory), "--steps", str(STEPS), "--every", "10"]
     env = {"JOB_IDENTIFIER": job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return Command(argv, env=env, cwd=directory.parent)
+    return Command(argv, env=env | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}), cwd=directory.parent)
 
 
 #: What comes after it in the line may be another process's: they share a pipe.
@@ -499,12 +501,27 @@ WEIGHTS = r"rank 0 weights ([0-9a-f]{64})"
 def test_an_example_whose_rank_is_killed_ends_with_the_same_bits(
     tmp_path: Path, job: str, example: str, by: tuple[str, ...]
 ) -> None:
-    with launched(LAUNCHER, example, job + "-b", tmp_path / "b") as whole:
+    check_a_kill(tmp_path, job, example, by, victim=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", ["ddp_train.py", "fsdp2_train.py"])
+@pytest.mark.parametrize("by", [TORCHRUN, LAUNCHER], ids=["torchrun", "launcher"])
+def test_an_example_on_a_gpu_whose_rank_is_killed_ends_with_the_same_bits(
+    tmp_path: Path, job: str, example: str, by: tuple[str, ...]
+) -> None:
+    check_a_kill(tmp_path, job, example, by, victim=0, gpus=1)
+
+
+def check_a_kill(
+    tmp_path: Path, job: str, example: str, by: tuple[str, ...], *, victim: int, gpus: int = 0
+) -> None:
+    with launched(LAUNCHER, example, job + "-b", tmp_path / "b", gpus=gpus) as whole:
         expected = whole.wait_for_line(WEIGHTS, timeout=120)[1]
         assert whole.wait(timeout=SOON_S) == 0
-    with launched(by, example, job, tmp_path / "a") as killed:
-        killed.wait_for_line("rank 1 step 25 ", timeout=120)
-        os.kill(rank_pid(killed, 1), signal.SIGKILL)
+    with launched(by, example, job, tmp_path / "a", gpus=gpus) as killed:
+        killed.wait_for_line(f"rank {victim} step 25 ", timeout=120)
+        os.kill(rank_pid(killed, victim), signal.SIGKILL)
         start = killed.wait_for_line(r"rank 0 starts after step [1-9].*", timeout=120)
         assert re.search(r"step ([2-9]|1\d)0 from (memory|disk)", start.string)
         assert killed.wait_for_line(WEIGHTS, timeout=120)[1] == expected

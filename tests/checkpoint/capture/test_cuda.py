@@ -7,8 +7,9 @@ its copies still wait behind `torch.cuda._sleep`, so a copy that is ordered wron
 
 from __future__ import annotations
 
+import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from resiliency.checkpoint import (
     restore_into,
 )
 from resiliency.checkpoint.capture.cuda import PACK_BYTES
+from resiliency.checkpoint.capture.limits import is_in_memory
+from resiliency.errors import ConfigError
 from resiliency.runtime import RunInfo
 from tests.checkpoint.capture_builders import SOON, bits
 from tests.waiting import agent_of
@@ -47,9 +50,16 @@ Make = Callable[..., tuple[RankArena, Capturer]]
 
 
 @pytest.fixture
-def make(tmp_path: Path, request: pytest.FixtureRequest) -> Make:
+def memory() -> Iterator[Path]:
+    """For arenas: the kernel pins no files of a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def make(memory: Path, request: pytest.FixtureRequest) -> Make:
     def build(**options: object) -> tuple[RankArena, Capturer]:
-        arena = RankArena(tmp_path / "job", rank=0)
+        arena = RankArena(memory / "job", rank=0)
         capturer = Capturer(arena, CaptureOptions(**options))  # type: ignore[arg-type]
         request.addfinalizer(arena.close)
         request.addfinalizer(capturer.close)
@@ -141,6 +151,19 @@ def test_the_slots_are_pinned_and_given_back(make: Make) -> None:
     assert [view.is_pinned() for view in views] == [False, False]
 
 
+def test_an_arena_on_a_disk_is_refused_with_where_to_put_it(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if is_in_memory(tmp_path):
+        pytest.skip("gpu: the temporary folders of this machine are in memory")
+    arena = RankArena(tmp_path / "job", rank=0)
+    capturer = Capturer(arena, CaptureOptions())
+    request.addfinalizer(arena.close)
+    request.addfinalizer(capturer.close)
+    with pytest.raises(ConfigError, match=r"could not pin .* keep arenas in /dev/shm"):
+        capturer.prewarm({"w": torch.ones(MEBI, device="cuda")})
+
+
 def test_a_state_that_grows_is_pinned_anew(make: Make) -> None:
     arena, capturer = make()
     for step, size in enumerate((MEBI, 8 * MEBI, 2 * MEBI), start=1):
@@ -186,9 +209,7 @@ def test_a_restore_writes_the_tensors_in_place_after_what_initialized_them(make:
         assert bits(target[name].cpu()) == bits(tensor.cpu())
 
 
-def test_the_agent_never_opens_the_gpu_and_the_checkpoint_comes_back(tmp_path: Path) -> None:
-    memory = tmp_path / "memory"
-    memory.mkdir()
+def test_the_agent_never_opens_the_gpu_and_the_checkpoint_comes_back(tmp_path: Path, memory: Path) -> None:
     options = CheckpointerOptions(arena_root=memory)
     info = RunInfo(job_name="cuda", host="here", rank=0)
     state = {"w": torch.randn(4 * MEBI, device="cuda")}
@@ -269,9 +290,9 @@ def replayed(weights: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> t
     return graph
 
 
-def test_a_step_that_a_cuda_graph_replays_beside_a_save_is_in_none_or_all_of_it(tmp_path: Path) -> None:
-    memory = tmp_path / "memory"
-    memory.mkdir()
+def test_a_step_that_a_cuda_graph_replays_beside_a_save_is_in_none_or_all_of_it(
+    tmp_path: Path, memory: Path
+) -> None:
     weights = torch.nn.Parameter(torch.zeros(16 * MEBI, device="cuda"))
     optimizer = torch.optim.AdamW([weights], lr=0.1, capturable=True)
     state = {"weights": weights, "optimizer": optimizer}

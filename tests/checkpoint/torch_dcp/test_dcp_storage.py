@@ -530,6 +530,7 @@ def test_the_process_executor_takes_the_writer_and_a_failed_save_does_not_end_it
 
 
 @pytest.mark.gpu
+@pytest.mark.leaks("descriptors", reason="CUDA keeps its devices open for the life of the process")
 def test_tensors_of_a_cuda_device_come_back_on_it(tmp_path: Path) -> None:
     state = {"w": torch.arange(3 << 18, device="cuda").float(), "t": torch.randn(5, 7, device="cuda").t()}
     dcp.save(state, storage_writer=DcpStorageWriter(tmp_path / "step=1"))
