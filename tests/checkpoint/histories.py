@@ -44,7 +44,7 @@ from resiliency.checkpoint.commit.retention import committed
 from resiliency.checkpoint.format import claim
 from resiliency.checkpoint.format.catalog import clean_unfinished, prune
 from resiliency.checkpoint.format.manifest import MANIFEST, read_manifest
-from resiliency.checkpoint.format.marker import LIFTED, parse_marker
+from resiliency.checkpoint.format.marker import LIFTED, MarkerState, parse_marker
 from resiliency.checkpoint.format.reader import CheckpointReader
 from resiliency.checkpoint.names import TierName, TierTry, branch_number
 from resiliency.checkpoint.ranks import RankGroup
@@ -244,7 +244,8 @@ class Job:
 def _committed_save(disk: MemoryStorage, step: int) -> str | None:
     """What readers see at a step, once its save has lifted its own marker.
 
-    A late leader lifts that of another save for the time of two operations: see `StepClaim.try_lift`.
+    A late leader lifts that of another save, or of a removal of its own, for the time of two operations: see
+    `StepClaim.try_lift`.
     """
     manifest = committed(disk, step)
     if manifest is None:
@@ -253,7 +254,8 @@ def _committed_save(disk: MemoryStorage, step: int) -> str | None:
         lifted = parse_marker(read_file(disk, f"step={step}/{manifest.folder}/{LIFTED}"))
     except CheckpointMissing:
         return manifest.save_id
-    return manifest.save_id if lifted.save_id == manifest.save_id else None
+    is_own = (lifted.state, lifted.save_id) == (MarkerState.WRITING, manifest.save_id)
+    return manifest.save_id if is_own else None
 
 
 def _is_row(branch: Branch, number: int, parent: int, fork: int) -> bool:

@@ -316,7 +316,7 @@ class RankArena:
 
     @property
     def newest(self) -> SlotHeader | None:
-        """Of the newest whole capture, whoever made it."""
+        """Of the newest whole capture, of this process or one before it."""
         newest = max((*self.slots, *self._surplus), key=_sequence)
         return newest.header if _sequence(newest) else None
 

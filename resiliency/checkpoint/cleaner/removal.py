@@ -45,8 +45,8 @@ class Identity:
 def old_steps(whole: Sequence[int], left: Mapping[int, float], keep: int, read: Collection[int]) -> list[int]:
     """Which complete checkpoints may go, lowest first.
 
-    Of those that the engine would delete some stay: for each step that somebody reads `keep` at or below it,
-    as a reader that finds its checkpoint damaged takes the one before.
+    Of those that the engine would delete some stay: for each step with a lease `keep` at or below it, as a
+    reader that finds its checkpoint damaged takes the one before.
 
     Args:
         whole: complete steps, lowest first.

@@ -77,6 +77,8 @@ ShardT = TypeVar("ShardT", contravariant=True)
 _LONGEST_PAUSE_S = 1.0
 #: How long an overtaken save waits for others at least.
 _LAST_WAIT_S = 3.0
+#: Ends the name of a vote that is not durable.
+_NO_VOTE = ".unsynced"
 #: Before each further try to tell others of a failure: else they wait for the whole timeout of the save.
 _TELL_AGAIN_S = (0.02, 0.1)
 
@@ -199,8 +201,8 @@ def open_save(
     if seen.marker is not None or began_before or claim.others():
         # Followers must not write before the leftovers are gone: the marker that names this
         # save, which they wait for, comes after.
-        _hide(storage, claim, seen, replace(marker, state=MarkerState.CLEARING))
-        claim.clear(own=True)
+        committed = _hide(storage, claim, seen, replace(marker, state=MarkerState.CLEARING))
+        claim.clear(own=True, committed=committed)
         claim.mark(marker)
     else:
         _hide(storage, claim, seen, marker)
@@ -219,12 +221,14 @@ def _check_free(storage: Storage, step: int, seen: StepLook, replaces: bool) -> 
         )
 
 
-def _hide(storage: Storage, claim: StepClaim, seen: StepLook, marker: Marker) -> None:
-    """Put the marker, unless something was committed since a look."""
+def _hide(storage: Storage, claim: StepClaim, seen: StepLook, marker: Marker) -> list[str]:
+    """Put the marker, unless something was committed since a look; returns folders that were before it."""
     claim.mark(marker)
+    committed = claim.committed(claim.others()) if marker.state is MarkerState.CLEARING else []
     if look_at(storage, claim.step).commit != seen.commit:
         claim.try_lift(lambda found: found == marker)
         raise claim.overtaken()
+    return committed
 
 
 def commit(
@@ -456,8 +460,8 @@ class _Save(Generic[ShardT]):
 
     def _publish(self) -> Event:
         is_own = read_manifest(self._storage, self._directory).folder == self._ticket.folder
-        # That it can be lifted says that nobody has opened the step since.
-        if not is_own or not self._claimed.try_lift(self._is_of_this_try):
+        # That it can be lifted says that no other save has opened the step since.
+        if not is_own or not self._claimed.try_lift(self._is_own_marker):
             raise self._claimed.overtaken()
         return Event.DONE
 
@@ -533,6 +537,10 @@ class _Save(Generic[ShardT]):
     def _is_of_this_try(self, marker: Marker) -> bool:
         return self._is_of_this_save(marker) and marker.try_number in (UNNUMBERED, self._ticket.try_number)
 
+    def _is_own_marker(self, marker: Marker) -> bool:
+        # That of a removal names the save as well.
+        return marker.state is MarkerState.WRITING and self._is_of_this_try(marker)
+
     def _is_overtaken(self, marker: Marker) -> bool:
         return self._is_of_this_save(marker) and marker.try_number > self._ticket.try_number
 
@@ -604,12 +612,19 @@ class _Save(Generic[ShardT]):
     def _vote(self) -> Event:
         if not self._leads:
             self._check_still_open()
+        # A vote counts as soon as the leader finds it: what may fail comes before.
+        suffix = "" if self._leads else _NO_VOTE
         with self._claimed.changing():
             for rank in self._shards:
-                self._indexes[rank] = replace(self._indexes[rank], try_number=self._ticket.try_number)
-                self._digests[rank] = write_index(self._storage, self._place, self._indexes[rank])
-            if not self._leads:  # the leader syncs the names once, with that of the manifest
-                self._storage.sync_dir(self._place)
+                index = replace(self._indexes[rank], try_number=self._ticket.try_number)
+                self._digests[rank] = write_index(self._storage, self._place, index, suffix=suffix)
+                self._indexes[rank] = index
+            if self._leads:  # it syncs the names once, with that of the manifest
+                return Event.DONE
+            self._storage.sync_dir(self._place)
+            for rank in self._shards:
+                name = index_name(self._place, rank)
+                self._storage.replace(name + suffix, name)
         return Event.DONE
 
     def _give_up(self) -> Event:

@@ -139,8 +139,8 @@ def clean_tier(storage: Storage, *, run_id: str) -> list[int]:
     """Delete what unfinished saves and removals of a run left in a local tier; returns the steps that went.
 
     As `clean_unfinished`, and what no marker names the run of, as in older versions.  On a full disk the
-    marker of what was hidden to be taken is empty.  So may be that of a save at a power cut, which nobody can
-    tell from it: a generation with a manifest, the last of its files, then stays.
+    marker of what was hidden to be taken is empty.  So may be that of a save at a power cut, and the two look
+    alike: a generation with a manifest, the last of its files, then stays.
     """
     show_untaken(storage)
     gone = clean_unfinished(storage, run_id=run_id)
@@ -167,10 +167,10 @@ def _saved_by(storage: Storage, attempt_id: str, *, before: int) -> dict[int, st
 
 
 def remove_left(storage: Storage, step: int, branches: Branches) -> None:
-    """Delete what stands at `step` if it is of a branch that the job has left.
+    """Delete the checkpoint of `step` if it is of a branch that the job has left.
 
     Raises:
-        CheckpointWriteFailed: somebody reads it.
+        CheckpointWriteFailed: another program reads it.
     """
     manifest = committed(storage, step) if branches.known else None
     if manifest is None or branches.is_live(step, manifest.save_id):

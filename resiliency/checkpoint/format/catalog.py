@@ -23,6 +23,7 @@ from resiliency.checkpoint.format.claim import (
     OLD_DATA,
     StepClaim,
     StepLook,
+    StepTaken,
     holds_claims_alone,
     is_claim,
     look_at,
@@ -444,7 +445,7 @@ def remove_checkpoint(
     recorded: Branches | None = None,
     clock: Clock | None = None,
 ) -> bool:
-    """Delete one checkpoint, unless somebody holds a lease on it or commits it meanwhile; True if it went.
+    """Delete one checkpoint, unless a reader has a lease or a save commits it meanwhile; True if it went.
 
     A reader takes its lease first and looks at the marker second; this puts the marker first and
     looks for leases second.  So at least one of the two sees the other.  What was committed between the look
@@ -487,6 +488,7 @@ def _remove_claimed(
                 claim.try_lift(lambda found: found == marker)
             claim.drop()
         raise
+    committed = claim.committed(folders)
     now = look_at(storage, step)
     is_new = now.commit != seen.commit
     if now.marker != marker and not is_new:
@@ -499,7 +501,11 @@ def _remove_claimed(
             claim.mark(seen.marker)
         claim.drop()
         return False
-    claim.clear(only=folders)
+    try:
+        claim.clear(only=folders, committed=committed)
+    except StepTaken:
+        claim.drop()
+        return False
     claim.drop()
     storage.sync_dir("")
     # Its folder is gone, so by name.  A save that was opened just now finds its marker gone, and fails.

@@ -5,21 +5,22 @@ A process may be late: its mount hung, the job was started again, and the step w
 lock keeps it away, for a lock ends where its host does.  So all that it can do when it wakes must be without
 effect:
 
-- What it writes lies in its folder.  Whoever claims the step after it removes the folders of all others.
+- What it writes lies in its folder.  A process that claims the step after it removes all other folders.
 - Names that several saves of a step share (the marker, the manifest, `.metadata`) are changed by renames
   alone, from or into that folder: these fail once it is gone.
 - Nothing of a directory is removed where it lies.  It is moved into the folder first, folders of others too.
 - A folder is made before the look at the step, and the marker comes after it.  So of two that claim a step at
-  once, one sees the other, and whoever has hidden a step looks again whether it was committed meanwhile.
+  once, one sees the other, and a process that has hidden a step looks again whether it was committed.  What
+  is committed after that look is seen by its folder once that was moved, and is put back.
 
-The manifest is moved away first, the files go after it: where a manifest stands, its files stand.
+The manifest is moved away first, and the files after it: beside a manifest are its files.
 """
 
 from __future__ import annotations
 
 import errno
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class StepTaken(CheckpointWriteFailed):
 
 @dataclass(frozen=True)
 class StepLook:
-    """What stands at a step.
+    """What is at a step.
 
     Args:
         manifest: its bytes; None: there is none.
@@ -141,6 +142,11 @@ class StepClaim:
         """What else is in the directory."""
         return [name for name in self._storage.list(self._directory) if name != self.folder]
 
+    def committed(self, folders: Iterable[str]) -> list[str]:
+        """Those whose saves have lifted their markers."""
+        saves = [name for name in folders if name.startswith(SAVE_PREFIX)]
+        return [name for name in saves if self._storage.exists(f"{self._directory}/{name}/{LIFTED}")]
+
     def mark(self, marker: Marker) -> None:
         """Put a marker in place of any that is there; durable when this returns, name included."""
         write_file(self._storage, f"{self.place}/{_PLACED}", encode_marker(marker))
@@ -159,26 +165,41 @@ class StepClaim:
         self._storage.sync_dir("")
         return True
 
-    def clear(self, *, own: bool = False, only: Collection[str] | None = None) -> None:
+    def clear(
+        self, *, own: bool = False, only: Collection[str] | None = None, committed: Collection[str] = ()
+    ) -> None:
         """Remove all else in the directory, the manifest first.
 
         Args:
             own: also what an earlier process has left in the folder.
             only: of folders of others these alone; one that has come since is of a save that overtook this.
+            committed: folders that may go although their saves were committed.
+        Raises:
+            StepTaken: another save was committed since; it stands as before.
         """
         for name in self._storage.list(self.place) if own else ():
             self._storage.remove_tree(f"{self.place}/{name}")
         names = self.others()
         self._clear(
-            [name for name in names if only is None or name in only or not name.startswith(_UNSHARED)]
+            [name for name in names if only is None or name in only or not name.startswith(_UNSHARED)],
+            committed,
         )
         # A late leader may have shown its manifest since; its folder is gone, so there is no other to show.
         if late := [name for name in self.others() if not name.startswith(_UNSHARED)]:
-            self._clear(late)
+            self._clear(late, committed)
 
-    def _clear(self, names: Sequence[str]) -> None:
+    def _clear(self, names: Sequence[str], committed: Collection[str]) -> None:
         ordered = sorted(names, key=lambda name: (name.startswith(_UNSHARED), name != MANIFEST))
-        for place in [self._take_in(name) for name in ordered]:
+        taken: dict[str, str] = {}
+        for name in ordered:
+            taken[name] = self._take_in(name)
+            is_save = name.startswith(SAVE_PREFIX) and name not in committed
+            if is_save and self._storage.exists(f"{taken[name]}/{LIFTED}"):
+                for moved, place in reversed(taken.items()):  # the manifest last
+                    if place != f"{self._directory}/{moved}" and self._storage.exists(place):
+                        self._move(place, f"{self._directory}/{moved}")
+                raise self.overtaken()
+        for place in taken.values():
             self._storage.remove_tree(place)
 
     def _take_in(self, name: str) -> str:

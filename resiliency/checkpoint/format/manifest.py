@@ -216,13 +216,16 @@ def index_name(directory: str, rank: int) -> str:
     return f"{directory}/rank={rank}.json"
 
 
-def write_index(storage: Storage, directory: str, index: RankIndex) -> str:
-    """Vote: everything of this rank is durable.  Returns the digest."""
+def write_index(storage: Storage, directory: str, index: RankIndex, *, suffix: str = "") -> str:
+    """Vote: everything of this rank is durable.  Returns the digest.
+
+    With `suffix`, a vote that does not count yet: a leader could read it before it is durable.
+    """
     lines = {name: line for name in _ROWS if (line := _line_of(getattr(index, name))) is not None}
     tables = {name: [len(getattr(index, name)), len(line.text), line.digest] for name, line in lines.items()}
     content, digest = _sealed(_json({**_head_of(index), "tables": tables}))
     tail = b"".join(line.text for line in lines.values())
-    write_file(storage, index_name(directory, index.rank), content + tail)
+    write_file(storage, index_name(directory, index.rank) + suffix, content + tail)
     return digest
 
 

@@ -50,7 +50,7 @@ class Marker:
     one, and in markers of older versions.
 
     Args:
-        run_id: whose save it is; empty: nobody's, in markers of older versions and of other programs.
+        run_id: of the save; empty: unknown, in markers of older versions and of other programs.
         until: when the save has ended in any case, in seconds since 1970.
     """
 

@@ -86,7 +86,7 @@ class Inventory:
         bad: locations that were found damaged or gone.
         branches: of the job, by the records of all tiers and the saves that are known so far.
         stored: steps of the live branch that had a directory and no marker on persistent storage, newest
-            first, whoever wrote them and whatever they are worth.
+            first, of any program and in any condition.
         name: of this very inventory, to tell whether all ranks mean the same.
     """
 

@@ -173,7 +173,8 @@ def commit_save(save: TorchSave, metadata: Metadata, results: Sequence[Sequence[
         show_files(storage, directory, claim.folder, [METADATA, MANIFEST])
     storage.sync_dir(directory)
     is_own = read_manifest(storage, directory).save_id == save.save_id
-    if not is_own or not claim.try_lift(lambda marker: marker.save_id == save.save_id):
+    own = (MarkerState.WRITING, save.save_id)
+    if not is_own or not claim.try_lift(lambda marker: (marker.state, marker.save_id) == own):
         raise claim.overtaken()
 
 

@@ -49,7 +49,7 @@ def go_on_from(attach: Attach, restored: Restored, *, newest_saved: int, partial
             run_id=restored.run_id or attach.run_id,
             attempt_id=attempt_on_branch(attach.attempt_id, branches.newest),
             restored_step=restored.step or attach.restored_step,
-            # A state with parts that were not saved is another one than stands at that step.
+            # A state with parts that were not saved differs from the checkpoint of that step.
             restored_save="" if partial else restored.save_id or attach.restored_save,
             branches=branches.known[-_SENT_BRANCHES:],
         ),

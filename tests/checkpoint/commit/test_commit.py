@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -438,6 +439,24 @@ def test_a_follower_that_cannot_write_fails_the_leader_at_once_and_both_say_why(
         find_newest(storage)
 
 
+def test_a_follower_votes_when_nothing_of_its_part_can_fail_any_more(pair: Pair) -> None:
+    """A vote whose sync hangs or fails does not count: what it names may be lost."""
+    votes = 0
+    for operation in itertools.count():
+        disk = MemoryStorage()
+        open_save(disk, 2, pair.save_id, 1)
+        mount = FaultyStorage(disk, StorageFault(operation=operation, kind=StorageFaultKind.ERROR))
+        shards, timeout = [small_shard(2, rank=1, world_size=2)], timedelta(seconds=0.05)
+        with pytest.raises(CheckpointError) as caught:
+            save(mount, LocalFormat(threads=1), shards, leads=False, timeout=timeout)
+        if isinstance(caught.value, CheckpointIncomplete):  # it waited for its leader
+            break
+        place = f"step=2/{save_folder(pair.save_id, 1)}"
+        assert "rank=1.json" not in disk.list(place), mount.operations[operation]
+        votes += "rank=1.json" in mount.operations[operation]
+    assert votes == 4  # create, write, sync, and the vote itself
+
+
 def test_a_leader_that_gives_up_releases_its_followers_with_the_reason(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     with ThreadPoolExecutor(2) as pool:
@@ -739,8 +758,9 @@ def test_a_refusal_that_comes_in_the_next_try_or_save_lands_nowhere(
     assert not leader.result(timeout=60).kept
 
 
+@pytest.mark.parametrize("operation", ["create {vote}.unsynced", "replace {vote}.unsynced {vote}"])
 def test_a_vote_that_comes_in_the_next_try_lands_nowhere_as_its_files_went_with_the_first(
-    pair: Pair,
+    pair: Pair, operation: str
 ) -> None:
     part = LocalFormat(threads=1), [small_shard(2, rank=1, world_size=2)]
     open_save(pair.storage, 2, "attempt-0", 1)
@@ -749,7 +769,7 @@ def test_a_vote_that_comes_in_the_next_try_lands_nowhere_as_its_files_went_with_
         save(seen, *part, leads=False, timeout=timedelta(seconds=0.2))
     open_save(pair.storage, 2, "attempt-0", 1)
     vote = f"step=2/{save_folder('attempt-0', 1)}/rank=1.json"
-    votes_at = seen.operations.index(f"create {vote}")
+    votes_at = seen.operations.index(operation.format(vote=vote))
     late = FaultyStorage(pair.storage, StorageFault(operation=votes_at, kind=StorageFaultKind.HANG))
     first = pair.pool.submit(save, late, *part, leads=False)
     assert late.hangs.wait(60)

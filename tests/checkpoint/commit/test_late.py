@@ -198,7 +198,12 @@ def test_a_cleaning_that_is_late_at_any_operation_removes_nothing_that_was_commi
 
 
 @pytest.mark.parametrize("first", ["a save", "a removal"])
-def test_of_two_that_open_a_step_at_once_the_late_one_touches_nothing_of_the_other(first: str) -> None:
+@pytest.mark.parametrize(
+    "order", [["first", "second"], ["second", "first"]], ids=["", "which has begun before"]
+)
+def test_of_two_that_open_a_step_at_once_the_late_one_touches_nothing_of_the_other(
+    first: str, order: list[str]
+) -> None:
     """The first has seen the folder of the second, and hangs until that one has committed."""
     with ThreadPoolExecutor(4) as pool:
         for pause, reached in itertools.product(CLEARING, OPENING):
@@ -206,22 +211,27 @@ def test_of_two_that_open_a_step_at_once_the_late_one_touches_nothing_of_the_oth
             leave_unfinished(disk, FORMATS[0])
             hung = LateStorage(disk, pause + 1)
             late, other = LateStorage(hung, pause), LateStorage(disk, reached)
-            if first == "a save":
-                run = partial(save, late, FORMATS[0], [small_shard(STEP, seed=1)], save_id="first")
-                part: Future[object] = pool.submit(run)
-            else:
-                part = pool.submit(clean_unfinished, late, run_id="run")
-            second = pool.submit(save, other, FORMATS[0], [small_shard(STEP, seed=2)], save_id="second")
-            part.add_done_callback(lambda _, late=late, hung=hung: (late.hangs.set(), hung.hangs.set()))
-            assert late.hangs.wait(60)
-            assert other.hangs.wait(60)
+            parts: dict[str, Future[object]] = {}
+            for who in order:
+                if who == "second":
+                    mount, part = other, partial(save, other, save_id="second")
+                    parts[who] = pool.submit(part, FORMATS[0], [small_shard(STEP, seed=2)])
+                elif first == "a save":
+                    mount, part = late, partial(save, late, save_id="first")
+                    parts[who] = pool.submit(part, FORMATS[0], [small_shard(STEP, seed=1)])
+                else:
+                    mount = late
+                    parts[who] = pool.submit(clean_unfinished, late, run_id="run")
+                hangs = [mount.hangs] if who == "second" else [late.hangs, hung.hangs]
+                parts[who].add_done_callback(lambda _, hangs=hangs: [each.set() for each in hangs])
+                assert mount.hangs.wait(60)
             late.answers.set()
             assert hung.hangs.wait(60)
             other.answers.set()
-            outcome = outcome_of(second)
+            outcome = outcome_of(parts["second"])
             hung.answers.set()
             with contextlib.suppress(CheckpointError):
-                part.result(timeout=60)
+                parts["first"].result(timeout=60)
             if isinstance(outcome, Committed) and not outcome.kept:
                 where = f"{pause}, {reached}: {hung.operations[pause + 1 : pause + 2]}"
                 assert inspect(disk, STEP).condition is Condition.COMPLETE, where
@@ -240,7 +250,8 @@ def test_a_save_whose_step_is_cleaned_while_it_is_in_flight_is_committed_or_says
             disk = MemoryStorage()
             late = LateStorage(disk, operation)
             start = Start(format, pool, "first", 1)
-            parts = [start.part(late if rank == 0 else disk, rank, 1.0) for rank in (0, 1)]
+            timeout_s = 0.3 if run_id == "run" else 20.0
+            parts = [start.part(late if rank == 0 else disk, rank, timeout_s) for rank in (0, 1)]
             hangs = pool.submit(late.hangs.wait, 60)
             wait([parts[0], hangs], return_when=FIRST_COMPLETED)
             if parts[0].done() and not late.hangs.is_set():
