@@ -226,7 +226,7 @@ def _hide(storage: Storage, claim: StepClaim, seen: StepLook, marker: Marker) ->
     claim.mark(marker)
     committed = claim.committed(claim.others()) if marker.state is MarkerState.CLEARING else []
     if look_at(storage, claim.step).commit != seen.commit:
-        claim.try_lift(lambda found: found == marker)
+        claim.take_back(marker)
         raise claim.overtaken()
     return committed
 

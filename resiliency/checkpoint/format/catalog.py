@@ -485,7 +485,7 @@ def _remove_claimed(
     except CheckpointError:
         with contextlib.suppress(CheckpointError):
             if seen.marker is None:  # it is whole
-                claim.try_lift(lambda found: found == marker)
+                claim.take_back(marker)
             claim.drop()
         raise
     committed = claim.committed(folders)
@@ -496,7 +496,7 @@ def _remove_claimed(
         return False  # a save has begun
     if is_new or step in leased_steps(storage, clock) or recorded not in (None, read_branches(storage)):
         if is_new or seen.marker is None:
-            claim.try_lift(lambda found: found == marker)
+            claim.take_back(marker)
         else:
             claim.mark(seen.marker)
         claim.drop()

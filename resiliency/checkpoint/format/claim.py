@@ -109,11 +109,9 @@ def holds_more_than_claims(storage: Storage, step: int) -> bool:
 
 
 def _are_claims(storage: Storage, directory: str, names: Sequence[str]) -> bool:
-    if not all(map(is_claim, names)):
-        return False
-    # That of a removal is there for as long as it takes to drop the folder.
-    saves = [name for name in names if name.startswith(SAVE_PREFIX)]
-    return not any(storage.exists(f"{directory}/{name}/{LIFTED}") for name in saves)
+    return all(map(is_claim, names)) and not any(
+        storage.exists(f"{directory}/{name}/{LIFTED}") for name in names
+    )
 
 
 class StepClaim:
@@ -154,13 +152,23 @@ class StepClaim:
         self._storage.sync_dir("")
 
     def try_lift(self, is_ours: Callable[[Marker], bool]) -> bool:
-        """Take the marker away if it is ours; durable when this returns.  False: it is not, or is gone."""
-        name, lifted = marker_name(self.step), f"{self.place}/{LIFTED}"
+        """Show the step: take the marker away if it is ours; durable when this returns.
+
+        False: it is not, or is gone.
+        """
+        return self._try_take(is_ours, LIFTED)
+
+    def take_back(self, marker: Marker) -> None:
+        """Take the marker away again, if it still stands, of a save or removal that has come to nothing."""
+        self._try_take(lambda found: found == marker, _PLACED)
+
+    def _try_take(self, is_ours: Callable[[Marker], bool], to: str) -> bool:
+        name, taken = marker_name(self.step), f"{self.place}/{to}"
         if not self._is(name, is_ours):
             return False
-        self._move(name, lifted)
-        if not self._is(lifted, is_ours):  # replaced since
-            self._move(lifted, name)
+        self._move(name, taken)
+        if not self._is(taken, is_ours):  # replaced since
+            self._move(taken, name)
             return False
         self._storage.sync_dir("")
         return True

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed
+from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, open_save
 from resiliency.checkpoint.format.catalog import (
     Condition,
     clean_unfinished,
@@ -25,9 +25,11 @@ from resiliency.checkpoint.format.catalog import (
     remove_checkpoint,
     verify,
 )
+from resiliency.checkpoint.format.claim import StepTaken, holds_claims_alone
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
-from resiliency.checkpoint.format.manifest import read_manifest
+from resiliency.checkpoint.format.manifest import MANIFEST, read_manifest
+from resiliency.checkpoint.format.marker import Marker, MarkerState, marker_name, put_marker
 from resiliency.checkpoint.state.layout import Shard
 from resiliency.checkpoint.storage.interface import Storage
 from resiliency.errors import CheckpointError
@@ -237,6 +239,27 @@ def test_of_two_that_open_a_step_at_once_the_late_one_touches_nothing_of_the_oth
                 assert inspect(disk, STEP).condition is Condition.COMPLETE, where
                 verify(disk, STEP)
                 assert_holds(disk, small_shard(STEP, seed=2))
+
+
+def test_a_save_that_a_removal_overtakes_leaves_no_sign_of_a_commit() -> None:
+    """Else later saves would take what it leaves for a checkpoint that lost its manifest."""
+
+    class Meanwhile(FaultyStorage):
+        def replace(self, source: str, target: str) -> None:
+            if target == marker_name(STEP) and self.inner.exists(f"step={STEP}/{MANIFEST}"):
+                self.inner.remove(f"step={STEP}/{MANIFEST}")  # by a removal that took the folders that it saw
+                self.inner.remove_tree(f"step={STEP}/{found.folder}")
+            super().replace(source, target)
+
+    disk = MemoryStorage()
+    save(disk, FORMATS[0], [small_shard(STEP)])
+    found = read_manifest(disk, f"step={STEP}")
+    put_marker(disk, STEP, Marker(state=MarkerState.FAILED))
+    with pytest.raises(StepTaken):
+        open_save(Meanwhile(disk), STEP, "second")
+    assert holds_claims_alone(disk, STEP)
+    assert not save(disk, FORMATS[0], [small_shard(STEP, seed=2)], save_id="third").kept
+    assert_holds(disk, small_shard(STEP, seed=2))
 
 
 @formats
