@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from resiliency.checkpoint.state.staging import staged_pieces, wait_for_stages
 from resiliency.checkpoint.threads import CallerThread, TaskThread, helper_thread
 from resiliency.errors import CheckpointError
 
@@ -84,6 +85,8 @@ def pieces(target: torch.Tensor, source: torch.Tensor) -> Iterable[Piece]:
         yield StridedPiece(target.detach(), source.detach())
     elif target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous():
         yield from memory_pieces(target.data_ptr(), source.data_ptr(), source.nbytes)
+    elif target.is_cuda and source.is_cpu and target.is_contiguous() and source.is_contiguous():
+        yield from staged_pieces(flat_bytes(target), source.data_ptr())
     elif target.dim() == 2:  # whole: torch copies a transposed matrix in tiles, but no part of one
         yield StridedPiece(as_integers(target), as_integers(source))
     else:
@@ -146,6 +149,7 @@ class CopyRun:
                     if self._before is not None:
                         self._before(index)
                     self._work[index].copy()
+                wait_for_stages()
         except Exception as error:  # reported to whoever waits
             self._error, self._stopped = error, True
         finally:

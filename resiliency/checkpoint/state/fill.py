@@ -17,6 +17,7 @@ from resiliency.checkpoint.state.aliases import dtype_name
 from resiliency.checkpoint.state.copying import Copier, Piece, memory_pieces, pieces
 from resiliency.checkpoint.state.layout import Shard, StateLayout, TensorEntry, TensorView, item_bytes
 from resiliency.checkpoint.state.skeleton import from_bytes
+from resiliency.checkpoint.state.staging import threads_to_device
 from resiliency.checkpoint.state.tensors import Placement
 from resiliency.checkpoint.state.values import (
     Allowed,
@@ -354,9 +355,12 @@ def _populate_beside(targets: Targets) -> Callable[[], None]:
 
 
 def _fill(targets: Targets, shard: Shard, threads: int, timeout: timedelta) -> None:
-    for device in {raw.device for job in targets.jobs for _, raw in job.targets if raw.is_cuda}:
-        # The copies run on its default stream; what initialized the targets may still run on another.
+    devices = {raw.device for job in targets.jobs for _, raw in job.targets if raw.is_cuda}
+    for device in devices:
+        # The copies run on streams of their own; what initialized the targets may still run on another.
         torch.cuda.synchronize(device)
+    if devices:
+        threads = max(threads, threads_to_device())
     with Copier(threads) as copier, torch.no_grad():
         buffer = _writable(shard.buffer)
         if shard.load is not None:

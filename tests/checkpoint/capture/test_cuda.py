@@ -32,6 +32,8 @@ from resiliency.checkpoint import (
 )
 from resiliency.checkpoint.capture.cuda import PACK_BYTES
 from resiliency.checkpoint.capture.limits import is_in_memory
+from resiliency.checkpoint.state import staging
+from resiliency.checkpoint.state.staging import STAGE_BYTES
 from resiliency.errors import ConfigError
 from resiliency.runtime import RunInfo
 from tests.checkpoint.capture_builders import SOON, bits
@@ -207,6 +209,35 @@ def test_a_restore_writes_the_tensors_in_place_after_what_initialized_them(make:
     assert {name: tensor.data_ptr() for name, tensor in target.items()} == before
     for name, tensor in saved.items():
         assert bits(target[name].cpu()) == bits(tensor.cpu())
+
+
+@pytest.mark.parametrize("has_pinned_memory", [True, False], ids=["", "without pinned memory"])
+def test_a_restore_through_pinned_buffers_brings_back_each_bit(
+    make: Make, monkeypatch: pytest.MonkeyPatch, has_pinned_memory: bool
+) -> None:
+    if not has_pinned_memory:
+        monkeypatch.setattr(staging, "_Stage", raise_out_of_memory)
+    arena, capturer = make()
+    sizes = (0, 1, STAGE_BYTES - 1, STAGE_BYTES, STAGE_BYTES + 1, 5 * STAGE_BYTES + 3, *[4099] * 200)
+    saved = {
+        f"w{number}": torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
+        for number, size in enumerate(sizes)
+    }
+    saved["nan"] = torch.full((3 * STAGE_BYTES // 4,), -1, dtype=torch.int32, device="cuda").view(
+        torch.float32
+    )
+    capture = capturer.begin(saved, 1)
+    assert capture is not None
+    assert capture.wait(SOON)
+    target = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    with open_captured(arena.directory, 0) as slot:
+        restore_into(target, slot.shard)
+    for name, tensor in saved.items():
+        assert bits(target[name].cpu()) == bits(tensor.cpu()), name
+
+
+def raise_out_of_memory(device: torch.device) -> None:
+    raise RuntimeError("CUDA error: out of memory")
 
 
 def test_the_agent_never_opens_the_gpu_and_the_checkpoint_comes_back(tmp_path: Path, memory: Path) -> None:
