@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import os
 import re
 import secrets
@@ -31,6 +32,21 @@ from resiliency.errors import ConfigError
 
 #: A scheme, also as `Path` spells it: with one slash.  A single letter may be a directory of its own.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def matching(directory: Path, pattern: str) -> list[Path]:
+    """Entries of a directory, unsorted; none if it does not exist.
+
+    Not `Path.glob`: from Python 3.12 on that takes a directory which cannot be read for an empty one.
+
+    Raises:
+        OSError: it cannot be read, as when this process has no descriptor left.
+    """
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [directory / name for name in fnmatch.filter(names, pattern)]
 
 
 def posix_path(path: str | os.PathLike[str], *, of: str = "checkpoints") -> Path:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+import resiliency
 from resiliency.errors import ConfigError
-from resiliency.files import posix_path, write_durably
+from resiliency.files import matching, posix_path, write_durably
 from resiliency.testing import warm
+from tests.checkpoint.storage_builders import no_descriptor_left
 
 #: Killed just before or just after one of its calls of a function in `os`.
 WRITES = """
@@ -83,3 +85,20 @@ def test_what_is_no_path_of_a_file_system_is_refused_by_name(path: Any, why: str
 @pytest.mark.parametrize("path", ["/ckpt", "runs/a:b", "c:/runs", "/ckpt/s3:/x", ".", "run~1", Path("x")])
 def test_any_other_path_is_taken_as_it_is(path: str | Path) -> None:
     assert posix_path(path) == Path(path)
+
+
+def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    for name in ("rank-0", "rank-1", "other"):
+        (tmp_path / name).touch()
+    assert sorted(matching(tmp_path, "rank-*")) == [tmp_path / "rank-0", tmp_path / "rank-1"]
+    assert matching(tmp_path / "none", "*") == matching(tmp_path / "other", "*") == []
+    with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
+        matching(tmp_path, "rank-*")
+
+
+def test_nothing_that_decides_over_checkpoints_uses_glob() -> None:
+    """From Python 3.12 on `Path.glob` finds nothing where it should say that it cannot look."""
+    package = Path(resiliency.__file__).parent
+    sources = sorted((package / "checkpoint").rglob("*.py"))
+    assert len(sources) > 100
+    assert [str(path) for path in sources if re.search(r"\.r?glob\(", path.read_text())] == []

@@ -153,7 +153,10 @@ class Agent:
         removable = self._all_ranks_left() or self._collector.captures_are_spent()
         self._job.close()
         if removable:
-            remove_when_dead(self._directory)
+            try:
+                remove_when_dead(self._directory)
+            except OSError as error:  # the next start of the job finds it
+                logger.warning("memory of %s is not given back: %s", self._directory, error)
         # Last: once the address is free, a successor may start.
         self._listener.close()
         self._news.close()

@@ -66,6 +66,7 @@ from resiliency.checkpoint.capture.slots import (
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.state.layout import Shard, StateLayout
 from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
+from resiliency.files import matching
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class RankArena:
         self._changed = threading.Condition()
 
     def _beyond(self, slots: int) -> list[Path]:
-        names = {path.name: path for path in self._where.glob("slot-*")}
+        names = {path.name: path for path in matching(self._where, "slot-*")}
         return [path for name, path in sorted(names.items()) if int(name.removeprefix("slot-")) >= slots]
 
     def _own(self) -> FileLock:
@@ -276,7 +277,7 @@ class RankArena:
         if path.exists():
             return
         used = {s.header.fingerprint for s in (*self.slots, *self._surplus) if s.header}
-        for old in self._where.glob("layout-*.json"):
+        for old in matching(self._where, "layout-*.json"):
             if old.stem.removeprefix("layout-") not in used:
                 old.unlink(missing_ok=True)
         temporary = path.with_suffix(".tmp")
@@ -449,7 +450,7 @@ def _is_whole(header: SlotHeader, size: int) -> bool:
 def peek(directory: Path, rank: int) -> list[tuple[Path, SlotHeader]]:
     """Whole captures of `rank`, newest first, without borrowing them: they may be gone a moment later."""
     found = []
-    for path in rank_directory(directory, rank).glob("slot-*"):
+    for path in matching(rank_directory(directory, rank), "slot-*"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             header = SlotHeader.unpack(file.read(PAGE_BYTES))
             if header is not None and _is_whole(header, path.stat().st_size):
@@ -459,7 +460,7 @@ def peek(directory: Path, rank: int) -> list[tuple[Path, SlotHeader]]:
 
 def ranks_in(directory: Path) -> list[int]:
     """Ranks that have slots in `directory`."""
-    return sorted(int(path.name.removeprefix("rank-")) for path in directory.glob("rank-*"))
+    return sorted(int(path.name.removeprefix("rank-")) for path in matching(directory, "rank-*"))
 
 
 def free_others(directory: Path, present: Collection[int], *, step: int) -> None:

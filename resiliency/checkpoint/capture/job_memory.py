@@ -23,6 +23,7 @@ from pathlib import Path
 from resiliency.checkpoint.capture.limits import is_leaving
 from resiliency.checkpoint.locks import FileLock
 from resiliency.errors import ConfigError
+from resiliency.files import matching
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def withdraw_room(where: Path) -> None:
 
 def awaited_room(where: Path) -> int:
     """Bytes that living ranks beside the one in `where` have announced and not allocated yet."""
-    return sum(_awaited(other) for other in where.parent.glob("rank-*") if other != where)
+    return sum(_awaited(other) for other in matching(where.parent, "rank-*") if other != where)
 
 
 def _awaited(where: Path) -> int:
@@ -160,10 +161,10 @@ def remove_if_dead(directory: Path, *, only_empty: bool = False) -> bool:
     try:
         if not lock.try_lock(exclusive=True) or not lock.is_current():
             return False
-        ranks = list(directory.glob("rank-*"))
+        ranks = matching(directory, "rank-*")
         if only_empty and ranks:
             return False
-        for where in (*ranks, *directory.glob(f"{_ASIDE}*")):
+        for where in (*ranks, *matching(directory, f"{_ASIDE}*")):
             remove_rank(where)
         lock.path.unlink()
         with contextlib.suppress(OSError):  # a file that is not ours
@@ -184,9 +185,9 @@ def remove_when_dead(directory: Path) -> bool:
 
 
 def _owners_leave(directory: Path) -> bool:
-    for path in directory.glob(f"rank-*/{OWNER_LOCK}"):
-        with contextlib.suppress(FileNotFoundError):
-            owner = owner_in(path.read_bytes())
+    for where in matching(directory, "rank-*"):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            owner = owner_in((where / OWNER_LOCK).read_bytes())
             if owner is None or not is_leaving(owner):
                 return False
     return True
@@ -203,7 +204,7 @@ def clean_up(
     Returns the directories that were removed.
     """
     removed = []
-    for directory in sorted(root.glob(f"{PREFIX}*-{os.getuid()}")):
+    for directory in sorted(matching(root, f"{PREFIX}*-{os.getuid()}")):
         if directory != keep and idle_s(directory) >= idle.total_seconds() and remove_if_dead(directory):
             removed.append(directory)
             logger.warning(
@@ -226,5 +227,6 @@ def idle_s(directory: Path) -> float:
 def walk(directory: Path) -> Iterator[Path]:
     """A job's directory, and all that is in it."""
     yield directory
-    yield from directory.glob("*")
-    yield from directory.glob("rank-*/*")
+    yield from matching(directory, "*")
+    for where in matching(directory, "rank-*"):
+        yield from matching(where, "*")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT, PREFIX, idle_s, remove_if_dead, walk
 from resiliency.checkpoint.locks import FileLock
+from resiliency.files import matching
 
 _NAME = re.compile(rf"{re.escape(PREFIX)}.+-(\d+)")
 
@@ -56,7 +57,7 @@ def free_leftovers(
         dry_run: only say what would be done.
     """
     found = []
-    for directory in sorted(root.glob(f"{PREFIX}*")):
+    for directory in sorted(matching(root, f"{PREFIX}*")):
         uid = _owner(directory)
         if uid is None or not (all_users or uid == os.geteuid()):
             continue

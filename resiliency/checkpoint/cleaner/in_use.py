@@ -24,6 +24,7 @@ from resiliency.checkpoint.format.marker import MarkerState, marker_name, step_d
 from resiliency.checkpoint.format.nemo import WEIGHTS
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.storage.posix import LocalStorage
+from resiliency.files import matching
 from resiliency.runtime import Clock
 
 CHECKPOINTS = "checkpoint"
@@ -129,7 +130,7 @@ def _lives_here(job: str) -> bool:
     A container with a /dev/shm of its own sees none: this proves life, and never death.
     """
     stem = job_directory(f"{job}-{'0' * 8}").name.partition(f"_{'0' * 8}_")[0]
-    for directory in DEFAULT_ROOT.glob(f"{stem}_*"):
+    for directory in matching(DEFAULT_ROOT, f"{stem}_*"):
         try:
             lock = FileLock(directory / "job.lock")
         except FileNotFoundError:

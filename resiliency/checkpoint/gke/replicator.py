@@ -57,7 +57,7 @@ from resiliency.errors import (
     PeerError,
     ResiliencyError,
 )
-from resiliency.files import write_durably
+from resiliency.files import matching, write_durably
 from resiliency.runtime import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Replicator:
         link: list[Path] = []
 
         def arrived() -> bool:
-            link[:] = self._root.glob(f"{self._link_name('*')}")
+            link[:] = matching(self._root, self._link_name("*"))
             return bool(link)
 
         if not self._wait(arrived, f"to restore, or to say that it has nothing, in {self._root}", timeout):
@@ -357,7 +357,7 @@ class Replicator:
         for name in (ERRORS, FAILED):
             if text := self._take(name):
                 logger.warning("the replicator reported to an earlier start: %s", text)
-        for path in (self._root / PRERESTORE, *self._root.glob(f"*{RESTORE_SUFFIX}")):
+        for path in (self._root / PRERESTORE, *matching(self._root, f"*{RESTORE_SUFFIX}")):
             path.unlink(missing_ok=True)
 
     def _take(self, name: str) -> str | None:
@@ -404,7 +404,7 @@ class Replicator:
 
     def _forget_links(self, below: int) -> None:
         """Links to restored checkpoints that the replicator has dropped, for it has newer ones."""
-        for path in self._root.glob("step=*"):
+        for path in matching(self._root, "step=*"):
             step = parse_step(path.name)
             if step is not None and step < below and path.is_symlink() and not path.exists():
                 path.unlink(missing_ok=True)
