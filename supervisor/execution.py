@@ -57,7 +57,7 @@ class _Stage(Enum):
 
 
 class _Job:
-    __slots__ = ("command", "deadline", "maybe_done", "stage", "text", "tries", "until")
+    __slots__ = ("command", "deadline", "maybe_done", "spare", "stage", "text", "tries", "until")
 
     def __init__(self, command: Command, now: float) -> None:
         self.command = command
@@ -68,6 +68,7 @@ class _Job:
         # A try without an answer may have had its effect: the command is finished then, not withdrawn.
         self.maybe_done = False
         self.text = ""
+        self.spare = ""
 
 
 #: Outcomes that are remembered for commands that are sent again.
@@ -136,9 +137,11 @@ class Executor:
             return []
         if answer.status is OutcomeStatus.DONE:
             # Also of an earlier try: the effect is there.
+            job.spare = answer.spare
             return [self._end(job, OutcomeStatus.DONE, answer.text), *self._go_on(now)]
         if job.stage is not _Stage.PERFORMING or number != job.tries:
             return []
+        job.spare = answer.spare
         if answer.status is OutcomeStatus.FENCED or not answer.passing:
             return [self._end(job, answer.status, answer.text, answer.epoch), *self._go_on(now)]
         job.text = answer.text
@@ -199,7 +202,9 @@ class Executor:
         command = job.command
         del self._jobs[command.id]
         epoch = max(seen, command.epoch)
-        outcome = Outcome(command=command.id, epoch=epoch, status=status, text=text, tries=job.tries)
+        outcome = Outcome(
+            command=command.id, epoch=epoch, status=status, text=text, tries=job.tries, spare=job.spare
+        )
         self._outcomes[command.id] = outcome
         if len(self._outcomes) > _REMEMBERED:
             del self._outcomes[next(iter(self._outcomes))]

@@ -29,12 +29,14 @@ class Answer:
         status: DONE, FENCED, or FAILED.
         passing: of a failure: worth another try (a conflict, an overload, a connection that broke).
         epoch: of FENCED: the higher one that was seen.
+        spare: see `Outcome`.
     """
 
     status: OutcomeStatus
     text: str = ""
     passing: bool = False
     epoch: int = 0
+    spare: str = ""
 
 
 class Orchestrator(Protocol):

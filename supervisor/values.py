@@ -714,6 +714,8 @@ class Outcome(Value):
 
     Attributes:
         epoch: of the command; of a FENCED one, the higher epoch that was seen.
+        spare: of a hot swap that was done, the host that took the place, which a scheduler may have chosen;
+            of one that failed, the spare whose fault that is.  Empty where that is not known.
     """
 
     command: str
@@ -721,9 +723,11 @@ class Outcome(Value):
     status: OutcomeStatus
     text: str = ""
     tries: int = 1
+    spare: str = ""
 
     def __post_init__(self) -> None:
         check_names(self, "command")
+        check_names(self, "spare", required=False)
         check_text(self, "text")
         check_counts(self, "epoch", least=1)
         check_counts(self, "tries")

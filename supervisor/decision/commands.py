@@ -64,15 +64,15 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
     command, status = flight.command, outcome.status
     turn.notes.append(f"{command.kind.value} {command.id} {status.value}: {outcome.text}")
     if status is OutcomeStatus.DONE:
-        take_effect(turn, command)
+        take_effect(turn, command, outcome.spare)
     elif status is OutcomeStatus.WITHDRAWN and command.kind.restarts:
         pay_back(turn, command)
     elif command.kind is CommandKind.CORDON_HOST and status is OutcomeStatus.WITHDRAWN:
         turn.put("cordons", command.host, None)
         forgive(turn, command.host)
-    elif command.kind is CommandKind.HOT_SWAP and status is not OutcomeStatus.WITHDRAWN:
+    elif command.kind is CommandKind.HOT_SWAP and status is not OutcomeStatus.WITHDRAWN and outcome.spare:
         # Another spare next time.
-        condemn(turn, f"host:{command.spare}", "swap failed", (command.id,), turn.limits.suspicion_s)
+        condemn(turn, f"host:{outcome.spare}", "swap failed", (command.id,), turn.limits.suspicion_s)
     if command.kind is CommandKind.DRAIN_HOST and command.workload and status is OutcomeStatus.DONE:
         open_incident(turn, drained(command), subject=command.workload)
     incident = turn.state.incidents.get(command.workload)
@@ -106,7 +106,12 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
         )
     else:
         incident = replace(
-            incident, command="", reports=incident.past + incident.reports, past=(), decide_at=turn.now
+            incident,
+            command="",
+            reports=incident.past + incident.reports,
+            past=(),
+            decide_at=turn.now,
+            swap_failed=incident.swap_failed or (command.kind is CommandKind.HOT_SWAP and not outcome.spare),
         )
     turn.put("incidents", command.workload, incident)
 
@@ -138,8 +143,12 @@ def is_still_lost(turn: Turn, event: Event, workload: str) -> bool:
     )
 
 
-def take_effect(turn: Turn, command: Command) -> None:
-    """What is known of hosts and jobs follows what was done; their daemons say the rest later."""
+def take_effect(turn: Turn, command: Command, took: str = "") -> None:
+    """What is known of hosts and jobs follows what was done; their daemons say the rest later.
+
+    Args:
+        took: the host that took the place of another in a hot swap.
+    """
     host, job = turn.state.hosts.get(command.host), turn.state.workloads.get(command.workload)
     if host is not None and command.kind in (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST):
         turn.put("hosts", host.id, replace(host, cordoned=True))
@@ -148,8 +157,8 @@ def take_effect(turn: Turn, command: Command) -> None:
         forgive(turn, host.id)
     elif host is not None and command.kind in (CommandKind.HOT_SWAP, CommandKind.SCALE_DOWN):
         turn.put("hosts", host.id, replace(host, workload=""))
-    if command.kind is CommandKind.HOT_SWAP and command.spare in turn.state.hosts:
-        spare = turn.state.hosts[command.spare]
+    if command.kind is CommandKind.HOT_SWAP and took in turn.state.hosts:
+        spare = turn.state.hosts[took]
         turn.put("hosts", spare.id, replace(spare, workload=command.workload))
     if job is not None and command.replicas is not None:
         turn.put("workloads", job.workload, replace(job, replicas=command.replicas))

@@ -116,6 +116,9 @@ class BaseController:
             return False
         if self._is_replaced(report):
             return self._expect_replacement(report)
+        if report.incident.swap_failed:
+            note_refusal(self._turn, report, "hot swap: one failed before, through no fault of its spare")
+            return False
         view = self._turn.view
         spares = {host.id: host for host in view.spares()}
         others = [Place(id=host.id, domains=host.domains) for host in self._others_of_job(report)]
@@ -418,6 +421,9 @@ class BaseController:
         if report.event.type is EventType.HANG:
             send_command(turn, CommandKind.DUMP_STACKS, workload=job.workload, incident=incident.id)
         charge(turn, job.workload, kind)
+        deadline_s = job.termination_threshold_s or turn.limits.container_termination_threshold_s
+        if kind is CommandKind.HOT_SWAP:
+            deadline_s = min(deadline_s, turn.limits.hot_swap_threshold_s)
         command = send_command(
             turn,
             kind,
@@ -427,7 +433,7 @@ class BaseController:
             replicas=replicas,
             incident=incident.id,
             evidence=incident.evidence,
-            deadline_s=job.termination_threshold_s or turn.limits.container_termination_threshold_s,
+            deadline_s=deadline_s,
         )
         # An action for one host leaves the reports of others; one for the job is for all of them.
         alone = kind in (CommandKind.HOT_SWAP, CommandKind.SCALE_DOWN)

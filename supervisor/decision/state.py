@@ -71,6 +71,7 @@ class Incident:
         handled: hosts that an action was for.
         attempt: that the last action ended, if it was done; -1 without one.
         stuck: how often the time after an action ended without a step.
+        swap_failed: a hot swap came to nothing, and the fault was no spare's: another would fare as it did.
         note: why nothing was done at the last look.
     """
 
@@ -87,6 +88,7 @@ class Incident:
     attempt: int = -1
     actions: int = 0
     stuck: int = 0
+    swap_failed: bool = False
     note: str = ""
 
     def is_echo(self, event: Event, now: float, within_s: float) -> bool:

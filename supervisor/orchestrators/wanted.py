@@ -170,6 +170,10 @@ class _Refusal(Exception):
     """The command cannot be done; its text says why."""
 
 
+class _NoSpare(_Refusal):
+    """The spare of a swap is none."""
+
+
 class WantedOrchestrator:
     """See the module.
 
@@ -267,11 +271,13 @@ class WantedOrchestrator:
                     id=f"{self._machines.name}:{command.id}", witness="orchestrator", text=word
                 )
                 self._tell(command.host, Change.GONE, evidence)
-            answer(Answer(status=OutcomeStatus.DONE, text=text))
+            answer(Answer(status=OutcomeStatus.DONE, text=text, spare=command.spare))
         except _Refusal as error:
-            answer(Answer(status=OutcomeStatus.FAILED, text=str(error)))
+            spare = command.spare if isinstance(error, _NoSpare) else ""
+            answer(Answer(status=OutcomeStatus.FAILED, text=str(error), spare=spare))
         except OSError as error:
-            answer(Answer(status=OutcomeStatus.FAILED, text=str(error), passing=True))
+            # Of a swap, the spare is the one host that was to start something.
+            answer(Answer(status=OutcomeStatus.FAILED, text=str(error), passing=True, spare=command.spare))
 
     # ------------------------------------------------------------------------------------- what is wanted
 
@@ -334,7 +340,7 @@ class WantedOrchestrator:
             # The host of before and the spare are one name: it has another machine by now.
             return state.with_seats(job, job.hosts, keep=set(job.hosts) - {host})
         if spare not in self._free(state, seen):
-            raise _Refusal(f"{spare} is no spare: it is busy, cordoned or gone")
+            raise _NoSpare(f"{spare} is no spare: it is busy, cordoned or gone")
         hosts = [spare if one == host else one for one in job.hosts]
         # One whose ranks stopped in order with those of a host that was drained has ended as they did.
         survivors = set(job.hosts) - {host} - self._ended(state, job, seen)

@@ -29,6 +29,7 @@ class Thresholds:
     advancing_s: float = 4.0  # a job that finished a step within that time is not restarted
     workload_downtime_threshold_s: float = 600.0  # no step that long after an action: the next rung
     container_termination_threshold_s: float = 600.0  # an action must have ended by then
+    hot_swap_threshold_s: float = 120.0  # a hot swap must have ended by then, else the next rung
     # How often.
     steps_per_restart: int = 100  # finished steps that give one restart of a budget back
     actions_at_once: int = 5  # capacity of a job's token bucket

@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source 46b7da6aae76a72090b211ecf88d0942168e3aace8322a9e504531d397a8c4ab
-# body c2a7309c67f7bc60dbc68ddf4cf28b6f73348a6df6f5bb5174bcddfc75365cef
+# source c1cc534957b8c7258ef100cd7a7a9fc8aca51a0a076afd90096c2f6f8355637d
+# body a5e333139de7b10b8e1d7b6b329576f96b9a1cdfd98171745399d20bc0bd8412
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -193,18 +193,20 @@ class Command(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., workload: _Optional[str] = ..., host: _Optional[str] = ..., spare: _Optional[str] = ..., replicas: _Optional[int] = ..., incident: _Optional[str] = ..., evidence: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("command", "epoch", "status", "text", "tries")
+    __slots__ = ("command", "epoch", "status", "text", "tries", "spare")
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TRIES_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
     command: str
     epoch: int
     status: str
     text: str
     tries: int
-    def __init__(self, command: _Optional[str] = ..., epoch: _Optional[int] = ..., status: _Optional[str] = ..., text: _Optional[str] = ..., tries: _Optional[int] = ...) -> None: ...
+    spare: str
+    def __init__(self, command: _Optional[str] = ..., epoch: _Optional[int] = ..., status: _Optional[str] = ..., text: _Optional[str] = ..., tries: _Optional[int] = ..., spare: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("workload", "step", "age_s", "attempt")

@@ -233,7 +233,9 @@ class SimOrchestrator:
         self.flaky = 0.0
         self._witness = witness
         self._highest_epoch = 0
-        self._done: set[str] = set()
+        #: Commands that were carried out, and the host that took a place.
+        self._done: dict[str, str] = {}
+        self._took = ""
 
     def perform(self, command: Command, answer: Callable[[Answer], None]) -> None:
         loop = self.fleet.loop
@@ -274,10 +276,11 @@ class SimOrchestrator:
         self._highest_epoch = max(self._highest_epoch, command.epoch)
         if self.is_repeated(command):
             return self._answer_of(command, "was done before")
+        self._took = ""
         refusal = self._effect(command)
         if refusal:
             return Answer(status=OutcomeStatus.FAILED, text=refusal)
-        self._done.add(command.id)
+        self._done[command.id] = self._took
         self._witness(command)
         return self._answer_of(command)
 
@@ -285,7 +288,8 @@ class SimOrchestrator:
         """Launchers that restart their ranks in place answer when all hosts of the job have met again."""
         job = self.fleet.jobs.get(command.workload)
         if command.kind is not CommandKind.IN_JOB_RESET or job is None:
-            return Answer(status=OutcomeStatus.DONE, text=text)
+            spare = self._done.get(command.id, "")
+            return Answer(status=OutcomeStatus.DONE, text=text, spare=spare)
         if not self.fleet.is_whole(job) or all(self.fleet.hosts[name].deaf for name in job.hosts):
             return Answer(status=OutcomeStatus.FAILED, text="no launcher answered", passing=True)
         return Answer(status=OutcomeStatus.DONE, text=text)
@@ -300,10 +304,17 @@ class SimOrchestrator:
         if job is None or kind is CommandKind.DUMP_STACKS:
             return "" if job else "no such job"
         if kind is CommandKind.HOT_SWAP:
-            spare = fleet.hosts[command.spare]
-            if not spare.alive or spare.info.workload or command.host not in job.hosts:
-                return "the spare is not free, or the host is not of the job"
-            job.hosts[job.hosts.index(command.host)] = command.spare
+            # A scheduler takes any node that fits: the spare of the command is the controller's guess.
+            free = [
+                one
+                for one in fleet.hosts.values()
+                if one.alive and not one.info.workload and not one.info.cordoned
+            ]
+            if not free or command.host not in job.hosts:
+                return "no spare is free, or the host is not of the job"
+            spare = fleet.loop.random.choice(free)
+            self._took = spare.info.id
+            job.hosts[job.hosts.index(command.host)] = self._took
             fleet.assign(fleet.hosts[command.host], "")
             fleet.assign(spare, command.workload)
         elif kind is CommandKind.SCALE_DOWN:

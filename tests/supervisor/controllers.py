@@ -81,7 +81,8 @@ class Controller:
     def end(self, status: OutcomeStatus = OutcomeStatus.DONE) -> list[CommandKind]:
         kinds = []
         for flight in list(self.state.commands.values()):
-            outcome = Outcome(command=flight.command.id, epoch=7, status=status)
+            took = flight.command.spare if status is OutcomeStatus.DONE else ""
+            outcome = Outcome(command=flight.command.id, epoch=7, status=status, spare=took)
             kinds += [command.kind for command in self.give(outcome)]
         return kinds
 

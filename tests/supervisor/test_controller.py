@@ -430,12 +430,54 @@ def test_a_withdrawn_command_gives_the_budget_back_and_waits_for_a_step() -> Non
     assert fleet.sent[-1].evidence == ("s:1/0", "i1/stuck1")
 
 
-def test_a_swap_that_failed_takes_another_spare() -> None:
+def test_a_swap_that_failed_by_its_spare_takes_another_spare() -> None:
     fleet = Controller(spares=2)
     fleet.happens(EventType.HOST_HB)
-    fleet.end(OutcomeStatus.FAILED)
+    (swap,) = fleet.sent
+    fleet.give(Outcome(command=swap.id, epoch=7, status=OutcomeStatus.FAILED, spare=swap.spare))
     fleet.wait(LIMITS.backoff_s)
     assert [command.spare for command in fleet.sent] == ["s0", "s1"]
+    assert "host:s0" in fleet.state.verdicts
+
+
+@pytest.mark.parametrize("status", [OutcomeStatus.TIMED_OUT, OutcomeStatus.FAILED])
+def test_a_swap_that_failed_by_no_spare_condemns_none_and_gives_way_to_the_next_rung(
+    status: OutcomeStatus,
+) -> None:
+    fleet = Controller(spares=3)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end(status)
+    fleet.wait(LIMITS.backoff_s)
+    assert [command.kind for command in fleet.sent] == [SWAP, RESET]
+    assert fleet.state.verdicts == {}
+    # Another incident may swap again.
+    fleet.end()
+    fleet.now += 10.0
+    fleet.advance(501, attempt=1)
+    fleet.now += LIMITS.action_period_s
+    assert fleet.happens(EventType.HOST_HB, "h0") == [SWAP]
+
+
+def test_the_host_that_took_the_place_is_booked_and_not_the_spare_that_was_named() -> None:
+    fleet = Controller(spares=2)
+    fleet.happens(EventType.HOST_HB)
+    (swap,) = fleet.sent
+    assert swap.spare == "s0"
+    fleet.give(Outcome(command=swap.id, epoch=7, status=OutcomeStatus.DONE, spare="s1"))
+    assert [fleet.state.hosts[name].workload for name in ("h1", "s0", "s1")] == ["", "", "train"]
+    # The spare that is left is known as one at the next loss.
+    fleet.now += 10.0
+    fleet.advance(501, attempt=1)
+    fleet.now += LIMITS.action_period_s
+    assert fleet.happens(EventType.HOST_HB, "h0") == [SWAP]
+    assert fleet.sent[-1].spare == "s0"
+
+
+def test_where_nobody_says_who_took_the_place_no_spare_is_booked() -> None:
+    fleet = Controller(spares=2)
+    fleet.happens(EventType.HOST_HB)
+    fleet.give(Outcome(command=fleet.sent[0].id, epoch=7, status=OutcomeStatus.DONE))
+    assert [fleet.state.hosts[name].workload for name in ("h1", "s0", "s1")] == ["", "", ""]
 
 
 def test_a_report_of_ranks_that_were_replaced_since_is_dropped() -> None:

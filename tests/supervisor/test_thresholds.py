@@ -122,6 +122,16 @@ def test_a_jobs_own_threshold_goes_first(own: str, story: Story, value: float) -
     assert a_story(story, job={own: value}) == value
 
 
+@pytest.mark.parametrize(("own", "wanted"), [(0.0, 90.0), (30.0, 30.0)])
+def test_a_hot_swap_has_a_deadline_of_its_own(own: float, wanted: float) -> None:
+    def story(fleet: Controller) -> float:
+        fleet.happens(EventType.HOST_HB)
+        (swap,) = fleet.sent
+        return swap.deadline_s
+
+    assert a_story(story, job={"termination_threshold_s": own}, hot_swap_threshold_s=90.0) == wanted
+
+
 @pytest.mark.parametrize(("at_once", "period_s"), [(2, 200.0), (2, 400.0), (3, 200.0)])
 def test_actions_follow_each_other_up_to_the_capacity_and_then_one_each_period(
     at_once: int, period_s: float

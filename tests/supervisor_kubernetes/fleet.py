@@ -65,6 +65,7 @@ def jobset(
         "parallelism": per_job,
         "completions": per_job,
         "backoffLimitPerIndex": 3,
+        "podReplacementPolicy": "Failed",
         "template": pod,
         **job_spec,
     }
@@ -179,7 +180,11 @@ async def cluster_of(*nodes: str) -> AsyncIterator[Cluster]:
 
 
 async def submit(cluster: Cluster, thing: dict[str, Any]) -> None:
-    """Create a JobSet as a person does, and wait until all its pods run."""
+    """Create a JobSet as a person does, and wait until all its pods run.
+
+    Its first pods go to nodes by their names, so that a test can say which hosts are spares.
+    """
+    pick, cluster.pick = cluster.pick, min
     cluster.store.create("jobsets", thing, JOBS)
     name = thing["metadata"]["name"]
     wanted = sum(
@@ -187,6 +192,7 @@ async def submit(cluster: Cluster, thing: dict[str, Any]) -> None:
         for one in thing["spec"]["replicatedJobs"]
     )
     await cluster.until(lambda: len(cluster.running(name)) == wanted, f"{name} does not run")
+    cluster.pick = pick
 
 
 def host(cluster: Cluster, node: str) -> str:

@@ -41,8 +41,53 @@ def test_a_hot_swap_replaces_the_pod_of_a_lost_host_and_keeps_the_others() -> No
             assert cluster.store.get("nodes", "n2")["spec"]["unschedulable"]
             before = cluster.store.get("jobsets", "a", JOBS)["metadata"]["resourceVersion"]
             again = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
-            assert (again.status, again.text) == (DONE, "2 pods run")
+            assert (again.status, again.text, again.spare) == (DONE, "moved to n3; 2 pods run", spare)
             assert cluster.store.get("jobsets", "a", JOBS)["metadata"]["resourceVersion"] == before
+
+    run(work())
+
+
+def test_a_swap_says_where_the_scheduler_put_the_pod_and_not_where_the_controller_expected_it() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3", "n4") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            cluster.lose_node("n2")
+            cluster.pick = max
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert (done.text, done.spare) == ("moved to n4; 2 pods run", host(cluster, "n4"))
+
+    run(work())
+
+
+def test_a_pod_of_a_lost_host_is_no_failure_where_the_job_ignores_disruptions() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            ignores = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}]
+            policy = {"backoffLimitPerIndex": None, "backoffLimit": 0, "podFailurePolicy": {"rules": ignores}}
+            await submit(cluster, jobset(hosts=2, **policy))
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert (done.text, done.spare) == ("moved to n3; 2 pods run", host(cluster, "n3"))
+            (job,) = cluster.store.all("jobs")
+            assert job["status"]["failed"] == 0
+
+    run(work())
+
+
+def test_a_swap_whose_last_mark_met_a_conflict_says_at_its_next_try_where_the_pod_is() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            cluster.lose_node("n2")
+            spare = host(cluster, "n3")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": spare}
+            cluster.api.faults.place(Fault(verb="patch", resource="jobsets", call=2, status=409))
+            assert (await adapter.do_once("c1", CommandKind.HOT_SWAP, **swap)).passing
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n1", "0-1": "n3"}, "not moved")
+            done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert (done.text, done.spare) == ("moved to n3; 2 pods run", spare)
 
     run(work())
 
@@ -55,7 +100,7 @@ def test_where_a_job_cannot_replace_one_pod_a_hot_swap_restarts_the_jobset() -> 
             swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
             done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
             assert done.text == "the whole job, because its Jobs replace no single pod: restart 1; 2 pods run"
-            assert cluster.running("a") == {"0-0": "n1", "0-1": "n3"}
+            assert sorted(cluster.running("a").values()) == ["n1", "n3"]
 
     run(work())
 
@@ -108,7 +153,7 @@ def test_a_job_shrinks_without_a_host_and_grows_again_with_all_that_names_its_si
             assert words(cluster)[-4:] == ["--nnodes=1", "--num-dp-replicas", "1", "train.py"]
             up = await adapter.do("c2", CommandKind.SCALE_UP, workload="a", replicas=2)
             assert up.status is DONE
-            assert cluster.running("a") == {"0-0": "n1", "0-1": "n3"}
+            assert sorted(cluster.running("a").values()) == ["n1", "n3"]
             (replicated,) = cluster.store.get("jobsets", "a", JOBS)["spec"]["replicatedJobs"]
             spec = replicated["template"]["spec"]
             assert (replicated["replicas"], spec["parallelism"], spec["completions"]) == (1, 2, 2)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -166,21 +167,130 @@ def test_a_jobset_runs_restarts_by_its_policy_and_takes_its_pods_along_when_it_i
     run(work())
 
 
-def test_a_pod_on_a_dead_node_terminates_until_it_is_deleted_without_grace() -> None:
+FAILURE_POLICY: dict[str, Any] = {
+    "backoffLimitPerIndex": None,
+    "backoffLimit": 0,
+    "podFailurePolicy": {
+        "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+    },
+    "podReplacementPolicy": None,
+}
+DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
+
+
+@pytest.mark.parametrize("job", [{}, FAILURE_POLICY], ids=["policy Failed", "podFailurePolicy"])
+def test_a_pod_on_a_silent_node_is_kept_by_its_job_until_its_phase_says_that_it_failed(
+    job: dict[str, Any],
+) -> None:
     async def work() -> None:
-        async with served("n1") as (cluster, api):
-            await submit(cluster, jobset("a", hosts=1))
+        spec = {name: value for name, value in job.items() if value is not None}
+        async with served("n1", "n2") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1, **spec))
             cluster.lose_node("n1")
             (pod,) = cluster.pods("a")
             await api.delete(PODS, pod)
-            await cluster.until(lambda: len(cluster.pods("a")) == 2, "no replacement is made")
-            (left,) = [one for one in cluster.pods("a") if one["metadata"]["uid"] == pod["metadata"]["uid"]]
-            assert left["metadata"]["deletionGracePeriodSeconds"] == 1
-            await api.delete(PODS, left, grace_s=0)
+            await api.delete(PODS, pod, grace_s=0)
+            cluster.settle()
+            (left,) = cluster.pods("a")
+            meta = left["metadata"]
+            assert (meta["uid"], meta["deletionGracePeriodSeconds"]) == (pod["metadata"]["uid"], 0)
+            assert meta["finalizers"] == ["batch.kubernetes.io/job-tracking"]
+            patch = {"status": {"phase": "Failed", "conditions": [DISRUPTED]}, "spec": {"nodeName": "n2"}}
+            failed = await api.patch(PODS, left, patch, subresource="status")
+            # A status alone is patched there.
+            assert (failed["status"]["phase"], failed["spec"]["nodeName"]) == ("Failed", "n1")
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n2"}, "no replacement is made")
+            assert len(cluster.pods("a")) == 1
+            (counted,), _ = await api.list(JOBS, NAMESPACE)
+            assert counted["status"]["failed"] == (0 if job else 1)
+
+    run(work())
+
+
+def test_a_job_that_replaces_what_terminates_lets_a_pod_go_once_its_replacement_is_there() -> None:
+    async def work() -> None:
+        async with served("n1", "n2") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1, podReplacementPolicy="TerminatingOrFailed"))
+            cluster.lose_node("n1")
+            (pod,) = cluster.pods("a")
+            await api.delete(PODS, pod, grace_s=0)
+            cluster.settle()
+            assert [one["metadata"]["uid"] for one in cluster.pods("a")] == [pod["metadata"]["uid"]]
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n2"}, "no replacement is made")
             await cluster.until(lambda: len(cluster.pods("a")) == 1, "it stays")
-            (waiting,) = cluster.pods("a")
-            assert waiting["status"]["conditions"][0]["reason"] == "Unschedulable"
             node = await api.get(NODES, "n1")
             assert node["status"]["conditions"][0]["status"] == "Unknown"
 
     run(work())
+
+
+def test_a_job_waits_twice_as_long_before_each_replacement_of_an_index() -> None:
+    async def work() -> None:
+        async with served("n1") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1))
+            for seconds in (0.1, 0.2, 0.4):
+                (pod,) = cluster.pods("a")
+                await api.delete(PODS, pod)
+                begun = time.monotonic()
+                await cluster.until(lambda: not cluster.running("a"), "it runs on")
+                await cluster.until(lambda: cluster.running("a"), "no replacement is made")
+                assert time.monotonic() - begun >= seconds
+
+    run(work())
+
+
+def test_pods_of_a_node_that_is_gone_are_failed_after_a_minute_and_not_at_once() -> None:
+    async def work() -> None:
+        async with served("n1", "n2") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1))
+            _, version = await api.list(PODS, NAMESPACE)
+            begun = time.monotonic()
+            cluster.remove_node("n1")
+            cluster.settle()
+            assert len(cluster.running("a")) == 1
+            async for event in api.watch(PODS, NAMESPACE, version):
+                if event["object"]["status"]["phase"] == "Failed":
+                    break
+            assert time.monotonic() - begun >= cluster.waits.gone_s
+            assert event["object"]["status"]["conditions"][-1]["type"] == "DisruptionTarget"
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n2"}, "no replacement is made")
+
+    run(work())
+
+
+def test_a_job_has_failed_when_none_of_its_pods_terminates_any_more() -> None:
+    async def work() -> None:
+        async with served("n1", "n2") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1))
+            cluster.lose_node("n1")
+            (job,), _ = await api.list(JOBS, NAMESPACE)
+            await api.patch(JOBS, job, {"spec": {"activeDeadlineSeconds": 1}})
+
+            def conditions() -> list[str]:
+                (job,) = cluster.store.all("jobs")
+                return [one["type"] for one in job["status"].get("conditions", ())]
+
+            await cluster.until(lambda: conditions() == ["FailureTarget"], "it does not begin to fail")
+            cluster.settle()
+            assert cluster.store.get("jobsets", "a", NAMESPACE)["status"]["restarts"] == 0
+            (pod,) = cluster.pods("a")
+            await api.delete(PODS, pod, grace_s=0)
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n2"}, "no restart")
+            assert cluster.store.get("jobsets", "a", NAMESPACE)["status"]["restarts"] == 1
+
+    run(work())
+
+
+def test_the_scheduler_takes_any_of_the_nodes_that_fit() -> None:
+    def node_of(seed: int) -> str:
+        cluster = Cluster(seed=seed)
+        for name in ("n1", "n2", "n3"):
+            cluster.add_node(name)
+        pod = {"spec": {"containers": []}, "status": {"phase": "Pending"}, "metadata": {"name": "p"}}
+        cluster.store.create("pods", pod, NAMESPACE)
+        cluster.settle()
+        (pod,) = cluster.pods()
+        return str(pod["spec"]["nodeName"])
+
+    assert {node_of(seed) for seed in range(20)} == {"n1", "n2", "n3"}
+    assert node_of(7) == node_of(7)

@@ -11,7 +11,8 @@ import pytest
 
 from supervisor.orchestrators.gke.pods import node_of
 from supervisor.testing.kubernetes import Fault
-from supervisor.values import Command, CommandKind, OutcomeStatus
+from supervisor.testing.kubernetes.waits import Waits
+from supervisor.values import Change, Command, CommandKind, OutcomeStatus
 from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
     IMPATIENT,
@@ -170,6 +171,72 @@ def test_a_pod_that_does_not_end_on_a_node_that_lives_is_deleted_for_good_after_
                 if (call.verb, call.resource, call.name) == ("delete", "pods", stuck["metadata"]["name"])
             ]
             assert forced
+
+    run(work())
+
+
+def test_a_swap_fails_where_its_job_waits_longer_with_the_replacement_than_the_swap_has() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            cluster.waits = cluster._memory.waits = Waits(backoff_s=3600.0)
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            done = await adapter.do_once("c1", CommandKind.HOT_SWAP, deadline_s=1.0, **swap)
+            assert (done.status, done.passing, done.spare) == (FAILED, True, "")
+            assert done.text.startswith("1 pods of a are not made again yet: their Job waits")
+
+    run(work())
+
+
+def test_the_end_of_a_pod_is_said_to_be_asked_for_once_and_then_what_holds_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        times = replace(TIMES, retry_s=0.05)
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one", times) as adapter:
+            await submit(cluster, jobset(hosts=2))
+            (pod,) = cluster.pods("a", node="n2")
+            pod["metadata"]["finalizers"].append("example.com/audit")
+            cluster.store.update("pods", pod, JOBS, checked=False)
+            cluster.lose_node("n2")
+            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
+            cluster.kubelets["n3"].pull_s = 3600.0
+            waiting = asyncio.ensure_future(adapter.do("c1", CommandKind.HOT_SWAP, **swap))
+            view = adapter.orchestrator._view
+            await cluster.until(lambda: "is still there" in caplog.text, "not said")
+            # More looks say no more.
+            looks = {view._ended[pod["metadata"]["uid"]].at}
+
+            def looked() -> bool:
+                looks.add(view._ended[pod["metadata"]["uid"]].at)
+                return len(looks) > 2
+
+            await cluster.until(looked, "no look")
+            said = [one.message for one in caplog.records if pod["metadata"]["name"] in one.message]
+            name = f"pod {pod['metadata']['name']}"
+            assert said == [
+                f"{name}: its end without grace was asked for: its node is lost",
+                f"{name} is still there: held by example.com/audit",
+            ]
+            waiting.cancel()
+
+    run(work())
+
+
+def test_the_mark_of_a_cordon_that_a_person_took_back_goes_when_the_lease_is_held() -> None:
+    async def work() -> None:
+        async with cluster_of("n1") as cluster:
+            node = cluster.store.get("nodes", "n1")
+            node["metadata"]["annotations"] = {"supervisor/cordoned-by": "c1"}
+            cluster.store.update("nodes", node)
+            async with Adapter(cluster, "one") as adapter:
+
+                def marked() -> bool:
+                    return bool(cluster.store.get("nodes", "n1")["metadata"]["annotations"])
+
+                await cluster.until(lambda: not marked(), "the mark stays")
+                assert adapter.changes == [(host(cluster, "n1"), Change.UNCORDONED)]
 
     run(work())
 

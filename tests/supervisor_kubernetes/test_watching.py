@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,8 @@ import pytest
 from aiohttp import web
 from kubernetes_asyncio.client import Configuration
 
-from supervisor.orchestrators.gke.client import NODES, Api, ApiError, Object
+from supervisor.orchestrators.gke import client
+from supervisor.orchestrators.gke.client import EVENTS, NODES, Api, ApiError, Object
 from supervisor.orchestrators.gke.watching import Changes, Watched
 from supervisor.testing.kubernetes import Cluster
 from tests.asynchronous import run, until
@@ -72,6 +74,22 @@ def test_watches_that_end_at_once_are_not_asked_for_in_a_circle() -> None:
                 await until(lambda: sum("watch" in one for one in asked) == 4, "the watch has ended")
             # Pauses of 0.1, 0.2 and 0.4 s at least.
             assert time.monotonic() - begun >= 0.7
+
+    run(work())
+
+
+def test_a_watch_of_a_kind_without_news_or_bookmarks_is_ended_by_the_server_and_not_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A hundred times as fast; the server has no bookmarks for a kind that nobody lists.
+    monkeypatch.setattr(client, "WATCH_S", max(1, client.WATCH_S // 100))
+    monkeypatch.setattr(client, "SILENCE_S", client.SILENCE_S / 100)
+
+    async def work() -> None:
+        async with Cluster() as cluster, Api(Configuration(host=cluster.api.url)) as api:
+            cluster.api.bookmark_s = math.inf
+            _, version = await api.list(EVENTS, "jobs")
+            assert [event async for event in api.watch(EVENTS, "jobs", version)] == []
 
     run(work())
 

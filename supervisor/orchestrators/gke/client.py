@@ -34,8 +34,9 @@ THROTTLES, THROTTLE_S = 5, 10
 #: Objects of one page of a list.
 PAGE = 500
 #: The server ends a watch after this time, and it goes on from where it was.
-WATCH_S = 300
-#: A watch without a line for this long is taken for dead; bookmarks come each minute.
+WATCH_S = 120
+#: A watch without a line for this long is taken for dead.  The server ends it sooner: a kind that nobody else
+#: lists has no bookmarks, and its watch may be without a line for all its time.
 SILENCE_S = 150.0
 
 
@@ -162,12 +163,12 @@ class Api:
         """Refused (409) where the object is not at the version in `body` any more."""
         return await self._call("PUT", kind.path(namespace, body["metadata"]["name"]), body=body)
 
-    async def patch(self, kind: Resource, thing: Object, body: Object) -> Object:
+    async def patch(self, kind: Resource, thing: Object, body: Object, *, subresource: str = "") -> Object:
         """Merge `body` into `thing`; refused (409) where it has been changed since it was read."""
         meta = thing["metadata"]
         fixed = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
         body = {**body, "metadata": {**(body.get("metadata") or {}), **fixed}}
-        path = kind.path(meta.get("namespace", ""), meta["name"])
+        path = kind.path(meta.get("namespace", ""), meta["name"], subresource)
         return await self._call("PATCH", path, body=body, form="application/merge-patch+json")
 
     async def delete(

@@ -88,7 +88,7 @@ class HostActions:
 
     async def _empty(self, name: str, end: float) -> str:
         """Have all pods leave a node."""
-        times, asked, forced = self._view.times, dict[str, float](), dict[str, float]()
+        times, asked = self._view.times, dict[str, float]()
         evict_until = min(time.monotonic() + times.evict_s, end - times.margin_s)
         evicted = deleted = 0
         while left := await self._pods_on(name):
@@ -105,7 +105,7 @@ class HostActions:
                     evicted += 1
                 else:
                     asked[uid] = now + EVICT_S
-            await self._view.end_stuck(left, forced)
+            await self._view.end_stuck(left)
             await self._view.changes.wait(LOOK_S)
         against = f", {deleted} deleted against a disruption budget" if deleted else ""
         return f"{evicted} pods evicted{against}"

@@ -20,6 +20,7 @@ from supervisor.orchestrators.gke.hosts import HostActions
 from supervisor.orchestrators.gke.names import (
     COMMANDS,
     INDEX,
+    JOB_NAME,
     QUEUE_NAME,
     RESET,
     RESTART_ATTEMPT,
@@ -32,7 +33,7 @@ from supervisor.orchestrators.gke.names import (
     was_applied,
     with_command,
 )
-from supervisor.orchestrators.gke.nodes import can_take, holds_place, name_of
+from supervisor.orchestrators.gke.nodes import can_take, holds_place, host_id, name_of
 from supervisor.orchestrators.gke.records import Record, Records
 from supervisor.orchestrators.gke.sizes import CannotResize, resized, size_of
 from supervisor.orchestrators.gke.view import LOOK_S, ClusterView, Refused, TimedOut
@@ -118,7 +119,7 @@ class JobActions:
 
     async def _restarted(self, name: str, jobset: Object, before: int, end: float) -> Object:
         """Wait for the restart to be counted; nothing that is stuck may hold it up."""
-        uid, forced = jobset["metadata"]["uid"], dict[str, float]()
+        uid = jobset["metadata"]["uid"]
         while True:
             known = self._view.jobsets.get(name)
             mine = known is not None and known["metadata"]["uid"] == uid
@@ -126,7 +127,7 @@ class JobActions:
                 return await self._get(name, end)
             if time.monotonic() >= end:
                 raise TimedOut(f"JobSet {name} does not count restart {before + 1}")
-            await self._view.end_stuck(self._view.pods_of(uid), forced)
+            await self._view.end_stuck(self._view.pods_of(uid))
             await self._view.changes.wait(LOOK_S)
 
     # ------------------------------------------------------------------------------------- made again
@@ -199,7 +200,7 @@ class JobActions:
             ApiError: the old one is not what the new one was made of any more; it stays, and the record goes.
             TimedOut: the old one is not gone yet; the record stays.
         """
-        name, forced = record.name, dict[str, float]()
+        name = record.name
         while True:
             jobset = await self._view.api.try_get(JOBSETS, name, self._view.namespace)
             if jobset is None:
@@ -214,7 +215,7 @@ class JobActions:
                 await self._view.api.delete(JOBSETS, jobset, foreground=True, unchanged=True)
             if time.monotonic() >= end:
                 raise TimedOut(f"JobSet {name} is not gone yet, and is kept to be made again")
-            await self._view.end_stuck(self._view.pods_of(record.uid), forced)
+            await self._view.end_stuck(self._view.pods_of(record.uid))
             await self._view.changes.wait(LOOK_S)
         ours = was_applied(jobset, record.command)
         await self._records.remove(record)
@@ -265,20 +266,24 @@ class JobActions:
 
     # ------------------------------------------------------------------------------------- hot swap
 
-    async def swap(self, name: str, command: str, host: str, end: float) -> str:
+    async def swap(self, name: str, command: str, host: str, end: float) -> tuple[str, str]:
         """Replace the pods of one host; the others stay, where the Jobs allow that.
 
         Pods of a boot that is over have ended with it, and Jobs make them again; those of a later boot stay.
+
+        Returns:
+            What was done, and the id of the host that took the place: the scheduler chooses it.  Empty where
+            there is no such host, or not one.
         """
         jobset = await self._get(name, end)
-        if was_applied(jobset, command):
-            return await self._placed(jobset, end)
         if _mark(jobset, RESET, command) is not None:
-            return await self.reset(name, command, end)
+            return await self.reset(name, command, end), ""
         node, mark = name_of(host), _mark(jobset, SWAP, command)
+        if was_applied(jobset, command):
+            return await self._moved(jobset, mark, end)
         if mark is None and await self._hosts.has_rebooted(host):
             jobset = await self._annotate(jobset, {COMMANDS: with_command(jobset, command)})
-            return f"{node} was started again, so its pods stay; {await self._placed(jobset, end)}"
+            return f"{node} was started again, so its pods stay; {await self._placed(jobset, end)}", ""
         await self._hosts.cordon(host, command)
         found, _ = await self._view.api.list(PODS, self._view.namespace, labels=RESTART_ATTEMPT)
         jobs, _ = await self._view.api.list(JOBS, self._view.namespace)
@@ -288,23 +293,33 @@ class JobActions:
             ways = {pod["metadata"]["uid"]: self._way(pod, jobs) for pod in there if not is_deleting(pod)}
             if not all(ways.values()):
                 text = await self.reset(name, command, end)
-                return f"the whole job, because its Jobs replace no single pod: {text}"
+                return f"the whole job, because its Jobs replace no single pod: {text}", ""
             mark = {
                 "command": command,
                 "pods": {pod["metadata"]["uid"]: ways.get(pod["metadata"]["uid"], "delete") for pod in there},
+                "indexes": [_index(pod) for pod in there],
             }
             jobset = await self._annotate(jobset, {SWAP: json.dumps(mark)})
         await self._remove(mark["pods"], mine, end)
         jobset = await self._get(name, end)
-        jobset = await self._annotate(jobset, {SWAP: None, COMMANDS: with_command(jobset, command)})
+        # The mark stays: by it a later try of this command finds the node.
+        jobset = await self._annotate(jobset, {COMMANDS: with_command(jobset, command)})
+        return await self._moved(jobset, mark, end)
+
+    async def _moved(self, jobset: Object, mark: dict[str, Any] | None, end: float) -> tuple[str, str]:
+        """Wait for the pods that replace those of a mark, and say where they are."""
+        if mark is None:
+            return await self._placed(jobset, end), ""
         placed = await self._placed(jobset, end, without=set(mark["pods"]))
-        indexes = {_index(pod) for pod in mine if pod["metadata"]["uid"] in mark["pods"]}
+        indexes = [tuple(index) for index in mark.get("indexes", ())]
         now = {
             pods.node_of(pod) or "no node yet"
             for pod in self._view.present_pods(jobset)
             if _index(pod) in indexes and pods.is_active(pod)
         }
-        return f"moved to {', '.join(sorted(now)) or 'where it was made again before'}; {placed}"
+        node = self._view.nodes.get(next(iter(now))) if len(now) == 1 else None
+        where = ", ".join(sorted(now)) or "where it was made again before"
+        return f"moved to {where}; {placed}", host_id(node) if node is not None else ""
 
     def _way(self, pod: Object, jobs: list[Object]) -> str:
         owner = owner_uid(pod)
@@ -313,20 +328,19 @@ class JobActions:
     async def _remove(self, ways: dict[str, str], found: list[Object], end: float) -> None:
         """Have pods go, and wait until nothing runs in them any more."""
         left = {pod["metadata"]["uid"]: pod for pod in found if pod["metadata"]["uid"] in ways}
-        forced = dict[str, float]()
         for uid, pod in left.items():
             if is_deleting(pod) or (ways[uid] == "evict" and await self._evict(pod)):
                 continue
-            lost = bool(pods.node_of(pod)) and await self._view.is_lost(pods.node_of(pod))
-            await self._view.api.delete(PODS, pod, grace_s=0 if lost else None)
+            await self._view.api.delete(PODS, pod)
         while left:
             fresh, _ = await self._view.api.list(PODS, self._view.namespace, labels=RESTART_ATTEMPT)
-            there = [pod for pod in fresh if pod["metadata"]["uid"] in left]
+            # One that has ended may be kept by its Job until it is replaced, which takes a backoff.
+            there = [pod for pod in fresh if pod["metadata"]["uid"] in left and not pods.has_ended(pod)]
             if not there:
                 return
             if time.monotonic() >= end:
                 raise TimedOut(f"{len(there)} pods do not end")
-            await self._view.end_stuck(there, forced)
+            await self._view.end_stuck(there)
             await self._view.changes.wait(LOOK_S)
 
     async def _evict(self, pod: Object) -> bool:
@@ -347,10 +361,10 @@ class JobActions:
             without: uids of pods that do not count, whatever is seen of them.
         Raises:
             Refused: the job has failed, or pods fit on no node and none is being added.
+            TimedOut: their Job has not made the replacements of `without`.
         """
         name, uid = jobset["metadata"]["name"], jobset["metadata"]["uid"]
         unplaced_at: float | None = None
-        forced = dict[str, float]()
         while True:
             known = self._view.jobsets.get(name)
             if known is None or _older(known, jobset):
@@ -368,6 +382,11 @@ class JobActions:
                 return "finished" if ended else str(where)
             now = time.monotonic()
             if now >= end - self._view.times.margin_s:
+                if without is not None and where.missing and not _suspended(known):
+                    raise TimedOut(
+                        f"{where.missing} pods of {name} are not made again yet: their Job waits before each"
+                        " replacement of an index, twice as long each time"
+                    )
                 return f"still waiting: {_suspended(known)}{where}"
             if not where.unplaced:
                 unplaced_at = None
@@ -377,7 +396,7 @@ class JobActions:
                 if not await self._grows(where.unplaced):
                     raise Refused(f"{len(where.unplaced)} pods of {name} fit on no node: {where.why}")
                 unplaced_at = now
-            await self._view.end_stuck(self._view.pods_of(uid), forced)
+            await self._view.end_stuck(self._view.pods_of(uid))
             await self._view.changes.wait(min(LOOK_S, self._view.times.unplaced_s / 4))
 
     async def _grows(self, unplaced: tuple[str, ...]) -> bool:
@@ -421,7 +440,8 @@ def _mark(jobset: Object, name: str, command: str) -> dict[str, Any] | None:
 
 
 def _index(pod: Object) -> tuple[str, str]:
-    return owner_uid(pod), annotations_of(pod).get(INDEX, "")
+    """Job and index of a pod, which its replacements have, too, also after a restart of the JobSet."""
+    return labels_of(pod).get(JOB_NAME, ""), annotations_of(pod).get(INDEX, "")
 
 
 def _older(known: Object, read: Object) -> bool:

@@ -12,6 +12,7 @@ JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 INDEX_FAILURES = "batch.kubernetes.io/job-index-failure-count"
+JOB_NAME = "batch.kubernetes.io/job-name"
 QUEUE_NAME, QUEUE_PREFIX = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/"
 MIRROR = "kubernetes.io/config.mirror"
 

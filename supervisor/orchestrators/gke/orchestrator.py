@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from kubernetes_asyncio.client import Configuration
@@ -71,6 +71,7 @@ class GkeOrchestrator:
         self._ends: dict[str, float] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._warned: set[str] = set()
+        self._forgetting: set[str] = set()
         self._tell: TellChange = lambda host, change, evidence: None
 
     @asynccontextmanager
@@ -150,7 +151,7 @@ class GkeOrchestrator:
             one(answer)
 
     async def _answer(self, command: Command) -> Answer:
-        end = self._end_of(command)
+        end, spare = self._end_of(command), ""
         try:
             await self._lease.admit(command.epoch)
             await wait_for(self._all_listed(), LIST_S)
@@ -159,7 +160,10 @@ class GkeOrchestrator:
                 await self._lease.admit(command.epoch)
                 if time.monotonic() >= end:
                     raise TimedOut(f"nothing was done within {command.deadline_s:g} s")
-                text = await self._carry_out(command, end)
+                if command.kind is CommandKind.HOT_SWAP:
+                    text, spare = await self._jobs.swap(command.workload, command.id, command.host, end)
+                else:
+                    text = await self._carry_out(command, end)
         except Fenced as error:
             return Answer(status=OutcomeStatus.FENCED, text=str(error), epoch=error.highest)
         except Refused as error:
@@ -173,7 +177,7 @@ class GkeOrchestrator:
         except asyncio.TimeoutError:
             text = f"the cluster could not be listed within {LIST_S:g} s"
             return Answer(status=OutcomeStatus.FAILED, text=text, passing=True)
-        return Answer(status=OutcomeStatus.DONE, text=text)
+        return Answer(status=OutcomeStatus.DONE, text=text, spare=spare)
 
     def _end_of(self, command: Command) -> float:
         """When to give up, of the monotonic clock: the deadline is that of all tries together."""
@@ -205,8 +209,6 @@ class GkeOrchestrator:
             return await self._jobs.reset(name, number, end)
         if kind is CommandKind.WORKLOAD_RECREATION:
             return await self._jobs.make_again(name, number, end)
-        if kind is CommandKind.HOT_SWAP:
-            return await self._jobs.swap(name, number, host, end)
         if command.replicas is not None:
             return await self._jobs.resize(name, number, command.replicas, end, without=host)
         raise Refused(f"the Kubernetes orchestrator has no {kind.value}")
@@ -293,18 +295,32 @@ class GkeOrchestrator:
             if before is None:
                 # Uncordoned by a person while no adapter ran.
                 said.append((nodes.host_id(after), Change.UNCORDONED, "uncordoned meanwhile"))
-            self._tasks.start(self._forget_cordon(after))
+            if after["metadata"]["name"] not in self._forgetting:
+                self._tasks.start(self._forget_cordon(after["metadata"]["name"]))
         seen = (after or before or {})["metadata"]
         for host, change, text in said:
             evidence = f"gke:{seen['uid']}:{seen['resourceVersion']}:{change.value}"
             self._tell(host, change, Evidence(id=evidence, witness="orchestrator", text=text))
 
-    async def _forget_cordon(self, node: Object) -> None:
+    async def _forget_cordon(self, name: str) -> None:
+        """Take the mark of a cordon off a node that a person has uncordoned.
+
+        At the start the lease is not held yet: the mark goes once it is.
+        """
+        self._forgetting.add(name)
         try:
-            self._lease.check()
-            await self._api.patch(NODES, node, {"metadata": {"annotations": {CORDONED_BY: None}}})
-        except (ApiError, NotHolder) as error:
-            logger.info("node %s keeps the mark of a cordon: %s", node["metadata"]["name"], error)
+            while (node := self._view.nodes.get(name)) is not None:
+                if CORDONED_BY not in annotations_of(node) or nodes.is_cordoned(node):
+                    return
+                with suppress(NotHolder):
+                    self._lease.check()
+                    await self._api.patch(NODES, node, {"metadata": {"annotations": {CORDONED_BY: None}}})
+                    return
+                await asyncio.sleep(self._times.retry_s)
+        except ApiError as error:
+            logger.info("node %s keeps the mark of a cordon: %s", name, error)
+        finally:
+            self._forgetting.discard(name)
 
     def _jobset_changed(self, before: Object | None, after: Object | None) -> None:
         if before is not None or after is None:

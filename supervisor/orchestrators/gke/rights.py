@@ -42,6 +42,8 @@ RIGHTS = (
     Right(group="batch", resource="jobs", verbs=("list", "patch", "watch"), scope=Scope.WORKLOADS),
     Right(group="", resource="pods", verbs=("delete", "list", "watch"), scope=Scope.WORKLOADS),
     Right(group="", resource="pods/eviction", verbs=("create",), scope=Scope.WORKLOADS),
+    # Pods whose kubelet does not end them are failed before they are deleted.
+    Right(group="", resource="pods/status", verbs=("patch",), scope=Scope.WORKLOADS),
     Right(group="", resource="events", verbs=("list",), scope=Scope.WORKLOADS),
     # Only read where a JobSet is in a queue.
     Right(group=QUEUE_GROUP, resource="workloads", verbs=("list",), scope=Scope.WORKLOADS),

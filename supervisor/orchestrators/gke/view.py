@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 from supervisor.orchestrators.gke import nodes, pods
-from supervisor.orchestrators.gke.client import JOBS, JOBSETS, NODES, PODS, Api, Object
+from supervisor.orchestrators.gke.client import JOBS, JOBSETS, NODES, PODS, Api, ApiError, Object
 from supervisor.orchestrators.gke.jobsets import restarts
 from supervisor.orchestrators.gke.names import RESTART_ATTEMPT, is_deleting, labels_of
 from supervisor.orchestrators.gke.watching import Changes, Watched
+from supervisor.values import cut_text
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,18 @@ class Times:
 
 #: Longest time between two looks at what time alone changes.
 LOOK_S = 1.0
+#: A pod whose end was asked for is forgotten so long after the last time.
+FORGOTTEN_S = 3600.0
+#: Condition of a pod that did not end by itself: a podFailurePolicy may ignore its failure.
+DISRUPTED = "DisruptionTarget"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """When the end of a pod was asked for last, and what kept it there."""
+
+    at: float
+    held: str
 
 
 class ClusterView:
@@ -65,6 +79,7 @@ class ClusterView:
         self.jobsets = Watched(JOBSETS, namespace, self.changes)
         self.jobs = Watched(JOBS, namespace, self.changes)
         self.pods = Watched(PODS, namespace, self.changes)
+        self._ended: dict[str, _Ended] = {}
 
     @property
     def watched(self) -> tuple[Watched, ...]:
@@ -99,23 +114,57 @@ class ClusterView:
             if labels_of(pod).get(RESTART_ATTEMPT) == attempt
         ]
 
-    async def end_stuck(self, found: list[Object], forced: dict[str, float]) -> None:
-        """Delete for good what should have ended; its age is by the API server's clock.
-
-        Args:
-            forced: when each was deleted last, by uid.
-        """
+    async def end_stuck(self, found: list[Object]) -> None:
+        """Fail and delete for good what should have ended; its age is by the API server's clock."""
         now = time.monotonic()
+        self._ended = {uid: one for uid, one in self._ended.items() if now - one.at < FORGOTTEN_S}
         for pod in found:
-            if not is_deleting(pod) or pods.has_ended(pod):
-                continue
-            uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
-            if now < forced.get(uid, 0.0):
+            uid = pod["metadata"]["uid"]
+            ended = self._ended.get(uid)
+            if not is_deleting(pod) or (ended and now - ended.at < self.times.retry_s):
                 continue
             late_s = pods.terminating_for(pod, self.api.now())
             lost = bool(pods.node_of(pod)) and await self.is_lost(pods.node_of(pod))
             if lost or late_s >= self.times.stuck_s:
-                forced[uid] = now + self.times.retry_s
-                why = "its node is lost" if lost else f"it does not end for {late_s:.0f} s"
-                logger.warning("pod %s deleted for good: %s", name, why)
+                await self.end_pod(pod, "its node is lost" if lost else f"it does not end for {late_s:.0f} s")
+
+    async def end_pod(self, pod: Object, why: str) -> None:
+        """Fail a pod that no kubelet ends, then delete it without grace, as the pod collector does.
+
+        Without the phase its Job would neither count nor replace it, and its finalizer would keep it there:
+        with `podReplacementPolicy: Failed` or a podFailurePolicy, a deletion alone changes nothing.
+        """
+        meta, status = pod["metadata"], pod.get("status") or {}
+        others = [one for one in status.get("conditions") or () if one.get("type") != DISRUPTED]
+        stamp = datetime.fromtimestamp(self.api.now(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        condition = {
+            "type": DISRUPTED,
+            "status": "True",
+            "reason": "DeletionBySupervisor",
+            "message": cut_text(f"ended by the supervisor: {why}"),
+            "lastTransitionTime": stamp,
+        }
+        try:
+            if not pods.has_ended(pod):
+                body = {"status": {"phase": "Failed", "conditions": [*others, condition]}}
+                await self.api.patch(PODS, pod, body, subresource="status")
+            if meta.get("deletionGracePeriodSeconds") != 0:
                 await self.api.delete(PODS, pod, grace_s=0)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+            return  # gone, or changed since it was read: the next look decides
+        self._tell_ended(pod, why)
+
+    def _tell_ended(self, pod: Object, why: str) -> None:
+        """Say once that the end of a pod was asked for, and once what keeps it there."""
+        meta = pod["metadata"]
+        before = self._ended.get(meta["uid"])
+        if before is None:
+            logger.warning("pod %s: its end without grace was asked for: %s", meta["name"], why)
+            text = ""
+        else:
+            text = f"held by {', '.join(meta.get('finalizers') or ()) or 'its kubelet'}"
+            if text != before.held:
+                logger.warning("pod %s is still there: %s", meta["name"], text)
+        self._ended[meta["uid"]] = _Ended(at=time.monotonic(), held=text)

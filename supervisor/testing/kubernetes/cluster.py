@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from supervisor.testing.kubernetes.hosts import Kubelet
 from supervisor.testing.kubernetes.kinds import Object, labels_of
 from supervisor.testing.kubernetes.server import ApiServer
 from supervisor.testing.kubernetes.store import Store, stamp
+from supervisor.testing.kubernetes.waits import Waits
 
 #: How often kubelets renew their leases.
 RENEW_S = 1.0
@@ -28,12 +30,21 @@ _ROUNDS = 1000
 class Cluster:
     """Use as an asynchronous context manager; `api.url` is where it listens.
 
+    Args:
+        waits: of its controllers; a hundredth of the real ones where none are given.
+        seed: of the scheduler's choice between nodes that fit alike.
+
     Attributes:
         kubelets: by the name of their node.
+        pick: the scheduler's choice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits | None = None, *, seed: int = 0) -> None:
         self.store = Store()
+        self.waits = waits or Waits().faster(100.0)
+        self.pick: Callable[[list[str]], str] = random.Random(seed).choice  # noqa: S311 - repeatable
+        self._memory = jobs.JobMemory(self.waits)
+        self._gone_at: dict[str, float] = {}
         self.api = ApiServer(self.store)
         self.kubelets: dict[str, Kubelet] = {}
         self._changed = asyncio.Event()
@@ -75,12 +86,9 @@ class Cluster:
         self._set_ready(name, "Unknown")
 
     def remove_node(self, name: str) -> None:
-        """Its machine is gone, and its object too; pods on it are collected."""
+        """Its machine is gone, and its object too; pods on it are collected a minute later."""
         self.kubelets.pop(name)
         self.store.delete("nodes", name)
-        for pod in self.pods(node=name):
-            meta = pod["metadata"]
-            self.store.delete("pods", meta["name"], meta["namespace"], grace_s=0)
 
     def reboot_node(self, name: str, boot_id: str = "") -> None:
         """Another start of the same machine; it is there again if it was lost."""
@@ -145,18 +153,20 @@ class Cluster:
     def settle(self) -> float | None:
         """Let controllers act until nothing changes; returns when time alone will change something."""
         for _ in range(_ROUNDS):
-            before = self.store.version
+            before, now = self.store.version, time.monotonic()
+            wakes: list[float | None] = []
             for jobset in self.store.all("jobsets"):
                 jobs.reconcile_jobset(self.store, jobset)
             for job in self.store.all("jobs"):
                 fresh = self.store.find("jobs", job["metadata"]["name"], job["metadata"]["namespace"])
                 if fresh is not None:
-                    jobs.reconcile_job(self.store, fresh)
+                    wakes.append(jobs.reconcile_job(self.store, fresh, self._memory, now))
             jobs.release_orphans(self.store)
-            hosts.schedule(self.store)
-            wake = hosts.run_pods(self.store, self.kubelets, time.monotonic())
+            wakes.append(hosts.collect(self.store, self.waits.gone_s, self._gone_at, now))
+            hosts.schedule(self.store, self.pick)
+            wakes.append(hosts.run_pods(self.store, self.kubelets, time.monotonic()))
             if self.store.version == before:
-                return wake
+                return min((wake for wake in wakes if wake is not None), default=None)
         raise AssertionError("controllers do not come to rest")
 
     async def _run(self) -> None:

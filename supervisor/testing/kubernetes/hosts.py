@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from supervisor.testing.kubernetes.kinds import Object, labels_of
@@ -59,8 +60,8 @@ def node(name: str, *, gpus: int = 8, labels: dict[str, str] | None = None) -> O
     }
 
 
-def schedule(store: Store) -> None:
-    """Bind pods that wait to the first node that fits, in the order of names."""
+def schedule(store: Store, pick: Callable[[list[str]], str]) -> None:
+    """Bind pods that wait; of nodes that fit alike, `pick` takes one."""
     used: dict[str, int] = {}
     pods = list(store.all("pods"))
     for pod in pods:
@@ -74,9 +75,11 @@ def schedule(store: Store) -> None:
             or pod["spec"].get("schedulingGates")
         ):
             continue
-        fitting = [one for one in nodes if _fits(pod, one, used.get(one["metadata"]["name"], 0))]
+        fitting = [
+            one["metadata"]["name"] for one in nodes if _fits(pod, one, used.get(one["metadata"]["name"], 0))
+        ]
         if fitting:
-            name = fitting[0]["metadata"]["name"]
+            name = pick(fitting)
             used[name] = used.get(name, 0) + _gpus(pod)
             pod["spec"]["nodeName"] = name
             _set_condition(store, pod, "PodScheduled", "True", "", "")
@@ -129,8 +132,7 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
         again = kubelet.end_pod(pod, now)
         if again is not None:
             return again
-        if meta.get("deletionGracePeriodSeconds"):
-            store.delete("pods", meta["name"], meta["namespace"], uid=uid, grace_s=0)
+        _end(store, pod)  # rule 7
         return None
     if pod["status"]["phase"] == "Running":
         _look_at_end(store, kubelet, pod)
@@ -155,6 +157,42 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
     if new != pod:
         store.update("pods", new, meta["namespace"], checked=False)
     return None if started or kubelet.pull_error else runs
+
+
+def _end(store: Store, pod: Object, condition: Object | None = None) -> None:
+    """Phase Failed, where it has not ended, then its deletion."""
+    meta = pod["metadata"]
+    if pod["status"]["phase"] not in ("Succeeded", "Failed"):
+        new = copy.deepcopy(pod)
+        new["metadata"].pop("resourceVersion")
+        new["status"]["phase"] = "Failed"
+        if condition is not None:
+            new["status"].setdefault("conditions", []).append(condition)
+        store.update("pods", new, meta["namespace"], checked=False)
+    if store.find("pods", meta["name"], meta["namespace"]) is not None:
+        store.delete("pods", meta["name"], meta["namespace"], uid=meta["uid"], grace_s=0)
+
+
+def collect(store: Store, gone_s: float, seen_at: dict[str, float], now: float) -> float | None:
+    """End pods whose Node object is gone, and those that are deleted before they had one (rule 6).
+
+    Args:
+        seen_at: when each was seen first, by uid.
+    Returns:
+        When time alone will change something.
+    """
+    nodes = {one["metadata"]["name"] for one in store.all("nodes")}
+    wakes = []
+    for pod in store.all("pods"):
+        meta, node_name = pod["metadata"], pod["spec"].get("nodeName")
+        if node_name in nodes or (not node_name and "deletionTimestamp" not in meta):
+            continue
+        due = seen_at.setdefault(meta["uid"], now) + gone_s
+        if node_name and now < due:
+            wakes.append(due)
+            continue
+        _end(store, pod, {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"})
+    return min(wakes, default=None)
 
 
 def _look_at_end(store: Store, kubelet: Kubelet, pod: Object) -> None:

@@ -1,7 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controllers of Jobs and JobSets, as far as a training job meets them.
 
-Each function looks at one object and does what is due; nothing is remembered between two calls.
+Each function looks at one object and does what is due.  The rules were measured against Kubernetes 1.36:
+
+1. With `podReplacementPolicy: Failed`, or with a `podFailurePolicy`, a pod that is deleted counts, and loses
+   the finalizer `batch.kubernetes.io/job-tracking`, in phase Failed or Succeeded only, or when its Job has
+   FailureTarget, Failed or Complete, or is being deleted.  A kubelet sets that phase, or the pod collector,
+   or a patch of the pod's status: a deletion by force does not.
+2. A pod with that finalizer stays after a deletion by force: grace 0, deletionTimestamp now, no DELETED.
+3. With `TerminatingOrFailed` a pod counts as failed from its deletion on, and the finalizer goes once the
+   replacement is there.
+4. Before each replacement the Job controller waits: 10 s x 2^(failures - 1) from the end of the pod, 10 min
+   at most.  A new Job begins at 0.  Failures that a podFailurePolicy ignores cost 10 s, then 20 s each.
+5. A Job that fails gets FailureTarget first, and Failed when none of its pods terminates any more.  JobSets
+   act on Failed.
+6. Pods of a Node object that is gone are failed, with the condition DisruptionTarget, and deleted by the pod
+   collector 60 s later (`hosts.collect`).
+7. A living kubelet sets phase Failed before it deletes a pod (`hosts.run_pods`).
 """
 
 from __future__ import annotations
@@ -9,16 +24,43 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from supervisor.testing.kubernetes.kinds import Object, labels_of
 from supervisor.testing.kubernetes.store import Store, stamp
+from supervisor.testing.kubernetes.waits import Waits
 
 PREFIX = "jobset.sigs.k8s.io"
 ATTEMPT = f"{PREFIX}/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 FAILURES = "batch.kubernetes.io/job-index-failure-count"
 TRACKING = "batch.kubernetes.io/job-tracking"
+
+
+@dataclass
+class JobMemory:
+    """What the Job controller remembers.
+
+    Attributes:
+        counted: uids of pods that counted as failed while they still had the finalizer.
+        failures: how many there were, and the end of the last, by uid of the Job and index.
+    """
+
+    waits: Waits
+    counted: set[str] = field(default_factory=set)
+    failures: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+
+    def note_failure(self, key: tuple[str, str], now: float, *, ignored: bool) -> None:
+        number = self.failures.get(key, (0, 0.0))[0] + 1
+        self.failures[key] = (min(number, 2) if ignored else number, now)
+
+    def replaced_at(self, key: tuple[str, str]) -> float:
+        """When the backoff of an index is over (rule 4)."""
+        number, ended_at = self.failures.get(key, (0, 0.0))
+        if not number:
+            return ended_at
+        return ended_at + min(self.waits.backoff_s * 2.0 ** (number - 1), self.waits.backoff_limit_s)
 
 
 def reconcile_jobset(store: Store, jobset: Object) -> None:
@@ -53,6 +95,21 @@ def reconcile_jobset(store: Store, jobset: Object) -> None:
             elif known["spec"].get("suspend", False) != job["spec"]["suspend"] and known in current:
                 known["spec"]["suspend"] = job["spec"]["suspend"]
                 store.update("jobs", known, meta["namespace"], checked=False)
+    # Each change of a pod is one of its JobSet, too: what was read a moment ago is old.
+    status["replicatedJobsStatus"] = [
+        {
+            "name": one["name"],
+            **{
+                count: sum(
+                    (job.get("status") or {}).get(count, 0)
+                    for job in current
+                    if labels_of(job)[f"{PREFIX}/replicatedjob-name"] == one["name"]
+                )
+                for count in ("active", "failed", "ready", "succeeded")
+            },
+        }
+        for one in spec["replicatedJobs"]
+    ]
     _set_status(store, "jobsets", jobset, status)
 
 
@@ -79,29 +136,42 @@ def _wanted_jobs(jobset: Object, attempt: str) -> list[Object]:
     return made
 
 
-def reconcile_job(store: Store, job: Object) -> None:
-    """Make a pod for each index without one, count those that ended, fail where too many did."""
+def reconcile_job(store: Store, job: Object, memory: JobMemory, now: float) -> float | None:
+    """Make a pod for each index without one, count those that ended, fail where too many did.
+
+    Returns:
+        When time alone will change something.
+    """
     meta, spec = job["metadata"], job["spec"]
     status = copy.deepcopy(job.get("status") or {})
     pods = store.owned("pods", meta["uid"])
-    over = finished(job) or "deletionTimestamp" in meta
+    fails = _condition(job, "FailureTarget") and not finished(job)
+    over = finished(job) or fails or "deletionTimestamp" in meta
     status.setdefault("succeeded", 0)
     status.setdefault("failed", 0)
     done = set(filter(None, status.get("completedIndexes", "").split(",")))
     failures = dict(status.get("failuresByIndex") or {})
+    replaced = {labels_of(pod)[INDEX] for pod in pods if _is_active(pod)}
     for pod in pods:
-        index = labels_of(pod)[INDEX]
+        index, uid = labels_of(pod)[INDEX], pod["metadata"]["uid"]
         if TRACKING not in pod["metadata"].get("finalizers", ()):
             continue
         phase, leaving = pod["status"]["phase"], "deletionTimestamp" in pod["metadata"]
+        idle = over or bool(spec.get("suspend"))
         if phase == "Succeeded":
             done.add(index)
-        elif phase == "Failed" or (leaving and not (over or spec.get("suspend"))):
-            if not over and not _is_ignored(spec, pod):
-                status["failed"] += 1
-                failures[index] = failures.get(index, 0) + 1
-        elif not leaving:
-            continue
+        elif phase == "Failed" or (leaving and not idle and not _waits_for_phase(spec)):
+            if not over and uid not in memory.counted:
+                memory.counted.add(uid)
+                ignored = _is_ignored(spec, pod)
+                memory.note_failure(_backoff_of(job, index), now, ignored=ignored)
+                if not ignored:
+                    status["failed"] += 1
+                    failures[index] = failures.get(index, 0) + 1
+            if phase != "Failed" and index not in replaced:
+                continue  # rule 3
+        elif not (leaving and idle):
+            continue  # rule 1
         pod["metadata"]["finalizers"].remove(TRACKING)
         store.update("pods", pod, meta["namespace"], checked=False)
     status.update(
@@ -109,20 +179,36 @@ def reconcile_job(store: Store, job: Object) -> None:
     )
     pods = store.owned("pods", meta["uid"])
     active = [pod for pod in pods if _is_active(pod)]
+    status.update(active=len(active), ready=sum(pod["status"]["phase"] == "Running" for pod in active))
+    wake = None
     if over or spec.get("suspend"):
         _delete_all(store, active)
+        if fails and all(_has_ended(pod) for pod in store.owned("pods", meta["uid"])):
+            status["conditions"].append({**status["conditions"][0], "type": "Failed"})  # rule 5
     else:
         if "startTime" not in status:
             status["startTime"] = stamp(store.clock())
         reason = _why_failed(store, spec, status)
         if reason:
-            status["conditions"] = [{"type": "Failed", "status": "True", "reason": reason}]
+            status["conditions"] = [{"type": "FailureTarget", "status": "True", "reason": reason}]
             _delete_all(store, active)
         elif len(done) == spec.get("completions", 1):
             status["conditions"] = [{"type": "Complete", "status": "True"}]
         else:
-            _make_pods(store, job, pods, done, failures)
+            wake = _make_pods(store, job, pods, done, failures, memory, now)
     _set_status(store, "jobs", job, status)
+    return wake
+
+
+def _backoff_of(job: Object, index: str) -> tuple[str, str]:
+    """Failures of one index count for it alone where the Job counts them by index."""
+    return job["metadata"]["uid"], index if job["spec"].get("backoffLimitPerIndex") is not None else ""
+
+
+def _waits_for_phase(spec: Object) -> bool:
+    """Whether its pods are replaced in phase Failed only; the API's default with a podFailurePolicy."""
+    default = "Failed" if "podFailurePolicy" in spec else "TerminatingOrFailed"
+    return bool(spec.get("podReplacementPolicy", default) == "Failed")
 
 
 def release_orphans(store: Store) -> None:
@@ -149,18 +235,24 @@ def _why_failed(store: Store, spec: Object, status: Object) -> str:
 
 
 def _make_pods(
-    store: Store, job: Object, pods: list[Object], done: set[str], failures: dict[str, int]
-) -> None:
+    store: Store,
+    job: Object,
+    pods: list[Object],
+    done: set[str],
+    failures: dict[str, int],
+    memory: JobMemory,
+    now: float,
+) -> float | None:
     spec, meta = job["spec"], job["metadata"]
-    waits_for_gone = (
-        spec.get("podReplacementPolicy", "Failed" if "podFailurePolicy" in spec else "") == "Failed"
-    )
-    held = {
-        labels_of(pod)[INDEX] for pod in pods if _is_active(pod) or (waits_for_gone and not _has_ended(pod))
-    }
+    waits, wakes = _waits_for_phase(spec), []
+    held = {labels_of(pod)[INDEX] for pod in pods if _is_active(pod) or (waits and not _has_ended(pod))}
     for number in range(spec.get("completions", 1)):
         index = str(number)
         if index in done or index in held:
+            continue
+        due = memory.replaced_at(_backoff_of(job, index))
+        if now < due:
+            wakes.append(due)
             continue
         pod = copy.deepcopy(spec["template"])
         own = pod.setdefault("metadata", {})
@@ -176,6 +268,7 @@ def _make_pods(
         own["finalizers"] = [TRACKING]
         pod["status"] = {"phase": "Pending", "conditions": []}
         store.create("pods", pod, meta["namespace"])
+    return min(wakes, default=None)
 
 
 def _is_ignored(spec: Object, pod: Object) -> bool:

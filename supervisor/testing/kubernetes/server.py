@@ -23,7 +23,7 @@ from supervisor.testing.kubernetes.store import Store, stamp
 
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 #: How often a watch that asked for bookmarks gets one.
-BOOKMARK_S = 0.2
+BOOKMARK_S = 60.0
 
 #: Refuses an object as an admission webhook does: raises Refusal.
 Admission = Callable[[str, Object], None]
@@ -192,8 +192,8 @@ class ApiServer:
         plural, name, namespace = target.kind.plural, target.name, target.namespace
         if call.resource == "pods/eviction" and call.verb == "create":
             return self._evict(name, namespace, body)
-        if target.subresource:
-            raise Refusal(404, f"no subresource {target.subresource}")
+        if target.subresource and (call.verb, target.subresource) != ("patch", "status"):
+            raise Refusal(404, f"no subresource {target.subresource} to {call.verb}")
         if call.verb == "list":
             return self._list(request, target)
         if call.verb == "get":
@@ -219,6 +219,11 @@ class ApiServer:
         given = body.get("metadata", {}) if isinstance(body, dict) else {}
         if "resourceVersion" not in given:
             new["metadata"].pop("resourceVersion")
+        if target.subresource:
+            # Of the object, its status alone is changed.
+            fixed = {name: new["metadata"].get(name) for name in ("uid", "resourceVersion")}
+            new = {**old, "metadata": {**old["metadata"], **fixed}, "status": new["status"]}
+            return self.store.update(target.kind.plural, new, target.namespace, checked=False)
         return self.store.update(target.kind.plural, new, target.namespace)
 
     def _delete(self, target: _Target, options: Object) -> Object:
@@ -317,7 +322,7 @@ class ApiServer:
                 mark = {"kind": target.kind.kind, "apiVersion": target.kind.api_version, "metadata": meta}
                 await _send(response, {"type": "BOOKMARK", "object": mark})
             with suppress(asyncio.TimeoutError):
-                await wait_for(changed.wait(), self.bookmark_s)
+                await wait_for(changed.wait(), min(self.bookmark_s, end - loop.time()))
         if self._outages != outages or user in self.cut:
             self._broken(request)
 
