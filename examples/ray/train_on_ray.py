@@ -89,11 +89,16 @@ def main() -> int:
     path = args.state_dir / "job.json"
     path.write_text(json.dumps(job_file(args, f"{own}:{args.store_port}"), indent=2))
     store = ["resiliency.launch.rendezvous_store", f"--port={args.store_port}"]
-    # As other nodes reach this one.  TLS instead of --plaintext: docs/supervisor.md.
+    # As other nodes reach this one, which plaintext must be told.  TLS instead of it: docs/supervisor.md.
     environment = {f"{part}_ADDRESS": f"{own}:{port}" for part, port in PORTS.items()} | os.environ
     supervisor = [
-        *("supervisor", "--all-in-one", "--plaintext", f"--state-dir={args.state_dir}", "--orchestrator=ray"),
-        *(f"--job-file={path}", f"--ray-address={args.ray_address}", *args.supervisor_flags.split()),
+        *("supervisor", "--all-in-one", "--plaintext", "--listen=0.0.0.0", "--orchestrator=ray"),
+        *(
+            f"--state-dir={args.state_dir}",
+            f"--job-file={path}",
+            f"--ray-address={args.ray_address}",
+            *args.supervisor_flags.split(),
+        ),
     ]
     started = [
         subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, env=environment)

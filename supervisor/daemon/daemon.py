@@ -37,7 +37,7 @@ from supervisor.protocol.convert import from_message, to_message
 from supervisor.protocol.host_commands import Fence, HostCommand
 from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Refused, Unreachable
-from supervisor.transport.limits import Backoff
+from supervisor.transport.limits import Backoff, check_epoch
 from supervisor.transport.server import serve
 from supervisor.transport.services import ACTUATOR_CONNECT, SENSOR_CONNECT, Probe, daemon_service
 from supervisor.values import Finding, HostFacts, HostInfo, Outcome, OutcomeStatus, cut_text
@@ -84,9 +84,10 @@ class HostDaemon:
             launcher_port = await stack.enter_async_context(self._local.serve(settings.launcher_port))
             port: int | None = None
             if settings.security.can_serve:
+                settings.security.warn_of_plaintext(settings.listen)
                 service = daemon_service(self._probe)
                 port = await stack.enter_async_context(
-                    serve([service], address="0.0.0.0", port=settings.port, security=settings.security)  # noqa: S104
+                    serve([service], address=settings.listen, port=settings.port, security=settings.security)
                 )
                 self._workers.host = replace(self._workers.host, address=f"{settings.address}:{port}")
             else:
@@ -249,6 +250,7 @@ class HostDaemon:
                 if order.WhichOneof("body") != "command":
                     continue
                 command = from_message(HostCommand, order.command)
+                check_epoch(command.epoch)
             except InvalidValue as error:
                 logger.warning("order of the actuator refused: %s", error)
                 continue

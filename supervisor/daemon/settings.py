@@ -16,7 +16,7 @@ from resiliency.errors import ConfigError
 from supervisor.daemon.topology import metadata_address
 from supervisor.flags import DAEMON_FLAGS, Parser, add_later, refuse_later, spelled
 from supervisor.settings import HOST_DAEMON_PORT, Settings, make_own_directory, read_whole
-from supervisor.transport.security import Security, TokenFile
+from supervisor.transport.security import Security, TokenFile, is_loopback
 from supervisor.watchdogs.runner import WatchdogSettings
 from supervisor.watchdogs.watchdog import NAMES as WATCHDOGS
 from supervisor.watchdogs.watchdog import boot_id
@@ -35,7 +35,8 @@ class DaemonSettings:
 
     Attributes:
         host: name that the orchestrator knows this host by.
-        address: at which the sensor and the actuator reach `port`, for the second path.
+        listen: interface of `port`.
+        address: at which the sensor reaches `port`, for the second path.
         launcher_port: for launchers and programs of this host, on the loopback interface.
         state_dir: for the fence, which must survive the daemon.
         metadata: address of the server that knows where this host is; None: nobody is asked where it is.
@@ -44,6 +45,7 @@ class DaemonSettings:
 
     host: str
     host_id: str
+    listen: str
     address: str
     port: int
     launcher_port: int
@@ -83,7 +85,9 @@ class DaemonSettings:
             )
         host = env.get("NODE_NAME") or socket.gethostname()
         _check_name("NODE_NAME", host)
-        address = args.address or env.get("POD_IP") or host
+        security = Security.from_env(env, plaintext=args.plaintext).for_daemons
+        listen = security.listen_address(args.listen)
+        address = args.address or (listen if is_loopback(listen) else env.get("POD_IP") or host)
         _check_name("--address", address)
         token = args.launcher_token_file
         state_dir = Path(args.state_dir or _default_state_dir())
@@ -91,13 +95,14 @@ class DaemonSettings:
         return cls(
             host=host,
             host_id=f"{host}.{boot_id()}",
+            listen=listen,
             address=f"[{address}]" if ":" in address else address,
             port=port,
             launcher_port=launcher_port,
             workers_per_host=workers,
             launcher_token=TokenFile(Path(token), "--launcher_token_file") if token else None,
             state_dir=state_dir,
-            security=Security.from_env(env, plaintext=args.plaintext),
+            security=security,
             environment=environment,
             watchdogs=_watchdogs(args),
             metadata=metadata_address(env) if args.enable_topology_aware_scheduling else None,
@@ -120,8 +125,12 @@ def _parser() -> argparse.ArgumentParser:
         "--port",
         type=int,
         metavar="PORT",
-        help="For the supervisor's second path, on all interfaces (HOST_DAEMON_PORT, else "
-        f"{HOST_DAEMON_PORT}).",
+        help=f"For the supervisor's second path (HOST_DAEMON_PORT, else {HOST_DAEMON_PORT}).",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        help="Interface of --port (0.0.0.0; with --plaintext 127.0.0.1).",
     )
     parser.add_argument(
         "--launcher_port",
@@ -137,7 +146,10 @@ def _parser() -> argparse.ArgumentParser:
         "report.",
     )
     parser.add_argument(
-        "--address", metavar="ADDRESS", help="At which others reach this host (POD_IP, else its name)."
+        "--address",
+        metavar="ADDRESS",
+        help="At which others reach this host (POD_IP, else its name; 127.0.0.1 where --port is on "
+        "loopback).",
     )
     parser.add_argument(
         "--state_dir", metavar="DIR", help="Keeps which commands were carried out, across restarts."

@@ -494,13 +494,14 @@ class WantedOrchestrator:
         await self._start(argv, mark, environment)
 
     async def _start_daemon(self, host: str, seen: Seen) -> None:
+        address = seen.addresses.get(host, "127.0.0.1")
         argv = [
             *(self._machines.python, f"{self._machines.supervisor}/host_daemon.py"),
             f"--launcher_port={self._file.launcher_port(host)}",
             f"--port={self._file.probe_port(host)}",
             f"--workers_per_host={self._file.workers_per_host}",
             f"--state_dir={self._dir / 'hosts' / host}",
-            f"--address={seen.addresses.get(host, '127.0.0.1')}",
+            *(f"--address={address}", f"--listen={address}"),
         ]
         logger.info("daemon of %s starts", host)
         await self._start(argv, Mark(fleet=self._fleet, host=host, part="daemon"), {"NODE_NAME": host})

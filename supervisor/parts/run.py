@@ -26,7 +26,7 @@ from supervisor.parts.controller import ControllerPart
 from supervisor.parts.sensor import SensorPart
 from supervisor.parts.settings import PARTS, PartSettings, program_of, usage_of
 from supervisor.parts.tasks import Tasks
-from supervisor.transport.security import PLAINTEXT_ENV
+from supervisor.transport.security import CONTROL_TOKEN_ENV, PLAINTEXT_ENV
 from supervisor.transport.server import serve
 from supervisor.view.server import StatusServer
 
@@ -44,6 +44,7 @@ async def run_parts(settings: PartSettings) -> None:
         ConfigError: a port cannot be opened, or a file cannot be used.
         LogError: the event log cannot be used, or a later controller has opened it.
     """
+    settings.security.warn_of_plaintext(settings.listen)
     async with AsyncExitStack() as stack:
         running: list[SensorPart | ControllerPart | ActuatorPart] = []
         # The actuator first: what the others need is there when they ask for it.
@@ -104,7 +105,9 @@ def make_orchestrator(settings: PartSettings) -> RunningOrchestrator:
             )
         # Of other machines: their environment is their own, but for what leads to the supervisor.
         ours = {
-            name: text for name, text in os.environ.items() if name.startswith(("SUPERVISOR_", "HEARTBEAT_"))
+            name: text
+            for name, text in os.environ.items()
+            if name.startswith(("SUPERVISOR_", "HEARTBEAT_")) and name != CONTROL_TOKEN_ENV
         }
         for name, address in addresses.items():
             if address.startswith(("127.", "localhost:", "[::1]")):
@@ -116,7 +119,7 @@ def make_orchestrator(settings: PartSettings) -> RunningOrchestrator:
         raise ConfigError("--job-file: resources are for --orchestrator ray.", flag="--job-file")
     environment = {**os.environ, **addresses}
     # Of this process, and no daemon's.
-    for name in ("PORT", "HOST_DAEMON_PORT"):
+    for name in ("PORT", "HOST_DAEMON_PORT", CONTROL_TOKEN_ENV):
         environment.pop(name, None)
     return LocalOrchestrator(file, settings.state_dir, environment)
 

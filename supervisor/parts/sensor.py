@@ -20,6 +20,7 @@ from typing import Any
 from resiliency.errors import ControlPlaneError
 from resiliency.tasks import end_tasks, wait_for
 from supervisor.detection import Detector, HostSight, Output, Poll, Probe
+from supervisor.parts.descriptions import JobDescriptions
 from supervisor.parts.settings import PartSettings
 from supervisor.parts.tasks import Contact, Tasks
 from supervisor.transport.client import Remote
@@ -119,7 +120,7 @@ class SensorPart:
         self._news = News()
         self._hosts: dict[str, HostInfo] = {}  # by id, for their addresses
         self._ids: dict[str, str] = {}  # by name
-        self._reported: dict[str, WorkloadInfo] = {}  # by id of the host, which has not named that job yet
+        self._descriptions = JobDescriptions()
         self._tasks = Tasks()
         self._probes = asyncio.Semaphore(PROBES_AT_ONCE)
         self._controller = Remote(settings.addresses["controller"], settings.security)
@@ -146,27 +147,20 @@ class SensorPart:
         elif isinstance(value, HostInfo):
             self._register(value)
         elif isinstance(value, WorkloadInfo):
-            name = self._ids[host]
-            self._reported[name] = value
-            if name in self._hosts:
-                self._take_workload(self._hosts[name])
+            self._register_jobs(self._descriptions.take_description(self._ids[host], value))
 
     def host_lost(self, host: str, incarnation: str) -> None:
         del incarnation
-        self._reported.pop(self._ids[host], None)
+        self._register_jobs(self._descriptions.forget_host(self._ids[host]))
         self._say(self._detector.stream_ended(self._ids[host], time.monotonic()))
 
-    def _take_workload(self, host: HostInfo) -> None:
-        """What a host tells of a job counts where it works for it; either may be said first."""
-        reported = self._reported.get(host.id)
-        if reported is not None and reported.workload == host.workload:
-            del self._reported[host.id]
-            info = with_defaults(reported, self._settings)
-            self._say(self._detector.register_workload(info, time.monotonic()))
+    def _register_jobs(self, described: Iterable[WorkloadInfo]) -> None:
+        for info in described:
+            self._say(self._detector.register_workload(with_defaults(info, self._settings), time.monotonic()))
 
     def _register(self, host: HostInfo) -> None:
         self._hosts[host.id] = host
-        self._take_workload(host)
+        self._register_jobs(self._descriptions.take_job(host.id, host.workload))
         self._say(self._detector.register_host(host, time.monotonic()))
 
     # ------------------------------------------------------------------------------------- the detector

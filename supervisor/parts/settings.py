@@ -16,7 +16,7 @@ from supervisor.decision.controller import BaseController
 from supervisor.flags import Parser, add_later, refuse_later, spelled
 from supervisor.policy.thresholds import Thresholds, flag
 from supervisor.settings import ACTUATOR_PORT, CONTROLLER_PORT, SENSOR_PORT, Settings, make_own_directory
-from supervisor.transport.security import Security
+from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Security
 from supervisor.view.server import DEFAULT_PORT as STATUS_PORT
 
 #: Each part, its port where nothing says otherwise, and what it is for.
@@ -87,15 +87,24 @@ class PartSettings:
                 "--job-file and --orchestrator local or ray go together: the file names hosts and jobs.",
                 flag="--job-file",
             )
+        ports, addresses = _ports(parts, args, environment), _addresses(parts, environment)
+        thresholds = _thresholds(args, environment)
+        security = Security.from_env(env, plaintext=args.plaintext)
+        if security.tokens is not None and security.control_tokens is None:
+            raise ConfigError(
+                f"{TOKEN_ENV} needs {CONTROL_TOKEN_ENV}: hosts have the first, and must command nobody.",
+                hint="Make a second token with: openssl rand -hex 32",
+                variable=CONTROL_TOKEN_ENV,
+            )
         return cls(
             parts=tuple(parts),
-            listen=args.listen,
-            ports=_ports(parts, args, environment),
-            addresses=_addresses(parts, environment),
+            listen=security.listen_address(args.listen),
+            ports=ports,
+            addresses=addresses,
             report_period_s=environment.heartbeat_polling_period_s,
-            thresholds=_thresholds(args, environment),
+            thresholds=thresholds,
             environment=environment,
-            security=Security.from_env(env, plaintext=args.plaintext),
+            security=security,
             state_dir=_state_dir(args, parts),
             shadow=getattr(args, "shadow", False),
             policy=_policy(getattr(args, "policy", "")),
@@ -129,9 +138,8 @@ def _parser(parts: Sequence[str]) -> argparse.ArgumentParser:
         parser.add_argument("--port", type=int, metavar="PORT", help=f"To listen at (PORT, else {default}).")
     parser.add_argument(
         "--listen",
-        default="0.0.0.0",  # noqa: S104
         metavar="ADDRESS",
-        help="Interface to listen at (%(default)s).",
+        help="Interface to listen at (0.0.0.0; with --plaintext 127.0.0.1).",
     )
     parser.add_argument("--plaintext", action="store_true", help="No TLS.  For one machine and for tests.")
     if "controller" in parts:

@@ -22,6 +22,7 @@ from supervisor.protocol import PROTOCOL_VERSION
 from supervisor.transport import errors
 from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.limits import CHANNEL_OPTIONS, Backoff
+from supervisor.transport.roles import SERVERS, Role
 from supervisor.transport.security import Security
 
 logger = logging.getLogger(__name__)
@@ -88,12 +89,15 @@ class ClientStream:
 
 
 class Remote:
-    """Another part of the supervisor, at one address.  An asynchronous context manager."""
+    """Another part of the supervisor, at one address.  An asynchronous context manager.
+
+    With TLS, each service is asked only of a server whose certificate names the part that serves it.
+    """
 
     def __init__(self, address: str, security: Security) -> None:
         self.address = address
         self._security = security
-        self._channel: grpc.aio.Channel | None = None
+        self._channels: dict[Role, grpc.aio.Channel] = {}
 
     async def call(self, method: Any, request: Any, *, timeout_s: float) -> Any:
         """One call.
@@ -102,9 +106,10 @@ class Remote:
             Refused: the server said no.
             Unreachable: no answer within `timeout_s`.
         """
-        if self._channel is None:
-            self._channel = self._connect()
-        stub = self._channel.unary_unary(_path(method), **_coders(method))
+        server = SERVERS[method.containing_service.name]
+        if server not in self._channels:
+            self._channels[server] = self._connect(server)
+        stub = self._channels[server].unary_unary(_path(method), **_coders(method))
         try:
             metadata = (*self._security.metadata(), (errors.PROTOCOL_KEY, str(PROTOCOL_VERSION)))
             return await stub(request, timeout=timeout_s, metadata=metadata)
@@ -138,7 +143,7 @@ class Remote:
     @asynccontextmanager
     async def stream(self, method: Any) -> AsyncIterator[ClientStream]:
         """One stream on a connection of its own, which ends with the context."""
-        channel = self._connect()
+        channel = self._connect(SERVERS[method.containing_service.name])
         try:
             stub = channel.stream_stream(_path(method), **_coders(method))
             call = stub(metadata=self._security.metadata())
@@ -150,8 +155,8 @@ class Remote:
             await channel.close()
 
     async def close(self) -> None:
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
             await channel.close()
 
     async def __aenter__(self) -> Remote:
@@ -160,7 +165,7 @@ class Remote:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    def _connect(self) -> grpc.aio.Channel:
+    def _connect(self, server: Role) -> grpc.aio.Channel:
         try:
             credentials = self._security.channel_credentials()
         except OSError as error:
@@ -169,8 +174,7 @@ class Remote:
             ) from error
         if credentials is None:
             return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        name = self._security.server_name
-        named = (("grpc.ssl_target_name_override", name),) if name else ()
+        named = (("grpc.ssl_target_name_override", server.value),)
         return grpc.aio.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS + named)
 
 

@@ -22,7 +22,7 @@ from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
 from supervisor.protocol.convert import from_message, to_message
 from supervisor.protocol.host_commands import HostCommand
 from supervisor.transport.errors import Reason, Refused
-from supervisor.transport.limits import RateLimit
+from supervisor.transport.limits import RateLimit, check_epoch
 from supervisor.transport.server import ServerStream
 from supervisor.values import DaemonReport, HostFacts, HostInfo, Outcome, Value, WorkloadInfo
 
@@ -117,6 +117,7 @@ class HostStreams:
         """The handler of `Connect`: one host, from its Hello to the end of its stream."""
         hello = await self._read_hello(stream)
         host = from_message(HostInfo, hello.host)
+        _check_identity(stream, host)
         entry = self._register(host.name, hello.incarnation)
         sender: asyncio.Task[None] | None = None
         reader: asyncio.Task[None] | None = None
@@ -191,6 +192,8 @@ class HostStreams:
             if kind is None:
                 raise Refused(f"a host must not send {body!r} after its hello.", reason=Reason.INVALID)
             value = from_message(kind, getattr(message, body))
+            if isinstance(value, HostInfo) and value.name != name:
+                raise Refused(f"host {name!r} calls itself {value.name!r} now.", reason=Reason.INVALID)
             spoken_for = {HostInfo: "id", DaemonReport: "host"}.get(kind)
             if spoken_for is not None and getattr(value, spoken_for) != host.id:
                 raise Refused(
@@ -198,11 +201,33 @@ class HostStreams:
                     "host.",
                     reason=Reason.INVALID,
                 )
+            if isinstance(value, Outcome):
+                check_epoch(value.epoch)
             self._listener.host_message(name, value)
 
     async def _send_orders(self, stream: ServerStream, entry: _Entry) -> None:
         while True:
             await stream.send(await entry.orders.get())
+
+
+def _check_identity(stream: ServerStream, host: HostInfo) -> None:
+    """A host speaks for itself: under the name in its certificate, where one is there, and an id of its own.
+
+    Raises:
+        Refused: it does not.
+    """
+    if not stream.caller.speaks_for(host.name):
+        raise Refused(
+            f"the certificate is for host {', '.join(sorted(stream.caller.hosts))}, and the daemon calls "
+            f"itself {host.name!r}.",
+            hint="Give each host its own certificate, and NODE_NAME the name that is in it.",
+            reason=Reason.IDENTITY,
+        )
+    if host.id.rpartition(".")[0] != host.name:
+        raise Refused(
+            f"the id of host {host.name!r} must be its name, a dot and its boot, found {host.id!r}.",
+            reason=Reason.INVALID,
+        )
 
 
 async def _end(*tasks: asyncio.Task[None] | None) -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from resiliency.runtime import Clock, SystemClock
+from supervisor.plain import InvalidValue
 from supervisor.transport.errors import Reason, Refused
 
 #: Largest message of a call between the parts of the supervisor; senders split batches (`BATCH_BYTES`).
@@ -43,6 +45,28 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # Longest wait for one connection, as the core reads it: a server that ends may accept it and say nothing.
     ("grpc.min_reconnect_backoff_ms", 5000),
 )
+
+#: The first epoch of an event log is the time in ms, and each start adds 1: so far ahead no controller is.
+MOST_EPOCH_AHEAD_MS = 366 * 86_400_000
+
+
+def check_epoch(epoch: int) -> None:
+    """Refuse the epoch of a command or outcome that no controller can have.
+
+    Receivers remember the highest epoch and refuse lower ones: one message with an absurd one would fence
+    every controller that is still to come.
+
+    Raises:
+        InvalidValue: it is more than a year ahead of this machine's clock.
+    """
+    now_ms = time.time_ns() // 10**6
+    if epoch > now_ms + MOST_EPOCH_AHEAD_MS:
+        raise InvalidValue(
+            f"epoch {epoch} is more than a year ahead of this machine's clock ({now_ms}): no controller has "
+            "it.",
+            value="Command",
+            field="epoch",
+        )
 
 
 class RateLimit:

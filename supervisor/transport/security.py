@@ -1,42 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may speak to the parts of the supervisor, and how they prove it.
 
-TLS is the default, from files.  Callers prove who they are by a client certificate, or, where `token_file`
-is set, by a token in their metadata.  A caller has one of two roles: training hosts are `Role.HOST`, the
-supervisor's own parts are `Role.CONTROL`; a host can register itself and report, and command nothing.
-Which job a host works for is its own word: one that lies about that can have the job's ranks restarted, as
-one of the job's true hosts can.  Plaintext works only where it was asked for.
+TLS is the default, from files.  The DNS names in a certificate say which `Role` its holder has, as a server
+and as a client.  A host's certificate may also name the host, and then it is good for that host only.
+Where `token_file` is set, callers prove their role by a token in their metadata instead.  Plaintext works
+only where it was asked for.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 import grpc
 
 from resiliency.errors import ConfigError
 from supervisor.transport.errors import Reason, Refused
+from supervisor.transport.roles import CONTROL, Role
+
+logger = logging.getLogger(__name__)
 
 CERT_ENV, KEY_ENV, CA_ENV = "SUPERVISOR_TLS_CERT", "SUPERVISOR_TLS_KEY", "SUPERVISOR_TLS_CA"
-#: Name that the certificates of servers carry, where it is not the host part of their addresses.
-TLS_NAME_ENV = "SUPERVISOR_TLS_NAME"
 TOKEN_ENV, CONTROL_TOKEN_ENV = "SUPERVISOR_TOKEN_FILE", "SUPERVISOR_CONTROL_TOKEN_FILE"
 PLAINTEXT_ENV = "SUPERVISOR_PLAINTEXT"
 
-#: Common name of the client certificates of sensor, controller, actuator and operators.
-CONTROL_COMMON_NAME = "resiliency-control"
 _SHORTEST_TOKEN = 16
+_LOOPBACK = "127.0.0.1"
+#: Between the name of a host and the role, in a certificate that is good for that host only.
+_OF_HOST = f".{Role.HOST.value}"
 
 
-class Role(Enum):
-    """What a caller may do."""
+def is_loopback(address: str) -> bool:
+    """Whether only programs of this machine reach a server that listens at `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
-    HOST = "host"
-    CONTROL = "control"
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Whom a call comes from.
+
+    Attributes:
+        roles: that it has proved.
+        hosts: that it can speak for, in lower case; empty: any, because its certificate or token names none.
+    """
+
+    roles: frozenset[Role]
+    hosts: frozenset[str] = frozenset()
+
+    def speaks_for(self, host: str) -> bool:
+        return not self.hosts or host.lower() in self.hosts
 
 
 class TokenFile:
@@ -86,16 +105,14 @@ class Security:
     Args:
         certificate, key: of this process, as a server and, without tokens, as a client.
         authority: that the other side's certificate must come from.
-        server_name: that servers' certificates carry; empty: the host part of the address.
         tokens: of training hosts.
-        control_tokens: of the supervisor's own parts; where it is missing, `tokens` serve for both roles.
+        control_tokens: of the supervisor's own parts and of operators; a daemon has none.
         plaintext: no TLS.
     """
 
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
-    server_name: str = ""
     tokens: TokenFile | None = None
     control_tokens: TokenFile | None = None
     plaintext: bool = False
@@ -150,11 +167,23 @@ class Security:
             certificate=file(CERT_ENV),
             key=file(KEY_ENV),
             authority=file(CA_ENV),
-            server_name=env.get(TLS_NAME_ENV, ""),
             tokens=TokenFile(token, TOKEN_ENV) if token else None,
             control_tokens=TokenFile(control, CONTROL_TOKEN_ENV) if control else None,
             plaintext=plaintext or asked == "1",
         )
+
+    def listen_address(self, asked: str | None) -> str:
+        """Where a server listens: as `asked`, else on all interfaces, in plaintext on loopback only."""
+        return asked or (_LOOPBACK if self.plaintext else "0.0.0.0")  # noqa: S104
+
+    def warn_of_plaintext(self, address: str) -> None:
+        """Log a warning where a server at `address` speaks plaintext to other machines."""
+        if self.plaintext and not is_loopback(address):
+            logger.warning(
+                "plaintext at %s: every program that reaches this address can read and forge what is said "
+                "there, commands to all jobs included; use certificates, or --listen=%s",
+                *(address, _LOOPBACK),
+            )
 
     @property
     def can_serve(self) -> bool:
@@ -189,8 +218,10 @@ class Security:
 
     @property
     def for_daemons(self) -> Security:
-        """What a call to a host's daemon is made with: the host chose the address, so it gets no token of
-        the supervisor's own parts."""
+        """What a daemon has, and what a daemon is called with: no token of the supervisor's own parts.
+
+        A host chooses the address at which it is called.
+        """
         return replace(self, control_tokens=None)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -198,34 +229,43 @@ class Security:
         tokens = self.control_tokens or self.tokens
         return () if tokens is None else (("authorization", f"Bearer {tokens.read()[0]}"),)
 
-    def admit(self, context: grpc.aio.ServicerContext, wanted: Role) -> Role:
-        """The role of the caller.
+    def admit(self, context: grpc.aio.ServicerContext, wanted: Role) -> Caller:
+        """The caller, which has the role `wanted`.
 
         Raises:
             Refused: it does not prove who it is, or may not do this.
         """
-        role = self._role(context)
-        if wanted is Role.CONTROL and role is not Role.CONTROL:
+        caller = self._identify(context)
+        if wanted not in caller.roles:
+            found = ", ".join(sorted(role.value for role in caller.roles)) or "none of these"
             raise Refused(
-                "this call is for the parts of the supervisor, and the caller is a training host.",
+                f"this call is for {wanted.value}, and the caller is {found}.",
+                hint="DNS names in a certificate say what its holder is; see Security in docs/supervisor.md.",
                 reason=Reason.ROLE,
             )
-        return role
+        return caller
 
-    def _role(self, context: grpc.aio.ServicerContext) -> Role:
+    def _identify(self, context: grpc.aio.ServicerContext) -> Caller:
         if self.tokens is not None:
             given = dict(context.invocation_metadata() or ()).get("authorization", "")
             token = given.removeprefix("Bearer ") if isinstance(given, str) else ""
             if self.control_tokens is not None and self.control_tokens.accepts(token):
-                return Role.CONTROL
+                return Caller(roles=CONTROL)
             if self.tokens.accepts(token):
-                return Role.HOST if self.control_tokens is not None else Role.CONTROL
+                # A sensor shows a daemon no other token; a daemon is what has no control tokens.
+                probes = frozenset() if self.control_tokens is not None else frozenset({Role.SENSOR})
+                return Caller(roles=probes | {Role.HOST})
             raise Refused(
                 "the token is missing." if not token else "the token is not one that this process accepts.",
                 hint=f"Give caller and server the same file in {TOKEN_ENV}.",
                 reason=Reason.IDENTITY,
             )
         if self.plaintext:
-            return Role.CONTROL
-        names = context.auth_context().get("x509_common_name", ())
-        return Role.CONTROL if CONTROL_COMMON_NAME.encode() in names else Role.HOST
+            return Caller(roles=frozenset(Role))
+        names = {
+            name.decode("ascii", "replace").lower() for name in context.auth_context().get("peer_dns", ())
+        }
+        return Caller(
+            roles=frozenset(role for role in Role if role.value in names),
+            hosts=frozenset(name.removesuffix(_OF_HOST) for name in names if name.endswith(_OF_HOST)),
+        )

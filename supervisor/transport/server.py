@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -24,7 +24,8 @@ from supervisor.protocol import PROTOCOL_VERSION
 from supervisor.transport import errors
 from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.limits import MAX_HOST_MESSAGE_BYTES, SERVER_OPTIONS
-from supervisor.transport.security import Role, Security
+from supervisor.transport.roles import CALLERS, Role
+from supervisor.transport.security import Caller, Security
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,9 @@ STOP_GRACE_S = 1.0
 class ServerStream:
     """One bidirectional call, as its handler sees it."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, role: Role) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext, caller: Caller) -> None:
         self._context = context
-        self.role = role
+        self.caller = caller
         self.peer: str = context.peer()
 
     async def receive(self) -> Any | None:
@@ -66,21 +67,18 @@ StreamHandler = Callable[[ServerStream], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """One service of the protocol and who may call what.
+    """One service of the protocol; `CALLERS` says who may call what.
 
     Args:
         descriptor: of the service, ``fleet_pb2.DESCRIPTOR.services_by_name[...]``.
         handlers: one for each method; streams get a `ServerStream`, others their request.
-        for_hosts: methods that training hosts may call too.
     """
 
     descriptor: Any
     handlers: Mapping[str, UnaryHandler | StreamHandler]
-    for_hosts: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
         assert set(self.handlers) == set(self.descriptor.methods_by_name), self.descriptor.full_name
-        assert self.for_hosts <= set(self.handlers), self.for_hosts
 
 
 @asynccontextmanager
@@ -118,7 +116,7 @@ def _generic(service: Service, security: Security) -> grpc.GenericRpcHandler:
     handlers = {}
     for name, handler in service.handlers.items():
         method = service.descriptor.methods_by_name[name]
-        role = Role.HOST if name in service.for_hosts else Role.CONTROL
+        role = CALLERS[f"{service.descriptor.name}.{name}"]
         make = grpc.unary_unary_rpc_method_handler
         guarded: Any = _guard_unary(handler, role, security, method.full_name)
         if method.client_streaming:

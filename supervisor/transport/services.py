@@ -17,7 +17,7 @@ from supervisor.protocol.convert import from_message, to_message
 from supervisor.transport.client import Remote
 from supervisor.transport.errors import Reason, Refused, Unreachable
 from supervisor.transport.host_streams import HostStreams
-from supervisor.transport.limits import BATCH_BYTES, BATCH_ITEMS
+from supervisor.transport.limits import BATCH_BYTES, BATCH_ITEMS, check_epoch
 from supervisor.transport.server import Service
 from supervisor.values import (
     Change,
@@ -126,7 +126,6 @@ def sensor_service(streams: HostStreams, handlers: SensorHandlers) -> Service:
             "ListSights": list_sights,
             "Thaw": thaw,
         },
-        for_hosts=frozenset({"Connect"}),
     )
 
 
@@ -227,6 +226,8 @@ def controller_service(
 
     async def report_outcomes(batch: Any) -> Any:
         outcomes = _values(Outcome, batch.outcomes)
+        for outcome in outcomes:
+            check_epoch(outcome.epoch)
         await on_outcomes(outcomes)
         return fleet_pb2.Accepted(count=len(outcomes))
 
@@ -287,6 +288,8 @@ class ActuatorHandlers(Protocol):
 def actuator_service(streams: HostStreams, handlers: ActuatorHandlers) -> Service:
     async def execute(batch: Any) -> Any:
         commands = _values(Command, batch.commands)
+        for command in commands:
+            check_epoch(command.epoch)
         await handlers.take_commands(commands)
         return fleet_pb2.Accepted(count=len(commands))
 
@@ -296,7 +299,6 @@ def actuator_service(streams: HostStreams, handlers: ActuatorHandlers) -> Servic
     return Service(
         descriptor=ACTUATOR,
         handlers={"Connect": streams.connect, "Execute": execute, "LookAtHost": look_at_host},
-        for_hosts=frozenset({"Connect"}),
     )
 
 
@@ -384,8 +386,6 @@ class Probe:
 
 
 def daemon_service(probe: Callable[[], Probe]) -> Service:
-    """What a daemon serves: hosts may ask too, and the sensor proves no more than a host."""
-
     async def answer(_: Any) -> Any:
         seen = probe()
         return fleet_pb2.ProbeReply(
@@ -395,7 +395,7 @@ def daemon_service(probe: Callable[[], Probe]) -> Service:
             report=to_message(seen.report),
         )
 
-    return Service(descriptor=HOST_DAEMON, handlers={"Probe": answer}, for_hosts=frozenset({"Probe"}))
+    return Service(descriptor=HOST_DAEMON, handlers={"Probe": answer})
 
 
 async def probe_daemon(remote: Remote, *, timeout_s: float) -> Probe:

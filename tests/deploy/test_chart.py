@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
 import os
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
 
 from supervisor.daemon.settings import DaemonSettings
 from supervisor.orchestrators.gke import RIGHTS
 from supervisor.parts.settings import ALL, PartSettings
 from supervisor.policy.thresholds import flags
+from supervisor.transport.roles import CONTROL, Role
 from tests.deploy.chart import CHART, ROOT, Objects, render, run_helm
 from tests.deploy.schemas import problems, type_of
 
@@ -321,6 +324,23 @@ def test_the_thresholds_are_the_programs_flags() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["thresholds"]["propertyNames"]["enum"]
     assert [f"--{name}" for name in known] == list(flags())
+
+
+@pytest.mark.parametrize("variant", ["default", "cert-manager"])
+def test_the_certificate_of_the_hosts_says_that_they_are_hosts_and_nothing_more(variant: str) -> None:
+    done = run_helm("template", "rs", str(CHART), *(f"--set-json={value}" for value in VARIANTS[variant]))
+    objects = Objects(done.stdout)
+    names = {}
+    for name, secret in objects.of("Secret").items():
+        certificate = x509.load_pem_x509_certificate(base64.b64decode(secret["data"]["tls.crt"]))
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names[name] = {one.value for one in found}
+    for one in objects.of("Certificate").values():
+        if "dnsNames" in one["spec"]:
+            names[one["spec"]["secretName"]] = set(one["spec"]["dnsNames"])
+    of_hosts, of_parts = (names[f"rs-resiliency-supervisor-{kind}-tls"] for kind in ("host", "control"))
+    assert of_hosts == {Role.HOST.value}
+    assert of_parts == {role.value for role in CONTROL}
 
 
 @pytest.mark.parametrize(

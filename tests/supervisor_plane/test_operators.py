@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from supervisor.transport.errors import Refused
-from supervisor.transport.security import CONTROL_COMMON_NAME
 from supervisor.values import Request
 from tests.supervisor_plane.plane import Host, host_of, job_of, open_plane
-from tests.supervisor_wire.certificates import Authority
+from tests.supervisor_wire.certificates import CONTROL, HOST, Authority
 
 pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
@@ -54,20 +53,22 @@ def test_all_parts_speak_tls_and_a_training_host_may_ask_for_nothing(
     tmp_path: Path, authority: Authority
 ) -> None:
     with open_plane(tmp_path) as (plane, stack):
-        certificate, key = authority.issue(CONTROL_COMMON_NAME)
+        certificate, key = authority.issue(*CONTROL)
         files = {"CA": authority.path, "CERT": certificate, "KEY": key}
         plane.env |= {f"SUPERVISOR_TLS_{name}": str(path) for name, path in files.items()}
-        plane.security, plane.security_flags = authority.security(), ()
+        plane.security, plane.security_flags = authority.security(*CONTROL), ()
         plane.start("all")
-        certificate, key = authority.issue("host-a")
+        certificate, key = authority.issue(HOST, f"a.{HOST}")
         plane.env |= {"SUPERVISOR_TLS_CERT": str(certificate), "SUPERVISOR_TLS_KEY": str(key)}
         Host(plane, stack, "a")
         status = plane.wait_for(lambda seen: host_of(seen, "a"), "the host is not known")
         assert all(not part.problem for part in status.parts)
         plane.act(Request.CORDON, host="a")
         plane.wait_for(lambda seen: host_of(seen, "a").cordoned, "not cordoned")
-        plane.security = authority.security("host-a")
-        with pytest.raises(Refused, match="this call is for the parts of the supervisor"):
+        plane.security = authority.security(HOST)
+        with pytest.raises(
+            Refused, match="this call is for resiliency-operator, and the caller is resiliency-host"
+        ):
             plane.act(Request.UNCORDON, host="a")
 
 

@@ -62,16 +62,13 @@ class Listening(TokenFile):
         return super().accepts(token)
 
 
-@pytest.mark.parametrize("has_control_file", [False, True])
-def test_a_daemon_is_a_second_witness_with_tokens_and_sees_none_of_the_control_tokens(
-    tmp_path: Path, has_control_file: bool
-) -> None:
+def test_a_daemon_is_a_second_witness_with_tokens_and_sees_none_of_the_control_tokens(tmp_path: Path) -> None:
     hosts, control = tmp_path / "hosts", tmp_path / "control"
     hosts.write_text("a-token-of-all-the-hosts\n")
     control.write_text("a-token-of-the-controllers\n")
     shown = Listening(hosts, TOKEN_ENV)
-    of_control = TokenFile(control, CONTROL_TOKEN_ENV) if has_control_file else None
-    security = Security(plaintext=True, tokens=shown, control_tokens=of_control)
+    of_control = TokenFile(control, CONTROL_TOKEN_ENV)
+    security = Security(plaintext=True, tokens=shown, control_tokens=of_control).for_daemons
 
     async def work() -> None:
         sensor = SensorPart(settings(**{TOKEN_ENV: str(hosts), CONTROL_TOKEN_ENV: str(control)}))
@@ -104,11 +101,38 @@ def test_a_host_describes_the_job_that_it_works_for_and_no_other(job_first: bool
         scales = settings(ENABLE_WORKLOAD_SCALING="1")
         assert with_defaults(WorkloadInfo(workload="job", max_replicas=2), scales).scaling
         assert not with_defaults(WorkloadInfo(workload="job", replicas=2), scales).scaling  # bounds of 1 to 1
-        # What is held back is not kept for a daemon that comes later.
+        # What counts for nothing is not kept for a daemon that comes later.
         sensor.host_message("a", WorkloadInfo(workload="others"))
         sensor.host_lost("a", "d")
         sensor.host_connected(replace(host, workload="others"), "d2")
         assert sensor._news.take().workloads == ()
+        await sensor._controller.close()
+
+    run(work())
+
+
+def test_a_host_that_claims_the_job_of_others_does_not_change_how_it_is_described() -> None:
+    async def work() -> None:
+        sensor = SensorPart(settings())
+
+        def join(name: str, info: WorkloadInfo) -> tuple[WorkloadInfo, ...]:
+            """What the controller is told of jobs since."""
+            host = HostInfo(id=f"{name}.boot", name=name, workload=info.workload, workers_per_host=1)
+            sensor.host_connected(host, "d")
+            sensor.host_message(name, info)
+            return sensor._news.take().workloads
+
+        job = WorkloadInfo(workload="job", replicas=2, max_replicas=2, downtime_threshold_s=60.0)
+        assert [join(name, job) for name in "ab"] == [(job,), ()]
+        absurd = replace(job, downtime_threshold_s=0.001)
+        assert join("thief", absurd) == ()
+        # It stays so while the hosts are away one after the other, and none of their number is lost by it.
+        sensor.host_lost("a", "d")
+        assert sensor._news.take().workloads == ()
+        assert join("a", job) == ()
+        # The job itself changes with most of its hosts.
+        larger = replace(job, replicas=3, max_replicas=3)
+        assert [join(name, larger) for name in "abc"] == [(), (larger,), ()]
         await sensor._controller.close()
 
     run(work())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import ConfigError
+from supervisor.daemon.settings import DaemonSettings
 from supervisor.decision.controller import BaseController
 from supervisor.parts.sensor import with_defaults
 from supervisor.parts.settings import ALL, PartSettings
@@ -20,6 +21,8 @@ from supervisor.policy.thresholds import Thresholds, flag
 from supervisor.values import WorkloadInfo
 from tests.supervisor_plane.plane import ROOT
 
+#: Files that can be read; what is in them is looked at when a server starts.
+TLS = {f"SUPERVISOR_TLS_{name}": __file__ for name in ("CA", "CERT", "KEY")}
 DOCS = (ROOT / "docs" / "supervisor.md").read_text()
 
 
@@ -98,13 +101,63 @@ def test_each_threshold_is_a_flag_with_either_spelling_and_has_a_row_in_the_docs
         (["--state-dir=/proc/nothing"], {}, "--state-dir: cannot write to /proc/nothing"),
         (["--port=1"], {}, "unrecognized arguments: --port=1.  See --help."),
         ([], {"SUPERVISOR_PLAINTEXT": "0"}, "SUPERVISOR_TLS_CA is not set: the supervisor speaks TLS."),
+        (
+            [],
+            {"SUPERVISOR_TOKEN_FILE": "token"},
+            "SUPERVISOR_TOKEN_FILE needs SUPERVISOR_CONTROL_TOKEN_FILE: hosts have the first",
+        ),
     ],
 )
 def test_a_flag_that_cannot_work_is_refused(
-    argv: list[str], env: dict[str, str], sentence: str, tmp_path: Path
+    argv: list[str],
+    env: dict[str, str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("token").write_text("a-token-of-all-the-hosts")
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         parse(f"--state-dir={tmp_path}", *argv, **env)
+
+
+@pytest.mark.parametrize(
+    ("env", "argv", "listen", "warns"),
+    [
+        ({}, [], "127.0.0.1", False),
+        ({}, ["--listen=localhost"], "localhost", False),
+        ({}, ["--listen=::1"], "::1", False),
+        ({}, ["--listen=0.0.0.0"], "0.0.0.0", True),  # noqa: S104
+        ({"SUPERVISOR_PLAINTEXT": "0", **TLS}, [], "0.0.0.0", False),  # noqa: S104
+        ({"SUPERVISOR_PLAINTEXT": "0", **TLS}, ["--listen=10.0.0.7"], "10.0.0.7", False),
+    ],
+)
+def test_plaintext_is_for_this_machine_unless_an_address_is_given_and_then_warns(
+    env: dict[str, str],
+    argv: list[str],
+    listen: str,
+    warns: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    of_parts = parse(f"--state-dir={tmp_path}", *argv, **env)
+    of_daemon = DaemonSettings.parse(
+        [f"--state_dir={tmp_path}", *argv], {"SUPERVISOR_PLAINTEXT": "1", "NODE_NAME": "host-1", **env}
+    )
+    for settings in (of_parts, of_daemon):
+        caplog.clear()
+        assert settings.listen == listen
+        settings.security.warn_of_plaintext(settings.listen)
+        sentence = f"plaintext at {listen}: every program that reaches this address can read and forge"
+        assert [sentence in one.getMessage() for one in caplog.records] == [True] * warns
+    # A daemon that only its own machine reaches says so to the supervisor.
+    assert of_daemon.address == (
+        f"[{listen}]"
+        if listen == "::1"
+        else "host-1"
+        if listen[0] in "01" and listen[:3] != "127"
+        else listen
+    )
 
 
 def test_each_threshold_that_is_out_of_range_is_refused_by_its_name(tmp_path: Path) -> None:

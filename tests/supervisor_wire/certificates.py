@@ -12,7 +12,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from supervisor.transport.security import CONTROL_COMMON_NAME, Security
+from supervisor.transport.security import Security
+
+#: DNS names of the certificates that the chart makes.
+HOST = "resiliency-host"
+CONTROL = tuple(f"resiliency-{part}" for part in ("sensor", "controller", "actuator", "operator"))
 
 
 class Authority:
@@ -26,13 +30,14 @@ class Authority:
         self.path = directory / "ca.pem"
         self.path.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, common_name: str) -> tuple[Path, Path]:
-        """Certificate and key for 127.0.0.1 and localhost."""
+    def issue(self, *names: str) -> tuple[Path, Path]:
+        """Certificate and key for a process of this machine with these DNS names."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-        certificate = self._directory / f"{common_name}.pem"
-        certificate.write_bytes(self._sign(name, key).public_bytes(serialization.Encoding.PEM))
-        private = self._directory / f"{common_name}.key"
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "any")])
+        file = "+".join(names)
+        certificate = self._directory / f"{file}.pem"
+        certificate.write_bytes(self._sign(name, key, *names).public_bytes(serialization.Encoding.PEM))
+        private = self._directory / f"{file}.key"
         private.write_bytes(
             key.private_bytes(
                 serialization.Encoding.PEM,
@@ -42,26 +47,30 @@ class Authority:
         )
         return certificate, private
 
-    def security(self, common_name: str = CONTROL_COMMON_NAME) -> Security:
-        certificate, key = self.issue(common_name)
+    def security(self, *names: str) -> Security:
+        certificate, key = self.issue(*names)
         return Security(certificate=certificate, key=key, authority=self.path)
 
     def _sign(
-        self, name: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool = False
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *names: str, is_authority: bool = False
     ) -> x509.Certificate:
         now = datetime.now(timezone.utc)
-        names = x509.SubjectAlternativeName(
-            [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
+        # Its address says where a process is, and nothing about what it may do.
+        alternatives = x509.SubjectAlternativeName(
+            [
+                *(x509.DNSName(name) for name in ("localhost", *names)),
+                x509.IPAddress(ip_address("127.0.0.1")),
+            ]
         )
         return (
             x509.CertificateBuilder()
-            .subject_name(name)
+            .subject_name(subject)
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(hours=1))
             .not_valid_after(now + timedelta(hours=12))
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-            .add_extension(names, critical=False)
+            .add_extension(alternatives, critical=False)
             .sign(self._key, hashes.SHA256())
         )

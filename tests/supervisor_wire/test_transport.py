@@ -29,7 +29,8 @@ from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Reason, Refused, Unreachable
 from supervisor.transport.host_streams import MESSAGES_BURST, HostStreams
 from supervisor.transport.limits import BATCH_ITEMS, Backoff, RateLimit
-from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Role, Security, TokenFile
+from supervisor.transport.roles import Role
+from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Security, TokenFile
 from supervisor.transport.server import serve
 from supervisor.transport.services import (
     SENSOR_CONNECT,
@@ -70,7 +71,7 @@ from supervisor.values import (
     WorkloadInfo,
 )
 from tests.asynchronous import run
-from tests.supervisor_wire.certificates import Authority
+from tests.supervisor_wire.certificates import CONTROL, HOST, Authority
 from tests.supervisor_wire.handlers import TestActuator, TestSensor, nothing_known
 from tests.supervisor_wire.listener import Listener
 from tests.waiting import WAIT_S
@@ -533,59 +534,44 @@ def tokens(path: Path, text: str, variable: str = TOKEN_ENV) -> TokenFile:
 
 
 async def greet(server: Security, client: Security) -> Role:
-    """The role that the server gives to the client, or its refusal."""
+    """Whether the server takes the client for a host or for an actuator, or its refusal."""
 
-    async def use(streams: HostStreams, listener: Listener, remote: Remote) -> None:
-        async with remote.stream(SENSOR_CONNECT) as stream:
-            await stream.send(hello())
-            await stream.receive()
-
-    await with_streams(use, server, client)
-    with_role: list[Role] = []
-
-    async def accept(_: Any) -> None:
-        with_role.append(Role.CONTROL)
-
-    async with (
-        serve(
-            [controller_service(accept, accept, nothing_known)], address="127.0.0.1", port=0, security=server
-        ) as port,
-        Remote(f"127.0.0.1:{port}", client) as remote,
-    ):
+    async def use(streams: HostStreams, listener: Listener, remote: Remote) -> Role:
         try:
-            await send_observations(remote, Observations(), deadline_s=WAIT_S)
+            async with remote.stream(SENSOR_CONNECT) as stream:
+                await stream.send(hello())
+                await stream.receive()
+            return Role.HOST
         except Refused as error:
-            return Role.HOST if error.reason is Reason.ROLE else Role.CONTROL
-    return with_role[0]
+            if error.reason is not Reason.ROLE:
+                raise
+        await send_change(remote, "host-1", Change.GONE, Evidence(id="e", witness="w"), deadline_s=WAIT_S)
+        return Role.ACTUATOR
 
-
-def test_certificates_say_who_is_a_host_and_who_controls(authority: Authority) -> None:
-    server = authority.security()
-    assert run(greet(server, authority.security("host-1"))) is Role.HOST
-    assert run(greet(server, authority.security())) is Role.CONTROL
+    return await with_streams(use, server, client)
 
 
 def test_a_certificate_of_another_authority_is_refused(
     authority: Authority, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     other = Authority(tmp_path)
-    certificate, key = other.issue("host-1")
+    certificate, key = other.issue(HOST)
     stranger = Security(certificate=certificate, key=key, authority=authority.path)
     for server, caller in (
-        (authority.security(), stranger),
-        (other.security(), authority.security()),  # and a client does not believe any server
+        (authority.security(*CONTROL), stranger),
+        (other.security(*CONTROL), authority.security(HOST)),  # and a client does not believe any server
     ):
         with pytest.raises(Unreachable):
             run(greet(server, caller))
     with pytest.raises(Unreachable):
-        run(greet(authority.security(), PLAIN))
+        run(greet(authority.security(*CONTROL), PLAIN))
     capfd.readouterr()  # gRPC's own lines about handshakes
 
 
 def test_a_token_does_where_certificates_are_not_at_hand(authority: Authority, tmp_path: Path) -> None:
     of_hosts = tokens(tmp_path / "hosts", "a-token-of-all-the-hosts\n")
     of_control = tokens(tmp_path / "control", "a-token-of-the-controllers\n", CONTROL_TOKEN_ENV)
-    certificate, key = authority.issue("server")
+    certificate, key = authority.issue(*CONTROL)
     server = Security(
         certificate=certificate,
         key=key,
@@ -595,13 +581,13 @@ def test_a_token_does_where_certificates_are_not_at_hand(authority: Authority, t
     )
     assert run(greet(server, Security(authority=authority.path, tokens=of_hosts))) is Role.HOST
     control = Security(authority=authority.path, tokens=of_hosts, control_tokens=of_control)
-    assert run(greet(server, control)) is Role.CONTROL
+    assert run(greet(server, control)) is Role.ACTUATOR
     wrong = tokens(tmp_path / "wrong", "a-token-of-somebody-else\n")
     with pytest.raises(Refused, match="the token is not one that this process accepts") as refused:
         run(greet(server, Security(authority=authority.path, tokens=wrong)))
     assert refused.value.reason is Reason.IDENTITY
     with pytest.raises(Refused, match="the token is missing"):
-        run(greet(server, authority.security("host-1")))
+        run(greet(server, authority.security(HOST)))
 
 
 def test_tokens_are_rotated_without_a_restart(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 - {name: SUPERVISOR_TLS_CA, value: /etc/resiliency/tls/ca.crt}
 - {name: SUPERVISOR_TLS_CERT, value: /etc/resiliency/tls/tls.crt}
 - {name: SUPERVISOR_TLS_KEY, value: /etc/resiliency/tls/tls.key}
-- {name: SUPERVISOR_TLS_NAME, value: {{ .Values.tls.serverName | quote }}}
 {{- end }}
 {{- end -}}
 
