@@ -96,7 +96,7 @@ class CommandKind(Enum):
     """What the actuator can do."""
 
     IN_JOB_RESET = "in_job_reset"  # launchers restart their ranks in place; memory stays
-    WORKLOAD_RESET = "workload_reset"
+    WORKLOAD_RESET = "workload_reset"  # all launchers start again; `spare`, if given, in the place of `host`
     WORKLOAD_RECREATION = "workload_recreation"
     HOT_SWAP = "hot_swap"  # `host` leaves, `spare` joins, the others keep their processes' memory
     SCALE_DOWN = "scale_down"  # to `replicas`, without `host`
@@ -121,6 +121,11 @@ class CommandKind(Enum):
             CommandKind.HOT_SWAP,
             CommandKind.SCALE_DOWN,
         )
+
+    @property
+    def relaunches(self) -> bool:
+        """True where all launchers of the job start again, those that gave up too."""
+        return self.restarts and self not in (CommandKind.IN_JOB_RESET, CommandKind.HOT_SWAP)
 
 
 class OutcomeStatus(Enum):
@@ -662,7 +667,8 @@ class Command(Value):
         epoch: of the controller that decided; who has seen a higher one refuses it.
         id: unique over the life of the supervisor; who has carried it out answers with that outcome.
         workload, host: its target.
-        spare: host that takes the place of `host` in a hot swap.
+        spare: host that takes the place of `host` in a hot swap, or in a workload reset that is one for a job
+            whose launchers gave up.
         replicas: size of the job afterwards, of a scale down or up.
         incident: that it is the action for.
         evidence: ids of what it was decided upon; looked at again before an irreversible step.
@@ -692,10 +698,11 @@ class Command(Value):
             bool(self.workload) or kind not in _ON_WORKLOAD, self, "workload", f"must be set for {kind.value}"
         )
         require(
-            bool(self.spare) == (kind is CommandKind.HOT_SWAP),
+            bool(self.spare) == (kind is CommandKind.HOT_SWAP)
+            or (kind is CommandKind.WORKLOAD_RESET and bool(self.host)),
             self,
             "spare",
-            "must be given for a hot swap only",
+            "must be given for a hot swap, and may be for a workload reset that names a host",
         )
         require(
             not self.spare or self.spare != self.host, self, "spare", f"must be another host than {self.host}"

@@ -22,7 +22,7 @@ from resiliency.goodput_measure.tracker import goodput_path, open_event_stream, 
 from resiliency.launch import _compat, cli
 from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agents.host import AgentHost
-from resiliency.launch.fleet.link import NullReporter, WorkerStateReporter
+from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
 from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: Outcome of a host that was asked to leave its job, or found itself unfit: the others go on.
+LEFT = "unhealthy host"
+
 
 @dataclass
 class JobOutcome:
@@ -52,6 +55,11 @@ class JobOutcome:
     name: str = "error"
     #: Whether the meeting is over for all hosts; else they may go on without this one.
     final: bool = True
+
+    @property
+    def leaves_job_down(self) -> bool:
+        """Whether the launcher gave up: it neither succeeded, nor was told to end or to leave."""
+        return self.exit_code == 1 and self.name != LEFT
 
 
 def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int:
@@ -103,6 +111,8 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
             try:
                 _run_agent(agent, options, outcome)
             finally:
+                if outcome.leaves_job_down:
+                    reporter.launcher_is(LauncherState.GAVE_UP)
                 try:
                     with signals.interruptible(check=False):
                         agent.clean_rdzv_shutdown(close=outcome.final)
@@ -191,7 +201,7 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
             outcome.exit_code,
         )
     except _compat.UnhealthyNodeException as error:
-        outcome.name, outcome.final = "unhealthy host", False
+        outcome.name, outcome.final = LEFT, False
         logger.error("this host leaves the job, because it is unhealthy: %s", error)
     except _compat.RendezvousClosedError:
         outcome.name = "ended elsewhere"

@@ -3,7 +3,8 @@
 
 A *reporter* is one connection: a launcher, which speaks for all ranks of the host, or a program that speaks
 for one. When its connection ends, what it said stays, and grows old: the sensor decides what silence means.
-After `GONE_S` it has long decided, and a reporter that has not come back holds the host no longer.
+After `GONE_S` it has long decided, and a reporter that has not come back holds the host no longer. So it is
+with a launcher that gave up and says that it ends: its job has not ended, and waits for the supervisor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from supervisor.values import (
 
 #: Reporters that have detached and are kept for their last states.
 _MOST_ENDED = 64
-#: A reporter without a connection that ended without a detach; a living one tries again every few seconds.
+#: A reporter without a connection whose job has not ended; a living one tries again every few seconds.
 GONE_S = 600.0
 
 
@@ -45,7 +46,7 @@ class Reporter:
     workers: tuple[WorkerReport, ...] = ()
     #: Monotonic time at which `workers` arrived.
     at: float = 0.0
-    #: It has said that it ends, so that its silence means nothing.
+    #: It has said that it ends, and its job with it, so that its silence means nothing.
     ended: bool = False
     #: Monotonic time at which its connection ended.
     left_at: float = 0.0
@@ -186,7 +187,7 @@ class HostWorkers:
     def leave(self, reporter: Reporter, *, ended: bool) -> None:
         """A connection is gone; `ended` says that the reporter had announced it."""
         reporter.connected = False
-        reporter.ended = ended
+        reporter.ended = ended and reporter.launcher is not LauncherState.GAVE_UP
         reporter.left_at = self.clock.monotonic()
         if ended:
             final = (DeviceState.COMPLETE, DeviceState.FAILED)

@@ -17,6 +17,7 @@ from supervisor.values import (
     Event,
     EventType,
     Evidence,
+    LauncherState,
     Outcome,
     OutcomeStatus,
     Request,
@@ -88,11 +89,17 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
             lost = tuple(report for report in past if is_still_lost(turn, report, command.workload))
             left, past = lost + left, tuple(report for report in past if report not in lost)
         else:
-            # Ranks that were reported meanwhile were restarted with the others; hosts are still lost.
+            # Ranks that were reported meanwhile were restarted with the others; hosts are still lost, and
+            # launchers that gave up meanwhile were started again only by an action that starts them all.
             left = tuple(
                 report
                 for report in left
-                if report.type is not EventType.WORKER_HB and report.host not in incident.handled
+                if (report.type is not EventType.WORKER_HB and report.host not in incident.handled)
+                or (
+                    report.launcher is LauncherState.GAVE_UP
+                    and report.host != command.host
+                    and not command.kind.relaunches
+                )
             )
         wait = turn.limits.coalesce_s if left else downtime_s(turn, command.workload)
         incident = replace(
@@ -103,6 +110,7 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
             done_at=turn.now,
             decide_at=turn.now + wait,
             attempt=incident.attempt if status is OutcomeStatus.DONE else -1,
+            relaunched=status is OutcomeStatus.DONE and command.kind.relaunches,
         )
     else:
         incident = replace(
@@ -147,7 +155,7 @@ def take_effect(turn: Turn, command: Command, took: str = "") -> None:
     """What is known of hosts and jobs follows what was done; their daemons say the rest later.
 
     Args:
-        took: the host that took the place of another in a hot swap.
+        took: the host that took the place of another, where the command names a spare.
     """
     host, job = turn.state.hosts.get(command.host), turn.state.workloads.get(command.workload)
     if host is not None and command.kind in (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST):
@@ -155,9 +163,9 @@ def take_effect(turn: Turn, command: Command, took: str = "") -> None:
     elif host is not None and command.kind is CommandKind.UNCORDON_HOST:
         turn.put("hosts", host.id, replace(host, cordoned=False))
         forgive(turn, host.id)
-    elif host is not None and command.kind in (CommandKind.HOT_SWAP, CommandKind.SCALE_DOWN):
+    elif host is not None and (command.spare or command.kind is CommandKind.SCALE_DOWN):
         turn.put("hosts", host.id, replace(host, workload=""))
-    if command.kind is CommandKind.HOT_SWAP and took in turn.state.hosts:
+    if command.spare and took in turn.state.hosts:
         spare = turn.state.hosts[took]
         turn.put("hosts", spare.id, replace(spare, workload=command.workload))
     if job is not None and command.replicas is not None:

@@ -111,12 +111,16 @@ class BaseController:
         return self._act(report, CommandKind.WORKLOAD_RECREATION)
 
     def trigger_hot_swap(self, report: EventReport) -> bool:
-        """Put a spare in the place of the report's host; the others keep their processes' memory."""
+        """Put a spare in the place of the report's host; the others keep their processes' memory.
+
+        Where launchers of others gave up, the spare's would wait for them without an end: all start again.
+        """
         if report.host is None or report.workload is None or not is_of_job(report):
             return False
+        ended = set(report.incident.gave_up) - {report.host.id}
         if self._is_replaced(report):
-            return self._expect_replacement(report)
-        if report.incident.swap_failed:
+            return not ended and self._expect_replacement(report)
+        if report.incident.swap_failed and not ended:
             note_refusal(self._turn, report, "hot swap: one failed before, through no fault of its spare")
             return False
         view = self._turn.view
@@ -128,7 +132,9 @@ class BaseController:
         if chosen is None:
             note_refusal(self._turn, report, "hot swap: no spare fits")
             return False
-        return self._act(report, CommandKind.HOT_SWAP, spare=spares[chosen.id])
+        kind = CommandKind.WORKLOAD_RESET if ended else CommandKind.HOT_SWAP
+        # No budget of restarts limits either: the host was at fault, and the job does without it.
+        return self._act(report, kind, spare=spares[chosen.id], over_budget=True)
 
     def trigger_scale_down(self, report: EventReport) -> bool:
         """Go on with one data-parallel replica less, without the report's host."""
@@ -420,6 +426,8 @@ class BaseController:
             return refusal.until is not None
         if report.event.type is EventType.HANG:
             send_command(turn, CommandKind.DUMP_STACKS, workload=job.workload, incident=incident.id)
+        # An action for one host leaves the reports of others; one for the job is for all of them.
+        alone = spare is not None or kind is CommandKind.SCALE_DOWN
         charge(turn, job.workload, kind)
         deadline_s = job.termination_threshold_s or turn.limits.container_termination_threshold_s
         if kind is CommandKind.HOT_SWAP:
@@ -428,15 +436,13 @@ class BaseController:
             turn,
             kind,
             workload=job.workload,
-            host=report.event.host if kind in (CommandKind.HOT_SWAP, CommandKind.SCALE_DOWN) else "",
+            host=report.event.host if alone else "",
             spare=spare.id if spare else "",
             replicas=replicas,
             incident=incident.id,
             evidence=incident.evidence,
             deadline_s=deadline_s,
         )
-        # An action for one host leaves the reports of others; one for the job is for all of them.
-        alone = kind in (CommandKind.HOT_SWAP, CommandKind.SCALE_DOWN)
         acted = [each for each in incident.reports if not alone or not self._is_of_other(each, report)]
         left = [each for each in incident.reports if each not in acted]
         turn.settled = True

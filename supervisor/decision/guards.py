@@ -16,7 +16,7 @@ from supervisor.decision.state import Account, Fleet, State
 from supervisor.policy.budget import backoff_s
 from supervisor.policy.caps import refuse_cordon, refuse_growth
 from supervisor.policy.thresholds import Thresholds
-from supervisor.values import CommandKind, DeviceState, EventType, HostInfo, LauncherState, WorkloadInfo
+from supervisor.values import CommandKind, DeviceState, HostInfo, WorkloadInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +167,7 @@ def launcher_first(view: View, intent: Intent) -> Refusal | None:
     if incident is None or not intent.kind.restarts:
         return None
     until = incident.opened_at + view.limits.launcher_grace_s
-    at_it = all(
-        report.type is EventType.WORKER_HB and report.launcher is LauncherState.RESTARTING
-        for report in incident.reports
-    )
-    if at_it and view.now < until:
+    if incident.is_being_restarted and view.now < until:
         return Refusal(text="the launcher restarts these ranks itself", until=until)
     return None
 
@@ -181,8 +177,7 @@ def launcher_is_there(view: View, intent: Intent) -> Refusal | None:
     incident = view.state.incidents.get(intent.workload.workload) if intent.workload else None
     if incident is None or intent.kind is not CommandKind.IN_JOB_RESET:
         return None
-    gone = [report.host for report in incident.reports if report.launcher is LauncherState.GAVE_UP]
-    return Refusal(text=f"the launcher of {gone[0]} gave up") if gone else None
+    return Refusal(text=f"the launcher of {incident.gave_up[0]} gave up") if incident.gave_up else None
 
 
 def within_budget(view: View, intent: Intent) -> Refusal | None:

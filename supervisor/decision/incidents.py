@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from supervisor.decision.state import Incident, Mark
 from supervisor.decision.turn import EventReport, Turn
-from supervisor.values import Command, CommandKind, Event, EventType, Progress
+from supervisor.values import Command, CommandKind, Event, EventType, LauncherState, Progress
 
 
 def take_progress(turn: Turn, progress: Progress) -> None:
@@ -104,15 +104,18 @@ def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
 def _without_vain_reset(turn: Turn, incident: Incident, event: Event, decide_at: float) -> Incident:
     """Ranks that are restarted in place meet on all hosts: without one of them that never ends.
 
-    The ranks of the other hosts fail first, as a rule, and the silence of the host is noticed after that.
+    The ranks of the other hosts fail first, as a rule, and the silence of the host is noticed after that.  A
+    launcher that gave up has ended, and its host is missing as one that is lost.
     """
     flight = turn.state.commands.get(incident.command)
-    lost = event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR)
+    gave_up = event.launcher is LauncherState.GAVE_UP
+    lost = gave_up or event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR)
     if not lost or flight is None or flight.command.kind is not CommandKind.IN_JOB_RESET:
         return incident
     turn.put("commands", incident.command, None)
     pay_back(turn, flight.command)
-    turn.notes.append(f"in_job_reset {incident.command} is not waited for: {event.host} is lost")
+    why = f"the launcher of {event.host} gave up" if gave_up else f"{event.host} is lost"
+    turn.notes.append(f"in_job_reset {incident.command} is not waited for: {why}")
     reports = incident.past + incident.reports
     return replace(incident, command="", reports=reports, past=(), decide_at=decide_at)
 

@@ -18,7 +18,7 @@ from supervisor.plain import InvalidValue, from_plain, to_plain
 from supervisor.policy.budget import Budget, TokenBucket
 from supervisor.policy.caps import CordonMark
 from supervisor.policy.verdict import Verdict
-from supervisor.values import Command, Event, EventType, HostInfo, WorkloadInfo
+from supervisor.values import Command, Event, EventType, HostInfo, LauncherState, WorkloadInfo
 
 #: An epoch from here on is no controller's: a host that tells one must not leave none above it.
 MOST_EPOCH = 2**62
@@ -70,6 +70,7 @@ class Incident:
         done_at: when the last action was done.
         handled: hosts that an action was for.
         attempt: that the last action ended, if it was done; -1 without one.
+        relaunched: the last action, if it was done, started all launchers of the job again.
         stuck: how often the time after an action ended without a step.
         swap_failed: a hot swap came to nothing, and the fault was no spare's: another would fare as it did.
         note: why nothing was done at the last look.
@@ -86,6 +87,7 @@ class Incident:
     done_at: float | None = None
     handled: tuple[str, ...] = ()
     attempt: int = -1
+    relaunched: bool = False
     actions: int = 0
     stuck: int = 0
     swap_failed: bool = False
@@ -95,13 +97,34 @@ class Incident:
         """Ranks of an attempt that the last action has ended: they were restarted with the others.
 
         For `within_s` only: programs that count no attempts would otherwise fail unheard.  A time without a
-        step is no news at any time: the incident waits for one itself.
+        step is no news at any time: the incident waits for one itself.  A launcher that gave up restarts
+        no ranks: it is an echo only of an action that started another one.
         """
         if event.type is EventType.NO_PROGRESS:
             return True
         if self.command or self.done_at is None or now - self.done_at >= within_s:
             return False
+        if event.launcher is LauncherState.GAVE_UP and not self.relaunched:
+            return False
         return event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt <= self.attempt
+
+    @property
+    def gave_up(self) -> tuple[str, ...]:
+        """Hosts whose launchers gave up, and so have ended."""
+        return tuple(each.host for each in self.reports if each.launcher is LauncherState.GAVE_UP)
+
+    @property
+    def is_being_restarted(self) -> bool:
+        """Whether the launchers restart all lost ranks themselves.
+
+        A launcher reports the failure first and what it does about it a moment later, in another event.
+        """
+        at_it = {
+            (each.host, each.attempt) for each in self.reports if each.launcher is LauncherState.RESTARTING
+        }
+        return not self.gave_up and all(
+            each.type is EventType.WORKER_HB and (each.host, each.attempt) in at_it for each in self.reports
+        )
 
     @property
     def evidence(self) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from supervisor.values import (
     EventType,
     Evidence,
     HostInfo,
+    LauncherState,
     Progress,
     WorkloadInfo,
     host_state,
@@ -47,6 +48,11 @@ from supervisor.values import (
 
 #: Earlier daemons of one host whose late reports are told apart from the present one's.
 _EARLIER = 64
+#: What a launcher does about ranks that failed; it reports the failure first, and this a moment later.
+_REACTIONS = {
+    LauncherState.RESTARTING: "launcher: restarts its ranks",
+    LauncherState.GAVE_UP: "launcher: gave up, and has ended",
+}
 #: Hosts of a job that are asked where it is; one that answers is enough.
 _POLLED = 4
 
@@ -187,8 +193,9 @@ class Detector:
             host.steps.clear()
             host.failed.clear()
             self._conditions.close(("worker", report.host))
+        reacts = report.launcher is not host.launcher and report.launcher in _REACTIONS
         host.launcher = report.launcher
-        said += self._take_workers(report, host, time)
+        said += self._take_workers(report, host, time, reacts=reacts)
         return said
 
     def stream_ended(self, id: str, now: float) -> list[Output]:
@@ -418,11 +425,14 @@ class Detector:
             self._conditions.remember_finding(found.evidence.id)
         return said
 
-    def _take_workers(self, report: DaemonReport, host: SeenHost, time: float) -> list[Output]:
+    def _take_workers(
+        self, report: DaemonReport, host: SeenHost, time: float, *, reacts: bool
+    ) -> list[Output]:
         lost: dict[int, str] = {}
         ages_s: list[float] = []
         host.missed_at = math.inf
         job = self._jobs.get(host.info.workload)
+        attempt = job.attempt if job is not None else 0
         if job is not None:
             job.answered = True
         for worker in report.workers:
@@ -436,12 +446,16 @@ class Detector:
                         job, report.attempt, worker.step, time - worker.step_age_s, self._unread_s
                     )
         self._expect_workers(report.host, host)
-        said = self._change_state(report.host, host)
-        if not host.failed:
+        said = self._release_left(job) if job is not None and job.attempt > attempt else []
+        said += self._change_state(report.host, host)
+        gave_up = report.launcher is LauncherState.GAVE_UP and bool(host.info.workload)
+        if not (host.failed or gave_up):
             self._conditions.close(("worker", report.host))
-        if lost:
-            texts = (f"rank {rank}: {text}" for rank, text in sorted(lost.items())[:16])
-            evidence = self._conditions.evidence(*texts, age_s=min(ages_s))
+        if lost or (reacts and (host.failed or gave_up)):
+            texts = [f"rank {rank}: {text}" for rank, text in sorted(lost.items())[:16]]
+            if reacts:
+                texts.append(_REACTIONS[report.launcher])
+            evidence = self._conditions.evidence(*texts, age_s=min(ages_s, default=0.0))
             event = self._conditions.event(
                 EventType.WORKER_HB,
                 evidence,
@@ -453,6 +467,18 @@ class Detector:
             )
             self._conditions.keep_open(("worker", report.host), event)
             said += [event, *self.poll(host.info.workload)]
+        return said
+
+    def _release_left(self, job: SeenJob) -> list[Output]:
+        """Free the hosts whose launchers gave up, and that the job has finished a later step without."""
+        said: list[Output] = []
+        for name in sorted(job.hosts):
+            host = self._hosts[name]
+            if host.launcher is LauncherState.GAVE_UP and host.attempt < job.attempt:
+                job.hosts.discard(name)
+                self._conditions.close(("worker", name))
+                host.info = replace(host.info, workload="")
+                said.append(host.info)
         return said
 
     def _change_state(self, id: str, host: SeenHost) -> list[Output]:

@@ -304,6 +304,9 @@ class WantedOrchestrator:
         if kind is CommandKind.IN_JOB_RESET:
             return self._revive(state, job, seen)
         if kind in (CommandKind.WORKLOAD_RESET, CommandKind.WORKLOAD_RECREATION):
+            if command.spare:  # in the same write: the launcher of a lost host would be waited for
+                state = self._swap(state, job, host, self._name_of(command.spare), seen)
+                job = state.job(command.workload) or job
             return state.with_seats(replace(job, generation=job.generation + 1), job.hosts)
         if kind is CommandKind.HOT_SWAP:
             return self._swap(state, job, host, self._name_of(command.spare), seen)

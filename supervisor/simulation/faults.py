@@ -47,7 +47,6 @@ def _worker_dies(plane: Plane, fault: SimFault) -> None:
     (host,) = hit_hosts(plane, fault)
     at_it = fault.code % 2 == 0
     plane.fleet.fail_worker(host, LauncherState.RESTARTING if at_it else LauncherState.GAVE_UP)
-    plane.send_report(host)
 
 
 def _host_dies(plane: Plane, fault: SimFault) -> None:
@@ -86,7 +85,6 @@ def _stalls(plane: Plane, fault: SimFault) -> None:
     if job.since is not None and host.alive:
         job.stalls = True
         plane.fleet.fail_worker(host, LauncherState.RESTARTING)
-        plane.send_report(host)
 
 
 def _for_hosts(attribute: str, value: object, well: object) -> Callable[[Plane, SimFault], None]:

@@ -24,6 +24,11 @@ from supervisor.values import (
 )
 
 RESTART_S = 6.0
+#: A launcher reports a failed rank first, and what it does about it so much later; then the other launchers
+#: of a job that it gave up find out.
+REACTION_S, OTHERS_REACT_S = 0.2, 1.0
+#: How long launchers take to stop their ranks before they start again.
+STOPS_S = (3.0, 12.0)
 CHECKPOINT_STEPS = 10
 
 
@@ -40,6 +45,7 @@ class SimHost:
     broken: bool = False  # hardware: what runs on it fails again
     failed: bool = False  # a rank is dead
     launcher: LauncherState = LauncherState.RUNNING
+    reacted_at: float = 0.0  # when `launcher` became what it is, after a failure
     incarnation: int = 0
     sequence: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -91,6 +97,8 @@ class Fleet:
         self.hosts: dict[str, SimHost] = {}
         self.jobs: dict[str, SimJob] = {}
         self.changed: Callable[[SimHost], None] = lambda host: None
+        #: Called with each host that has something to report at once.
+        self.news: Callable[[SimHost], None] = lambda host: None
 
     def job_of(self, host: SimHost) -> SimJob | None:
         return self.jobs.get(host.info.workload)
@@ -98,6 +106,10 @@ class Fleet:
     def is_whole(self, job: SimJob) -> bool:
         hosts = [self.hosts[name] for name in job.hosts]
         return len(hosts) == job.info.hosts and all(host.alive and not host.failed for host in hosts)
+
+    def has_launchers(self, job: SimJob) -> bool:
+        """Whether no launcher of the job has given up, and so ended."""
+        return all(self.hosts[name].launcher is not LauncherState.GAVE_UP for name in job.hosts)
 
     def is_running(self, job: SimJob) -> bool:
         return job.since is not None
@@ -109,21 +121,50 @@ class Fleet:
         job = self.job_of(host)
         if job is None or not host.alive or host.info.id not in job.hosts:
             return
-        host.failed, host.launcher = True, launcher
+        host.failed = True
         job.stop(self.loop.now)
-        if launcher is LauncherState.RESTARTING:
+        self.news(host)
+        attempt = job.attempt
 
-            def heal() -> None:
-                if host.failed and host.alive and host.info.id in job.hosts:
-                    self.restart(job)
+        def react() -> None:
+            if job.attempt == attempt and host.failed and host.alive and host.info.id in job.hosts:
+                self._react(job, host, launcher)
 
-            self.loop.after(RESTART_S / 2, heal)
+        self.loop.after(REACTION_S, react)
+
+    def _react(self, job: SimJob, host: SimHost, launcher: LauncherState) -> None:
+        if host.launcher is LauncherState.GAVE_UP:
+            return
+        host.launcher, host.reacted_at = launcher, self.loop.now
+        self.news(host)
+        attempt = job.attempt
+
+        def end_others() -> None:
+            for name in job.hosts if job.attempt == attempt else ():
+                other = self.hosts[name]
+                if other.alive and other.launcher is not LauncherState.GAVE_UP:
+                    other.launcher, other.reacted_at = LauncherState.GAVE_UP, self.loop.now
+                    self.news(other)
+
+        def heal() -> None:
+            if host.failed and host.alive and host.info.id in job.hosts and self.has_launchers(job):
+                self.restart(job)
+
+        if launcher is LauncherState.GAVE_UP:
+            self.loop.after(OTHERS_REACT_S, end_others)
+        else:
+            self.loop.after(self.loop.random.choice(STOPS_S), heal)
 
     def kill_host(self, host: SimHost) -> None:
+        """A rank of another host fails with it; where its launcher has no restart, that is the job's end."""
         host.alive = host.daemon = host.connected = False
         job = self.job_of(host)
-        if job is not None:
-            job.stop(self.loop.now)
+        if job is None:
+            return
+        others = [self.hosts[name] for name in job.hosts if self.hosts[name].alive]
+        if job.since is not None and others and not job.info.max_in_job_restarts:
+            self.loop.after(REACTION_S, lambda: self.fail_worker(others[0], LauncherState.GAVE_UP))
+        job.stop(self.loop.now)
 
     def boot_host(self, host: SimHost) -> None:
         """It is back, with nothing of what ran on it."""
@@ -290,7 +331,8 @@ class SimOrchestrator:
         if command.kind is not CommandKind.IN_JOB_RESET or job is None:
             spare = self._done.get(command.id, "")
             return Answer(status=OutcomeStatus.DONE, text=text, spare=spare)
-        if not self.fleet.is_whole(job) or all(self.fleet.hosts[name].deaf for name in job.hosts):
+        deaf = all(self.fleet.hosts[name].deaf for name in job.hosts)
+        if deaf or not (self.fleet.is_whole(job) and self.fleet.has_launchers(job)):
             return Answer(status=OutcomeStatus.FAILED, text="no launcher answered", passing=True)
         return Answer(status=OutcomeStatus.DONE, text=text)
 
@@ -303,7 +345,9 @@ class SimOrchestrator:
             return ""
         if job is None or kind is CommandKind.DUMP_STACKS:
             return "" if job else "no such job"
-        if kind is CommandKind.HOT_SWAP:
+        if kind is CommandKind.IN_JOB_RESET and not fleet.has_launchers(job):
+            return ""  # no launcher is left that could do it, as its answer will say
+        if command.spare:
             # A scheduler takes any node that fits: the spare of the command is the controller's guess.
             free = [
                 one
@@ -317,6 +361,9 @@ class SimOrchestrator:
             job.hosts[job.hosts.index(command.host)] = self._took
             fleet.assign(fleet.hosts[command.host], "")
             fleet.assign(spare, command.workload)
+            spare.launcher = LauncherState.RUNNING
+            if kind is CommandKind.HOT_SWAP and not fleet.has_launchers(job):
+                return ""  # the spare's launcher waits for those of the others, which have ended
         elif kind is CommandKind.SCALE_DOWN:
             self._shrink(job, command)
         elif kind is CommandKind.SCALE_UP:

@@ -11,7 +11,24 @@ from supervisor.decision.state import State
 from supervisor.policy.thresholds import Thresholds
 from supervisor.simulation.faults import SimFault, hit_hosts
 from supervisor.simulation.plane import Plane
-from supervisor.values import Command, CommandKind, Event, EventType, Outcome, Progress, Silence
+from supervisor.values import (
+    Command,
+    CommandKind,
+    Event,
+    EventType,
+    LauncherState,
+    Outcome,
+    OutcomeStatus,
+    Progress,
+    Silence,
+)
+
+#: While nothing else has happened, all that launchers say is read at once.
+_OF_HOSTS = frozenset(
+    {"worker dies", "host dies", "job hangs", "job hangs at its start", "job is slow", "xid", "ecc"}
+)
+#: From a launcher's report to the decision that must know it.
+_READ_S = 1.0
 
 
 class Violation(AssertionError):
@@ -42,6 +59,8 @@ class Invariants:
         #: Hosts that were lost in one moment with too many others for that to be believed.
         self._fell_together: set[str] = set()
         self._incident_of: dict[str, str] = {}
+        self._hears_all = True
+        self._for_ended: dict[str, str] = {}  # commands for jobs whose launchers had given up
         plane.decided = self.command_decided
         plane.performing = self.command_starts
         plane.effected = self.effect_happened
@@ -55,6 +74,7 @@ class Invariants:
     # -------------------------------------------------------------------------------- at each moment
 
     def fault_hits(self, fault: SimFault) -> None:
+        self._hears_all = self._hears_all and fault.kind in _OF_HOSTS
         if fault.kind in ("host dies", "daemon dies", "partition"):
             hit = hit_hosts(self._plane, fault)
             newly = [host.info.id for host in hit if host.alive and host.daemon and not host.cut]
@@ -79,6 +99,8 @@ class Invariants:
             raise Violation(f"frozen for {given.silent} silent hosts, and no fault touched so many")
         if isinstance(given, Outcome):
             self._ended.add(given.command)
+            if given.status is OutcomeStatus.WITHDRAWN:
+                self._check_withdrawn(given.command)
         if isinstance(given, Event):
             self._forget_vain_resets()
             if given.type is EventType.HOST_HB and given.id not in self._said:
@@ -135,6 +157,8 @@ class Invariants:
             self._check_growth(command)
         if command.kind in (CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET):
             self._check_launcher(command)
+        if command.kind.restarts and self._hears_all:
+            self._check_ended(command)
         if command.kind.restarts:
             self._count_restart(command, now)
             self._check_pause(command)
@@ -173,15 +197,40 @@ class Invariants:
         incident = self._plane.core.state.incidents[command.workload]
         now = self._plane.core.now
         reports = incident.past + incident.reports
-        if now - incident.opened_at < self._limits.launcher_grace_s - 1.0 and all(
-            report.type is EventType.WORKER_HB and report.launcher.value == "restarting" for report in reports
-        ):
+        young = now - incident.opened_at < self._limits.launcher_grace_s - 1.0
+        if self._hears_all and young and all(map(self._is_at_it, reports)):
             raise Violation(f"{command.kind.value} {command.id} while the launcher restarts the ranks itself")
         ended = [report for report in reports if report.launcher.value == "gave_up"]
         if command.kind is CommandKind.IN_JOB_RESET and ended:
             raise Violation(
                 f"{command.id} asks the launcher of {ended[0].host}, which has ended, for a restart"
             )
+
+    def _is_at_it(self, report: Event) -> bool:
+        host = self._plane.fleet.hosts[report.host] if report.host else None
+        long_enough = host is not None and self._plane.loop.now - host.reacted_at > _READ_S
+        at_it = host is not None and host.launcher is LauncherState.RESTARTING
+        return report.type is EventType.WORKER_HB and at_it and long_enough
+
+    def _check_ended(self, command: Command) -> None:
+        """Launchers that gave up have said so, and only an action that starts all again can work."""
+        plane = self._plane
+        hosts = {name: plane.fleet.hosts[name] for name in plane.fleet.jobs[command.workload].hosts}
+        ended = [
+            name
+            for name, host in hosts.items()
+            if host.alive and host.launcher is LauncherState.GAVE_UP
+            if name not in (*self._disturbed, command.host) and plane.loop.now - host.reacted_at > _READ_S
+        ]
+        if ended and not command.kind.relaunches:
+            raise Violation(f"{command.kind.value} {command.id} although the launcher of {ended[0]} gave up")
+        if ended:
+            self._for_ended[command.id] = command.workload
+
+    def _check_withdrawn(self, id: str) -> None:
+        job = self._plane.fleet.jobs.get(self._for_ended.get(id, ""))
+        if job is not None and not self._plane.fleet.has_launchers(job):
+            raise Violation(f"command {id} was withdrawn, and {job.info.workload} has launchers that gave up")
 
     def _count_restart(self, command: Command, now: float) -> None:
         name = command.workload

@@ -149,6 +149,7 @@ class Plane:
         #: Readings of the controller's monotonic clock begin somewhere else on each machine.
         self.origin = 0.0
         fleet.changed = self._register
+        fleet.news = self.send_report
         for host in fleet.hosts.values():
             self._connect(host)
             self.loop.after(period_s * self.loop.random.random(), partial(self._heartbeat, host))

@@ -136,4 +136,6 @@ def job_state(job: JobStatus) -> str:
         return f"incident {job.incident}"
     if len(job.hosts) < job.hosts_needed:
         return f"{job.hosts_needed - len(job.hosts)} of {count(job.hosts_needed, 'host')} missing"
+    if not (job.in_job.limit or job.restarts.limit):
+        return "no restart budget: --max-restarts and --max-workload-restarts of its launchers are 0"
     return "well"

@@ -337,10 +337,38 @@ def test_a_host_that_is_back_does_not_make_its_job_be_restarted_while_it_advance
     assert fleet.wait(LIMITS.advancing_s) == [IN_JOB]
 
 
-def test_the_launcher_comes_first_for_a_while() -> None:
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "messages cross"])
+def test_the_launcher_comes_first_for_a_while(order: int) -> None:
+    """It reports the failure first, while it still watches, and a moment later that it restarts the ranks."""
     fleet = Controller(max_in_job_restarts=5)
-    assert fleet.happens(EventType.WORKER_HB, launcher=LauncherState.RESTARTING) == []
-    assert fleet.wait(LIMITS.launcher_grace_s) == [IN_JOB]
+    said = [
+        fleet.event(EventType.WORKER_HB, host, launcher=state, ranks=ranks)
+        for state, ranks in ((LauncherState.RUNNING, (1,)), (LauncherState.RESTARTING, ()))
+        for host in ("h0", "h1")
+    ]
+    for event in said[::order]:
+        fleet.give(event)
+        fleet.now += 0.1
+    for _ in range(int(LIMITS.launcher_grace_s) - 1):
+        assert fleet.wait(1.0) == []
+    assert fleet.wait(1.0) == [IN_JOB]
+
+
+def test_a_launcher_that_stops_its_ranks_slowly_is_left_to_it_and_costs_no_budget() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    for state in (LauncherState.RUNNING, LauncherState.RESTARTING):
+        fleet.give(fleet.event(EventType.WORKER_HB, launcher=state))
+        fleet.now += 0.1
+    for _ in range(int(LIMITS.launcher_grace_s / 2)):
+        assert fleet.wait(1.0) == []
+    fleet.advance(501, attempt=1)
+    assert (fleet.state.incidents, fleet.sent) == ({}, [])
+
+
+def test_a_launcher_of_another_host_that_does_nothing_does_not_come_first() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0", launcher=LauncherState.RESTARTING))
+    assert fleet.happens(EventType.WORKER_HB, "h1", launcher=LauncherState.RUNNING) == [IN_JOB]
 
 
 def test_a_silence_has_had_its_echoes_when_it_is_noticed() -> None:
@@ -375,6 +403,74 @@ def test_a_launcher_that_gave_up_is_not_asked_to_restart_its_ranks() -> None:
     fleet = Controller(max_in_job_restarts=5, max_workload_restarts=1)
     assert fleet.happens(EventType.WORKER_HB, launcher=LauncherState.GAVE_UP) == [RESET]
     assert "in_job_reset refused by launcher_is_there: the launcher of h1 gave up" in fleet.notes[-2]
+
+
+GAVE_UP = {"launcher": LauncherState.GAVE_UP}
+
+
+def test_a_host_is_lost_and_other_launchers_gave_up_so_all_start_again_with_the_spare() -> None:
+    fleet = Controller()  # without any budget
+    fleet.give(fleet.event(EventType.HOST_HB))
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0", launcher=LauncherState.RUNNING, ranks=(0,)))
+    assert fleet.happens(EventType.WORKER_HB, "h0", **GAVE_UP) == [RESET]
+    (reset,) = fleet.sent
+    assert (reset.host, reset.spare) == ("h1", "s0")
+    fleet.end()
+    assert [fleet.state.hosts[name].workload for name in ("h0", "h1", "s0")] == ["train", "", "train"]
+    # The second host that is lost finds launchers that wait for its replacement.
+    assert fleet.happens(EventType.WORKER_HB, "h0", **GAVE_UP) == []
+    fleet.advance(1, attempt=10**6)
+    assert fleet.state.incidents == {}
+
+
+def test_without_a_spare_launchers_that_gave_up_beside_a_lost_host_start_again_all_the_same() -> None:
+    fleet = Controller(spares=0)
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0", **GAVE_UP))
+    assert fleet.happens(EventType.HOST_HB) == [RESET]
+    assert fleet.sent[0].spare == ""
+
+
+def test_two_hosts_are_lost_and_launchers_gave_up_so_all_start_again_and_then_one_is_swapped() -> None:
+    fleet = Controller(spares=2)
+    fleet.give(replace(fleet.state.workloads["train"], replicas=3))
+    fleet.give(_host("h2", "train", DeviceState.RUNNING))
+    fleet.give(fleet.event(EventType.HOST_HB, "h1"))
+    fleet.give(fleet.event(EventType.HOST_HB, "h2"))
+    assert fleet.happens(EventType.WORKER_HB, "h0", **GAVE_UP) == [RESET]
+    fleet.end()
+    assert fleet.wait(LIMITS.coalesce_s) == [SWAP]
+    assert [(one.host, one.spare) for one in fleet.sent] == [("h1", "s0"), ("h2", "s1")]
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["after the swap", "during the swap"])
+def test_launchers_that_give_up_beside_a_swap_are_no_echo_of_it(ended: bool) -> None:
+    fleet = Controller(spares=2, max_workload_restarts=1)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    if ended:
+        fleet.end()
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0", launcher=LauncherState.RUNNING, ranks=(0,)))
+    kinds = fleet.happens(EventType.WORKER_HB, "h0", **GAVE_UP)
+    if not ended:
+        kinds += fleet.end() + fleet.wait(LIMITS.coalesce_s)
+    assert kinds == [RESET]
+    # Those that it ended are.
+    fleet.end()
+    assert fleet.happens(EventType.WORKER_HB, "h0", **GAVE_UP) == []
+
+
+def test_the_launcher_of_the_host_that_was_swapped_out_may_give_up() -> None:
+    fleet = Controller(spares=2)
+    assert fleet.happens(EventType.ECC) == [CORDON, SWAP]
+    assert fleet.happens(EventType.WORKER_HB, "h1", **GAVE_UP) == []
+    assert fleet.end() + fleet.wait(LIMITS.coalesce_s) == []
+
+
+def test_a_reset_in_place_is_not_waited_for_once_a_launcher_gave_up() -> None:
+    fleet = Controller(max_in_job_restarts=1, max_workload_restarts=1)
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    assert fleet.happens(EventType.WORKER_HB, "h0", **GAVE_UP) == [RESET]
+    assert "in_job_reset c1 is not waited for: the launcher of h0 gave up" in fleet.notes
+    assert fleet.state.accounts["train"].in_job.spent == 0
 
 
 def test_fruitless_actions_wait_longer_each_time() -> None:

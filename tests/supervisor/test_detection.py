@@ -261,6 +261,57 @@ def test_failed_and_silent_ranks_of_one_report_are_one_event() -> None:
     assert late.evidence[0].text == "rank 1: worker: silent for 20.0 s"
 
 
+def test_what_a_launcher_does_about_a_failed_rank_is_told_when_it_says_so() -> None:
+    sensor = Sensor()
+    failed = _worker(0, state=DeviceState.FAILED)
+    said = [
+        event
+        for state in (LauncherState.RUNNING, LauncherState.RESTARTING, LauncherState.RESTARTING)
+        for event in events(sensor.beat("h0", workers=failed, launcher=state))
+    ]
+    assert [(event.ranks, event.launcher.value) for event in said] == [((0,), "running"), ((), "restarting")]
+    assert said[1].evidence[0].text == "launcher: restarts its ranks"
+    # A launcher whose ranks are well restarts them for the sake of others.
+    assert events(sensor.beat("h1", workers=_worker(1), launcher=LauncherState.RESTARTING)) == []
+    sensor.beat("h0", workers=_worker(0), attempt=1)
+    for event in said:
+        assert sensor.detector.holds(_command(event, CommandKind.CORDON_HOST), sensor.now) is False
+
+
+def test_launchers_that_gave_up_are_told_with_and_without_a_failed_rank_until_others_are_there() -> None:
+    sensor = Sensor()
+    failed = _worker(0, state=DeviceState.FAILED)
+    sensor.beat("h0", workers=failed, attempt=1)
+    (first,) = events(sensor.beat("h0", workers=failed, attempt=1, launcher=LauncherState.GAVE_UP))
+    (second,) = events(sensor.beat("h1", attempt=1, launcher=LauncherState.GAVE_UP))
+    assert {event.type for event in (first, second)} == {EventType.WORKER_HB}
+    assert first.workload == second.workload == "train"
+    assert second.evidence[0].text == "launcher: gave up, and has ended"
+    # The daemons go on; so does a launcher that has been started and has not met the others.
+    sensor.beat("h1", attempt=1, launcher=LauncherState.GAVE_UP)
+    sensor.beat("h0", attempt=0)
+    for event in (first, second):
+        assert sensor.detector.holds(_command(event, CommandKind.CORDON_HOST), sensor.now) is True
+    for name in ("h0", "h1"):
+        sensor.beat(name, attempt=2, launcher=LauncherState.RUNNING)
+    for event in (first, second):
+        assert sensor.detector.holds(_command(event, CommandKind.CORDON_HOST), sensor.now) is False
+
+
+def test_a_host_whose_launcher_gave_up_is_free_once_its_job_steps_without_it() -> None:
+    sensor = Sensor()
+    sensor.beat("h1", attempt=1, launcher=LauncherState.GAVE_UP)
+    later = {"attempt": 2, "launcher": LauncherState.RUNNING}
+    assert sensor.beat("h0", workers=_worker(0), **later) == [_running("h0", "train")]
+    said = sensor.beat("h0", workers=_worker(0, step=7, step_age_s=0.0), **later)
+    assert said == [_host("h1")]
+    assert sensor.beat("h0", workers=_worker(0, step=8, step_age_s=0.0), **later) == []
+
+
+def _running(name: str, workload: str) -> HostInfo:
+    return replace(_host(name, workload), state=DeviceState.RUNNING)
+
+
 def test_a_newer_attempt_ends_what_was_said_of_the_older_one() -> None:
     sensor = Sensor()
     failed = _worker(0, state=DeviceState.FAILED)

@@ -151,6 +151,23 @@ def test_a_spare_takes_the_place_of_a_lost_host_once_also_by_another_actuator(
     run(work())
 
 
+def test_a_whole_start_may_put_a_spare_in_the_place_of_a_lost_host(tmp_path: Path, fleet: Path) -> None:
+    async def work() -> None:
+        async with Local(fleet, job_file(tmp_path)).running() as here:
+            await is_up(here, "ab", daemons=3)
+            await lose(here, "b")
+            kill_all(here.processes("launcher", "a"))
+            await until(lambda: not here.launchers(), "it does not end")
+            swap = {"workload": "job", "host": "b.boot", "spare": "c.boot"}
+            done = await here.do("c1", CommandKind.WORKLOAD_RESET, **swap)
+            assert (done.status, done.text) == (OutcomeStatus.DONE, "started on a, c")
+            await until(lambda: here.started("c") and len(here.started("a")) == 2, "a launcher says nothing")
+            assert here.started("a")[1:] == ["a 0/2 2 1 {{kept}}"]
+            assert here.started("c") == ["c 1/2 2 1 {{kept}}"]
+
+    run(work())
+
+
 def test_a_command_that_was_cut_short_is_carried_on_by_the_next_actuator(tmp_path: Path, fleet: Path) -> None:
     """What is wanted is on the disk, and nothing of it was done: as after a crash right behind the write."""
 

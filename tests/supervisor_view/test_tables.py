@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from supervisor.view.page import status_page
+from supervisor.view.status import BudgetStatus
 from supervisor.view.tables import history_text, status_text
-from supervisor.view.words import duration
+from supervisor.view.words import duration, job_state
 
-from .documents import full, history, large
+from .documents import full, history, job, large
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,14 @@ def test_durations_are_written_for_people(seconds: float | None, text: str) -> N
 )
 def test_the_status_says(line: str) -> None:
     assert line in status_text(full()).splitlines()
+
+
+def test_a_job_without_any_budget_of_restarts_is_named_and_one_that_has_one_is_well() -> None:
+    with_one = replace(job("llama", ("a",)), restarts=BudgetStatus(left=0, limit=0, steps_per_restart=1))
+    without = replace(with_one, in_job=with_one.restarts)
+    assert job_state(with_one) == "well"
+    assert job_state(without).startswith("no restart budget: --max-restarts and --max-workload-restarts")
+    assert "no restart budget" in status_page(replace(full(), jobs=(without,)))
 
 
 def test_the_status_says_that_another_controller_was_heard() -> None:

@@ -408,6 +408,23 @@ def test_a_launcher_that_died_without_a_word_holds_its_host_until_that_was_seen_
     assert workers.report().workers == ()
 
 
+@pytest.mark.parametrize("state", ["gave_up", "stopping"])
+def test_a_launcher_that_gave_up_and_says_that_it_ends_leaves_its_host_to_the_job(state: str) -> None:
+    workers = table()
+    assert isinstance(workers.clock, ManualClock)
+    reporter = workers.join("k1", "launcher", WorkloadInfo(workload="job"))
+    workers.update(reporter, {"attempt": 3, "launcher": state, "workers": [worker(0), worker(1, "failed")]})
+    workers.leave(reporter, ended=True)
+    held = state == "gave_up"
+    assert workers.host_info().workload == ("job" if held else "")
+    assert (workers.report().attempt, workers.report().launcher.value) == (3, state)
+    # Its running workers have ended with it, and are no silent ones.
+    assert [one.local_rank for one in workers.report().workers] == [1]
+    if held:  # not for ever: the supervisor has long decided
+        workers.clock.advance(timedelta(seconds=GONE_S))
+        assert (workers.host_info().workload, workers.report().workers) == ("", ())
+
+
 def test_programs_without_a_launcher_share_the_host_and_one_that_starts_again_takes_its_rank() -> None:
     known = table()
     first = known.join("p0", "worker", WorkloadInfo(workload="job"))
