@@ -270,7 +270,8 @@ class SimOrchestrator:
 
     def _carry_out(self, command: Command) -> Answer:
         if self.is_fenced(command):
-            return Answer(status=OutcomeStatus.FENCED, text="a newer controller has spoken")
+            text = "a newer controller has spoken"
+            return Answer(status=OutcomeStatus.FENCED, text=text, epoch=self._highest_epoch)
         self._highest_epoch = max(self._highest_epoch, command.epoch)
         if self.is_repeated(command):
             return self._answer_of(command, "was done before")

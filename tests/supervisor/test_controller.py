@@ -648,23 +648,45 @@ def test_commands_without_outcome_are_sent_again_with_the_new_epoch_and_their_id
     assert again == replace(fleet.sent[0], epoch=8)
 
 
-def test_a_command_that_a_higher_epoch_refused_is_said_once_and_stays_for_the_next_start() -> None:
-    fleet = Controller()
+def test_a_command_that_a_higher_epoch_refused_has_ended_and_blocks_its_job_no_more() -> None:
+    fleet = Controller(spares=2)
     fleet.happens(EventType.HOST_HB)
     (swap,) = fleet.sent
     fenced = Outcome(command=swap.id, epoch=9, status=OutcomeStatus.FENCED)
-    for _ in range(3):  # it is sent again until its outcome is here
+    # One of this log's own epoch was said to an earlier start of it; the command was sent again since.
+    assert fleet.give(replace(fenced, epoch=7)) == []
+    assert list(fleet.state.commands) == [swap.id]
+    for _ in range(3):  # told again, it is the same
         assert fleet.give(fenced) == []
     assert [note for note in fleet.notes if "fenced" in note] == [
         "hot_swap c1 fenced: epoch 9 was seen, this controller has epoch 7; end the other controller, or"
         " start this one again if there is none"
     ]
     assert fleet.state.fleet[""].fenced_by == 9
-    assert list(fleet.state.commands) == [swap.id]
-    # What was said of this log's own earlier epochs, or cannot be an epoch, is no news.
-    for epoch in (7, 2**62):
-        fleet.give(replace(fenced, epoch=epoch))
-    assert fleet.state.fleet[""].fenced_by == 9
+    assert fleet.state.commands == {}
+    # Nothing was done: no spare is to blame, and no verdict on the job may come of it.
+    assert (fleet.state.verdicts, fleet.state.accounts["train"].fruitless) == ({}, 0)
+    assert fleet.wait(LIMITS.backoff_s) == [SWAP]
+    assert fleet.sent[-1].spare == "s0"
+    # Above all epochs there may be is none that the next start could exceed.
+    fleet.give(replace(fenced, command=fleet.sent[-1].id, epoch=2**62))
+    assert (fleet.state.fleet[""].fenced_by, fleet.state.commands) == (9, {})
+
+
+def test_a_host_that_refuses_by_its_fence_does_not_hold_its_job_on_that_rung() -> None:
+    fleet = Controller(max_in_job_restarts=1, max_workload_restarts=1)
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    fleet.give(Outcome(command=fleet.sent[-1].id, epoch=9, status=OutcomeStatus.FENCED))
+    assert fleet.wait(LIMITS.backoff_s) == [RESET]
+
+
+def test_a_cordon_that_was_fenced_is_tried_again() -> None:
+    fleet = Controller(spares=2)
+    assert fleet.happens(EventType.ECC) == [CORDON, SWAP]
+    for command in fleet.sent:
+        fleet.give(Outcome(command=command.id, epoch=9, status=OutcomeStatus.FENCED))
+    assert (fleet.state.cordons, fleet.state.hosts["h1"].cordoned) == ({}, False)
+    assert fleet.wait(LIMITS.backoff_s) == [CORDON, SWAP]
 
 
 # ---------------------------------------------------------------- for all histories

@@ -274,14 +274,14 @@ def test_the_virtual_orchestrator_keeps_to_epochs_and_ids_as_an_adapter_must() -
     fleet = build_fleet(loop, 6)
     effects: list[str] = []
     orchestrator = SimOrchestrator(fleet, lambda command: effects.append(command.id))
-    answers: list[OutcomeStatus] = []
+    answers: list[tuple[OutcomeStatus, int]] = []
     reset = Command(epoch=5, id="c1", kind=CommandKind.WORKLOAD_RESET, workload="j0")
     for command in (reset, replace(reset, epoch=6), replace(reset, id="c2", epoch=5)):
-        orchestrator.perform(command, lambda answer: answers.append(answer.status))
+        orchestrator.perform(command, lambda answer: answers.append((answer.status, answer.epoch)))
         seen = len(answers)
         while len(answers) == seen:
             assert loop.step()
-    assert answers == [OutcomeStatus.DONE, OutcomeStatus.DONE, OutcomeStatus.FENCED]
+    assert answers == [(OutcomeStatus.DONE, 0), (OutcomeStatus.DONE, 0), (OutcomeStatus.FENCED, 6)]
     assert effects == ["c1"]
 
 
