@@ -165,6 +165,10 @@ class HostWorkers:
             raise InvalidValue(
                 f"launcher must be one of {allowed}, found {said.get('launcher')!r:.40}."
             ) from None
+        workload = reporter.workload
+        if "run" in said:
+            of_run = {"run": said["run"], "first_attempt": said.get("first_attempt", 0)}
+            workload = WorkloadInfo.from_dict({**workload.to_dict(), **of_run})
         values = tuple(WorkerReport.from_dict(worker) for worker in workers)
         ranks = [worker.local_rank for worker in values]
         for key, other in list(self.reporters.items()):
@@ -180,6 +184,7 @@ class HostWorkers:
                 f"more than {self.host.workers_per_host} workers report (--workers_per_host).",
                 reason=Reason.INVALID,
             )
+        reporter.workload = workload
         reporter.attempt, reporter.launcher, reporter.workers = attempt, launcher, values
         reporter.at = self.clock.monotonic()
 
@@ -258,6 +263,7 @@ class HostWorkers:
             sequence=sequence,
             attempt=max((one.attempt for one in ordered), default=0),
             launcher=launchers[-1].launcher if launchers else LauncherState.UNKNOWN,
+            run=launchers[-1].workload.run if launchers else "",
             workers=tuple(_older(worker, now - one.at) for one in ordered for worker in one.workers),
         )
 

@@ -199,6 +199,7 @@ def send_command(
         incident=incident,
         evidence=evidence,
         deadline_s=deadline_s or turn.limits.container_termination_threshold_s,
+        run=job.run if (job := turn.state.workloads.get(workload)) is not None else "",
     )
     target = " ".join(part for part in (workload, host, spare and f"by {spare}") if part)
     if turn.shadow:

@@ -23,7 +23,13 @@ from supervisor.decision.incidents import (
     take_progress,
     wait_until,
 )
-from supervisor.decision.membership import forget_replaced, is_of_job, take_change, take_host
+from supervisor.decision.membership import (
+    forget_replaced,
+    is_of_job,
+    take_change,
+    take_host,
+    take_workload,
+)
 from supervisor.decision.state import Incident, Seen, State
 from supervisor.decision.turn import Decision, EventReport, Turn
 from supervisor.decision.verdicts import codes, condemn, count_xid, give_up, gives_up, suspect_hang
@@ -235,7 +241,7 @@ class BaseController:
         elif isinstance(given, HostInfo):
             take_host(turn, given)
         elif isinstance(given, WorkloadInfo):
-            turn.put("workloads", given.workload, given)
+            take_workload(turn, given)
         elif isinstance(given, Progress):
             take_progress(turn, given)
         elif isinstance(given, Silence):

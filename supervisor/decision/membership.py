@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from supervisor.decision.commands import is_still_lost
+from supervisor.decision.incidents import downtime_s
+from supervisor.decision.state import Incident
 from supervisor.decision.turn import EventReport, Turn
 from supervisor.decision.verdicts import forgive
-from supervisor.values import Change, DeviceState, Event, HostInfo
+from supervisor.values import Change, DeviceState, Event, EventType, HostInfo, WorkloadInfo
 
 #: Tables whose rows hold hosts.
 _HOLDERS = ("incidents", "commands")
@@ -19,6 +22,71 @@ def take_host(turn: Turn, host: HostInfo) -> None:
     if known is None and is_replaced(turn, host):
         return
     turn.put("hosts", host.id, replace(host, cordoned=known.cordoned if known else host.cordoned))
+
+
+def take_workload(turn: Turn, job: WorkloadInfo) -> None:
+    """A job as its launchers describe it; under a known name it may be another one."""
+    known = turn.state.workloads.get(job.workload)
+    if known is not None and not job.run:
+        job = replace(job, run=known.run, first_attempt=known.first_attempt)
+    if known is not None and job.is_new_run(known, turn.view.attempt(job.workload)):
+        if is_restarted(turn, job.workload):
+            begin_run(turn, job)
+        else:
+            lost = losses(turn, job.workload)
+            forget_job(turn, job.workload, "its name is used again")
+            if lost is not None:
+                turn.put("incidents", job.workload, lost)
+    turn.put("workloads", job.workload, job)
+
+
+def is_restarted(turn: Turn, name: str) -> bool:
+    """Whether a new run is what our own action for the job has led to, so that its budgets go on."""
+    incident = turn.state.incidents.get(name)
+    if incident is None or f"job:{name}" in turn.state.verdicts:
+        return False
+    acted_at = incident.done_at if not incident.command else turn.now
+    return acted_at is not None and turn.now - acted_at < downtime_s(turn, name)
+
+
+def losses(turn: Turn, name: str) -> Incident | None:
+    """What is left of the job's incident for another job on its hosts: those that are lost."""
+    incident = turn.state.incidents.get(name)
+    reports = incident.past + incident.reports if incident is not None else ()
+    lost = [each for each in reports if is_still_lost(turn, each, name)]
+    lost = [replace(each, run="") for each in lost if each.type is not EventType.WORKER_HB]
+    if incident is None or not lost:
+        return None
+    return Incident(
+        id=turn.next_id("incidents", "i"),
+        subject=name,
+        opened_at=turn.now,
+        reported_at=turn.now,
+        decide_at=turn.now + turn.limits.coalesce_s,
+        reports=tuple(lost),
+    )
+
+
+def begin_run(turn: Turn, job: WorkloadInfo) -> None:
+    """Its attempts may be lower than before; the action is not judged before it had its time."""
+    name, mark = job.workload, turn.state.progress.get(job.workload)
+    if mark is not None:
+        turn.put("progress", name, replace(mark, attempt=job.first_attempt, step=0))
+    incident = turn.state.incidents[name]
+    if not incident.command:
+        until = turn.now + downtime_s(turn, name)
+        left = incident.past + incident.reports
+        turn.put("incidents", name, replace(incident, reports=(), past=left, decide_at=until))
+
+
+def forget_job(turn: Turn, name: str, why: str) -> None:
+    """Nothing that was known of the job is held against the next one of its name."""
+    for table, key in (
+        *((table, name) for table in ("workloads", "progress", "accounts", "incidents")),
+        ("verdicts", f"job:{name}"),
+    ):
+        turn.put(table, key, None)
+    turn.notes.append(f"job {name} forgotten: {why}")
 
 
 def take_change(turn: Turn, host: HostInfo, event: Event) -> None:

@@ -24,6 +24,8 @@ from supervisor.values import (
 )
 
 RESTART_S = 6.0
+#: Attempts of one start of a whole job by its orchestrator.
+GENERATION = 1000
 CHECKPOINT_STEPS = 10
 
 
@@ -54,6 +56,7 @@ class SimJob:
     hosts: list[str]
     step_s: float
     attempt: int = 0
+    generation: int = 0
     base: int = 0
     began: int = 0
     since: float | None = None
@@ -90,6 +93,7 @@ class Fleet:
         self.workers_per_host = workers_per_host
         self.hosts: dict[str, SimHost] = {}
         self.jobs: dict[str, SimJob] = {}
+        self.runs = 0
         self.changed: Callable[[SimHost], None] = lambda host: None
 
     def job_of(self, host: SimHost) -> SimJob | None:
@@ -134,6 +138,25 @@ class Fleet:
         host.sequence = 0
         host.failed = bool(host.info.workload)
         host.launcher = LauncherState.GAVE_UP if host.failed else LauncherState.RUNNING
+
+    def begin_run(self, job: SimJob) -> None:
+        """A person starts another job under the name, on the same hosts: it counts from the beginning."""
+        job.stop(self.loop.now)
+        job.attempt, job.base, job.generation = -1, 0, 0
+        job.fragile = job.stalls = False
+        self._begin_launchers(job, 0)
+        self.restart(job)
+
+    def start_again(self, job: SimJob) -> None:
+        """The orchestrator starts all launchers of the job again, and counts its starts."""
+        job.generation += 1
+        job.attempt = job.generation * GENERATION - 1
+        self._begin_launchers(job, job.attempt + 1)
+        self.restart(job)
+
+    def _begin_launchers(self, job: SimJob, first_attempt: int) -> None:
+        self.runs += 1
+        job.info = replace(job.info, run=f"run{self.runs}", first_attempt=first_attempt)
 
     def restart(self, job: SimJob) -> None:
         """All ranks begin again from the last checkpoint, once all hosts of the job are there."""
@@ -209,6 +232,7 @@ class Fleet:
             launcher=host.launcher,
             workers=workers,
             findings=tuple(host.findings[-4:]),
+            run=job.info.run if job else "",
         )
         host.sequence += 1
         return report
@@ -313,7 +337,10 @@ class SimOrchestrator:
             refusal = self._grow(job, command)
             if refusal:
                 return refusal
-        fleet.restart(job)
+        if kind in (CommandKind.IN_JOB_RESET, CommandKind.HOT_SWAP):
+            fleet.restart(job)
+        else:
+            fleet.start_again(job)
         return ""
 
     def _shrink(self, job: SimJob, command: Command) -> None:

@@ -26,6 +26,7 @@ from supervisor.values import (
     LauncherState,
     Outcome,
     OutcomeStatus,
+    Progress,
     Request,
     Silence,
 )
@@ -687,6 +688,80 @@ def test_a_cordon_that_was_fenced_is_tried_again() -> None:
         fleet.give(Outcome(command=command.id, epoch=9, status=OutcomeStatus.FENCED))
     assert (fleet.state.cordons, fleet.state.hosts["h1"].cordoned) == ({}, False)
     assert fleet.wait(LIMITS.backoff_s) == [CORDON, SWAP]
+
+
+# ---------------------------------------------------------------- names that are used again
+
+
+def _begin(fleet: Controller, run: str, first_attempt: int = 0) -> list[CommandKind]:
+    """All launchers of the job have met: they say which start of it they are of."""
+    known = fleet.state.workloads["train"]
+    return [each.kind for each in fleet.give(replace(known, run=run, first_attempt=first_attempt))]
+
+
+def test_a_name_that_is_used_again_is_another_job_of_which_nothing_is_known() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    _begin(fleet, "r1")
+    fleet.advance(501, attempt=3)
+    fleet.now += 60.0
+    fleet.happens(EventType.WORKER_HB, attempt=3)
+    while "job:train" not in fleet.state.verdicts:
+        fleet.stuck()
+    # A person has mended the program, and starts it again.
+    _begin(fleet, "r2")
+    for table in ("incidents", "accounts", "progress", "verdicts"):
+        assert getattr(fleet.state, table) == {}, table
+    assert fleet.notes[-1] == "job train forgotten: its name is used again"
+    # What is told of the first one late is not about this one.
+    fleet.give(Progress(workload="train", step=900, attempt=4, run="r1"))
+    fleet.give(replace(fleet.event(EventType.WORKER_HB, attempt=4), run="r1"))
+    assert (fleet.state.progress, fleet.state.incidents) == ({}, {})
+    fleet.give(Progress(workload="train", step=1, run="r2"))
+    fleet.now += 60.0
+    assert fleet.happens(EventType.WORKER_HB, run="r2") == [IN_JOB]
+    assert fleet.sent[-1].run == "r2"
+
+
+def test_a_start_that_an_action_has_led_to_goes_on_with_its_budgets() -> None:
+    fleet = Controller(max_in_job_restarts=1, max_workload_restarts=1)
+    _begin(fleet, "r1")
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    # All launchers had ended, and were started again: they count from 0.
+    assert _begin(fleet, "r2") == []
+    fleet.end()
+    assert fleet.wait(LIMITS.workload_downtime_threshold_s) == [RESET]
+    fleet.end()
+    # The orchestrator counts its starts.
+    assert _begin(fleet, "r3", first_attempt=1_000_000) == []
+    assert fleet.state.accounts["train"].in_job.spent == 1
+    fleet.wait(10.0)
+    fleet.advance(501, attempt=1_000_000)
+    assert fleet.state.incidents == {}
+
+
+def test_a_start_that_counts_from_0_after_an_action_has_its_time_and_its_steps_count() -> None:
+    fleet = Controller(max_in_job_restarts=2)
+    _begin(fleet, "r1")
+    fleet.advance(501, attempt=5)
+    fleet.now += 60.0
+    assert fleet.happens(EventType.WORKER_HB, attempt=5) == [IN_JOB]
+    fleet.end()
+    fleet.wait(LIMITS.workload_downtime_threshold_s - 10.0)
+    assert _begin(fleet, "r2") == []
+    assert fleet.wait(20.0) == []
+    fleet.advance(490, attempt=0)
+    assert fleet.state.incidents == {}
+
+
+def test_a_host_that_is_lost_is_lost_to_the_next_job_of_the_name_too() -> None:
+    fleet = Controller(spares=0)
+    _begin(fleet, "r1")
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0"))
+    fleet.give(fleet.event(EventType.HOST_HB))
+    assert _begin(fleet, "r2") == []
+    (incident,) = fleet.state.incidents.values()
+    assert [each.type for each in incident.reports] == [EventType.HOST_HB]
+    assert fleet.wait(LIMITS.coalesce_s) == [RESET]
 
 
 # ---------------------------------------------------------------- for all histories

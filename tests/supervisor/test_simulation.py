@@ -22,7 +22,7 @@ from supervisor.policy.caps import refuse_cordon
 from supervisor.policy.verdict import Verdict
 from supervisor.simulation import __main__ as program
 from supervisor.simulation import plane
-from supervisor.simulation.faults import KINDS, SimFault
+from supervisor.simulation.faults import KINDS, NAME_AGAIN, SimFault
 from supervisor.simulation.fleet import SimOrchestrator
 from supervisor.simulation.loop import Loop
 from supervisor.simulation.run import (
@@ -35,7 +35,7 @@ from supervisor.simulation.run import (
     scenario,
     shrink,
 )
-from supervisor.values import Command, CommandKind, OutcomeStatus
+from supervisor.values import Command, CommandKind, OutcomeStatus, WorkloadInfo
 
 #: A removed guard must show in this many histories.
 ENOUGH = 250
@@ -230,6 +230,12 @@ def budgets_refilled_by_time(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(View, "account", refilled)
 
 
+def no_runs(patch: pytest.MonkeyPatch) -> None:
+    """A job is its name."""
+    patch.setattr(WorkloadInfo, "is_new_run", lambda *_: False)
+    patch.setattr(WorkloadInfo, "is_of_run", lambda *_: True)
+
+
 def no_replay(patch: pytest.MonkeyPatch) -> None:
     """A controller that starts again knows nothing."""
     replay = EventLog._replay
@@ -257,6 +263,7 @@ def no_replay(patch: pytest.MonkeyPatch) -> None:
         no_backoff,
         no_domain_cap,
         budgets_refilled_by_time,
+        no_runs,
         no_replay,
     ],
     ids=lambda mutation: mutation.__name__,
@@ -266,6 +273,14 @@ def test_without_this_mechanism_a_history_fails(
 ) -> None:
     mutation(monkeypatch)
     assert first_failing(mutation.__name__) is not None
+
+
+def test_another_job_under_the_name_that_advances_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = scenario(148, 12)
+    assert drawn.faults[-1].kind == NAME_AGAIN
+    assert run(drawn).violation == ""
+    no_runs(monkeypatch)
+    assert run(drawn).violation.endswith("which advances")
 
 
 def test_the_virtual_orchestrator_keeps_to_epochs_and_ids_as_an_adapter_must() -> None:
