@@ -3,7 +3,8 @@
 
 A *reporter* is one connection: a launcher, which speaks for all ranks of the host, or a program that speaks
 for one. When its connection ends, what it said stays, and grows old: the sensor decides what silence means.
-After `GONE_S` it has long decided, and a reporter that has not come back holds the host no longer.
+After `GONE_S` it has long decided, and a reporter that has not come back holds the host no longer.  When all
+have said that they end, their last states are told for `ENDED_S` more; then the host is a spare again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from supervisor.values import (
 _MOST_ENDED = 64
 #: A reporter without a connection that ended without a detach; a living one tries again every few seconds.
 GONE_S = 600.0
+ENDED_S = 30.0
 
 
 @dataclass
@@ -136,6 +138,8 @@ class HostWorkers:
             for key, one in self.reporters.items()
             if one.connected or one.ended or now - one.left_at < GONE_S
         }
+        if all(one.ended and now - one.left_at >= ENDED_S for one in self.reporters.values()):
+            self.reporters = {}
         if self.reporters or self._pod is None or self.pod is None:
             return list(self.reporters.values())
         if self.pod.state is DeviceState.RUNNING:

@@ -24,6 +24,7 @@ from supervisor.decision.incidents import (
     wait_until,
 )
 from supervisor.decision.membership import (
+    forget_gone,
     forget_replaced,
     is_of_job,
     take_change,
@@ -214,6 +215,8 @@ class BaseController:
             for subject in sorted(turn.state.incidents):
                 self._look_at(subject)
             forget_replaced(turn)
+            if given is None:
+                forget_gone(turn)
             return turn.decision()
         finally:
             self._turn_or_none = None

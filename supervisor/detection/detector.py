@@ -65,6 +65,7 @@ class Detector:
         self._unread_s = 0.0
         self._unread_until = now
         self._checked_jobs_at = now
+        self._checked_hosts_at = now
         self._hosts: dict[str, SeenHost] = {}
         self._jobs: dict[str, SeenJob] = {}
         self._due: list[tuple[float, str]] = []
@@ -157,6 +158,10 @@ class Detector:
     def forget_host(self, id: str, now: float) -> list[Output]:
         """The orchestrator took the host out of the fleet for good."""
         self._pass_time(now)
+        self._forget(id)
+        return []
+
+    def _forget(self, id: str) -> None:
         host = self._hosts.pop(id, None)
         if host is not None:
             self._leave_job(host)
@@ -164,7 +169,6 @@ class Detector:
             self._conditions.close(("host", id))
             self._conditions.close(("daemon", id))
             self._conditions.close(("worker", id))
-        return []
 
     def forget_replaced(self, known: Sequence[HostInfo], now: float) -> list[str]:
         """Forget lost hosts that the controller has: it knows their names by other ids.  Returns them."""
@@ -298,7 +302,34 @@ class Detector:
             self._checked_jobs_at = time
             for name, job in self._jobs.items():
                 said += self._job_watch.watch(name, job, time)
+            self._forget_gone(time)
         return said
+
+    def _forget_gone(self, time: float) -> None:
+        """Jobs that no host works for, and lost hosts, by the controller's own rule: it forgets them too."""
+        for name, job in list(self._jobs.items()):
+            if any(not self._hosts[host].lost for host in job.hosts):
+                job.left_at = None
+            elif job.left_at is None:
+                job.left_at = time
+            elif time - job.left_at >= (
+                job.info.downtime_threshold_s or self._limits.workload_downtime_threshold_s
+            ):
+                del self._jobs[name]
+                self._conditions.runs.pop(name, None)
+        if time - self._checked_hosts_at < self._limits.heartbeat_timeout_s:
+            return
+        self._checked_hosts_at = time
+        for name, host in list(self._hosts.items()):
+            if host.lost and time - host.heard >= self._limits.verdict_s:
+                self._forget(name)
+
+    @property
+    def host_count(self) -> int:
+        return len(self._hosts)
+
+    def knows_host(self, id: str) -> bool:
+        return id in self._hosts
 
     def _ask_for_workers(self, time: float) -> list[Output]:
         """A worker is asked for when its time is over, and not a period later."""

@@ -172,6 +172,7 @@ class SeenJob:
         "hang_reported",
         "hosts",
         "info",
+        "left_at",
         "newest",
         "offered",
         "step",
@@ -182,6 +183,7 @@ class SeenJob:
 
     def __init__(self, info: WorkloadInfo, now: float, earlier: frozenset[str] = frozenset()) -> None:
         self.info = info
+        self.left_at: float | None = None  # since when no host that is there works for it
         self.earlier = earlier  # runs whose late messages are told apart from the present one's
         self.hosts: set[str] = set()
         self.attempt = 0  # of the last step

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from supervisor.control import ControllerCore
 from supervisor.decision.controller import BaseController, Input
+from supervisor.decision.guards import View
 from supervisor.decision.state import State, changes_from_plain, changes_to_plain
 from supervisor.decision.turn import EventReport
 from supervisor.event_log import EventLog
@@ -762,6 +763,40 @@ def test_a_host_that_is_lost_is_lost_to_the_next_job_of_the_name_too() -> None:
     (incident,) = fleet.state.incidents.values()
     assert [each.type for each in incident.reports] == [EventType.HOST_HB]
     assert fleet.wait(LIMITS.coalesce_s) == [RESET]
+
+
+def test_a_job_that_ended_is_forgotten_and_its_hosts_are_spares_again() -> None:
+    fleet = Controller(spares=0, downtime_threshold_s=100.0)
+    before = fleet.state.size
+    fleet.give(_host("h0"))
+    fleet.give(_host("h1", "train", DeviceState.FAILED))  # that it lost it never said
+    fleet.wait(0.0)
+    assert fleet.wait(99.0) == []
+    assert "train" in fleet.state.workloads
+    fleet.wait(1.0)
+    assert fleet.notes[-1] == "job train forgotten: no host works for it any more"
+    assert (fleet.state.workloads, fleet.state.progress) == ({}, {})
+    view = View(state=fleet.state, now=fleet.now, limits=LIMITS)
+    assert [host.id for host in view.spares()] == ["h0"]
+    # The lost host is forgotten too, and a sensor that still tells of it changes nothing.
+    fleet.wait(0.0)
+    fleet.wait(LIMITS.verdict_s)
+    fleet.give(_host("h1", "train", DeviceState.FAILED))
+    assert (list(fleet.state.hosts), fleet.state.gone) == (["h0"], {})
+    assert fleet.state.size < before
+
+
+def test_what_is_held_is_not_forgotten() -> None:
+    fleet = Controller(spares=0, downtime_threshold_s=100.0)
+    assert fleet.happens(EventType.HOST_HB) == [RESET]
+    fleet.give(_host("h0"))
+    for _ in range(3):  # a command is under way, then an incident is open
+        fleet.wait(99.0)
+        fleet.end()
+    assert (list(fleet.state.workloads), list(fleet.state.hosts)) == (["train"], ["h0", "h1"])
+    fleet.give(_host("h0", "train", DeviceState.RUNNING))  # its launcher is back
+    fleet.wait(0.0)
+    assert "job:train" not in fleet.state.gone
 
 
 # ---------------------------------------------------------------- for all histories

@@ -28,7 +28,9 @@ from supervisor.values import (
     WorkloadInfo,
 )
 
-LIMITS = Thresholds(heartbeat_timeout_s=20.0, tick_s=1.0, hang_threshold_s=60.0, scale_up_hold_s=100.0)
+LIMITS = Thresholds(
+    heartbeat_timeout_s=20.0, tick_s=1.0, hang_threshold_s=60.0, scale_up_hold_s=100.0, verdict_s=3600.0
+)
 
 
 class Sensor:
@@ -575,3 +577,22 @@ def test_a_start_whose_attempts_go_on_is_the_same_job() -> None:
     assert events(sensor.run(90)) == []
     # A launcher that has come back, and has not met the others yet, does not know which start it is of.
     assert sensor.take(sensor.detector.register_workload(replace(sensor.job, run=""), sensor.now)) == []
+
+
+def test_jobs_that_ended_and_hosts_that_stay_lost_are_forgotten() -> None:
+    sensor = Sensor(downtime_threshold_s=100.0)
+    sensor.run(25, silent=["h1"])
+    sensor.take(sensor.detector.register_host(_host("h0"), sensor.now))
+    sensor.run(98, silent=["h1"])
+    assert sensor.detector.snapshot(sensor.now)[0] == sensor.job
+    sensor.run(4, silent=["h1"])
+    known = sensor.detector.snapshot(sensor.now)
+    assert not any(isinstance(each, WorkloadInfo) for each in known)
+    assert sensor.detector.knows_host("h1")
+    for _ in range(round(LIMITS.verdict_s)):
+        sensor.now += 1.0
+        if sensor.now % 10 < 1.0:
+            for name in ("h0", "h2", "h3"):
+                sensor.beat(name)
+        sensor.detector.tick(sensor.now)
+    assert (sensor.detector.knows_host("h1"), sensor.detector.host_count) == (False, 3)
