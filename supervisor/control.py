@@ -44,9 +44,15 @@ class ControllerCore:
 
     def progress(self, monotonic: float) -> list[Progress]:
         """How far each job has come, for a sensor that was started again."""
-        now = self.at(monotonic)
+        now, jobs = self.at(monotonic), self.state.workloads
         return [
-            Progress(workload=name, step=mark.step, attempt=mark.attempt, age_s=max(0.0, now - mark.at))
+            Progress(
+                workload=name,
+                step=mark.step,
+                attempt=mark.attempt,
+                age_s=max(0.0, now - mark.at),
+                run=jobs[name].run if name in jobs else "",
+            )
             for name, mark in self.state.progress.items()
         ]
 

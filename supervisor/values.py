@@ -372,6 +372,9 @@ class WorkloadInfo(Value):
         downtime_threshold_s: without progress that long, the job gets the next rung; 0: the supervisor's own.
         termination_threshold_s: an action must have ended by then; 0: the supervisor's own.
         max_in_job_restarts, max_workload_restarts: budgets, refilled by training progress.
+        run: id of this start of the job, the same on all its hosts and for all its attempts: names are used
+            again.  Empty where no launcher has said.
+        first_attempt: of this run.
     """
 
     workload: str
@@ -387,10 +390,13 @@ class WorkloadInfo(Value):
     max_in_job_restarts: int = 0
     max_workload_restarts: int = 0
     scaling: bool = False
+    run: str = ""
+    first_attempt: int = 0
 
     def __post_init__(self) -> None:
         check_names(self, "workload")
-        check_names(self, "job", "container", "namespace", required=False)
+        check_names(self, "job", "container", "namespace", "run", required=False)
+        check_counts(self, "first_attempt")
         check_counts(self, "replicas", "min_replicas", "max_replicas", "nodes_per_replica", least=1)
         check_counts(self, "max_in_job_restarts", "max_workload_restarts")
         check_seconds(self, "downtime_threshold_s", "termination_threshold_s")
@@ -407,21 +413,40 @@ class WorkloadInfo(Value):
         """Hosts that the job needs at its present size."""
         return self.replicas * self.nodes_per_replica
 
+    def is_new_run(self, known: WorkloadInfo, attempt: int) -> bool:
+        """Whether this is another job than `known`, under its name: what was known of that one is history.
+
+        A run whose attempts go on above those of `known` is no other job: the supervisor, or who owns the
+        job, has started it again as a whole.
+
+        Args:
+            attempt: newest of `known` that was heard of.
+        """
+        other = bool(self.run and known.run) and self.run != known.run
+        return other and self.first_attempt <= max(known.first_attempt, attempt)
+
+    def is_of_run(self, run: str) -> bool:
+        """Whether what was said of `run` is about this one; where either does not say, it is."""
+        return not run or not self.run or run == self.run
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress(Value):
     """The highest step that a rank of a job has finished; ranks of one job are at most a step apart.
 
-    A restart may take the job back to an older step: `attempt` tells that from a message that was late.
+    A restart may take the job back to an older step: `attempt` tells that from a message that was late, and
+    `run` a job from an earlier one of its name.
     """
 
     workload: str
     step: int
     attempt: int = 0
     age_s: float = 0.0
+    run: str = ""
 
     def __post_init__(self) -> None:
         check_names(self, "workload")
+        check_names(self, "run", required=False)
         check_counts(self, "step", "attempt")
         check_seconds(self, "age_s")
 
@@ -520,6 +545,7 @@ class DaemonReport(Value):
             what is late or repeated.
         attempt: of the job, as the launcher counts; facts of an older attempt say nothing about this one.
         workers: all that the daemon knows, also those that did not change.
+        run: that the attempt is of, as in `WorkloadInfo`.
     """
 
     host: str
@@ -529,9 +555,11 @@ class DaemonReport(Value):
     launcher: LauncherState = LauncherState.UNKNOWN
     workers: tuple[WorkerReport, ...] = ()
     findings: tuple[Finding, ...] = ()
+    run: str = ""
 
     def __post_init__(self) -> None:
         check_names(self, "host", "incarnation")
+        check_names(self, "run", required=False)
         check_counts(self, "sequence", "attempt")
         check_items(self, "workers", "findings")
 
@@ -565,6 +593,7 @@ class Event(Value):
         attempt: of the job when it happened.
         launcher: what the host's launcher does about it itself.
         change, request: of an ORCHESTRATOR or OPERATOR event.
+        run: of the job when it happened.
     """
 
     id: str
@@ -577,10 +606,11 @@ class Event(Value):
     launcher: LauncherState = LauncherState.UNKNOWN
     change: Change | None = None
     request: Request | None = None
+    run: str = ""
 
     def __post_init__(self) -> None:
         check_names(self, "id")
-        check_names(self, "workload", "host", required=False)
+        check_names(self, "workload", "host", "run", required=False)
         check_counts(self, "attempt")
         check_items(self, "evidence", "ranks")
         kind = self.type
@@ -673,6 +703,7 @@ class Command(Value):
         incident: that it is the action for.
         evidence: ids of what it was decided upon; looked at again before an irreversible step.
         deadline_s: time for all tries together, from the moment when the actuator takes it.
+        run: of the job that it was decided for; it is not for another one of that name.
     """
 
     epoch: int
@@ -685,10 +716,11 @@ class Command(Value):
     incident: str = ""
     evidence: tuple[str, ...] = ()
     deadline_s: float = 600.0
+    run: str = ""
 
     def __post_init__(self) -> None:
         check_names(self, "id")
-        check_names(self, "workload", "host", "spare", "incident", required=False)
+        check_names(self, "workload", "host", "spare", "incident", "run", required=False)
         check_counts(self, "epoch", "replicas", least=1)
         check_seconds(self, "deadline_s")
         check_items(self, "evidence")

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -468,6 +469,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     #: Number of the current meeting: the attempt, the same on all hosts.  It grows; the first is 0 unless
     #: the store has seen an earlier start of the job.
     attempt = 0
+    #: Id of this start of the job, the same on all hosts and for all its attempts; empty before the first.
+    run = ""
     #: Set where the store is a process of its own, which may go away and come back.
     outside: ReconnectingStore | None = None
     _first_round: int | None = None
@@ -534,12 +537,20 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             self._first_round = 0 if self.outside is None else self.attempt
         used = self.restarts_used()
         asked = "" if self._asked_rank is None else str(self._asked_rank)
-        mine = f"{asked},{used},{self._first_round}"
+        # An id that hosts have agreed on goes before one that a host has just made.
+        run = f"0{self.run}" if self.run else f"1{uuid.uuid4().hex}"
+        mine = f"{asked},{used},{self._first_round},{run}"
         answers = [answer.split(",") for answer in _exchange(store, rank, size, mine)]
-        self.job_restarts = max(int(used) for _, used, _ in answers)
-        # A replacement learns from the others when the job began.
-        self._first_round = min(int(first) for _, _, first in answers)
-        return store, _place([asked for asked, _, _ in answers], rank), size
+        self.job_restarts = max(int(used) for _, used, _, _ in answers)
+        # A replacement learns from the others when the job began, and which it is.
+        self._first_round = min(int(first) for _, _, first, _ in answers)
+        self.run = min(run for _, _, _, run in answers)[1:]
+        return store, _place([asked for asked, _, _, _ in answers], rank), size
+
+    @property
+    def first_attempt(self) -> int:
+        """Number of the first meeting of this start of the job."""
+        return self._first_round or 0
 
     def close(self) -> None:
         """Drop the connection to a store that is a process of its own."""

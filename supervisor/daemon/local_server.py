@@ -211,12 +211,12 @@ class LocalServer:
     def _take(self, reporter: Reporter, message: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         """Act on one line; whether it was the detach message."""
         if isinstance(report := message.get("report"), dict):
-            before = (reporter.attempt, reporter.launcher, _states(reporter))
+            before = _news(reporter)
             self._workers.update(reporter, report)
             sequence = report.get("sequence")
             if isinstance(sequence, int):
                 _send(writer, {"ack": sequence})
-            if before != (reporter.attempt, reporter.launcher, _states(reporter)):
+            if before != _news(reporter):
                 self._changed()
         elif "outcome" in message:
             outcome = Outcome.from_dict(message["outcome"])
@@ -230,8 +230,10 @@ class LocalServer:
         return False
 
 
-def _states(reporter: Reporter) -> list[tuple[int, int, object]]:
-    return [(worker.local_rank, worker.global_rank, worker.state) for worker in reporter.workers]
+def _news(reporter: Reporter) -> tuple[object, ...]:
+    """What the sensor is told at once where it changes."""
+    states = [(worker.local_rank, worker.global_rank, worker.state) for worker in reporter.workers]
+    return reporter.workload.run, reporter.attempt, reporter.launcher, states
 
 
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:

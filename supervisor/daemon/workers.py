@@ -4,7 +4,8 @@
 A *reporter* is one connection: a launcher, which speaks for all ranks of the host, or a program that speaks
 for one. When its connection ends, what it said stays, and grows old: the sensor decides what silence means.
 After `GONE_S` it has long decided, and a reporter that has not come back holds the host no longer. So it is
-with a launcher that gave up and says that it ends: its job has not ended, and waits for the supervisor.
+with a launcher that gave up and says that it ends: its job has not ended, and waits for the supervisor. When all
+have said that they end, their last states are told for `ENDED_S` more; then the host is a spare again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from supervisor.values import (
 _MOST_ENDED = 64
 #: A reporter without a connection whose job has not ended; a living one tries again every few seconds.
 GONE_S = 600.0
+ENDED_S = 30.0
 
 
 @dataclass
@@ -137,6 +139,8 @@ class HostWorkers:
             for key, one in self.reporters.items()
             if one.connected or one.ended or now - one.left_at < GONE_S
         }
+        if all(one.ended and now - one.left_at >= ENDED_S for one in self.reporters.values()):
+            self.reporters = {}
         if self.reporters or self._pod is None or self.pod is None:
             return list(self.reporters.values())
         if self.pod.state is DeviceState.RUNNING:
@@ -166,6 +170,10 @@ class HostWorkers:
             raise InvalidValue(
                 f"launcher must be one of {allowed}, found {said.get('launcher')!r:.40}."
             ) from None
+        workload = reporter.workload
+        if "run" in said:
+            of_run = {"run": said["run"], "first_attempt": said.get("first_attempt", 0)}
+            workload = WorkloadInfo.from_dict({**workload.to_dict(), **of_run})
         values = tuple(WorkerReport.from_dict(worker) for worker in workers)
         ranks = [worker.local_rank for worker in values]
         for key, other in list(self.reporters.items()):
@@ -181,6 +189,7 @@ class HostWorkers:
                 f"more than {self.host.workers_per_host} workers report (--workers_per_host).",
                 reason=Reason.INVALID,
             )
+        reporter.workload = workload
         reporter.attempt, reporter.launcher, reporter.workers = attempt, launcher, values
         reporter.at = self.clock.monotonic()
 
@@ -259,6 +268,7 @@ class HostWorkers:
             sequence=sequence,
             attempt=max((one.attempt for one in ordered), default=0),
             launcher=launchers[-1].launcher if launchers else LauncherState.UNKNOWN,
+            run=launchers[-1].workload.run if launchers else "",
             workers=tuple(_older(worker, now - one.at) for one in ordered for worker in one.workers),
         )
 

@@ -58,12 +58,14 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
     flight = turn.state.commands.get(outcome.command)
     if flight is None:
         return
-    if outcome.status is OutcomeStatus.FENCED:
-        note_fence(turn, flight.command, outcome)
-        return
-    turn.put("commands", outcome.command, None)
     command, status = flight.command, outcome.status
-    turn.notes.append(f"{command.kind.value} {command.id} {status.value}: {outcome.text}")
+    if status is OutcomeStatus.FENCED and outcome.epoch <= turn.epoch:
+        return  # an answer to an earlier epoch of this log; the command was sent again with this one
+    turn.put("commands", outcome.command, None)
+    if status is OutcomeStatus.FENCED:
+        note_fence(turn, command, outcome)
+    else:
+        turn.notes.append(f"{command.kind.value} {command.id} {status.value}: {outcome.text}")
     if status is OutcomeStatus.DONE:
         take_effect(turn, command, outcome.spare)
     elif status is OutcomeStatus.WITHDRAWN and command.kind.restarts:
@@ -71,6 +73,8 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
     elif command.kind is CommandKind.CORDON_HOST and status is OutcomeStatus.WITHDRAWN:
         turn.put("cordons", command.host, None)
         forgive(turn, command.host)
+    elif status is OutcomeStatus.FENCED:
+        take_back(turn, command)
     elif command.kind is CommandKind.HOT_SWAP and status is not OutcomeStatus.WITHDRAWN and outcome.spare:
         # Another spare next time.
         condemn(turn, f"host:{outcome.spare}", "swap failed", (command.id,), turn.limits.suspicion_s)
@@ -113,31 +117,48 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
             relaunched=status is OutcomeStatus.DONE and command.kind.relaunches,
         )
     else:
+        pause_s = turn.limits.backoff_s if status is OutcomeStatus.FENCED else 0.0
         incident = replace(
             incident,
             command="",
             reports=incident.past + incident.reports,
             past=(),
-            decide_at=turn.now,
-            swap_failed=incident.swap_failed or (command.kind is CommandKind.HOT_SWAP and not outcome.spare),
+            decide_at=turn.now + pause_s,
+            swap_failed=incident.swap_failed
+            or (
+                command.kind is CommandKind.HOT_SWAP
+                and status is not OutcomeStatus.FENCED
+                and not outcome.spare
+            ),
         )
     turn.put("incidents", command.workload, incident)
 
 
 def note_fence(turn: Turn, command: Command, outcome: Outcome) -> None:
-    """A higher epoch was seen where the command was to have its effect.
+    """A higher epoch was seen where the command was to have its effect: the command has ended.
 
     This controller may have been deposed, so it does not raise its own epoch: of two controllers with a log
-    each, none would be fenced.  The command stays under way, and the next start of this log begins above.
+    each, none would be fenced.  The next start of this log begins above.
     """
     fleet = turn.view.fleet
-    if not max(turn.epoch, fleet.fenced_by) < outcome.epoch < MOST_EPOCH:
-        return
-    turn.put("fleet", "", replace(fleet, fenced_by=outcome.epoch))
+    if fleet.fenced_by < outcome.epoch < MOST_EPOCH:
+        turn.put("fleet", "", replace(fleet, fenced_by=outcome.epoch))
     turn.notes.append(
         f"{command.kind.value} {command.id} fenced: epoch {outcome.epoch} was seen, this controller has epoch"
         f" {turn.epoch}; end the other controller, or start this one again if there is none"
     )
+
+
+def take_back(turn: Turn, command: Command) -> None:
+    """A command that was fenced had no effect: no verdict rests on it, and no spare is blamed for it.
+
+    Its budget stays spent: hosts that refuse a reset in place must not keep the job on that rung.
+    """
+    if command.kind is CommandKind.CORDON_HOST:
+        turn.put("cordons", command.host, None)
+    account = turn.account(command.workload)
+    if command.kind.restarts and account.fruitless:
+        turn.put("accounts", command.workload, replace(account, fruitless=account.fruitless - 1))
 
 
 def is_still_lost(turn: Turn, event: Event, workload: str) -> bool:
@@ -196,6 +217,7 @@ def send_command(
         incident=incident,
         evidence=evidence,
         deadline_s=deadline_s or turn.limits.container_termination_threshold_s,
+        run=job.run if (job := turn.state.workloads.get(workload)) is not None else "",
     )
     target = " ".join(part for part in (workload, host, spare and f"by {spare}") if part)
     if turn.shadow:

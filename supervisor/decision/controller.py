@@ -23,7 +23,14 @@ from supervisor.decision.incidents import (
     take_progress,
     wait_until,
 )
-from supervisor.decision.membership import forget_replaced, is_of_job, take_change, take_host
+from supervisor.decision.membership import (
+    forget_gone,
+    forget_replaced,
+    is_of_job,
+    take_change,
+    take_host,
+    take_workload,
+)
 from supervisor.decision.state import Incident, Seen, State
 from supervisor.decision.turn import Decision, EventReport, Turn
 from supervisor.decision.verdicts import codes, condemn, count_xid, give_up, gives_up, suspect_hang
@@ -217,6 +224,8 @@ class BaseController:
             for subject in sorted(turn.state.incidents):
                 self._look_at(subject)
             forget_replaced(turn)
+            if given is None:
+                forget_gone(turn)
             return turn.decision()
         finally:
             self._turn_or_none = None
@@ -244,7 +253,7 @@ class BaseController:
         elif isinstance(given, HostInfo):
             take_host(turn, given)
         elif isinstance(given, WorkloadInfo):
-            turn.put("workloads", given.workload, given)
+            take_workload(turn, given)
         elif isinstance(given, Progress):
             take_progress(turn, given)
         elif isinstance(given, Silence):

@@ -13,6 +13,9 @@ from supervisor.values import Command, CommandKind, Event, EventType, LauncherSt
 def take_progress(turn: Turn, progress: Progress) -> None:
     """A job has finished a step; a best one lifts the verdict on it."""
     name = progress.workload
+    job = turn.state.workloads.get(name)
+    if job is not None and not job.is_of_run(progress.run):
+        return
     mark = turn.state.progress.get(name)
     at = turn.now - progress.age_s
     if mark is None:
@@ -56,7 +59,9 @@ def note_absence(turn: Turn) -> None:
 
 def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
     """A report joins the incident of its `subject`, or opens one; default: of its job."""
-    mark = turn.state.progress.get(event.workload)
+    job, mark = turn.state.workloads.get(event.workload), turn.state.progress.get(event.workload)
+    if job is not None and not job.is_of_run(event.run):
+        return  # of an earlier job of that name
     if mark and event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt < mark.attempt:
         return  # of ranks that a restart has replaced since
     host = turn.state.hosts.get(event.host)

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from supervisor.decision.commands import is_still_lost
+from supervisor.decision.incidents import downtime_s
+from supervisor.decision.state import Incident, Seen
 from supervisor.decision.turn import EventReport, Turn
 from supervisor.decision.verdicts import forgive
-from supervisor.values import Change, DeviceState, Event, HostInfo
+from supervisor.values import Change, DeviceState, Event, EventType, HostInfo, WorkloadInfo
 
 #: Tables whose rows hold hosts.
 _HOLDERS = ("incidents", "commands")
@@ -16,9 +19,74 @@ _HOLDERS = ("incidents", "commands")
 def take_host(turn: Turn, host: HostInfo) -> None:
     """A host as its daemon describes it; the orchestrator and our own commands say what is cordoned."""
     known = turn.state.hosts.get(host.id)
-    if known is None and is_replaced(turn, host):
+    if known is None and host.state is DeviceState.FAILED and is_history(turn, host):
         return
     turn.put("hosts", host.id, replace(host, cordoned=known.cordoned if known else host.cordoned))
+
+
+def take_workload(turn: Turn, job: WorkloadInfo) -> None:
+    """A job as its launchers describe it; under a known name it may be another one."""
+    known = turn.state.workloads.get(job.workload)
+    if known is not None and not job.run:
+        job = replace(job, run=known.run, first_attempt=known.first_attempt)
+    if known is not None and job.is_new_run(known, turn.view.attempt(job.workload)):
+        if is_restarted(turn, job.workload):
+            begin_run(turn, job)
+        else:
+            lost = losses(turn, job.workload)
+            forget_job(turn, job.workload, "its name is used again")
+            if lost is not None:
+                turn.put("incidents", job.workload, lost)
+    turn.put("workloads", job.workload, job)
+
+
+def is_restarted(turn: Turn, name: str) -> bool:
+    """Whether a new run is what our own action for the job has led to, so that its budgets go on."""
+    incident = turn.state.incidents.get(name)
+    if incident is None or f"job:{name}" in turn.state.verdicts:
+        return False
+    acted_at = incident.done_at if not incident.command else turn.now
+    return acted_at is not None and turn.now - acted_at < downtime_s(turn, name)
+
+
+def losses(turn: Turn, name: str) -> Incident | None:
+    """What is left of the job's incident for another job on its hosts: those that are lost."""
+    incident = turn.state.incidents.get(name)
+    reports = incident.past + incident.reports if incident is not None else ()
+    lost = [each for each in reports if is_still_lost(turn, each, name)]
+    lost = [replace(each, run="") for each in lost if each.type is not EventType.WORKER_HB]
+    if incident is None or not lost:
+        return None
+    return Incident(
+        id=turn.next_id("incidents", "i"),
+        subject=name,
+        opened_at=turn.now,
+        reported_at=turn.now,
+        decide_at=turn.now + turn.limits.coalesce_s,
+        reports=tuple(lost),
+    )
+
+
+def begin_run(turn: Turn, job: WorkloadInfo) -> None:
+    """Its attempts may be lower than before; the action is not judged before it had its time."""
+    name, mark = job.workload, turn.state.progress.get(job.workload)
+    if mark is not None:
+        turn.put("progress", name, replace(mark, attempt=job.first_attempt, step=0))
+    incident = turn.state.incidents[name]
+    if not incident.command:
+        until = turn.now + downtime_s(turn, name)
+        left = incident.past + incident.reports
+        turn.put("incidents", name, replace(incident, reports=(), past=left, decide_at=until))
+
+
+def forget_job(turn: Turn, name: str, why: str) -> None:
+    """Nothing that was known of the job is held against the next one of its name."""
+    for table, key in (
+        *((table, name) for table in ("workloads", "progress", "accounts", "incidents")),
+        *((table, f"job:{name}") for table in ("verdicts", "gone")),
+    ):
+        turn.put(table, key, None)
+    turn.notes.append(f"job {name} forgotten: {why}")
 
 
 def take_change(turn: Turn, host: HostInfo, event: Event) -> None:
@@ -29,10 +97,43 @@ def take_change(turn: Turn, host: HostInfo, event: Event) -> None:
         forgive(turn, host.id)
 
 
-def is_replaced(turn: Turn, host: HostInfo) -> bool:
-    """A lost host that was forgotten, and that a sensor still tells of: another one has its name."""
+def is_history(turn: Turn, host: HostInfo) -> bool:
+    """Whether a lost host is one that was forgotten, and that a sensor still tells of."""
     others = turn.state.names.get(host.name, ())
-    return host.state is DeviceState.FAILED and any(other != host.id for other in others)
+    return host.workload not in turn.state.workloads or any(other != host.id for other in others)
+
+
+def forget_gone(turn: Turn) -> None:
+    """Forget what has been gone for long: jobs that no host works for, and lost hosts that nothing holds.
+
+    A job, after the time that it may be without a step; an open incident keeps it, as long as a verdict on it
+    holds.  A host, after the time that a verdict on it would hold.
+    """
+    state = turn.state
+    kept = {host.workload for host in state.hosts.values() if host.state is not DeviceState.FAILED}
+    kept |= {flight.command.workload for flight in state.commands.values()}
+    for name in list(state.workloads):
+        verdict = state.verdicts.get(f"job:{name}")
+        disputed = name in state.incidents and (verdict is None or verdict.holds(turn.now))
+        if _is_over(turn, f"job:{name}", name in kept or disputed, downtime_s(turn, name)):
+            forget_job(turn, name, "no host works for it any more")
+            for host in [host for host in turn.state.hosts.values() if host.workload == name]:
+                turn.put("hosts", host.id, replace(host, workload=""))
+    for host in list(turn.state.hosts.values()):
+        there = host.state is not DeviceState.FAILED
+        if there and f"host:{host.id}" not in turn.state.gone:
+            continue
+        if _is_over(turn, f"host:{host.id}", there or is_held(turn, host), turn.limits.verdict_s):
+            forget(turn, host, "it is lost, and nothing holds it")
+
+
+def _is_over(turn: Turn, key: str, held: bool, after_s: float) -> bool:
+    """Whether nothing has held what `key` names for `after_s`."""
+    gone = turn.state.gone.get(key)
+    if held or gone is None:
+        turn.put("gone", key, None if held else Seen(at=turn.now))
+        return False
+    return turn.now - gone.at >= after_s
 
 
 def forget_replaced(turn: Turn) -> None:
@@ -51,15 +152,16 @@ def forget_replaced(turn: Turn) -> None:
             host = state.hosts[known]
             if left > 1 and host.state is DeviceState.FAILED and not is_held(turn, host):
                 left -= 1
-                forget(turn, host)
+                forget(turn, host, f"{host.name} has another id")
 
 
-def forget(turn: Turn, host: HostInfo) -> None:
+def forget(turn: Turn, host: HostInfo, why: str) -> None:
     forgive(turn, host.id)
     for key in [key for key in turn.state.suspicions if key.startswith(f"{host.id}/")]:
         turn.put("suspicions", key, None)
     turn.put("hosts", host.id, None)
-    turn.notes.append(f"host {host.id} forgotten: {host.name} has another id")
+    turn.put("gone", f"host:{host.id}", None)
+    turn.notes.append(f"host {host.id} forgotten: {why}")
 
 
 def is_held(turn: Turn, host: HostInfo) -> bool:

@@ -170,7 +170,10 @@ class Suspicion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """When the id of an event or of a finding's evidence came; the same id again is the same."""
+    """When the id of an event or of a finding's evidence came; the same id again is the same.
+
+    In the table of what is gone: when that was noticed first.
+    """
 
     at: float
 
@@ -197,6 +200,7 @@ class State:
     verdicts: dict[str, Verdict]  # by "host:ID", "hang:ID" or "job:NAME"
     suspicions: dict[str, Suspicion]  # by host and GPU
     seen: dict[str, Seen]
+    gone: dict[str, Seen]  # since when, by "job:NAME" that no host works for, or "host:ID" that is lost
     fleet: dict[str, Fleet]  # one row, ""
     names: dict[str, tuple[str, ...]] = field(compare=False, repr=False)
 
@@ -266,6 +270,7 @@ _ROWS: dict[str, type] = {
     "verdicts": Verdict,
     "suspicions": Suspicion,
     "seen": Seen,
+    "gone": Seen,
     "fleet": Fleet,
 }
 

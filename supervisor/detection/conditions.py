@@ -28,6 +28,8 @@ class Conditions:
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
+        #: Run of each job now.
+        self.runs: dict[str, str] = {}
         self._events = 0
         self._open: dict[tuple[str, str], list[Event]] = {}
         self._recent: list[tuple[float, Event]] = []
@@ -58,6 +60,7 @@ class Conditions:
             attempt=attempt,
             launcher=launcher,
             change=change,
+            run=self.runs.get(workload, ""),
         )
 
     def evidence(self, *texts: str, age_s: float = 0.0) -> tuple[Evidence, ...]:

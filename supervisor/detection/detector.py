@@ -71,6 +71,7 @@ class Detector:
         self._unread_s = 0.0
         self._unread_until = now
         self._checked_jobs_at = now
+        self._checked_hosts_at = now
         self._hosts: dict[str, SeenHost] = {}
         self._jobs: dict[str, SeenJob] = {}
         self._due: list[tuple[float, str]] = []
@@ -87,15 +88,37 @@ class Detector:
     def register_workload(self, info: WorkloadInfo, now: float) -> list[Output]:
         time = self._pass_time(now)
         job = self._jobs.get(info.workload)
+        if job is not None and not info.run:  # a launcher that has not met the others yet
+            info = replace(info, run=job.info.run, first_attempt=job.info.first_attempt)
         if job is None:
             self._jobs[info.workload] = job = SeenJob(info, time)
             job.hosts.update(
                 name for name, host in self._hosts.items() if host.info.workload == info.workload
             )
-        elif job.info == info:
+        elif job.info == info or info.run in job.earlier:
             return []
+        elif job.info.run and job.info.run != info.run:
+            job = self._begin_run(job, info, time)
         job.info = info
+        self._conditions.runs[info.workload] = info.run
         return [info]
+
+    def _begin_run(self, job: SeenJob, info: WorkloadInfo, time: float) -> SeenJob:
+        """The job was started again; under its name it may be another one, of which nothing is known yet."""
+        earlier = job.earlier if len(job.earlier) < _EARLIER else frozenset()
+        job.earlier = earlier | {job.info.run}
+        # No time of an earlier run is time without a step of this one.
+        job.stuck_since = job.began_at = time
+        if not info.is_new_run(job.info, max(job.attempt, job.newest)):
+            return job
+        for condition in ("hang", "no progress"):
+            self._conditions.close((condition, info.workload))
+        for name in job.hosts:
+            self._hosts[name].forget_attempt()
+            self._conditions.close(("worker", name))
+        again = self._jobs[info.workload] = SeenJob(info, time, job.earlier)
+        again.hosts = job.hosts
+        return again
 
     def register_host(self, info: HostInfo, now: float) -> list[Output]:
         """A daemon opened its stream; also each time that its host, job or cordon changes."""
@@ -106,10 +129,7 @@ class Detector:
             self._schedule(info.id, host, time)
         elif host.info.workload != info.workload:
             self._leave_job(host)
-            host.states.clear()
-            host.failed.clear()
-            host.steps.clear()
-            host.attempt = 0
+            host.forget_attempt()
         if info.workload in self._jobs:
             self._jobs[info.workload].hosts.add(info.id)
         # A daemon does not know whether its node is cordoned, the orchestrator does.
@@ -124,7 +144,7 @@ class Detector:
         """How far the controller knows a job to be: a sensor that has begun since heard of no step."""
         time = self._pass_time(now)
         job = self._jobs.get(progress.workload)
-        if job is not None and job.step is None:
+        if job is not None and job.step is None and job.info.is_of_run(progress.run):
             job.attempt, job.step = progress.attempt, progress.step
             job.step_at = job.surely_at = time - progress.age_s
         return []
@@ -144,6 +164,10 @@ class Detector:
     def forget_host(self, id: str, now: float) -> list[Output]:
         """The orchestrator took the host out of the fleet for good."""
         self._pass_time(now)
+        self._forget(id)
+        return []
+
+    def _forget(self, id: str) -> None:
         host = self._hosts.pop(id, None)
         if host is not None:
             self._leave_job(host)
@@ -151,7 +175,6 @@ class Detector:
             self._conditions.close(("host", id))
             self._conditions.close(("daemon", id))
             self._conditions.close(("worker", id))
-        return []
 
     def forget_replaced(self, known: Sequence[HostInfo], now: float) -> list[str]:
         """Forget lost hosts that the controller has: it knows their names by other ids.  Returns them."""
@@ -184,7 +207,8 @@ class Detector:
         host.sequence = report.sequence
         said = self._heard(report.host, host, time)
         said += self._take_findings(report, time)
-        if report.attempt < host.attempt:
+        job = self._jobs.get(host.info.workload)
+        if report.attempt < host.attempt or not (job is None or job.info.is_of_run(report.run)):
             return said
         if report.attempt > host.attempt:
             host.attempt = report.attempt
@@ -285,7 +309,34 @@ class Detector:
             self._checked_jobs_at = time
             for name, job in self._jobs.items():
                 said += self._job_watch.watch(name, job, time)
+            self._forget_gone(time)
         return said
+
+    def _forget_gone(self, time: float) -> None:
+        """Jobs that no host works for, and lost hosts, by the controller's own rule: it forgets them too."""
+        for name, job in list(self._jobs.items()):
+            if any(not self._hosts[host].lost for host in job.hosts):
+                job.left_at = None
+            elif job.left_at is None:
+                job.left_at = time
+            elif time - job.left_at >= (
+                job.info.downtime_threshold_s or self._limits.workload_downtime_threshold_s
+            ):
+                del self._jobs[name]
+                self._conditions.runs.pop(name, None)
+        if time - self._checked_hosts_at < self._limits.heartbeat_timeout_s:
+            return
+        self._checked_hosts_at = time
+        for name, host in list(self._hosts.items()):
+            if host.lost and time - host.heard >= self._limits.verdict_s:
+                self._forget(name)
+
+    @property
+    def host_count(self) -> int:
+        return len(self._hosts)
+
+    def knows_host(self, id: str) -> bool:
+        return id in self._hosts
 
     def _ask_for_workers(self, time: float) -> list[Output]:
         """A worker is asked for when its time is over, and not a period later."""
@@ -524,6 +575,8 @@ class Detector:
         """
         time = self._pass_time(now)
         job = self._jobs.get(command.workload)
+        if job is not None and not job.info.is_of_run(command.run):
+            return False
         if job is not None and command.kind.restarts:
             if not job.answered and self._job_watch.hosts_there(job):
                 return None

@@ -147,7 +147,11 @@ class JobWatch:
     def progress(self, job: SeenJob, time: float) -> Progress:
         age_s = max(0.0, time - job.surely_at)
         return Progress(
-            workload=job.info.workload, step=job.step or 0, attempt=job.attempt, age_s=round(age_s, 3)
+            workload=job.info.workload,
+            step=job.step or 0,
+            attempt=job.attempt,
+            age_s=round(age_s, 3),
+            run=job.info.run,
         )
 
     def hosts_there(self, job: SeenJob) -> list[str]:

@@ -110,6 +110,13 @@ class SeenHost:
         """Whether it should report."""
         return not self.lost and self.info.state is not DeviceState.COMPLETE
 
+    def forget_attempt(self) -> None:
+        """What its workers said belongs to another job, or to another run of it."""
+        self.states.clear()
+        self.failed.clear()
+        self.steps.clear()
+        self.attempt = 0
+
     def look_in(self, time: float, limits: Thresholds) -> float:
         """Seconds until it would be silent, or late, or is looked at again because it is."""
         timeout, silent = limits.heartbeat_timeout_s, time - self.heard
@@ -161,9 +168,11 @@ class SeenJob:
         "attempt",
         "began_at",
         "dirty",
+        "earlier",
         "hang_reported",
         "hosts",
         "info",
+        "left_at",
         "newest",
         "offered",
         "step",
@@ -172,8 +181,10 @@ class SeenJob:
         "surely_at",
     )
 
-    def __init__(self, info: WorkloadInfo, now: float) -> None:
+    def __init__(self, info: WorkloadInfo, now: float, earlier: frozenset[str] = frozenset()) -> None:
         self.info = info
+        self.left_at: float | None = None  # since when no host that is there works for it
+        self.earlier = earlier  # runs whose late messages are told apart from the present one's
         self.hosts: set[str] = set()
         self.attempt = 0  # of the last step
         self.newest = 0  # that any of its hosts is at

@@ -168,7 +168,14 @@ class SensorPart:
     async def _tick(self) -> None:
         while True:
             self._say(self._detector.tick(time.monotonic()))
+            self._forget_hosts()
             await asyncio.sleep(self._limits.tick_s / 2)
+
+    def _forget_hosts(self) -> None:
+        """Those that the detector has forgotten."""
+        if len(self._hosts) > self._detector.host_count:
+            self._hosts = {key: host for key, host in self._hosts.items() if self._detector.knows_host(key)}
+            self._ids = {name: key for name, key in self._ids.items() if key in self._hosts}
 
     def _say(self, said: Iterable[Output]) -> None:
         for one in said:

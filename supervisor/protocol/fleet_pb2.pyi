@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source c1cc534957b8c7258ef100cd7a7a9fc8aca51a0a076afd90096c2f6f8355637d
-# body a5e333139de7b10b8e1d7b6b329576f96b9a1cdfd98171745399d20bc0bd8412
+# source 62369f583ed79e9d024dfc10f564091f939e8f847040a66bbc90a48d9fe7c689
+# body f78514d5313e6f4f9fb271a088c75109ac560c7581b3c2c5e1eee4f67acde554
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -53,7 +53,7 @@ class HostInfo(_message.Message):
     def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., serial_number: _Optional[str] = ..., subblock: _Optional[str] = ..., superblock: _Optional[str] = ..., zone: _Optional[str] = ..., state: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., workload: _Optional[str] = ..., workers_per_host: _Optional[int] = ..., cordoned: bool = ...) -> None: ...
 
 class WorkloadInfo(_message.Message):
-    __slots__ = ("workload", "job", "container", "namespace", "replicas", "min_replicas", "max_replicas", "nodes_per_replica", "downtime_threshold_s", "termination_threshold_s", "max_in_job_restarts", "max_workload_restarts", "scaling")
+    __slots__ = ("workload", "job", "container", "namespace", "replicas", "min_replicas", "max_replicas", "nodes_per_replica", "downtime_threshold_s", "termination_threshold_s", "max_in_job_restarts", "max_workload_restarts", "scaling", "run", "first_attempt")
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     CONTAINER_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,8 @@ class WorkloadInfo(_message.Message):
     MAX_IN_JOB_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     MAX_WORKLOAD_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     workload: str
     job: str
     container: str
@@ -80,7 +82,9 @@ class WorkloadInfo(_message.Message):
     max_in_job_restarts: int
     max_workload_restarts: int
     scaling: bool
-    def __init__(self, workload: _Optional[str] = ..., job: _Optional[str] = ..., container: _Optional[str] = ..., namespace: _Optional[str] = ..., replicas: _Optional[int] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., nodes_per_replica: _Optional[int] = ..., downtime_threshold_s: _Optional[float] = ..., termination_threshold_s: _Optional[float] = ..., max_in_job_restarts: _Optional[int] = ..., max_workload_restarts: _Optional[int] = ..., scaling: bool = ...) -> None: ...
+    run: str
+    first_attempt: int
+    def __init__(self, workload: _Optional[str] = ..., job: _Optional[str] = ..., container: _Optional[str] = ..., namespace: _Optional[str] = ..., replicas: _Optional[int] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., nodes_per_replica: _Optional[int] = ..., downtime_threshold_s: _Optional[float] = ..., termination_threshold_s: _Optional[float] = ..., max_in_job_restarts: _Optional[int] = ..., max_workload_restarts: _Optional[int] = ..., scaling: bool = ..., run: _Optional[str] = ..., first_attempt: _Optional[int] = ...) -> None: ...
 
 class Evidence(_message.Message):
     __slots__ = ("id", "witness", "text", "age_s", "code", "device", "advice")
@@ -127,7 +131,7 @@ class WorkerReport(_message.Message):
     def __init__(self, local_rank: _Optional[int] = ..., global_rank: _Optional[int] = ..., state: _Optional[str] = ..., heartbeat_age_s: _Optional[float] = ..., monitor_age_s: _Optional[float] = ..., step: _Optional[int] = ..., step_age_s: _Optional[float] = ...) -> None: ...
 
 class DaemonReport(_message.Message):
-    __slots__ = ("host", "incarnation", "sequence", "attempt", "launcher", "workers", "findings")
+    __slots__ = ("host", "incarnation", "sequence", "attempt", "launcher", "workers", "findings", "run")
     HOST_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +139,7 @@ class DaemonReport(_message.Message):
     LAUNCHER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     host: str
     incarnation: str
     sequence: int
@@ -142,10 +147,11 @@ class DaemonReport(_message.Message):
     launcher: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerReport]
     findings: _containers.RepeatedCompositeFieldContainer[Finding]
-    def __init__(self, host: _Optional[str] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ...) -> None: ...
+    run: str
+    def __init__(self, host: _Optional[str] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("id", "type", "evidence", "workload", "host", "ranks", "attempt", "launcher", "change", "request")
+    __slots__ = ("id", "type", "evidence", "workload", "host", "ranks", "attempt", "launcher", "change", "request", "run")
     ID_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +162,7 @@ class Event(_message.Message):
     LAUNCHER_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     id: str
     type: str
     evidence: _containers.RepeatedCompositeFieldContainer[Evidence]
@@ -166,10 +173,11 @@ class Event(_message.Message):
     launcher: str
     change: str
     request: str
-    def __init__(self, id: _Optional[str] = ..., type: _Optional[str] = ..., evidence: _Optional[_Iterable[_Union[Evidence, _Mapping]]] = ..., workload: _Optional[str] = ..., host: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., change: _Optional[str] = ..., request: _Optional[str] = ...) -> None: ...
+    run: str
+    def __init__(self, id: _Optional[str] = ..., type: _Optional[str] = ..., evidence: _Optional[_Iterable[_Union[Evidence, _Mapping]]] = ..., workload: _Optional[str] = ..., host: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., change: _Optional[str] = ..., request: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("epoch", "id", "kind", "workload", "host", "spare", "replicas", "incident", "evidence", "deadline_s")
+    __slots__ = ("epoch", "id", "kind", "workload", "host", "spare", "replicas", "incident", "evidence", "deadline_s", "run")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +188,7 @@ class Command(_message.Message):
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     id: str
     kind: str
@@ -190,7 +199,8 @@ class Command(_message.Message):
     incident: str
     evidence: _containers.RepeatedScalarFieldContainer[str]
     deadline_s: float
-    def __init__(self, epoch: _Optional[int] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., workload: _Optional[str] = ..., host: _Optional[str] = ..., spare: _Optional[str] = ..., replicas: _Optional[int] = ..., incident: _Optional[str] = ..., evidence: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    run: str
+    def __init__(self, epoch: _Optional[int] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., workload: _Optional[str] = ..., host: _Optional[str] = ..., spare: _Optional[str] = ..., replicas: _Optional[int] = ..., incident: _Optional[str] = ..., evidence: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("command", "epoch", "status", "text", "tries", "spare")
@@ -209,16 +219,18 @@ class Outcome(_message.Message):
     def __init__(self, command: _Optional[str] = ..., epoch: _Optional[int] = ..., status: _Optional[str] = ..., text: _Optional[str] = ..., tries: _Optional[int] = ..., spare: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("workload", "step", "age_s", "attempt")
+    __slots__ = ("workload", "step", "age_s", "attempt", "run")
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     workload: str
     step: int
     age_s: float
     attempt: int
-    def __init__(self, workload: _Optional[str] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ..., attempt: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, workload: _Optional[str] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ..., attempt: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Silence(_message.Message):
     __slots__ = ("frozen", "silent", "hosts")

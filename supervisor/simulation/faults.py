@@ -186,10 +186,18 @@ def _fragile(plane: Plane, fault: SimFault) -> None:
     plane.fleet.fail_worker(plane.fleet.hosts[job.hosts[0]], LauncherState.GAVE_UP)
 
 
+def _name_again(plane: Plane, fault: SimFault) -> None:
+    """A person ends the job and starts another one under its name."""
+    plane.fleet.begin_run(_job(plane, fault))
+
+
 def _operator(plane: Plane, fault: SimFault) -> None:
     plane.ask(Request.FREEZE)
     plane.loop.after(fault.seconds, lambda: plane.ask(Request.THAW))
 
+
+#: Follows the others of a history, and is not drawn among them.
+NAME_AGAIN = "name is used again"
 
 KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
     "worker dies": _worker_dies,
@@ -220,6 +228,7 @@ KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
     "api is flaky": _api_flaky,
     "disk is full": _disk_full,
     "operator freezes": _operator,
+    NAME_AGAIN: _name_again,
 }
 
 #: How often each is drawn, of 100: what hits jobs more often than what hits the supervisor.
@@ -238,7 +247,7 @@ _WEIGHTS = {
 def draw_faults(random: random.Random, hosts: int, last_s: float) -> list[SimFault]:
     """A history: one to eight faults, often near to each other, because that is where the trouble is."""
     faults = []
-    kinds = list(KINDS)
+    kinds = [kind for kind in KINDS if kind != NAME_AGAIN]
     weights = [_WEIGHTS.get(kind, 3) for kind in kinds]
     at = 20.0 + 60.0 * random.random()
     for _ in range(random.randint(1, 8)):

@@ -29,6 +29,8 @@ RESTART_S = 6.0
 REACTION_S, OTHERS_REACT_S = 0.2, 1.0
 #: How long launchers take to stop their ranks before they start again.
 STOPS_S = (3.0, 12.0)
+#: Attempts of one start of a whole job by its orchestrator.
+GENERATION = 1000
 CHECKPOINT_STEPS = 10
 
 
@@ -60,6 +62,7 @@ class SimJob:
     hosts: list[str]
     step_s: float
     attempt: int = 0
+    generation: int = 0
     base: int = 0
     began: int = 0
     since: float | None = None
@@ -96,6 +99,7 @@ class Fleet:
         self.workers_per_host = workers_per_host
         self.hosts: dict[str, SimHost] = {}
         self.jobs: dict[str, SimJob] = {}
+        self.runs = 0
         self.changed: Callable[[SimHost], None] = lambda host: None
         #: Called with each host that has something to report at once.
         self.news: Callable[[SimHost], None] = lambda host: None
@@ -176,6 +180,25 @@ class Fleet:
         host.failed = bool(host.info.workload)
         host.launcher = LauncherState.GAVE_UP if host.failed else LauncherState.RUNNING
 
+    def begin_run(self, job: SimJob) -> None:
+        """A person starts another job under the name, on the same hosts: it counts from the beginning."""
+        job.stop(self.loop.now)
+        job.attempt, job.base, job.generation = -1, 0, 0
+        job.fragile = job.stalls = False
+        self._begin_launchers(job, 0)
+        self.restart(job)
+
+    def start_again(self, job: SimJob) -> None:
+        """The orchestrator starts all launchers of the job again, and counts its starts."""
+        job.generation += 1
+        job.attempt = job.generation * GENERATION - 1
+        self._begin_launchers(job, job.attempt + 1)
+        self.restart(job)
+
+    def _begin_launchers(self, job: SimJob, first_attempt: int) -> None:
+        self.runs += 1
+        job.info = replace(job.info, run=f"run{self.runs}", first_attempt=first_attempt)
+
     def restart(self, job: SimJob) -> None:
         """All ranks begin again from the last checkpoint, once all hosts of the job are there."""
         now = self.loop.now
@@ -250,6 +273,7 @@ class Fleet:
             launcher=host.launcher,
             workers=workers,
             findings=tuple(host.findings[-4:]),
+            run=job.info.run if job else "",
         )
         host.sequence += 1
         return report
@@ -313,7 +337,8 @@ class SimOrchestrator:
 
     def _carry_out(self, command: Command) -> Answer:
         if self.is_fenced(command):
-            return Answer(status=OutcomeStatus.FENCED, text="a newer controller has spoken")
+            text = "a newer controller has spoken"
+            return Answer(status=OutcomeStatus.FENCED, text=text, epoch=self._highest_epoch)
         self._highest_epoch = max(self._highest_epoch, command.epoch)
         if self.is_repeated(command):
             return self._answer_of(command, "was done before")
@@ -370,7 +395,10 @@ class SimOrchestrator:
             refusal = self._grow(job, command)
             if refusal:
                 return refusal
-        fleet.restart(job)
+        if kind in (CommandKind.IN_JOB_RESET, CommandKind.HOT_SWAP):
+            fleet.restart(job)
+        else:
+            fleet.start_again(job)
         return ""
 
     def _shrink(self, job: SimJob, command: Command) -> None:

@@ -21,6 +21,7 @@ from supervisor.values import (
     OutcomeStatus,
     Progress,
     Silence,
+    WorkloadInfo,
 )
 
 #: While nothing else has happened, all that launchers say is read at once.
@@ -50,6 +51,7 @@ class Invariants:
         self._ended: set[str] = set()  # commands whose outcome was told
         self._reported_step: dict[str, tuple[int, int]] = {}
         self._reported_step_at: dict[str, float] = {}
+        self._runs: dict[str, tuple[str, int]] = {}  # run and its first attempt, by job
         self._decided: set[str] = set()
         self._grown: dict[str, int] = {}
         self._said: dict[str, Event] = {}
@@ -97,6 +99,8 @@ class Invariants:
             and len(self._disturbed) < self._limits.silence_min_hosts
         ):
             raise Violation(f"frozen for {given.silent} silent hosts, and no fault touched so many")
+        if isinstance(given, WorkloadInfo):
+            self._note_run(given)
         if isinstance(given, Outcome):
             self._ended.add(given.command)
             if given.status is OutcomeStatus.WITHDRAWN:
@@ -108,6 +112,16 @@ class Invariants:
             if given.id not in self._said and given.confirms_loss:
                 self._lost_at.update((found.id, now) for found in given.evidence)
             self._said[given.id] = given
+
+    def _note_run(self, job: WorkloadInfo) -> None:
+        """Another job under the name of one before has all its tries."""
+        name, (_, first) = job.workload, self._runs.get(job.workload, ("", 0))
+        if self._runs.get(name) and self._runs[name][0] != job.run and job.first_attempt <= first:
+            for table in (self._restarts, self._last_action, self._reported_step, self._reported_step_at):
+                table.pop(name, None)
+            for kind in CommandKind:
+                self._resets.pop((name, kind), None)
+        self._runs[name] = job.run, job.first_attempt
 
     def _check_lost(self, event: Event) -> None:
         """No host is called lost that is there and is heard, nor one of many that fell silent together."""

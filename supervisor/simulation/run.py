@@ -11,7 +11,7 @@ from functools import partial
 from supervisor.decision.controller import BaseController
 from supervisor.decision.turn import EventReport
 from supervisor.policy.thresholds import Thresholds
-from supervisor.simulation.faults import KINDS, SimFault, draw_faults
+from supervisor.simulation.faults import KINDS, NAME_AGAIN, SimFault, draw_faults
 from supervisor.simulation.fleet import Fleet, SimHost, SimJob
 from supervisor.simulation.invariants import Invariants, Violation
 from supervisor.simulation.loop import Loop
@@ -84,12 +84,11 @@ def scenario(seed: int, hosts: int) -> Scenario:
     """The history of `seed`: with few hosts their number varies as well."""
     draw = random.Random(seed)  # noqa: S311 - a repeatable history is what is wanted
     count = draw.randint(4, hosts) if hosts <= 16 else hosts
-    return Scenario(
-        seed=seed,
-        hosts=count,
-        faults=tuple(draw_faults(draw, count, 200.0)),
-        reckless=draw.random() < 0.2,
-    )
+    faults, reckless = draw_faults(draw, count, 200.0), draw.random() < 0.2
+    if draw.random() < 0.2:
+        at = round(max(faults[-1].at, 40.0) + 60.0 * draw.random(), 1)
+        faults.append(SimFault(at=at, kind=NAME_AGAIN, target=draw.randrange(count)))
+    return Scenario(seed=seed, hosts=count, faults=tuple(faults), reckless=reckless)
 
 
 def build_fleet(loop: Loop, hosts: int) -> Fleet:
@@ -122,7 +121,7 @@ def build_fleet(loop: Loop, hosts: int) -> Fleet:
         fleet.jobs[job_info.workload] = job
         for name in mine:
             fleet.hosts[name].info = replace(fleet.hosts[name].info, workload=job_info.workload)
-        fleet.restart(job)
+        fleet.begin_run(job)
     return fleet
 
 

@@ -346,19 +346,23 @@ hosts = [
     )[0]
     for _ in range(2)
 ]
-hosts[0]._first_round = 2
+hosts[0]._first_round, hosts[0].run = 2, "trio-1"
 with ThreadPoolExecutor() as threads:
     met = [threads.submit(host.next_rendezvous) for host in hosts]
     print(sorted(place.result()[1] for place in met), [host.round() for host in hosts])
+    print([(host.run, host.first_attempt) for host in hosts])
 sys.stdout.flush()
 os._exit(0)
 """
 
 
-def test_a_replacement_counts_restarts_from_the_start_of_the_job(temporary: Path) -> None:
+def test_a_replacement_learns_the_run_and_counts_restarts_from_its_start(
+    temporary: Path,
+) -> None:
     with Command([sys.executable, "-c", REPLACEMENT], cwd=ROOT, env={"TMPDIR": str(temporary)}) as hosts:
         assert hosts.wait(timeout=WAIT_S) == 0, hosts.output
     assert "[0, 1] [3, 3]" in hosts.output
+    assert "[('trio-1', 2), ('trio-1', 2)]" in hosts.output
 
 
 @contextmanager

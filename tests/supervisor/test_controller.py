@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from supervisor.control import ControllerCore
 from supervisor.decision.controller import BaseController, Input
+from supervisor.decision.guards import View
 from supervisor.decision.state import State, changes_from_plain, changes_to_plain
 from supervisor.decision.turn import EventReport
 from supervisor.event_log import EventLog
@@ -26,6 +27,7 @@ from supervisor.values import (
     LauncherState,
     Outcome,
     OutcomeStatus,
+    Progress,
     Request,
     Silence,
 )
@@ -786,23 +788,153 @@ def test_commands_without_outcome_are_sent_again_with_the_new_epoch_and_their_id
     assert again == replace(fleet.sent[0], epoch=8)
 
 
-def test_a_command_that_a_higher_epoch_refused_is_said_once_and_stays_for_the_next_start() -> None:
-    fleet = Controller()
+def test_a_command_that_a_higher_epoch_refused_has_ended_and_blocks_its_job_no_more() -> None:
+    fleet = Controller(spares=2)
     fleet.happens(EventType.HOST_HB)
     (swap,) = fleet.sent
     fenced = Outcome(command=swap.id, epoch=9, status=OutcomeStatus.FENCED)
-    for _ in range(3):  # it is sent again until its outcome is here
+    # One of this log's own epoch was said to an earlier start of it; the command was sent again since.
+    assert fleet.give(replace(fenced, epoch=7)) == []
+    assert list(fleet.state.commands) == [swap.id]
+    for _ in range(3):  # told again, it is the same
         assert fleet.give(fenced) == []
     assert [note for note in fleet.notes if "fenced" in note] == [
         "hot_swap c1 fenced: epoch 9 was seen, this controller has epoch 7; end the other controller, or"
         " start this one again if there is none"
     ]
     assert fleet.state.fleet[""].fenced_by == 9
-    assert list(fleet.state.commands) == [swap.id]
-    # What was said of this log's own earlier epochs, or cannot be an epoch, is no news.
-    for epoch in (7, 2**62):
-        fleet.give(replace(fenced, epoch=epoch))
-    assert fleet.state.fleet[""].fenced_by == 9
+    assert fleet.state.commands == {}
+    # Nothing was done: no spare is to blame, and no verdict on the job may come of it.
+    assert (fleet.state.verdicts, fleet.state.accounts["train"].fruitless) == ({}, 0)
+    assert fleet.wait(LIMITS.backoff_s) == [SWAP]
+    assert fleet.sent[-1].spare == "s0"
+    # Above all epochs there may be is none that the next start could exceed.
+    fleet.give(replace(fenced, command=fleet.sent[-1].id, epoch=2**62))
+    assert (fleet.state.fleet[""].fenced_by, fleet.state.commands) == (9, {})
+
+
+def test_a_host_that_refuses_by_its_fence_does_not_hold_its_job_on_that_rung() -> None:
+    fleet = Controller(max_in_job_restarts=1, max_workload_restarts=1)
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    fleet.give(Outcome(command=fleet.sent[-1].id, epoch=9, status=OutcomeStatus.FENCED))
+    assert fleet.wait(LIMITS.backoff_s) == [RESET]
+
+
+def test_a_cordon_that_was_fenced_is_tried_again() -> None:
+    fleet = Controller(spares=2)
+    assert fleet.happens(EventType.ECC) == [CORDON, SWAP]
+    for command in fleet.sent:
+        fleet.give(Outcome(command=command.id, epoch=9, status=OutcomeStatus.FENCED))
+    assert (fleet.state.cordons, fleet.state.hosts["h1"].cordoned) == ({}, False)
+    assert fleet.wait(LIMITS.backoff_s) == [CORDON, SWAP]
+
+
+# ---------------------------------------------------------------- names that are used again
+
+
+def _begin(fleet: Controller, run: str, first_attempt: int = 0) -> list[CommandKind]:
+    """All launchers of the job have met: they say which start of it they are of."""
+    known = fleet.state.workloads["train"]
+    return [each.kind for each in fleet.give(replace(known, run=run, first_attempt=first_attempt))]
+
+
+def test_a_name_that_is_used_again_is_another_job_of_which_nothing_is_known() -> None:
+    fleet = Controller(max_in_job_restarts=1)
+    _begin(fleet, "r1")
+    fleet.advance(501, attempt=3)
+    fleet.now += 60.0
+    fleet.happens(EventType.WORKER_HB, attempt=3)
+    while "job:train" not in fleet.state.verdicts:
+        fleet.stuck()
+    # A person has mended the program, and starts it again.
+    _begin(fleet, "r2")
+    for table in ("incidents", "accounts", "progress", "verdicts"):
+        assert getattr(fleet.state, table) == {}, table
+    assert fleet.notes[-1] == "job train forgotten: its name is used again"
+    # What is told of the first one late is not about this one.
+    fleet.give(Progress(workload="train", step=900, attempt=4, run="r1"))
+    fleet.give(replace(fleet.event(EventType.WORKER_HB, attempt=4), run="r1"))
+    assert (fleet.state.progress, fleet.state.incidents) == ({}, {})
+    fleet.give(Progress(workload="train", step=1, run="r2"))
+    fleet.now += 60.0
+    assert fleet.happens(EventType.WORKER_HB, run="r2") == [IN_JOB]
+    assert fleet.sent[-1].run == "r2"
+
+
+def test_a_start_that_an_action_has_led_to_goes_on_with_its_budgets() -> None:
+    fleet = Controller(max_in_job_restarts=1, max_workload_restarts=1)
+    _begin(fleet, "r1")
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    # All launchers had ended, and were started again: they count from 0.
+    assert _begin(fleet, "r2") == []
+    fleet.end()
+    assert fleet.wait(LIMITS.workload_downtime_threshold_s) == [RESET]
+    fleet.end()
+    # The orchestrator counts its starts.
+    assert _begin(fleet, "r3", first_attempt=1_000_000) == []
+    assert fleet.state.accounts["train"].in_job.spent == 1
+    fleet.wait(10.0)
+    fleet.advance(501, attempt=1_000_000)
+    assert fleet.state.incidents == {}
+
+
+def test_a_start_that_counts_from_0_after_an_action_has_its_time_and_its_steps_count() -> None:
+    fleet = Controller(max_in_job_restarts=2)
+    _begin(fleet, "r1")
+    fleet.advance(501, attempt=5)
+    fleet.now += 60.0
+    assert fleet.happens(EventType.WORKER_HB, attempt=5) == [IN_JOB]
+    fleet.end()
+    fleet.wait(LIMITS.workload_downtime_threshold_s - 10.0)
+    assert _begin(fleet, "r2") == []
+    assert fleet.wait(20.0) == []
+    fleet.advance(490, attempt=0)
+    assert fleet.state.incidents == {}
+
+
+def test_a_host_that_is_lost_is_lost_to_the_next_job_of_the_name_too() -> None:
+    fleet = Controller(spares=0)
+    _begin(fleet, "r1")
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0"))
+    fleet.give(fleet.event(EventType.HOST_HB))
+    assert _begin(fleet, "r2") == []
+    (incident,) = fleet.state.incidents.values()
+    assert [each.type for each in incident.reports] == [EventType.HOST_HB]
+    assert fleet.wait(LIMITS.coalesce_s) == [RESET]
+
+
+def test_a_job_that_ended_is_forgotten_and_its_hosts_are_spares_again() -> None:
+    fleet = Controller(spares=0, downtime_threshold_s=100.0)
+    before = fleet.state.size
+    fleet.give(_host("h0"))
+    fleet.give(_host("h1", "train", DeviceState.FAILED))  # that it lost it never said
+    fleet.wait(0.0)
+    assert fleet.wait(99.0) == []
+    assert "train" in fleet.state.workloads
+    fleet.wait(1.0)
+    assert fleet.notes[-1] == "job train forgotten: no host works for it any more"
+    assert (fleet.state.workloads, fleet.state.progress) == ({}, {})
+    view = View(state=fleet.state, now=fleet.now, limits=LIMITS)
+    assert [host.id for host in view.spares()] == ["h0"]
+    # The lost host is forgotten too, and a sensor that still tells of it changes nothing.
+    fleet.wait(0.0)
+    fleet.wait(LIMITS.verdict_s)
+    fleet.give(_host("h1", "train", DeviceState.FAILED))
+    assert (list(fleet.state.hosts), fleet.state.gone) == (["h0"], {})
+    assert fleet.state.size < before
+
+
+def test_what_is_held_is_not_forgotten() -> None:
+    fleet = Controller(spares=0, downtime_threshold_s=100.0)
+    assert fleet.happens(EventType.HOST_HB) == [RESET]
+    fleet.give(_host("h0"))
+    for _ in range(3):  # a command is under way, then an incident is open
+        fleet.wait(99.0)
+        fleet.end()
+    assert (list(fleet.state.workloads), list(fleet.state.hosts)) == (["train"], ["h0", "h1"])
+    fleet.give(_host("h0", "train", DeviceState.RUNNING))  # its launcher is back
+    fleet.wait(0.0)
+    assert "job:train" not in fleet.state.gone
 
 
 # ---------------------------------------------------------------- for all histories

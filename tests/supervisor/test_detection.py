@@ -28,7 +28,9 @@ from supervisor.values import (
     WorkloadInfo,
 )
 
-LIMITS = Thresholds(heartbeat_timeout_s=20.0, tick_s=1.0, hang_threshold_s=60.0, scale_up_hold_s=100.0)
+LIMITS = Thresholds(
+    heartbeat_timeout_s=20.0, tick_s=1.0, hang_threshold_s=60.0, scale_up_hold_s=100.0, verdict_s=3600.0
+)
 
 
 class Sensor:
@@ -569,3 +571,79 @@ def test_a_host_that_is_done_may_fall_silent(state: DeviceState) -> None:
         sensor.beat(name, workers=_worker(0, state=state))
     sensor.now += 1.0
     assert events(sensor.run(100, silent=sensor.names)) == []
+
+
+# ---------------------------------------------------------------- names that are used again
+
+
+def _name_again(sensor: Sensor, run: str, **fields: object) -> list[Output]:
+    """The launchers of both hosts say which start of the job they are of."""
+    sensor.job = replace(sensor.job, run=run, **fields)
+    return sensor.take(sensor.detector.register_workload(sensor.job, sensor.now))
+
+
+def test_another_job_under_the_name_is_judged_by_its_own_steps_and_times() -> None:
+    sensor = Sensor(downtime_threshold_s=100.0)
+    _name_again(sensor, "r1")
+    trains = {"attempt": 3, "run": "r1", "workers": _worker(step=500, step_age_s=0.0)}
+    sensor.beat("h0", **trains)
+    sensor.run(95)
+    (known,) = _name_again(sensor, "r2")
+    assert known == sensor.job
+    # Its attempts are lower, and a late word of the other job is none about it.
+    assert sensor.beat("h1", **{**trains, "attempt": 4}) == []
+    again = {"attempt": 0, "run": "r2"}
+    assert events(sensor.run(20, **again, workers=_worker(step=1, step_age_s=0.0))) == []
+    sights = {
+        sight.host: (sight.attempt, sight.steps) for sight in sensor.detector.sights("", 9, sensor.now)[0]
+    }
+    assert sights["h0"] == sights["h1"] == (0, ((0, 1),))
+    told = [each for each in sensor.said if isinstance(each, Progress)]
+    assert {(each.run, each.attempt, each.step) for each in told[1:]} == {("r2", 0, 1)}
+    # A launcher of the first one that is heard of again takes nothing back.
+    assert sensor.take(sensor.detector.register_workload(replace(sensor.job, run="r1"), sensor.now)) == []
+    (stuck,) = events(sensor.run(100, **again), EventType.NO_PROGRESS)
+    assert (stuck.run, stuck.attempt) == ("r2", 0)
+
+
+def test_evidence_of_the_job_before_ends_no_other_job() -> None:
+    sensor = Sensor()
+    _name_again(sensor, "r1")
+    (failed,) = events(sensor.beat("h0", run="r1", workers=_worker(state=DeviceState.FAILED)))
+    command = replace(_command(failed), evidence=(failed.evidence[0].id, "i1/stuck1"), run=failed.run)
+    sensor.beat("h0", run="r1")
+    assert sensor.detector.holds(command, sensor.now) is True
+    _name_again(sensor, "r2")
+    assert sensor.detector.holds(command, sensor.now) is False
+
+
+def test_a_start_whose_attempts_go_on_is_the_same_job() -> None:
+    sensor = Sensor(downtime_threshold_s=100.0)
+    _name_again(sensor, "r1")
+    sensor.beat("h0", attempt=3, run="r1", workers=_worker(step=500, step_age_s=0.0))
+    sensor.run(95)
+    _name_again(sensor, "r2", first_attempt=1_000_000)
+    assert sensor.detector.snapshot(sensor.now)[0] == sensor.job
+    assert [each.step for each in sensor.detector.snapshot(sensor.now) if isinstance(each, Progress)] == [500]
+    assert events(sensor.run(90)) == []
+    # A launcher that has come back, and has not met the others yet, does not know which start it is of.
+    assert sensor.take(sensor.detector.register_workload(replace(sensor.job, run=""), sensor.now)) == []
+
+
+def test_jobs_that_ended_and_hosts_that_stay_lost_are_forgotten() -> None:
+    sensor = Sensor(downtime_threshold_s=100.0)
+    sensor.run(25, silent=["h1"])
+    sensor.take(sensor.detector.register_host(_host("h0"), sensor.now))
+    sensor.run(98, silent=["h1"])
+    assert sensor.detector.snapshot(sensor.now)[0] == sensor.job
+    sensor.run(4, silent=["h1"])
+    known = sensor.detector.snapshot(sensor.now)
+    assert not any(isinstance(each, WorkloadInfo) for each in known)
+    assert sensor.detector.knows_host("h1")
+    for _ in range(round(LIMITS.verdict_s)):
+        sensor.now += 1.0
+        if sensor.now % 10 < 1.0:
+            for name in ("h0", "h2", "h3"):
+                sensor.beat(name)
+        sensor.detector.tick(sensor.now)
+    assert (sensor.detector.knows_host("h1"), sensor.detector.host_count) == (False, 3)

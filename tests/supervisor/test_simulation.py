@@ -22,7 +22,7 @@ from supervisor.policy.caps import refuse_cordon
 from supervisor.policy.verdict import Verdict
 from supervisor.simulation import __main__ as program
 from supervisor.simulation import plane
-from supervisor.simulation.faults import KINDS, SimFault
+from supervisor.simulation.faults import KINDS, NAME_AGAIN, SimFault
 from supervisor.simulation.fleet import SimOrchestrator
 from supervisor.simulation.loop import Loop
 from supervisor.simulation.run import (
@@ -35,7 +35,7 @@ from supervisor.simulation.run import (
     scenario,
     shrink,
 )
-from supervisor.values import Command, CommandKind, OutcomeStatus
+from supervisor.values import Command, CommandKind, OutcomeStatus, WorkloadInfo
 
 #: A removed guard must show in this many histories.
 ENOUGH = 250
@@ -230,6 +230,12 @@ def budgets_refilled_by_time(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(View, "account", refilled)
 
 
+def no_runs(patch: pytest.MonkeyPatch) -> None:
+    """A job is its name."""
+    patch.setattr(WorkloadInfo, "is_new_run", lambda *_: False)
+    patch.setattr(WorkloadInfo, "is_of_run", lambda *_: True)
+
+
 def no_replay(patch: pytest.MonkeyPatch) -> None:
     """A controller that starts again knows nothing."""
     replay = EventLog._replay
@@ -257,6 +263,7 @@ def no_replay(patch: pytest.MonkeyPatch) -> None:
         no_backoff,
         no_domain_cap,
         budgets_refilled_by_time,
+        no_runs,
         no_replay,
     ],
     ids=lambda mutation: mutation.__name__,
@@ -268,20 +275,28 @@ def test_without_this_mechanism_a_history_fails(
     assert first_failing(mutation.__name__) is not None
 
 
+def test_another_job_under_the_name_that_advances_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = scenario(148, 12)
+    assert drawn.faults[-1].kind == NAME_AGAIN
+    assert run(drawn).violation == ""
+    no_runs(monkeypatch)
+    assert run(drawn).violation.endswith("which advances")
+
+
 def test_the_virtual_orchestrator_keeps_to_epochs_and_ids_as_an_adapter_must() -> None:
     """While the log refuses a deposed controller, no history reaches this fence; here it is alone."""
     loop = Loop(1)
     fleet = build_fleet(loop, 6)
     effects: list[str] = []
     orchestrator = SimOrchestrator(fleet, lambda command: effects.append(command.id))
-    answers: list[OutcomeStatus] = []
+    answers: list[tuple[OutcomeStatus, int]] = []
     reset = Command(epoch=5, id="c1", kind=CommandKind.WORKLOAD_RESET, workload="j0")
     for command in (reset, replace(reset, epoch=6), replace(reset, id="c2", epoch=5)):
-        orchestrator.perform(command, lambda answer: answers.append(answer.status))
+        orchestrator.perform(command, lambda answer: answers.append((answer.status, answer.epoch)))
         seen = len(answers)
         while len(answers) == seen:
             assert loop.step()
-    assert answers == [OutcomeStatus.DONE, OutcomeStatus.DONE, OutcomeStatus.FENCED]
+    assert answers == [(OutcomeStatus.DONE, 0), (OutcomeStatus.DONE, 0), (OutcomeStatus.FENCED, 6)]
     assert effects == ["c1"]
 
 

@@ -20,7 +20,7 @@ from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ConfigError
 from resiliency.testing import ManualClock
 from supervisor.daemon.daemon import _load_fence
-from supervisor.daemon.workers import GONE_S, HostWorkers, Reporter
+from supervisor.daemon.workers import ENDED_S, GONE_S, HostWorkers, Reporter
 from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.transport.client import Remote
@@ -33,6 +33,7 @@ from supervisor.values import (
     LauncherState,
     Outcome,
     OutcomeStatus,
+    WorkerReport,
     WorkloadInfo,
 )
 from tests.asynchronous import run
@@ -423,6 +424,26 @@ def test_a_launcher_that_gave_up_and_says_that_it_ends_leaves_its_host_to_the_jo
     if held:  # not for ever: the supervisor has long decided
         workers.clock.advance(timedelta(seconds=GONE_S))
         assert (workers.host_info().workload, workers.report().workers) == ("", ())
+
+
+@pytest.mark.parametrize("state", ["complete", "failed"])
+def test_a_host_whose_launcher_has_ended_is_a_spare_again_once_that_was_told(state: str) -> None:
+    workers = table()
+    clock = workers.clock
+    assert isinstance(clock, ManualClock)
+    launcher = workers.join("k1", "launcher", WorkloadInfo(workload="job"))
+    for rank in range(workers.host.workers_per_host):
+        said = {"local_rank": rank, "global_rank": rank, "state": state, "heartbeat_age_s": 0.0}
+        workers.update(launcher, {"workers": [*map(_plain, launcher.workers), said]})
+    workers.leave(launcher, ended=True)
+    clock.advance(timedelta(seconds=ENDED_S - 1))
+    assert (workers.host_info().workload, workers.host_info().state.value) == ("", state)
+    clock.advance(timedelta(seconds=1))
+    assert (workers.host_info().workers, workers.host_info().state) == ((), DeviceState.SPARE)
+
+
+def _plain(worker: WorkerReport) -> dict[str, Any]:
+    return worker.to_dict()
 
 
 def test_programs_without_a_launcher_share_the_host_and_one_that_starts_again_takes_its_rank() -> None:

@@ -92,11 +92,15 @@ def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
                     "c",
                     1,
                 )
+                # Which start of the job it is, the same for all its attempts.
+                known = await fleet.told(values.WorkloadInfo, lambda one: one.run == first.run)
+                assert (len(known.run), known.first_attempt) == (32, 0)
                 # A failure that the launcher itself does something about.
                 os.kill(victim, signal.SIGKILL)
-                await fleet.reported(
+                second = await fleet.reported(
                     lambda report: report.attempt == 1 and report.launcher is LauncherState.RUNNING
                 )
+                assert second.run == first.run
                 # Asked to restart in place: also with no restart left, and once for each attempt.
                 done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS, attempt=1))
                 assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 1 ends")

@@ -67,7 +67,14 @@ class WorkerStateReporter(Protocol):
         """Readable when there may be a command; -1 when there never is one."""
         ...
 
-    def begin_attempt(self, attempt: int) -> None: ...
+    def begin_attempt(self, attempt: int, *, run: str = "", first_attempt: int = 0) -> None:
+        """All hosts have met.
+
+        Args:
+            run: id of this start of the job, the same on all its hosts.
+            first_attempt: of that run.
+        """
+        ...
 
     def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None: ...
 
@@ -94,8 +101,8 @@ class NullReporter:
 
     wake_fd = -1
 
-    def begin_attempt(self, attempt: int) -> None:
-        del attempt
+    def begin_attempt(self, attempt: int, *, run: str = "", first_attempt: int = 0) -> None:
+        del attempt, run, first_attempt
 
     def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None:
         del rank, local_rank, pid, state

@@ -62,7 +62,7 @@ class DaemonReporter:
         self._can_stop = signal.SIGTERM in options.signals
         self._lock = threading.Lock()
         self._generation = read_generation(os.environ)
-        self._attempt = 0
+        self._attempt, self._first_attempt, self._run = 0, 0, ""
         self._state = LauncherState.UNKNOWN
         #: Local rank -> global rank, process, state.
         self._workers: dict[int, tuple[int, int, WorkerReport]] = {}
@@ -81,10 +81,10 @@ class DaemonReporter:
             token_file=os.environ.get(TOKEN_ENV, ""),
         )
 
-    def begin_attempt(self, attempt: int) -> None:
+    def begin_attempt(self, attempt: int, *, run: str = "", first_attempt: int = 0) -> None:
         self._page.clear()
         with self._lock:
-            self._attempt = attempt
+            self._attempt, self._first_attempt, self._run = attempt, first_attempt, run
             self._workers = {}
 
     def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None:
@@ -137,8 +137,11 @@ class DaemonReporter:
     def _make_report(self) -> Mapping[str, object]:
         with self._lock:
             workers, attempt, state = dict(self._workers), self._attempt, self._state
+            run, first_attempt = self._run, self._first_attempt
         now = time.monotonic()
         return {
+            "run": run,
+            "first_attempt": to_fleet_attempt(self._generation, first_attempt),
             "attempt": to_fleet_attempt(self._generation, attempt),
             "launcher": state.value,
             "workers": [
