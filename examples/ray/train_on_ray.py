@@ -64,6 +64,7 @@ def job_file(args: argparse.Namespace, store: str) -> dict[str, object]:
     command = [
         *("{python}", str(ROOT / "launcher.py"), "--use-supervisor", "--host-daemon-port={daemon_port}"),
         *("--nnodes={nnodes}", f"--nproc-per-node={args.nproc_per_node}", "--max-restarts=3"),
+        "--max-workload-restarts=3",
         *(f"--rdzv-endpoint={store}", "--rdzv-id=train-{generation}", "--rdzv-conf=is_host=0"),
         *("--local-addr={address}", "--workload-name=train", "--job-name=train", "--container-name=host"),
         *("--num-nodes-per-dp=1", "--num-dp-replicas={replicas}", "--enable-workload-scaling"),

@@ -5,7 +5,8 @@
      "workers_per_host": 1,
      "jobs": [{"workload": "demo", "replicas": 2,
                "command": ["{python}", "launcher.py", "--use-supervisor", "--host-daemon-port={daemon_port}",
-                           "--nnodes={nnodes}", "--rdzv-id=demo-{generation}", "...", "train.py"]}]}
+                           "--nnodes={nnodes}", "--max-restarts=3", "--rdzv-id=demo-{generation}", "...",
+                           "train.py"]}]}
 
 A command and its environment may hold ``{python}``, ``{host}``, ``{node_rank}``, ``{nnodes}``,
 ``{replicas}``, ``{generation}`` (starts of the whole job so far), ``{daemon_port}``, ``{address}`` (of the

@@ -104,7 +104,7 @@ def _tls_hint(details: str, plaintext: bool) -> str:
     if plaintext and details.startswith("failed to connect") and details.rstrip(".").endswith(_HUNG_UP):
         return (
             "The server ended the connection before a word, as one does that speaks TLS; this process speaks "
-            "plaintext: set SUPERVISOR_TLS_CA and its sisters instead of --plaintext and SUPERVISOR_PLAINTEXT, "
-            "or start the server with --plaintext."
+            "plaintext: set SUPERVISOR_TLS_CA, _CERT and _KEY and leave out --plaintext and "
+            "SUPERVISOR_PLAINTEXT, or start the server with --plaintext."
         )
     return ""

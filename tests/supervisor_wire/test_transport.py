@@ -29,8 +29,8 @@ from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Reason, Refused, Unreachable
 from supervisor.transport.host_streams import MESSAGES_BURST, HostStreams
 from supervisor.transport.limits import BATCH_ITEMS, Backoff, RateLimit
-from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Role, Security, TokenFile
 from supervisor.transport.operators import OPERATOR
+from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Role, Security, TokenFile
 from supervisor.transport.server import serve
 from supervisor.transport.services import (
     SENSOR_CONNECT,
