@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import logging
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     # A step of this toy takes milliseconds: saves in a short interval would be skipped, as storage is slower.
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--step-s", type=float, default=0.0, help="added to each step, to watch it train")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     device = torch.device("cpu")
@@ -57,6 +59,7 @@ def main() -> None:
         restored = checkpoints.restore(state)
         print(f"rank {rank} starts after step {restored.step} from {restored.tier.value}", flush=True)
         for step in range(restored.step + 1, options.steps + 1):
+            time.sleep(options.step_s)
             data = batch(step, rank).to(device)
             loss = torch.nn.functional.mse_loss(ddp(data), data)
             loss.backward()

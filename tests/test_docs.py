@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from supervisor.orchestrators.job_file import read_job_file
+from supervisor.view.operators import COMMANDS, build_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -116,3 +121,73 @@ def test_every_module_that_a_page_or_a_docstring_names_is_there() -> None:
         if not _is_there(name)
     ]
     assert missing == []
+
+
+def _typed(page: Path) -> Iterator[list[str]]:
+    """Words of each Python program that the page has a reader start, from its name on."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="&|<>;()")
+            lexer.whitespace_split = True
+            words = list(lexer)
+            while "python3" in words:
+                words = words[words.index("python3") + 1 :]
+                end = next((n for n, word in enumerate(words) if set(word) <= set("&|<>;()")), len(words))
+                yield words[:end]
+
+
+def _unknown(words: list[str]) -> list[str]:
+    """Flags that the program of `words` does not have; the program itself where it is none of ours."""
+    if words[:2] == ["-m", "supervisor"] and words[2] in COMMANDS:
+        build_parser({}).parse_args(words[2:])  # raises
+        return []
+    length = 2 if words[0] == "-m" else 1
+    name, words = " ".join(words[:length]), words[length:]
+    source = ROOT / (name.removeprefix("-m ").replace(".", "/") + ".py" if length == 2 else name)
+    if (source.with_suffix("") / "__main__.py").is_file():
+        source = source.with_suffix("") / "__main__.py"
+    if name == "-m supervisor":
+        name += " --all-in-one"
+    text = _help().get(f"python3 {name}") or (source.read_text() if source.is_file() else "")
+    wrapped: list[str] = []
+    if name == "launcher.py":  # what stands behind the training script is the script's
+        first = next(n for n, word in enumerate(words) if word.endswith(".py"))
+        words, wrapped = words[:first], words[first:]
+    known = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[\w-]+", text)}
+    flags = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    unknown = [f"{name} {flag}" for flag in flags if flag.replace("_", "-") not in known]
+    if wrapped and wrapped[0] != "train.py":
+        unknown += _unknown(wrapped)
+    return unknown if text else [name]
+
+
+def _help() -> dict[str, str]:
+    """By what a user types, the help of each program; scripts/cli_docs.py --check keeps it true."""
+    pages = [page.read_text() for page in (ROOT / "docs" / "cli").glob("*.md")]
+    return {page.partition("`")[2].partition("`")[0]: page for page in pages}
+
+
+@pytest.mark.parametrize("page", PAGES, **AS_PAGE)
+def test_every_program_that_a_page_starts_is_there_and_has_its_flags(page: Path) -> None:
+    assert [one for words in _typed(page) for one in _unknown(words)] == []
+
+
+def test_every_launcher_that_a_page_starts_has_restarts() -> None:
+    """Without any, the first loss ends the job, and the supervisor can only start all of it again."""
+    started = [words for page in PAGES for words in _typed(page) if words[0] == "launcher.py"]
+    assert len(started) > 5
+    budgets = [re.search(r"--max-restarts[ =][1-9]", " ".join(words)) for words in started]
+    assert [" ".join(words) for words, budget in zip(started, budgets, strict=True) if not budget] == []
+
+
+def test_every_job_file_that_is_shown_can_be_used_and_has_restarts_of_both_kinds(tmp_path: Path) -> None:
+    texts = [(ROOT / "examples" / "local" / "job.json").read_text()]
+    for page in PAGES:
+        blocks = re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
+        texts += [block for block in blocks if '"jobs"' in block]
+    assert len(texts) > 1
+    for text in texts:
+        (tmp_path / "job.json").write_text(text)
+        for job in read_job_file(tmp_path / "job.json").jobs:
+            budgets = {"--max-restarts", "--max-workload-restarts"}
+            assert budgets <= {word.partition("=")[0] for word in job.command}

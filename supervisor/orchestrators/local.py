@@ -66,11 +66,19 @@ class LocalOrchestrator(WantedOrchestrator):
         super().__init__(file, state_dir, environment, LocalMachines(str(state_dir.resolve())))
 
 
-def stop_all(state_dir: Path) -> int:
-    """Kill all that local orchestrators with this directory have started; returns how many processes."""
+def stop_all(state_dir: Path, host: str = "") -> int:
+    """Kill all that local orchestrators with this directory have started; returns how many processes.
+
+    Args:
+        host: only what runs on this host, as the loss of a machine would end it.
+    """
     fleet, killed = str(state_dir.resolve()), set()
+
+    def living() -> list[Marked]:
+        return [one for one in marked_processes(fleet) if host in ("", one.mark.host)]
+
     end = time.monotonic() + KILL_S
-    while (left := marked_processes(fleet)) and time.monotonic() < end:
+    while (left := living()) and time.monotonic() < end:
         killed |= {one.pid for one in left}
         kill_all(left)
         time.sleep(0.05)
@@ -82,15 +90,21 @@ def stop_all(state_dir: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``python3 -m supervisor.orchestrators.local --stop DIR``: end a local fleet."""
+    """``python3 -m supervisor.orchestrators.local --stop DIR``: end a local fleet, or one host of it."""
     parser = argparse.ArgumentParser(
         prog="python3 -m supervisor.orchestrators.local",
         description="End all daemons, launchers and ranks that a local orchestrator has started.",
     )
     parser.add_argument("--stop", metavar="DIR", type=Path, required=True, help="Its --state-dir.")
-    path = parser.parse_args(argv).stop
-    print(f"{stop_all(path)} processes ended")
-    restart_at_next_run(path / f"{LocalMachines.name}.json")
+    parser.add_argument(
+        "--host", metavar="NAME", default="", help="Only those of this host, as if its machine were lost."
+    )
+    args = parser.parse_args(argv)
+    killed = stop_all(args.stop, args.host)
+    print(f"{killed} processes ended")
+    if args.host:
+        return 0 if killed else 1
+    restart_at_next_run(args.stop / f"{LocalMachines.name}.json")
     return 0
 
 

@@ -36,8 +36,8 @@ _STATUS_WAIT_S = 1.0
 class ClientStream:
     """One bidirectional call to a server."""
 
-    def __init__(self, call: Any, address: str, method: str) -> None:
-        self._call, self._address, self._method = call, address, method
+    def __init__(self, call: Any, address: str, method: str, *, plaintext: bool = False) -> None:
+        self._call, self._address, self._method, self._plaintext = call, address, method, plaintext
 
     async def receive(self) -> Any:
         """The next message.
@@ -85,7 +85,7 @@ class ClientStream:
             )
         initial, trailing = await self._call.initial_metadata(), await self._call.trailing_metadata()
         error = grpc.aio.AioRpcError(code, initial, trailing, details=details)
-        return errors.from_rpc(error, self._address, self._method)
+        return errors.from_rpc(error, self._address, self._method, plaintext=self._plaintext)
 
 
 class Remote:
@@ -114,7 +114,8 @@ class Remote:
             metadata = (*self._security.metadata(), (errors.PROTOCOL_KEY, str(PROTOCOL_VERSION)))
             return await stub(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
-            raise errors.from_rpc(error, self.address, method.name) from error
+            plaintext = self._security.plaintext
+            raise errors.from_rpc(error, self.address, method.name, plaintext=plaintext) from error
 
     async def call_until(
         self,
@@ -148,7 +149,7 @@ class Remote:
             stub = channel.stream_stream(_path(method), **_coders(method))
             call = stub(metadata=self._security.metadata())
             try:
-                yield ClientStream(call, self.address, method.name)
+                yield ClientStream(call, self.address, method.name, plaintext=self._security.plaintext)
             finally:
                 call.cancel()
         finally:

@@ -14,6 +14,8 @@ from resiliency.errors import ControlPlaneError
 
 #: Trailing metadata that carries a `Reason`, and metadata of a call that carries its protocol.
 REASON_KEY, PROTOCOL_KEY = "resiliency-reason", "resiliency-protocol"
+#: How gRPC's details of a failed connection end when the server took it and closed it.
+_HUNG_UP = ("Socket closed", "Connection reset by peer")
 #: Details travel in an HTTP/2 header, which has a limit.
 MAX_DETAILS_CHARS = 2000
 
@@ -76,14 +78,33 @@ def is_cores_own(code: grpc.StatusCode, details: str | None) -> bool:
     return code is grpc.StatusCode.INTERNAL and details == "Internal error from Core"
 
 
-def from_rpc(error: grpc.aio.AioRpcError, address: str, method: str) -> ControlPlaneError:
-    """What a failed call means."""
+def from_rpc(
+    error: grpc.aio.AioRpcError, address: str, method: str, *, plaintext: bool = False
+) -> ControlPlaneError:
+    """What a failed call means.  `plaintext`: this process did not use TLS."""
     given = next((value for key, value in error.trailing_metadata() or () if key == REASON_KEY), None)
     reason = next((reason for reason in Reason if reason.value == given), _REASONS.get(error.code()))
     if reason is not None and not is_cores_own(error.code(), error.details()):
         return Refused(error.details() or error.code().name, reason=reason, address=address, method=method)
     return Unreachable(
         f"{method} at {address} failed: {error.code().name}, {error.details() or 'no details'}.",
+        hint=_tls_hint(error.details() or "", plaintext),
         address=address,
         method=method,
     )
+
+
+def _tls_hint(details: str, plaintext: bool) -> str:
+    """What to do where one side speaks TLS and the other one does not; the details alone do not say so."""
+    if not plaintext and "WRONG_VERSION_NUMBER" in details:
+        return (
+            "The server speaks plaintext, this process speaks TLS: give this process --plaintext or "
+            "SUPERVISOR_PLAINTEXT=1, or start the server with TLS."
+        )
+    if plaintext and details.startswith("failed to connect") and details.rstrip(".").endswith(_HUNG_UP):
+        return (
+            "The server ended the connection before a word, as one does that speaks TLS; this process speaks "
+            "plaintext: set SUPERVISOR_TLS_CA, _CERT and _KEY and leave out --plaintext and "
+            "SUPERVISOR_PLAINTEXT, or start the server with --plaintext."
+        )
+    return ""

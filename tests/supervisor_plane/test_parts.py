@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sensor, controller and actuator as processes: one incident through all of them."""
+"""Sensor, controller and actuator in one process: one incident through all of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,9 @@ pytestmark = pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "together",
-    [
-        pytest.param(True, id="all in one"),
-        pytest.param(False, id="three processes", marks=pytest.mark.thorough("all in one is near")),
-    ],
-)
-def test_a_failed_rank_is_restarted_in_place_and_the_next_step_closes_the_incident(
-    tmp_path: Path, together: bool
-) -> None:
+def test_a_failed_rank_is_restarted_in_place_and_the_next_step_closes_the_incident(tmp_path: Path) -> None:
     with open_plane(tmp_path) as (plane, stack):
-        for part in ("all",) if together else ("actuator", "controller", "sensor"):
-            plane.start(part)
+        plane.start("all")
         hosts = [Host(plane, stack, name) for name in ("a", "b", "c")]
         for rank, host in enumerate(hosts[:2]):
             host.join(rank, nodes_per_replica=2, max_in_job_restarts=2)

@@ -29,6 +29,7 @@ from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Reason, Refused, Unreachable
 from supervisor.transport.host_streams import MESSAGES_BURST, HostStreams
 from supervisor.transport.limits import BATCH_ITEMS, Backoff, RateLimit
+from supervisor.transport.operators import OPERATOR
 from supervisor.transport.roles import Role
 from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Security, TokenFile
 from supervisor.transport.server import serve
@@ -563,8 +564,31 @@ def test_a_certificate_of_another_authority_is_refused(
     ):
         with pytest.raises(Unreachable):
             run(greet(server, caller))
-    with pytest.raises(Unreachable):
-        run(greet(authority.security(*CONTROL), PLAIN))
+    capfd.readouterr()  # gRPC's own lines about handshakes
+
+
+@pytest.mark.parametrize(
+    ("tls", "sentence"),
+    [
+        (
+            "server",
+            "The server ended the connection before a word, as one does that speaks TLS; this process",
+        ),
+        ("client", "The server speaks plaintext, this process speaks TLS: give this process --plaintext or"),
+    ],
+)
+def test_where_only_one_side_speaks_tls_streams_and_calls_say_so_and_what_to_do(
+    tls: str, sentence: str, authority: Authority, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secure = authority.security(*CONTROL, HOST)
+
+    async def call(streams: HostStreams, listener: Listener, remote: Remote) -> None:
+        await remote.call(OPERATOR.methods_by_name["Status"], fleet_pb2.Document(), timeout_s=WAIT_S)
+
+    sides = (secure, PLAIN) if tls == "server" else (PLAIN, secure)
+    for tried in (greet(*sides), with_streams(call, *sides)):
+        with pytest.raises(Unreachable, match=sentence):
+            run(tried)
     capfd.readouterr()  # gRPC's own lines about handshakes
 
 
