@@ -4,8 +4,8 @@
 A *reporter* is one connection: a launcher, which speaks for all ranks of the host, or a program that speaks
 for one. When its connection ends, what it said stays, and grows old: the sensor decides what silence means.
 After `GONE_S` it has long decided, and a reporter that has not come back holds the host no longer. So it is
-with a launcher that gave up and says that it ends: its job has not ended, and waits for the supervisor. When all
-have said that they end, their last states are told for `ENDED_S` more; then the host is a spare again.
+with a launcher that gave up and says that it ends: its job has not ended, and waits for the supervisor. When
+all have said that they end, their last states are told for `ENDED_S` more; then the host is a spare again.
 """
 
 from __future__ import annotations
