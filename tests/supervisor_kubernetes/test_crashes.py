@@ -30,7 +30,7 @@ async def changes_of(scenario: Scenario) -> list[Fault]:
         async with Adapter(cluster, "one") as adapter:
             done = await adapter.do("c1", scenario.kind, **scenario.fields(cluster))
             assert done.status is OutcomeStatus.DONE, done
-        scenario.check(cluster, seen)
+        await settled(cluster, scenario, seen)
         return changing_calls(cluster, "one")
 
 
