@@ -181,7 +181,7 @@ def test_a_job_loses_two_hosts_goes_on_with_the_spare_and_smaller_and_grows_when
     assert "hot_swap" in [span.name for span in incident.spans]
     # The launcher of a host that stayed is the same process; its rank started again in place.
     assert survivor & {one.pid for one in training.processes("a")}
-    first, second = training.begun(r"\d", 3)
+    first, *_, second = training.begun(r"\d", 3)  # on a busy machine a start may come to nothing
     assert first == (0, "none")
     assert second[0] > 0
     # Survivors go on from their own memory, or their own disk; the spare from a copy of theirs.
