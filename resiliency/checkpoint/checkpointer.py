@@ -460,7 +460,7 @@ class Checkpointer:
         """Counters of this rank's saves in Prometheus' text format."""
         return self._delivery.metrics_text()
 
-    def close(self, *, finished: bool = True) -> None:
+    def close(self, *, finished: bool = True, stopped: bool = False) -> None:
         """Wait for saves under way and give everything back.  Idempotent.
 
         If the newest capture could not be committed it stays in memory, where a restart finds it.
@@ -468,6 +468,8 @@ class Checkpointer:
         Args:
             finished: False: this rank stops without having come to its end.  It waits for nothing;
                 its captures stay for the agent and for a restart.
+            stopped: the job was told to end.  A launcher may start this rank again, as its host may be one
+                that stays while another leaves: then agent and captures stay until the launcher ends them.
         """
         if self._closed:
             return
@@ -499,7 +501,7 @@ class Checkpointer:
             )
             spent = False
         # Before the goodbye: the agent leaves when all have said theirs, and removes what is empty.
-        self._arena.close(remove=spent)
+        self._arena.close(remove=spent and not (stopped and self._delivery.link.is_hosted))
         if self._end is not None:
             self._end.close(finished=finished)
         self._delivery.link.close(detach=spent)

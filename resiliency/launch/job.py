@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ T = TypeVar("T")
 
 #: Outcome of a host that was asked to leave its job, or found itself unfit: the others go on.
 LEFT = "unhealthy host"
+#: Kubelets set it in each pod.
+KUBERNETES_ENV = "KUBERNETES_SERVICE_HOST"
 
 
 @dataclass
@@ -185,12 +188,14 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
     endpoint = options.rendezvous.endpoint
     try:
         if _compat.succeeded(agent.run()):
-            outcome.exit_code, outcome.name = 0, "succeeded"
+            stopped = bool(agent.stops)
+            outcome.exit_code = _stopped_exit_code(signal.SIGTERM) if stopped else 0
+            outcome.name = "stopped" if stopped else "succeeded"
         else:
             outcome.exit_code, outcome.name = 1, "failed"
             logger.error("%s", _summary(options, agent))
     except _compat.SignalException as error:
-        outcome.exit_code = 0 if agent.all_succeeded else 128 + error.sigval
+        outcome.exit_code = _stopped_exit_code(error.sigval) if agent.all_succeeded else 128 + error.sigval
         outcome.name, outcome.final = error.sigval.name, False
         how = "workers finished cleanly" if agent.all_succeeded else "workers did not finish cleanly"
         logger.warning(
@@ -218,6 +223,15 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
         outcome.name, outcome.final = "meeting point lost", False
         logger.error("lost contact with the meeting point %s: %s", endpoint, error)
         logger.debug("where it was noticed", exc_info=True)
+
+
+def _stopped_exit_code(number: int) -> int:
+    """Of a launcher whose workers were told to end by signal `number`, and did so in order.
+
+    0 as theirs, but in a pod: there it would complete the index of a Job for good, though the job has not
+    come to its end.  A pod that is evicted, preempted or suspended would never be made again.
+    """
+    return 128 + number if os.environ.get(KUBERNETES_ENV) else 0
 
 
 def _summary(options: LaunchOptions, agent: ResilientAgent) -> str:

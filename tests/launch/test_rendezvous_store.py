@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 
 from resiliency.events import EventType
 from resiliency.launch import _compat, reconnecting_store
+from resiliency.launch.job import KUBERNETES_ENV
 from resiliency.launch.reconnecting_store import ReconnectingStore, StoreUnreachable, is_served_by_process
 from resiliency.testing.processes import Command
 from tests.ports import free_port
@@ -170,10 +171,17 @@ def test_hosts_whose_ranks_stopped_for_the_sake_of_one_that_leaves_meet_again(
 
 @pytest.mark.thorough("another end of a job is near")
 @pytest.mark.slow
-@pytest.mark.parametrize("launchers", [False, True])
+@pytest.mark.parametrize(("launchers", "code"), [(True, 0), (False, 143)], ids=["launchers", "ranks in pods"])
 def test_a_job_that_is_told_to_end_on_all_hosts_ends(
-    launch: Launch, serve: Serve, tmp_path: Path, launchers: bool
+    launch: Launch,
+    serve: Serve,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launchers: bool,
+    code: int,
 ) -> None:
+    if code:
+        monkeypatch.setenv(KUBERNETES_ENV, "10.0.0.1")
     port = free_port()
     serve(port)
     hosts = [join(launch, tmp_path, port, index, "2", *TOLD) for index in range(2)]
@@ -183,7 +191,7 @@ def test_a_job_that_is_told_to_end_on_all_hosts_ends(
         host.wait_for_line("saved", timeout=WAIT_S)
         if launchers:
             host.signal(signal.SIGTERM)
-    assert [host.wait(timeout=WAIT_S) for host in hosts] == [0, 0]
+    assert [host.wait(timeout=WAIT_S) for host in hosts] == [code, code]
     for host in hosts:
         assert "step 7, at which SIGTERM stopped them, is committed" in host.output
         assert "attempt 1" not in host.output

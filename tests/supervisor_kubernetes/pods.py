@@ -70,7 +70,8 @@ class ProcessKubelet(Kubelet):
 
     def start_pod(self, pod: Object) -> None:
         (container,) = pod["spec"]["containers"]
-        environment = {"PET_HOST_DAEMON_PORT": str(self.port + 1)}
+        # A kubelet tells each container where the API server is.
+        environment = {"PET_HOST_DAEMON_PORT": str(self.port + 1), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}
         for variable in container.get("env") or ():
             text = variable.get("value")
             if text is None:

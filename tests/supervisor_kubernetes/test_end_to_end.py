@@ -163,6 +163,11 @@ class Training:
         found = re.findall(r"^rank \d of (\d) begins at step (\d+)", log, re.M)
         return [(int(ranks), int(step)) for ranks, step in found]
 
+    def restored(self) -> set[str]:
+        """Tiers that the ranks began from the last time, as the rank on the first node says."""
+        found = re.findall(r"^rank \d of \d restored (.*)$", self.kubelets["n1"].log_of("pod"), re.M)
+        return {part.partition("=")[0] for part in found[-1].split()}
+
 
 def _jobset(store: str, job_spec: dict[str, Any]) -> dict[str, Any]:
     thing = jobset("demo", hosts=2, **job_spec)
@@ -242,6 +247,8 @@ def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -
     status = training.goes_on(job_of(status).attempt, "it does not go on without the drained host")
     assert training.hosts(status) == {"n1", "n3"}
     assert launchers & training.pids("n1")
+    # All ranks stopped at one step.  The rank that stayed has it in its memory, the other from a copy.
+    assert training.restored() == {"memory", "peers"}
     (drain,) = [one for one in status.commands if one.kind is CommandKind.DRAIN_HOST]
     assert (drain.outcome, drain.text) == (OutcomeStatus.DONE, "cordoned; 1 pods evicted")
     assert _host(status, "n2").cordoned

@@ -133,6 +133,11 @@ class AgentLink:
             self._news.close()
             raise
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether a launcher looks after the agent, and ends it with itself."""
+        return bool(self._host)
+
     def wait_for_agent(
         self, at_most: timedelta | None = None, *, tell_every: timedelta = timedelta(seconds=10)
     ) -> bool:

@@ -48,6 +48,7 @@ from resiliency.checkpoint.agent.protocol import (
     listen,
 )
 from resiliency.checkpoint.agent.save_collector import SaveCollector
+from resiliency.checkpoint.capture.arena import ranks_in
 from resiliency.checkpoint.capture.job_memory import hold_job, remove_when_dead
 from resiliency.checkpoint.names import TierName, start_of
 from resiliency.checkpoint.storage.throttle import Throttle
@@ -91,6 +92,7 @@ class Agent:
         self._job = hold_job(directory)
         self._listener = listener
         self._grace_s = grace.total_seconds()
+        self._is_hosted = grace == timedelta.max  # by a launcher, which ends it
         self._output = output
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -419,7 +421,10 @@ class Agent:
             return False
         if self._leave_by is not None:
             return not self._members and not self._has_to_commit
-        return self._all_ranks_left() or now >= self._deserted_at + self._grace_s
+        if self._all_ranks_left():
+            # Ranks that were told to end, and may be started again by the launcher, leave their captures.
+            return not (self._is_hosted and ranks_in(self._directory))
+        return now >= self._deserted_at + self._grace_s
 
     def _is_deserted(self) -> bool:
         """Whether there were ranks and none is left, though they have not come to their end."""

@@ -121,7 +121,7 @@ class CommonEnd:
             logger.error(
                 "step %d is not committed (%s); it is left to the agent", step, why or "the deadline is over"
             )
-        self._close(finished=bool(seen) and all(handle.state in FINAL for handle in handles))
+        self._close(finished=bool(seen) and all(handle.state in FINAL for handle in handles), stopped=True)
         raise terminated
 
     def _save(self, step: int, state: object) -> tuple[str, ...]:

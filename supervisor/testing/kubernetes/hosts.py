@@ -37,7 +37,7 @@ class Kubelet:
         """Its image is there.  A kubelet of a test may start processes."""
 
     def exit_code(self, pod: Object) -> int | None:
-        """Of a pod that runs: None as long as it does."""
+        """None as long as it runs, and where it was killed."""
         return None
 
     def end_pod(self, pod: Object, now: float) -> float | None:
@@ -132,7 +132,7 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
         again = kubelet.end_pod(pod, now)
         if again is not None:
             return again
-        _end(store, pod)  # rule 7
+        _end(store, pod, code=kubelet.exit_code(pod))  # rule 7
         return None
     if pod["status"]["phase"] == "Running":
         _look_at_end(store, kubelet, pod)
@@ -159,13 +159,13 @@ def _run_pod(store: Store, kubelet: Kubelet, pod: Object, now: float) -> float |
     return None if started or kubelet.pull_error else runs
 
 
-def _end(store: Store, pod: Object, condition: Object | None = None) -> None:
-    """Phase Failed, where it has not ended, then its deletion."""
+def _end(store: Store, pod: Object, condition: Object | None = None, *, code: int | None = None) -> None:
+    """Phase Failed, or Succeeded with exit code 0, where it has not ended; then its deletion."""
     meta = pod["metadata"]
     if pod["status"]["phase"] not in ("Succeeded", "Failed"):
         new = copy.deepcopy(pod)
         new["metadata"].pop("resourceVersion")
-        new["status"]["phase"] = "Failed"
+        new["status"]["phase"] = "Succeeded" if code == 0 else "Failed"
         if condition is not None:
             new["status"].setdefault("conditions", []).append(condition)
         store.update("pods", new, meta["namespace"], checked=False)

@@ -16,7 +16,8 @@ Each function looks at one object and does what is due.  The rules were measured
    act on Failed.
 6. Pods of a Node object that is gone are failed, with the condition DisruptionTarget, and deleted by the pod
    collector 60 s later (`hosts.collect`).
-7. A living kubelet sets phase Failed before it deletes a pod (`hosts.run_pods`).
+7. A living kubelet sets phase Failed before it deletes a pod, or Succeeded where its containers have ended
+   with 0 after SIGTERM, which completes the index (`hosts.run_pods`; *read*, since Kubernetes 1.27).
 """
 
 from __future__ import annotations

@@ -668,19 +668,20 @@ USR1 = ("--signals-to-handle=SIGTERM,SIGUSR1",), ("signals=TERM,USR1",)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "to_all", "flags", "words"),
+    ("number", "to_all", "code", "flags", "words"),
     [
-        pytest.param(signal.SIGTERM, False, (), (), id="launcher"),
+        pytest.param(signal.SIGTERM, False, 0, (), (), id="launcher"),
         # As Slurm and some container runtimes do: monitors, guardian, agent and its host get it too.
-        pytest.param(signal.SIGTERM, True, (), (), id="every-process"),
-        pytest.param(signal.SIGUSR1, False, *USR1, id="usr1"),
+        pytest.param(signal.SIGTERM, True, 143, (), (), id="every-process-of-a-pod"),
+        pytest.param(signal.SIGUSR1, False, 0, *USR1, id="usr1"),
     ],
 )
-def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
+def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_in_a_pod_not_with_0(
     tmp_path: Path,
     job: str,
     number: signal.Signals,
     to_all: bool,
+    code: int,
     flags: tuple[str, ...],
     words: tuple[str, ...],
 ) -> None:
@@ -695,6 +696,7 @@ def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
         PROGRAM,
     ]
     env = {"JOB_IDENTIFIER": job, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    env |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1"} if code else {}
     with Command([*map(str, argv), str(tmp_path / "ckpt"), "1000000", *words], env=env) as launcher:
         launcher.wait_for_line("rank 1 step 5", timeout=SOON_S)
         told = launcher.descendants() if to_all else []
@@ -702,7 +704,7 @@ def test_a_signal_to_the_launcher_ends_the_job_with_its_current_step_and_0(
         for process in told:
             with suppress(psutil.NoSuchProcess):  # the launcher has ended it already
                 process.send_signal(number)
-        assert launcher.wait(timeout=SOON_S) == 0
+        assert launcher.wait(timeout=SOON_S) == code
         assert_stopped_together(launcher, tmp_path)
         step = complete(tmp_path)[-1]
         assert f"; step {step}, at which {number.name} stopped them, is committed" in launcher.output
