@@ -458,6 +458,9 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     """
 
     _asked_rank: int | None = None
+    #: In the meeting before.  Upstream keeps ranks only where the host that completes a meeting was in the
+    #: one before it, and a replacement, which comes last, often completes it.
+    _last_rank: int | None = None
     _members: frozenset[Any] = frozenset()
     #: Called when other hosts force a restart: how many want in, and which ones left.
     on_change: Callable[[int, list[str]], None] | None = None
@@ -536,16 +539,18 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         if self._first_round is None:
             self._first_round = 0 if self.outside is None else self.attempt
         used = self.restarts_used()
-        asked = "" if self._asked_rank is None else str(self._asked_rank)
+        asked, last = ("" if one is None else str(one) for one in (self._asked_rank, self._last_rank))
         # An id that hosts have agreed on goes before one that a host has just made.
         run = f"0{self.run}" if self.run else f"1{uuid.uuid4().hex}"
-        mine = f"{asked},{used},{self._first_round},{run}"
+        mine = f"{asked},{last},{used},{self._first_round},{run}"
         answers = [answer.split(",") for answer in _exchange(store, rank, size, mine)]
-        self.job_restarts = max(int(used) for _, used, _, _ in answers)
+        all_asked, all_last, all_used, all_first, all_run = zip(*answers, strict=True)
+        self.job_restarts = max(map(int, all_used))
         # A replacement learns from the others when the job began, and which it is.
-        self._first_round = min(int(first) for _, _, first, _ in answers)
-        self.run = min(run for _, _, _, run in answers)[1:]
-        return store, _place([asked for asked, _, _, _ in answers], rank), size
+        self._first_round = min(map(int, all_first))
+        self.run = min(all_run)[1:]
+        self._last_rank = _place(all_asked, all_last, rank)
+        return store, self._last_rank, size
 
     @property
     def first_attempt(self) -> int:
@@ -672,11 +677,25 @@ def _exchange(store: Any, rank: int, size: int, mine: str) -> list[str]:
     return [answer.decode() for answer in store.multi_get([f"resiliency/{other}" for other in range(size)])]
 
 
-def _place(asked: Sequence[str], rank: int) -> int:
-    """The node rank of this host: by what all hosts asked for, else as the rendezvous assigned it."""
-    if len(set(asked)) < len(asked) or not all(asked):
-        return rank
-    return sorted(asked, key=int).index(asked[rank])
+def _place(asked: Sequence[str], last: Sequence[str], rank: int) -> int:
+    """The node rank of this host: by what all hosts asked for, else what it was, else one that is free.
+
+    So hosts that stay find their ranks' captures in their own memory, whoever comes for one that left.
+
+    Args:
+        asked, last: by the rank that the rendezvous assigned; empty where a host has none.
+    """
+    if all(asked) and len(set(asked)) == len(asked):
+        return sorted(asked, key=int).index(asked[rank])
+    kept: dict[int, int] = {}  # by the rank that it was
+    for assigned, before in enumerate(last):
+        if before and int(before) < len(last):
+            kept.setdefault(int(before), assigned)
+    if rank in kept.values():
+        return int(last[rank])
+    free = [place for place in range(len(last)) if place not in kept]
+    new = sorted(set(range(len(last))) - set(kept.values()))
+    return free[new.index(rank)]
 
 
 def succeeded(result: Any) -> bool:

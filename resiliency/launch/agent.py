@@ -109,6 +109,8 @@ class ResilientAgent(HookedAgent):
         self._stops: list[StopNote] = []
         #: What failed on this host in the current attempt.
         self.faults: list[RankFault] = []
+        #: Whether the supervisor has another host for the job in the place of this one.
+        self.leaving = False
         rendezvous.on_change = self._others_changed
         rendezvous.restarts_used = lambda: self.restarts_used
 
@@ -172,6 +174,7 @@ class ResilientAgent(HookedAgent):
     def _obey(self, command: HostCommand) -> None:
         reason = command.reason or "no reason"
         if command.kind is HostCommandKind.LEAVE:
+            self.leaving = True
             self._reporter.launcher_is(LauncherState.STOPPING)
             self._reporter.finish_command(command, done=True, text="this host leaves the job")
             raise UnhealthyNodeException(f"the supervisor asked for it: {reason}")
@@ -231,6 +234,9 @@ class ResilientAgent(HookedAgent):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self.leaving:
+            # They stand still, and would ask those of other hosts in vain for a step to stop at together.
+            number, grace_s = signal.SIGKILL, KILL_WAIT_S
         stubborn = self._end_workers(number, grace_s)
         leftovers = self._protection.leftovers()
         at_once = self._signals.at_once

@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 #: Outcome of a host that was asked to leave its job, or found itself unfit: the others go on.
 LEFT = "unhealthy host"
+#: How long such a launcher waits to be ended.
+LEFT_S = 30.0
 #: Kubelets set it in each pod.
 KUBERNETES_ENV = "KUBERNETES_SERVICE_HOST"
 
@@ -122,6 +124,9 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 finally:
                     # No worker is left that would want a last step saved.
                     agents.end(signals.at_once_fd)
+                    if agent.leaving:
+                        # By who ends it now: a pod that ends by itself before counts as a failure of its Job.
+                        signals.wait(LEFT_S)
                     signals.close()
                     agent.shutdown_rank_monitors()
                     reporter.close()

@@ -103,6 +103,10 @@ class SignalBox:
         finally:
             self._interruptible = False
 
+    def wait(self, timeout_s: float) -> None:
+        """Return when a signal came, or time is up."""
+        select.select([self.wake_fd], [], [], timeout_s)
+
     def close(self) -> None:
         """Ignore further signals: what is left to do is short and must not be cut."""
         for number in self._installed:

@@ -38,6 +38,8 @@ SEND_S = 5.0
 RETRY_S, MOST_CHANGES = 5.0, 1000
 #: Longest wait for the orchestrator's word on a host.
 LOOK_S = 2.0
+#: Longest wait for a launcher to say that it leaves.
+LEAVE_S = 2.0
 
 
 class ActuatorPart:
@@ -191,6 +193,8 @@ class ActuatorPart:
                     self._tasks.start(self._ask_hosts(command, HostCommandKind.RESTART_RANKS, answered))
 
             self._orchestrator.perform(command, prepared)
+        elif command.kind is CommandKind.HOT_SWAP:
+            self._tasks.start(self._swap(command, answered))
         else:
             self._orchestrator.perform(command, answered)
 
@@ -199,6 +203,15 @@ class ActuatorPart:
     ) -> None:
         attempt = self._attempts.get(command.id) if kind is HostCommandKind.RESTART_RANKS else None
         answered(await self._hosts.ask(command, kind, attempt=attempt, within_s=self._try_s))
+
+    async def _swap(self, command: Command, answered: Callable[[Answer], None]) -> None:
+        """Have a host that is there leave by its launcher, then replaced.
+
+        Stopped by its orchestrator alone, its ranks would wait for those of the other hosts to stop with
+        them, which stand still.  A host that does not answer is lost, or nearly so: nothing waits for it.
+        """
+        await self._hosts.ask(command, HostCommandKind.LEAVE, within_s=LEAVE_S, only=command.host)
+        self._orchestrator.perform(command, answered)
 
     # ------------------------------------------------------------------------------------- outcomes
 

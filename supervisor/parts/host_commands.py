@@ -52,7 +52,13 @@ class HostCommands:
                 waiting.cancel()
 
     async def ask(
-        self, command: Command, kind: HostCommandKind, *, attempt: int | None, within_s: float
+        self,
+        command: Command,
+        kind: HostCommandKind,
+        *,
+        within_s: float,
+        attempt: int | None = None,
+        only: str = "",
     ) -> Answer:
         """Give `command` to all hosts of its job that are connected; done when one of them has done it.
 
@@ -60,8 +66,15 @@ class HostCommands:
         hosts restart, and the attempt in the command keeps the others from doing so a second time.  Stacks
         are wanted of all hosts: for them the wait goes on.  A host that has heard a later controller does not
         speak for the others, which have the command too: one that came from another fleet has.
+
+        Args:
+            only: id of the one host that is meant; empty: all.
         """
-        names = [name for name, host in self._hosts.items() if host.workload == command.workload]
+        names = [
+            name
+            for name, host in self._hosts.items()
+            if host.workload == command.workload and only in ("", host.id)
+        ]
         if not names:
             return Answer(
                 status=OutcomeStatus.FAILED,

@@ -34,8 +34,7 @@ class HostCommandKind(Enum):
     RESTART_RANKS = (
         "restart_ranks"  # in place, all hosts of the job meet again; the launcher and its agents stay
     )
-    STOP_AND_SAVE = "stop_and_save"  # at the next step boundary, as SIGTERM to the launcher does
-    LEAVE = "leave"  # this host leaves the job, the others go on without it
+    LEAVE = "leave"  # this host leaves the job at once, and its launcher waits to be ended; the others go on
     DUMP_STACKS = "dump_stacks"  # of all ranks of the host, into the outcome and the launcher's log
 
 

@@ -148,6 +148,22 @@ def test_a_job_that_finishes_while_the_store_is_away_succeeds_on_all_hosts(
 TOLD = ("--max-restarts=0", WORKER, "graceful", "--told")
 
 
+@pytest.mark.parametrize(
+    ("asked", "last", "places"),
+    [
+        (["", "", ""], ["", "", ""], [0, 1, 2]),
+        (["2", "5", "1"], ["", "", ""], [1, 2, 0]),  # of more hosts than are there
+        (["2", "", "1"], ["", "", ""], [0, 1, 2]),
+        (["", "", ""], ["", "0", "2"], [1, 0, 2]),  # a replacement completed the meeting
+        (["", "", ""], ["3", "", "0"], [1, 2, 0]),  # the job is smaller than it was
+        (["", "", ""], ["1", "1", ""], [1, 0, 2]),  # of two jobs, which none of ours are
+        (["2", "1", "0"], ["0", "1", "2"], [2, 1, 0]),
+    ],
+)
+def test_hosts_that_stay_keep_their_node_ranks(asked: list[str], last: list[str], places: list[int]) -> None:
+    assert [_compat._place(asked, last, rank) for rank in range(len(last))] == places
+
+
 @pytest.mark.thorough("another end of a job is near")
 @pytest.mark.slow
 def test_hosts_whose_ranks_stopped_for_the_sake_of_one_that_leaves_meet_again(
@@ -164,7 +180,7 @@ def test_hosts_whose_ranks_stopped_for_the_sake_of_one_that_leaves_meet_again(
     assert leaves.wait(timeout=WAIT_S) == 0
     stays.wait_for_line("attempt 0 ends: hosts left", timeout=WAIT_S)
     comes = join(launch, tmp_path, port, 2, "2", *TOLD)
-    assert sorted([rank_of(comes, 1), rank_of(stays, 1)]) == [0, 1]
+    assert [rank_of(stays, 1), rank_of(comes, 1)] == [rank_of(stays, 0), 1 - rank_of(stays, 0)]
     started = events(tmp_path / "run1", EventType.WORKERS_STARTED)
     assert [event.fields["restarts"] for event in started] == [0, 0]  # it is nobody's failure
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from resiliency.testing.processes import Command as Program
+from resiliency.testing.processes import stop_process
 from supervisor.orchestrators.gke.lease import NAME as LEASE
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.values import CommandKind, DeviceState, OutcomeStatus, Request
@@ -49,6 +50,7 @@ class Training:
                 directory=self.directory,
                 node=node,
                 port=first + 2 * number,
+                flags=("--watchdogs=xid", f"--kernel_log={self._kernel_log(node)}"),
                 environment={
                     **plane.env,
                     "OMP_NUM_THREADS": "1",
@@ -60,7 +62,9 @@ class Training:
             for number, node in enumerate(NODES)
         }
         stack.callback(self._end)
+        self.directory.mkdir()
         for node, kubelet in self.kubelets.items():
+            self._kernel_log(node).touch()
             cluster.call(lambda cluster, node=node, kubelet=kubelet: add_node(cluster, node, kubelet))
             kubelet.start_daemon()
         self._store = f"127.0.0.1:{port}"
@@ -81,6 +85,19 @@ class Training:
         self.cluster.call(lambda cluster: cluster.kubelets.clear())
         for kubelet in self.kubelets.values():
             kubelet.kill()
+
+    def _kernel_log(self, node: str) -> Path:
+        return self.directory / f"{node}-kernel.log"
+
+    def break_gpu(self, node: str) -> None:
+        """The GPU falls off its bus, and the rank hangs in its driver."""
+        (*_, pid) = re.findall(r"started 1 workers, rank \d, as processes (\d+)", self.log(node))
+        stop_process(int(pid))
+        with self._kernel_log(node).open("a") as log:
+            log.write("NVRM: Xid (PCI:0000:01:00): 79, pid=7, name=python3, GPU has fallen off the bus.\n")
+
+    def log(self, node: str) -> str:
+        return self.kubelets[node].log_of("pod")
 
     def lose(self, node: str) -> None:
         """The machine is gone, with all that ran there."""
@@ -159,13 +176,13 @@ class Training:
 
     def begun(self) -> list[tuple[int, int]]:
         """Numbers of ranks, and steps, with which the rank on the first node began."""
-        log = self.kubelets["n1"].log_of("pod")
+        log = self.log("n1")
         found = re.findall(r"^rank \d of (\d) begins at step (\d+)", log, re.M)
         return [(int(ranks), int(step)) for ranks, step in found]
 
     def restored(self) -> set[str]:
         """Tiers that the ranks began from the last time, as the rank on the first node says."""
-        found = re.findall(r"^rank \d of \d restored (.*)$", self.kubelets["n1"].log_of("pod"), re.M)
+        found = re.findall(r"^rank \d of \d restored (.*)$", self.log("n1"), re.M)
         return {part.partition("=")[0] for part in found[-1].split()}
 
 
@@ -227,7 +244,7 @@ def _swaps(status: Status) -> list[CommandStatus]:
     return [one for one in swaps if one.outcome is not OutcomeStatus.WITHDRAWN]
 
 
-@pytest.mark.thorough("test_contract.py drains, the lost host is near")
+@pytest.mark.thorough("test_contract.py drains, a broken GPU is near")
 def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -> None:
     plane = training.plane
     status = training.begins()
@@ -256,6 +273,7 @@ def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -
     plane.wait_for(lambda seen: _is_spare(seen, "n2"), "it is no spare again")
 
 
+@pytest.mark.thorough("test_contract.py loses nodes, test_crashes.py kills adapters, a broken GPU is near")
 def test_a_lost_host_is_replaced_once_also_by_a_supervisor_that_was_killed(training: Training) -> None:
     plane = training.plane
     status = training.begins()
@@ -276,7 +294,26 @@ def test_a_lost_host_is_replaced_once_also_by_a_supervisor_that_was_killed(train
     assert steps == sorted(steps)
 
 
-@pytest.mark.thorough("test_crashes.py takes the server away, the lost host is near")
+def test_a_host_whose_gpu_is_gone_leaves_at_once_and_the_others_meet_its_replacement(
+    training: Training,
+) -> None:
+    status = training.begins()
+    launchers, jobset_uid = training.pids("n1"), training.uid()
+
+    training.break_gpu("n2")
+    status = training.goes_on(job_of(status).attempt, "it does not go on without the host")
+    assert training.hosts(status) == {"n1", "n3"}
+    assert launchers & training.pids("n1")
+    assert training.uid() == jobset_uid
+    (swap,) = _swaps(status)
+    assert (swap.outcome, swap.text) == (OutcomeStatus.DONE, "moved to n3; 2 pods run")
+    assert _host(status, "n2").cordoned
+    # Nobody waited for a step to stop at together with a rank that hangs.
+    assert "all ranks stop" not in training.log("n1") + training.log("n2")
+    assert training.restored() == {"memory", "peers"}
+
+
+@pytest.mark.thorough("test_crashes.py takes the server away, a broken GPU is near")
 def test_a_job_that_restarts_as_a_whole_loses_a_node_while_the_api_server_is_away(training: Training) -> None:
     plane = training.plane
     status = training.begins(backoffLimitPerIndex=None, backoffLimit=0)
@@ -297,7 +334,7 @@ def test_a_job_that_restarts_as_a_whole_loses_a_node_while_the_api_server_is_awa
     assert others[-1] > first
 
 
-@pytest.mark.thorough("test_contract.py shrinks and grows, the lost host is near")
+@pytest.mark.thorough("test_contract.py shrinks and grows, a broken GPU is near")
 def test_without_a_spare_the_job_is_smaller_until_the_node_is_back(training: Training) -> None:
     plane = training.plane
     training.lose("n3")

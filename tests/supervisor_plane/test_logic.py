@@ -154,6 +154,26 @@ def test_a_job_does_not_wait_for_a_silent_host_where_another_has_done_it_but_sta
     run(work())
 
 
+def test_a_host_that_is_to_leave_is_asked_alone_and_one_that_is_gone_is_not_waited_for() -> None:
+    async def work() -> None:
+        commands = HostCommands()
+        streams = Streams(commands, {"a": (DONE, "this host leaves the job"), "b": None})
+        commands.streams = streams  # type: ignore[assignment]
+        for name in ("a", "b"):
+            commands.host_connected(host(name), "x")
+        leaving = host("a").id
+        swap = Command(
+            epoch=2, id="c1", kind=CommandKind.HOT_SWAP, workload="job", host=leaving, spare="s.boot"
+        )
+        asked = await commands.ask(swap, HostCommandKind.LEAVE, within_s=3600, only=leaving)
+        assert asked == Answer(status=DONE, text="this host leaves the job")
+        assert [name for name, _ in streams.asked] == ["a"]
+        commands.host_lost("a", "x")
+        assert (await commands.ask(swap, HostCommandKind.LEAVE, within_s=3600, only=leaving)).passing
+
+    run(work())
+
+
 def test_a_job_without_connected_hosts_is_worth_another_try_and_a_stream_that_ends_is_no_answer() -> None:
     async def work() -> None:
         commands = HostCommands()

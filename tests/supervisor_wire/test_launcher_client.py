@@ -115,9 +115,7 @@ def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
                 assert stacks.text.count("in ") >= 2
                 assert "rank 1: File" in stacks.text
                 assert "in train_forever" in job.output
-                # Asked to stop at a boundary.
-                stop = await fleet.command(command("c4", HostCommandKind.STOP_AND_SAVE))
-                assert stop.text == "SIGTERM passed on"
+                job.signal(signal.SIGTERM)
                 assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 0
                 ended = await fleet.reported(lambda report: report.launcher is LauncherState.STOPPING)
                 assert ended.attempt == 2
@@ -181,10 +179,12 @@ def test_ranks_of_all_hosts_restart_when_one_is_asked_and_a_host_that_is_asked_t
                     )
                 left = await fleet.command(command("c2", HostCommandKind.LEAVE))
                 assert (left.status, left.text) == (OutcomeStatus.DONE, "this host leaves the job")
-                assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 1
                 await elsewhere(
                     lambda: other.wait_for_line("attempt 1 ends: hosts left: 127.0.0.1", timeout=WAIT)
                 )
+                assert job.returncode is None  # the orchestrator ends it
+                job.signal(signal.SIGTERM)
+                assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 1
         said = "this host leaves the job, because it is unhealthy: the supervisor asked for it: test"
         assert said in job.output
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,9 +127,7 @@ def test_ranks_and_supervisor_know_the_place_of_the_host_and_the_next_attempt_a_
                 await fleet.command(restart)
                 await asyncio.to_thread(lambda: ready(job, 0, attempt=1))
                 assert "rank 0 attempt 1 is in subblock=rack-7,superblock=b1,zone=us-east5-a" in job.output
-                await fleet.command(
-                    HostCommand(epoch=1, id="c2", kind=HostCommandKind.STOP_AND_SAVE, workload="job")
-                )
+                job.signal(signal.SIGTERM)
                 assert await asyncio.to_thread(lambda: job.wait(timeout=WAIT)) == 0
         leaves_nothing(job)
 

@@ -38,7 +38,6 @@ class HostCommandKind(Enum):
     """What the supervisor can ask of this host."""
 
     RESTART_RANKS = "restart_ranks"
-    STOP_AND_SAVE = "stop_and_save"
     LEAVE = "leave"
     DUMP_STACKS = "dump_stacks"
 

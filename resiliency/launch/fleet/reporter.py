@@ -3,14 +3,13 @@
 
 Nothing here waits for the daemon.  Reports are made from what is known when they are sent: states from the
 agent, steps and heartbeats from the step page.  Commands that concern the workers wait for the agent's next
-look; `stop` and `dump_stacks` do not need it.
+look; `dump_stacks` does not need it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 import uuid
@@ -59,7 +58,6 @@ class DaemonReporter:
     def __init__(self, options: LaunchOptions, page: StepPage, *, stacks_dir: str) -> None:
         self._page = page
         self._stacks_dir = stacks_dir
-        self._can_stop = signal.SIGTERM in options.signals
         self._lock = threading.Lock()
         self._generation = read_generation(os.environ)
         self._attempt, self._first_attempt, self._run = 0, 0, ""
@@ -160,12 +158,7 @@ class DaemonReporter:
             reason=said.get("reason", ""),
         )
         logger.warning("the supervisor asks for %s: %s", command.kind.value, command.reason or "no reason")
-        if command.kind is HostCommandKind.STOP_AND_SAVE:
-            if self._can_stop:
-                os.kill(os.getpid(), signal.SIGTERM)  # in the main thread, as if the orchestrator had sent it
-            text = "SIGTERM passed on" if self._can_stop else "SIGTERM is not among --signals-to-handle"
-            self.finish_command(command, done=self._can_stop, text=text)
-        elif command.kind is HostCommandKind.DUMP_STACKS:
+        if command.kind is HostCommandKind.DUMP_STACKS:
             threading.Thread(target=self._dump, args=(command,), name="stacks", daemon=True).start()
         else:
             self._commands.append(command)
