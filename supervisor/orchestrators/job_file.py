@@ -10,8 +10,9 @@
 
 A command and its environment may hold ``{python}``, ``{host}``, ``{node_rank}``, ``{nnodes}``,
 ``{replicas}``, ``{generation}`` (starts of the whole job so far), ``{daemon_port}``, ``{address}`` (of the
-host) and ``{state_dir}``; other braces stay.  With Ray, ``"resources": {"GPU": 8}`` is what a host needs of a
-node.
+host) and ``{state_dir}``; other braces stay.  ``"daemon_flags": ["--watchdogs=xid,ecc"]`` are more flags of
+the daemon of each host, with ``{host}`` and ``{state_dir}``.  With Ray, ``"resources": {"GPU": 8}`` is what a
+host needs of a node.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class JobFile:
 
     Attributes:
         first_port: hosts' daemons listen from here on, two ports each.
+        daemon_flags: of each host's daemon, beside those that it needs.
         resources: what a host needs of a node, in Ray's words; empty with other orchestrators.
     """
 
@@ -58,6 +60,7 @@ class JobFile:
     workers_per_host: int = 1
     first_port: int = 61000
     resources: Mapping[str, float] = field(default_factory=dict)
+    daemon_flags: tuple[str, ...] = ()
 
     def launcher_port(self, host: str) -> int:
         return self.first_port + 2 * self.hosts.index(host)
@@ -80,9 +83,8 @@ def read_job_file(path: Path) -> JobFile:
     def refuse(field: str, why: str) -> ConfigError:
         return ConfigError(f"--job-file: {path}: {field} {why}.", flag="--job-file", field=field)
 
-    fields = _fields(
-        data, "the file", {"hosts", "jobs", "workers_per_host", "first_port", "resources"}, refuse
-    )
+    known = {"hosts", "jobs", "workers_per_host", "first_port", "resources", "daemon_flags"}
+    fields = _fields(data, "the file", known, refuse)
     hosts = fields.get("hosts")
     if not isinstance(hosts, list) or not hosts or len(set(map(str, hosts))) < len(hosts):
         raise refuse("hosts", "must be a list of different names")
@@ -98,6 +100,7 @@ def read_job_file(path: Path) -> JobFile:
         workers_per_host=_whole(fields, "workers_per_host", 1, 1, 1024, refuse),
         first_port=_whole(fields, "first_port", 61000, 1024, 65535 - 2 * len(hosts), refuse),
         resources=_resources(fields.get("resources", {}), refuse),
+        daemon_flags=_words(fields.get("daemon_flags", []), "daemon_flags", refuse),
     )
     names = [job.workload for job in file.jobs]
     if len(set(names)) < len(names):
@@ -126,20 +129,26 @@ def _job(data: Any, number: int, refuse: Any) -> LocalJob:
     environment, grace_s = fields.get("environment", {}), fields.get("grace_s", LocalJob.grace_s)
     if not isinstance(workload, str) or not _NAME.fullmatch(workload):
         raise refuse(f"{where}.workload", f"must be a name, found {workload!r:.40}")
-    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
-        raise refuse(f"{where}.command", "must be a list of words")
+    if not (command := _words(command, f"{where}.command", refuse)):
+        raise refuse(f"{where}.command", "must not be empty")
     if not isinstance(environment, dict) or not all(isinstance(text, str) for text in environment.values()):
         raise refuse(f"{where}.environment", "must be a table of texts")
     if not isinstance(grace_s, (int, float)) or isinstance(grace_s, bool) or not 0 <= grace_s <= 3600:
         raise refuse(f"{where}.grace_s", f"must be 0 to 3600 seconds, found {grace_s!r:.40}")
     return LocalJob(
         workload=workload,
-        command=tuple(command),
+        command=command,
         replicas=_whole(fields, "replicas", 1, 1, 10_000, refuse),
         nodes_per_replica=_whole(fields, "nodes_per_replica", 1, 1, 10_000, refuse),
         environment=environment,
         grace_s=float(grace_s),
     )
+
+
+def _words(data: Any, where: str, refuse: Any) -> tuple[str, ...]:
+    if not isinstance(data, list) or not all(isinstance(word, str) for word in data):
+        raise refuse(where, "must be a list of words")
+    return tuple(data)
 
 
 def _fields(data: Any, where: str, known: set[str], refuse: Any) -> dict[str, Any]:

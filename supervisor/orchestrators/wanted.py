@@ -505,6 +505,7 @@ class WantedOrchestrator:
             f"--workers_per_host={self._file.workers_per_host}",
             f"--state_dir={self._dir / 'hosts' / host}",
             *(f"--address={address}", f"--listen={address}"),
+            *(_fill(word, {"host": host, "state_dir": self._dir}) for word in self._file.daemon_flags),
         ]
         logger.info("daemon of %s starts", host)
         await self._start(argv, Mark(fleet=self._fleet, host=host, part="daemon"), {"NODE_NAME": host})

@@ -433,6 +433,7 @@ GOOD = {"hosts": ["a"], "jobs": [{"workload": "j", "command": ["x"]}]}
         ({"workers_per_host": True}, "workers_per_host must be a whole number from 1 to 1024, found True."),
         ({"resources": {"GPU": 0}}, "resources must be a table of numbers above 0, found {'GPU': 0}."),
         ({"resources": ["GPU"]}, "resources must be a table of numbers above 0, found ['GPU']."),
+        ({"daemon_flags": "--watchdogs=xid"}, "daemon_flags must be a list of words."),
         ({"jobs": [{"workload": "j"}]}, "jobs[0].command must be a list of words."),
         ({"jobs": [{"workload": "", "command": ["x"]}]}, "jobs[0].workload must be a name, found ''."),
         ({"jobs": ["j"]}, "jobs[0] must be a table of fields, found 'j'."),

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Journeys of a job under a supervisor, each with the losses that an undisturbed run has.
+
+Each prints what it cost, as the job's ledger has it: ``pytest -s``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from supervisor.orchestrators.local import stop_all
+from supervisor.orchestrators.wanted import restart_at_next_run
+from supervisor.values import CommandKind, OutcomeStatus, Request
+from supervisor.view.status import Status
+from tests.supervisor_plane.plane import host_of, job_of
+from tests.supervisor_plane.training import Training, check_losses, open_training
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.thorough("test_end_to_end.py is near, and the journeys of test_page.py and of a JobSet"),
+    pytest.mark.leaks("descriptors", reason="gRPC's own pollers"),
+]
+
+#: The launchers that stay wait for the spare's, which takes some seconds to start.
+PATIENT = ("--launcher-grace-s=60", "--workload-downtime-threshold-s=180", "--spare-floor=0")
+
+
+@contextmanager
+def journey(tmp_path: Path, *, max_restarts: int = 3) -> Iterator[tuple[Training, Status]]:
+    """A job on hosts a and b that trains, with two spares; afterwards its losses are checked."""
+    hosts = ("a", "b", "s1", "s2")
+    with open_training(tmp_path, hosts=hosts, replicas=2, max_restarts=max_restarts) as training:
+        training.plane.start("all", *training.flags, *PATIENT)
+        yield training, training.goes_on(2, -1, "it does not train")
+        assert check_losses(training.launcher_log("a")) == {2}
+        for incident in training.ledger().incidents:
+            seconds = ((incident.first_new_step or incident.fault) - incident.fault) / 1e6
+            print(f"{incident.action or 'by itself'}: {seconds:.1f} s, {incident.lost_steps} steps lost")
+
+
+def hosts_of(training: Training, status: Status) -> set[str]:
+    names = ("a", "b", "s1", "s2")
+    known = {name: host_of(status, name) for name in names}
+    return {name for name, host in known.items() if host and host.id in job_of(status).hosts}
+
+
+def done(status: Status) -> list[CommandKind]:
+    """Without those that had no effect: a step that is read late counts as progress after the fault."""
+    withdrawn = OutcomeStatus.WITHDRAWN
+    return [one.kind for one in reversed(status.commands) if one.outcome is not withdrawn]
+
+
+def test_a_drain_of_a_living_host_costs_no_step(tmp_path: Path) -> None:
+    with journey(tmp_path) as (training, status):
+        survivor = {one.pid for one in training.processes("a")}
+        training.plane.act(Request.DRAIN, host="b", why="maintenance")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with a spare")
+        assert hosts_of(training, status) == {"a", "s1"}
+        assert done(status) == [CommandKind.DRAIN_HOST, CommandKind.HOT_SWAP]
+        assert survivor & {one.pid for one in training.processes("a")}
+        log = training.launcher_log("a")
+        before = log[: log.rindex(" begins at step ")]
+        stopped_at = int(re.findall(r"^rank \d of 2 step (\d+) loss", before, re.M)[-1])
+        assert training.begun(r"\d", 2)[-1][0] == stopped_at
+        assert set(training.restored(2)[-1]) == {"memory", "peers"}
+
+
+def test_a_living_host_whose_gpu_is_gone_is_swapped_at_once(tmp_path: Path) -> None:
+    with journey(tmp_path) as (training, status):
+        survivor = {one.pid for one in training.processes("a")}
+        training.break_gpu("b")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with a spare")
+        assert hosts_of(training, status) == {"a", "s1"}
+        assert set(done(status)) == {CommandKind.CORDON_HOST, CommandKind.HOT_SWAP}
+        assert survivor & {one.pid for one in training.processes("a")}
+        assert "all ranks stop" not in training.launcher_log("a") + training.launcher_log("b")
+
+
+def test_two_hosts_are_lost_in_a_row_and_both_spares_take_their_places(tmp_path: Path) -> None:
+    with journey(tmp_path) as (training, status):
+        survivor = {one.pid for one in training.processes("a")}
+        training.lose("b")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with a spare")
+        assert hosts_of(training, status) == {"a", "s1"}
+        training.lose("s1")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with the other spare")
+        assert hosts_of(training, status) == {"a", "s2"}
+        assert done(status) == [CommandKind.HOT_SWAP, CommandKind.HOT_SWAP]
+        assert survivor & {one.pid for one in training.processes("a")}
+
+
+def test_the_spare_is_lost_while_it_takes_a_place(tmp_path: Path) -> None:
+    with journey(tmp_path) as (training, status):
+        training.lose("b")
+        wait_until(lambda: training.launcher_log("s1"), "no launcher is started on the spare", timeout=120)
+        training.lose("s1")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with the other spare")
+        assert hosts_of(training, status) == {"a", "s2"}
+
+
+def test_launchers_that_gave_up_are_all_started_again(tmp_path: Path) -> None:
+    with journey(tmp_path, max_restarts=0) as (training, status):
+        os.kill(training.rank_on("b"), signal.SIGKILL)
+        status = training.goes_on(2, job_of(status).attempt, "it is not started again")
+        assert hosts_of(training, status) == {"a", "b"}
+        assert done(status) == [CommandKind.WORKLOAD_RESET]
+
+
+def test_a_job_whose_name_is_used_again_is_left_alone(tmp_path: Path) -> None:
+    with journey(tmp_path) as (training, status):
+        training.plane.programs.pop("all").close()
+        stop_all(training.plane.state_dir)
+        restart_at_next_run(training.plane.state_dir / "local.json")
+        training.plane.start("all", *training.flags, *PATIENT)
+        status = training.goes_on(2, job_of(status).attempt, "it does not train again")
+        assert hosts_of(training, status) == {"a", "b"}
+        assert done(status) == []
