@@ -35,7 +35,7 @@ class Conditions:
         self._recent: list[tuple[float, Event]] = []
         self._findings: dict[str, None] = {}
         self._withdrawn: dict[str, None] = {}
-        self._losses: dict[str, float] = {}  # when evidence confirmed that a host is gone
+        self._losses: dict[str, float] = {}  # when evidence confirmed that a job lacks a host
 
     def event(
         self,
@@ -106,7 +106,7 @@ class Conditions:
             _remember(self._losses, evidence.id, time)
 
     def lost_at(self, ids: Iterable[str]) -> float:
-        """When evidence of `ids` that still holds last confirmed the loss of a host."""
+        """When evidence of `ids` that still holds last confirmed that the job lacks a host."""
         known = (self._losses.get(each, -math.inf) for each in ids if each not in self._withdrawn)
         return max(known, default=-math.inf)
 
