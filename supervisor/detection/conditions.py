@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from supervisor.values import Change, Event, EventType, Evidence, LauncherState
 
 T = TypeVar("T")
+
+#: Ids of evidence that a sensor concluded, as `Conditions.evidence` makes them.
+_CONCLUDED = re.compile(r"([^:/]+):\d+/\d+")
 
 #: Events that are no condition (an Xid, a change of a node) are repeated that long in a snapshot.
 _RECENT_S = 600.0
@@ -100,6 +104,11 @@ class Conditions:
 
     def is_withdrawn(self, id: str) -> bool:
         return id in self._withdrawn
+
+    def is_foreign(self, id: str) -> bool:
+        """Whether another sensor concluded it, so that nobody here withdraws it."""
+        concluded = _CONCLUDED.fullmatch(id)
+        return concluded is not None and concluded[1] != self._incarnation
 
     def note_loss(self, event: Event, time: float) -> None:
         for evidence in event.evidence if event.confirms_loss else ():

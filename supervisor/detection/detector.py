@@ -586,7 +586,8 @@ class Detector:
         """Whether what `command` was decided upon is still so; None until a host of its job answers `poll`.
 
         Evidence of a condition that has ended is none, and a job that advances needs no restart, whatever
-        spoke for one.  Steps from before a confirmed loss of a host are no advance.
+        spoke for one.  Steps from before a confirmed loss of a host are no advance.  What another sensor
+        concluded about a host is not known here: the host's present state answers for it.
         """
         time = self._pass_time(now)
         job = self._jobs.get(command.workload)
@@ -598,7 +599,26 @@ class Detector:
             recent = job.step is not None and time - job.surely_at < self._limits.advancing_s
             if recent and job.step_at > self._conditions.lost_at(command.evidence):
                 return False
-        return not command.evidence or not all(map(self._conditions.is_withdrawn, command.evidence))
+        answers = [self._is_so(each, command.host) for each in command.evidence]
+        if not answers or True in answers:
+            return True
+        return None if None in answers else False
+
+    def _is_so(self, evidence: str, host: str) -> bool | None:
+        if host and self._conditions.is_foreign(evidence):
+            return self._is_unwell(host)
+        return not self._conditions.is_withdrawn(evidence)
+
+    def _is_unwell(self, id: str) -> bool | None:
+        """Whether a host is lost, or has lost ranks; None as long as it was not heard, and may yet be."""
+        host = self._hosts.get(id)
+        if host is None or (self._settles_at is not None and not host.connected):
+            return None
+        if host.lost:
+            return True
+        if not host.connected or host.sequence < 0:
+            return None
+        return bool(host.failed) or host.launcher is LauncherState.GAVE_UP
 
     def attempt_of(self, workload: str) -> int | None:
         """The newest attempt that hosts of a job are at; None where none has said."""

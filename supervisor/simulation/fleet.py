@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from supervisor.orchestrator import Answer
 from supervisor.simulation.loop import Loop
@@ -34,6 +35,8 @@ REACTION_S, OTHERS_REACT_S = 0.2, 1.0
 STOPS_S = (3.0, 12.0)
 #: How often a launcher tells its daemon the steps of its ranks; of an attempt the first is passed on at once.
 TELLS_S = 1.0
+#: How long the launcher of a host that is back takes to its rendezvous.
+MEETS_S = 15.0
 #: Attempts of one start of a whole job by its orchestrator.
 GENERATION = 1000
 CHECKPOINT_STEPS = 10
@@ -58,6 +61,7 @@ class SimHost:
     described: HostInfo | None = None  # as the sensor was told last
     findings: list[Finding] = field(default_factory=list)
     connected: bool = False
+    back_at: float = 0.0  # when its stream began
     heard_at: float = 0.0  # by the sensor
     late_at: float = -math.inf  # when a report came after the host had counted as silent
 
@@ -159,7 +163,11 @@ class Fleet:
                     self.news(other)
 
         def heal() -> None:
-            if host.failed and host.alive and host.info.id in job.hosts and self.has_launchers(job):
+            if not (host.failed and host.alive and host.info.id in job.hosts and self.has_launchers(job)):
+                return
+            if job.attempt == attempt and not all(self.hosts[name].alive for name in job.hosts):
+                self.loop.after(RESTART_S, heal)  # the launchers wait for that of the host
+            else:
                 self.restart(job)
 
         if launcher is LauncherState.GAVE_UP:
@@ -168,25 +176,35 @@ class Fleet:
             self.loop.after(self.loop.random.choice(STOPS_S), heal)
 
     def kill_host(self, host: SimHost) -> None:
-        """A rank of another host fails with it; where its launcher has no restart, that is the job's end."""
+        """A rank of another host fails with it; where its launcher has a restart, it waits for the host."""
         host.alive = host.daemon = host.connected = False
         job = self.job_of(host)
         if job is None:
             return
         others = [self.hosts[name] for name in job.hosts if self.hosts[name].alive]
-        if job.since is not None and others and not job.info.max_in_job_restarts:
-            self.loop.after(REACTION_S, lambda: self.fail_worker(others[0], LauncherState.GAVE_UP))
+        if job.since is not None and others:
+            again = job.info.max_in_job_restarts > 0
+            launcher = LauncherState.RESTARTING if again else LauncherState.GAVE_UP
+            self.loop.after(REACTION_S, lambda: self.fail_worker(others[0], launcher))
         job.stop(self.loop.now)
 
-    def boot_host(self, host: SimHost) -> None:
-        """It is back, with nothing of what ran on it."""
+    def boot_host(self, host: SimHost, *, launches: bool) -> None:
+        """It is back, with nothing of what ran on it, but for its launcher if that is started again."""
         if host.alive:
             return
         host.alive = host.daemon = True
         host.incarnation += 1
         host.sequence = 0
-        host.failed = bool(host.info.workload)
+        host.failed = bool(host.info.workload) and not launches
         host.launcher = LauncherState.GAVE_UP if host.failed else LauncherState.RUNNING
+        job = self.job_of(host)
+        if job is not None and launches:
+            self.loop.after(MEETS_S, partial(self._meet, job, job.attempt))
+
+    def _meet(self, job: SimJob, attempt: int) -> None:
+        there = all(self.hosts[name].alive for name in job.hosts) and self.has_launchers(job)
+        if there and job.attempt == attempt and job.since is None:
+            self.restart(job)
 
     def begin_run(self, job: SimJob) -> None:
         """A person starts another job under the name, on the same hosts: it counts from the beginning."""

@@ -321,6 +321,7 @@ class Invariants:
         if job is None or not command.kind.restarts or not command.incident:
             return
         now = plane.loop.now
+        self._check_gone(command)
         running_s = now - job.since if job.since is not None else 0.0
         heard = any(
             plane.fleet.hosts[name].alive
@@ -333,6 +334,21 @@ class Invariants:
         known = heard and plane.sensor.up and not plane.sensor_was_away(within_s=long_s)
         if known and running_s > long_s and job.step_s < 2.0:
             raise Violation(f"{command.kind.value} {command.id} restarts {command.workload}, which advances")
+
+    def _check_gone(self, command: Command) -> None:
+        """A host that was called lost, and is back and well since it was last heard, is not taken away."""
+        host = self._plane.fleet.hosts.get(command.host)
+        if host is None:
+            return
+        reasons = [
+            each for each in self._said.values() if {one.id for one in each.evidence} & {*command.evidence}
+        ]
+        known = {one.id for each in reasons for one in each.evidence}
+        lost = all(each.type is EventType.HOST_HB for each in reasons) and known >= {*command.evidence}
+        here = host.alive and host.daemon and host.connected and not host.cut
+        well = not host.failed and host.launcher is not LauncherState.GAVE_UP
+        if lost and here and well and self._plane.loop.now - host.back_at > _READ_S:
+            raise Violation(f"{command.kind.value} {command.id} takes {command.host} away, which is back")
 
     def effect_happened(self, command: Command) -> None:
         now = self._plane.loop.now

@@ -197,7 +197,7 @@ class Plane:
 
     def _connect(self, host: SimHost) -> None:
         if self._reaches(host) and self.sensor.up:
-            host.connected = True
+            host.connected, host.back_at = True, self.loop.now
             self._register(host)
 
     def _register(self, host: SimHost) -> None:

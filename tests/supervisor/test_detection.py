@@ -549,6 +549,41 @@ def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
     assert sensor.detector.holds(_command(event), sensor.now) is False
 
 
+def test_what_another_sensor_concluded_of_a_host_is_answered_by_how_the_host_is_now() -> None:
+    sensor = Sensor()
+    swap = _command_of("h1", "s0:7/0")
+    assert sensor.detector.holds(swap, sensor.now) is False
+    assert sensor.detector.holds(_command_of("h9", "s0:7/0"), sensor.now) is None
+    # What no sensor concluded holds, and so does what this one did.
+    assert sensor.detector.holds(_command_of("h1", "i1/stuck1", "s0:7/0"), sensor.now) is True
+    assert sensor.detector.holds(_command_of("h1", "h1/nvml/b-ecc-2"), sensor.now) is True
+    sensor.beat("h1", workers=_worker(1, state=DeviceState.FAILED))
+    sensor.beat("h0")  # it is polled then
+    assert sensor.detector.holds(swap, sensor.now) is True
+    sensor.beat("h1", workers=_worker(1))
+    sensor.run(26, silent=["h1"])
+    assert sensor.detector.holds(swap, sensor.now) is True
+
+
+def test_a_new_sensor_cannot_tell_whether_a_host_is_lost_until_it_could_have_come() -> None:
+    detector = Detector("s2", LIMITS, 0.0)
+    detector.expect_host(replace(_host("h1"), state=DeviceState.FAILED), 0.0)
+    swap = _command_of("h1", "s1:7/0")
+    assert detector.holds(swap, 1.0) is None
+    for now in range(1, 21):
+        detector.tick(float(now))
+    assert detector.holds(swap, 20.0) is True
+    detector.register_host(_host("h1"), 21.0)
+    assert detector.holds(swap, 21.0) is None
+    detector.report(DaemonReport(host="h1", incarnation="d1", sequence=0), 22.0)
+    assert detector.holds(swap, 22.0) is False
+
+
+def _command_of(host: str, *evidence: str) -> Command:
+    kind = CommandKind.HOT_SWAP
+    return Command(epoch=1, id="c1", kind=kind, workload="train", host=host, spare="h3", evidence=evidence)
+
+
 @pytest.mark.parametrize("by", ["witness", "orchestrator", "launcher"])
 def test_a_last_step_from_before_a_confirmed_loss_is_no_advance_and_a_later_one_is(by: str) -> None:
     sensor = Sensor()
