@@ -651,8 +651,18 @@ class Event(Value):
         )
 
     @property
+    def is_of_ranks(self) -> bool:
+        """Whether it tells of ranks and their steps, and not of the host that they run on."""
+        return self.type in (EventType.WORKER_HB, EventType.HANG, EventType.NO_PROGRESS)
+
+    @property
     def confirms_loss(self) -> bool:
-        """Whether somebody saw that the host is gone: it is not concluded from silence alone."""
+        """Whether the job surely lacks the host: it is gone, or its launcher said that it ends.
+
+        It is not concluded from silence alone.
+        """
+        if self.launcher is LauncherState.GAVE_UP:
+            return True
         if self.type is EventType.HOST_HB:
             return any(found.witness != STREAM for found in self.evidence)
         return self.type is EventType.ORCHESTRATOR and self.change is Change.GONE

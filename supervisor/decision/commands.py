@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from supervisor.decision.incidents import downtime_s, open_incident, pay_back
-from supervisor.decision.state import MOST_EPOCH, Account, Flight
+from supervisor.decision.state import MOST_EPOCH, Account, Flight, Incident
 from supervisor.decision.turn import Turn
 from supervisor.decision.verdicts import condemn, forgive
 from supervisor.values import (
@@ -81,57 +81,69 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
     if command.kind is CommandKind.DRAIN_HOST and command.workload and status is OutcomeStatus.DONE:
         open_incident(turn, drained(command), subject=command.workload)
     incident = turn.state.incidents.get(command.workload)
-    if incident is None or incident.command != command.id:
-        return
+    if incident is not None and incident.command == command.id:
+        turn.put("incidents", command.workload, _go_on(turn, incident, command, outcome))
+
+
+def _go_on(turn: Turn, incident: Incident, command: Command, outcome: Outcome) -> Incident | None:
+    """The incident after its action has ended; None where nothing is wrong any more."""
+    status = outcome.status
     if command.kind is CommandKind.SCALE_UP:
-        turn.put("incidents", command.workload, None)
-        return
-    if status in (OutcomeStatus.DONE, OutcomeStatus.WITHDRAWN):
-        left, past = incident.reports, incident.past
-        if status is OutcomeStatus.WITHDRAWN:
-            # A last step may have been read late: the job still lacks the hosts and ranks that it lost.
-            lost = tuple(report for report in past if is_still_lost(turn, report, command.workload))
-            left, past = lost + left, tuple(report for report in past if report not in lost)
-        else:
-            # Ranks that were reported meanwhile were restarted with the others; hosts are still lost, and
-            # launchers that gave up meanwhile were started again only by an action that starts them all.
-            left = tuple(
-                report
-                for report in left
-                if (report.type is not EventType.WORKER_HB and report.host not in incident.handled)
-                or (
-                    report.launcher is LauncherState.GAVE_UP
-                    and report.host != command.host
-                    and not command.kind.relaunches
-                )
-            )
-        wait = turn.limits.coalesce_s if left else downtime_s(turn, command.workload)
-        incident = replace(
-            incident,
-            command="",
-            reports=left,
-            past=past,
-            done_at=turn.now,
-            decide_at=turn.now + wait,
-            attempt=incident.attempt if status is OutcomeStatus.DONE else -1,
-            relaunched=status is OutcomeStatus.DONE and command.kind.relaunches,
+        # It was opened for room to grow: what is wrong was reported since.
+        left = _still_wrong(incident, command) if status is OutcomeStatus.DONE else incident.reports
+        later = replace(incident, command="", reports=left, past=(), decide_at=turn.now)
+        return later if left else None
+    if status is OutcomeStatus.DONE:
+        return _wait_for_step(turn, incident, command, left=_still_wrong(incident, command))
+    if status is OutcomeStatus.WITHDRAWN:
+        # A last step may have been read late: the job still lacks the hosts and ranks that it lost.
+        lost = tuple(report for report in incident.past if is_still_lost(turn, report, command.workload))
+        past = tuple(report for report in incident.past if report not in lost)
+        incident = replace(incident, past=past, attempt=-1)
+        return _wait_for_step(turn, incident, None, left=lost + incident.reports)
+    fenced = status is OutcomeStatus.FENCED
+    vain = command.kind is CommandKind.HOT_SWAP and not (fenced or outcome.spare)
+    return replace(
+        incident,
+        command="",
+        reports=incident.past + incident.reports,
+        past=(),
+        decide_at=turn.now + (turn.limits.backoff_s if fenced else 0.0),
+        not_swapped=(*incident.not_swapped, *([command.host] * vain)),
+    )
+
+
+def _wait_for_step(
+    turn: Turn, incident: Incident, done: Command | None, *, left: tuple[Event, ...]
+) -> Incident:
+    """What is left is decided upon soon, and the rest again where no step comes in time."""
+    return replace(
+        incident,
+        command="",
+        reports=left,
+        done_at=turn.now,
+        decide_at=turn.now + (turn.limits.coalesce_s if left else downtime_s(turn, incident.subject)),
+        relaunched=done is not None and done.kind.relaunches,
+    )
+
+
+def _still_wrong(incident: Incident, command: Command) -> tuple[Event, ...]:
+    """Of what was reported while `command` was under way, what it did not mend.
+
+    Ranks were restarted with the others, but for those of an attempt that it began; hosts are still lost, and
+    launchers that gave up were started again only by an action that starts them all.
+    """
+    return tuple(
+        report
+        for report in incident.reports
+        if report.attempt > incident.attempt
+        or (report.type is not EventType.WORKER_HB and report.host not in incident.handled)
+        or (
+            report.launcher is LauncherState.GAVE_UP
+            and report.host != command.host
+            and not command.kind.relaunches
         )
-    else:
-        pause_s = turn.limits.backoff_s if status is OutcomeStatus.FENCED else 0.0
-        incident = replace(
-            incident,
-            command="",
-            reports=incident.past + incident.reports,
-            past=(),
-            decide_at=turn.now + pause_s,
-            swap_failed=incident.swap_failed
-            or (
-                command.kind is CommandKind.HOT_SWAP
-                and status is not OutcomeStatus.FENCED
-                and not outcome.spare
-            ),
-        )
-    turn.put("incidents", command.workload, incident)
+    )
 
 
 def note_fence(turn: Turn, command: Command, outcome: Outcome) -> None:

@@ -127,8 +127,8 @@ class BaseController:
         ended = set(report.incident.gave_up) - {report.host.id}
         if self._is_replaced(report):
             return not ended and self._expect_replacement(report)
-        if report.incident.swap_failed and not ended:
-            note_refusal(self._turn, report, "hot swap: one failed before, through no fault of its spare")
+        if report.host.id in report.incident.not_swapped and not ended:
+            note_refusal(self._turn, report, "hot swap: its last failed, through no fault of the spare")
             return False
         view = self._turn.view
         spares = {host.id: host for host in view.spares()}

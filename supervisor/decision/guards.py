@@ -16,7 +16,7 @@ from supervisor.decision.state import Account, Fleet, State
 from supervisor.policy.budget import backoff_s
 from supervisor.policy.caps import refuse_cordon, refuse_growth
 from supervisor.policy.thresholds import Thresholds
-from supervisor.values import CommandKind, DeviceState, HostInfo, WorkloadInfo
+from supervisor.values import CommandKind, DeviceState, HostInfo, LauncherState, WorkloadInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +89,15 @@ class View:
         ]
 
     def lost_at(self, workload: str) -> float:
-        """When the newest confirmed loss of a host was told that the job's incident is about."""
+        """When the newest confirmed loss of the job's incident was told, of a host or of its launcher."""
         incident = self.state.incidents.get(workload)
         losses = [each for each in (incident.reports if incident else ()) if each.confirms_loss]
-        reported = (self.state.seen.get(each.id) for each in losses if not self.is_back(each.host))
+        ended = LauncherState.GAVE_UP
+        reported = (
+            self.state.seen.get(each.id)
+            for each in losses
+            if each.launcher is ended or not self.is_back(each.host)
+        )
         return max((seen.at for seen in reported if seen is not None), default=-math.inf)
 
     def is_back(self, host: str) -> bool:

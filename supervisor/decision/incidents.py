@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from supervisor.decision.state import Incident, Mark
 from supervisor.decision.turn import EventReport, Turn
-from supervisor.values import Command, CommandKind, Event, EventType, LauncherState, Progress
+from supervisor.values import Command, CommandKind, Event, EventType, HostInfo, LauncherState, Progress
 
 
 def take_progress(turn: Turn, progress: Progress) -> None:
@@ -33,13 +33,17 @@ def take_progress(turn: Turn, progress: Progress) -> None:
 
 
 def close_if_advancing(turn: Turn, name: str) -> None:
-    """A step after the last action, and well after the last report, ends the incident."""
+    """A step after the last action ends the incident, if it is well after the last report.
+
+    Ranks that another attempt has replaced since finish no late steps: its first is enough.
+    """
     incident, mark = turn.state.incidents.get(name), turn.state.progress[name]
     if incident is None or incident.command:
         return
     fine_after = incident.done_at if incident.done_at is not None else 0.0
     if incident.reports:
-        fine_after = max(fine_after, incident.reported_at + turn.limits.advancing_s)
+        replaced = all(each.is_of_ranks and each.attempt < mark.attempt for each in incident.reports)
+        fine_after = max(fine_after, incident.reported_at + turn.limits.advancing_s * (not replaced))
     if mark.at > fine_after:
         turn.put("incidents", name, None)
         turn.put("accounts", name, replace(turn.account(name), quiet_since=turn.now))
@@ -60,11 +64,11 @@ def note_absence(turn: Turn) -> None:
 def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
     """A report joins the incident of its `subject`, or opens one; default: of its job."""
     job, mark = turn.state.workloads.get(event.workload), turn.state.progress.get(event.workload)
-    if job is not None and not job.is_of_run(event.run):
+    host = turn.state.hosts.get(event.host)
+    if job is not None and not job.is_of_run(event.run) and not _concerns_next_run(event, host):
         return  # of an earlier job of that name
     if mark and event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt < mark.attempt:
         return  # of ranks that a restart has replaced since
-    host = turn.state.hosts.get(event.host)
     # A host that was swapped out may still be reported under its old job, which is not concerned.
     left = host is not None and not host.workload
     subject = subject or (f"host:{event.host}" if left or not event.workload else event.workload)
@@ -104,6 +108,11 @@ def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
             decide_at=min(incident.decide_at, soon) if incident.reports else soon,
         ),
     )
+
+
+def _concerns_next_run(event: Event, host: HostInfo | None) -> bool:
+    """What is wrong with a host is wrong for another job of the name too, if that has the host."""
+    return not event.is_of_ranks and host is not None and host.workload == event.workload
 
 
 def _without_vain_reset(turn: Turn, incident: Incident, event: Event, decide_at: float) -> Incident:

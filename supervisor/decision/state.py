@@ -72,7 +72,7 @@ class Incident:
         attempt: that the last action ended, if it was done; -1 without one.
         relaunched: the last action, if it was done, started all launchers of the job again.
         stuck: how often the time after an action ended without a step.
-        swap_failed: a hot swap came to nothing, and the fault was no spare's: another would fare as it did.
+        not_swapped: hosts whose swap came to nothing by no fault of a spare: another would fare as it did.
         note: why nothing was done at the last look.
     """
 
@@ -90,7 +90,7 @@ class Incident:
     relaunched: bool = False
     actions: int = 0
     stuck: int = 0
-    swap_failed: bool = False
+    not_swapped: tuple[str, ...] = ()
     note: str = ""
 
     def is_echo(self, event: Event, now: float, within_s: float) -> bool:

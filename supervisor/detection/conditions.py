@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from supervisor.values import Change, Event, EventType, Evidence, LauncherState
 
 T = TypeVar("T")
+
+#: Ids of evidence that a sensor concluded, as `Conditions.evidence` makes them.
+_CONCLUDED = re.compile(r"([^:/]+):\d+/\d+")
 
 #: Events that are no condition (an Xid, a change of a node) are repeated that long in a snapshot.
 _RECENT_S = 600.0
@@ -35,7 +39,7 @@ class Conditions:
         self._recent: list[tuple[float, Event]] = []
         self._findings: dict[str, None] = {}
         self._withdrawn: dict[str, None] = {}
-        self._losses: dict[str, float] = {}  # when evidence confirmed that a host is gone
+        self._losses: dict[str, float] = {}  # when evidence confirmed that a job lacks a host
 
     def event(
         self,
@@ -101,12 +105,17 @@ class Conditions:
     def is_withdrawn(self, id: str) -> bool:
         return id in self._withdrawn
 
+    def is_foreign(self, id: str) -> bool:
+        """Whether another sensor concluded it, so that nobody here withdraws it."""
+        concluded = _CONCLUDED.fullmatch(id)
+        return concluded is not None and concluded[1] != self._incarnation
+
     def note_loss(self, event: Event, time: float) -> None:
         for evidence in event.evidence if event.confirms_loss else ():
             _remember(self._losses, evidence.id, time)
 
     def lost_at(self, ids: Iterable[str]) -> float:
-        """When evidence of `ids` that still holds last confirmed the loss of a host."""
+        """When evidence of `ids` that still holds last confirmed that the job lacks a host."""
         known = (self._losses.get(each, -math.inf) for each in ids if each not in self._withdrawn)
         return max(known, default=-math.inf)
 

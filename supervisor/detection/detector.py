@@ -132,6 +132,7 @@ class Detector:
             host.forget_attempt()
         if info.workload in self._jobs:
             self._jobs[info.workload].hosts.add(info.id)
+        host.left = ""
         # A daemon does not know whether its node is cordoned, the orchestrator does.
         host.info = replace(info, cordoned=info.cordoned or host.info.cordoned)
         return self._heard(info.id, host, time) or [host.info]
@@ -155,7 +156,9 @@ class Detector:
         if info.id not in self._hosts:
             self._hosts[info.id] = host = SeenHost(info, time)
             host.connected = False
-            host.lost = info.state is DeviceState.FAILED
+            # One whose ranks failed is there, as far as is known: if it is gone since, that is news.
+            ranks_failed = any(worker.state is DeviceState.FAILED for worker in info.workers)
+            host.lost = info.state is DeviceState.FAILED and not ranks_failed
             if info.workload in self._jobs:
                 self._jobs[info.workload].hosts.add(info.id)
             self._schedule(info.id, host, time)
@@ -207,6 +210,7 @@ class Detector:
         host.sequence = report.sequence
         said = self._heard(report.host, host, time)
         said += self._take_findings(report, time)
+        said += self._take_back(report, host)
         job = self._jobs.get(host.info.workload)
         if report.attempt < host.attempt or not (job is None or job.info.is_of_run(report.run)):
             return said
@@ -517,6 +521,7 @@ class Detector:
                 launcher=report.launcher,
             )
             self._conditions.keep_open(("worker", report.host), event)
+            self._conditions.note_loss(event, time)
             said += [event, *self.poll(host.info.workload)]
         return said
 
@@ -528,9 +533,19 @@ class Detector:
             if host.launcher is LauncherState.GAVE_UP and host.attempt < job.attempt:
                 job.hosts.discard(name)
                 self._conditions.close(("worker", name))
-                host.info = replace(host.info, workload="")
+                host.left, host.info = host.info.workload, replace(host.info, workload="")
                 said.append(host.info)
         return said
+
+    def _take_back(self, report: DaemonReport, host: SeenHost) -> list[Output]:
+        """A host was freed because what its launcher said came later than a step of the others."""
+        job = self._jobs.get(host.left)
+        again = report.attempt > host.attempt and report.launcher is not LauncherState.GAVE_UP
+        if job is None or not again or not job.info.is_of_run(report.run):
+            return []
+        host.info, host.left = replace(host.info, workload=host.left), ""
+        job.hosts.add(report.host)
+        return [host.info]
 
     def _change_state(self, id: str, host: SeenHost) -> list[Output]:
         state = host_state(tuple(host.states.values()), host.info.workers_per_host)
@@ -571,7 +586,8 @@ class Detector:
         """Whether what `command` was decided upon is still so; None until a host of its job answers `poll`.
 
         Evidence of a condition that has ended is none, and a job that advances needs no restart, whatever
-        spoke for one.  Steps from before a confirmed loss of a host are no advance.
+        spoke for one.  Steps from before a confirmed loss of a host are no advance.  What another sensor
+        concluded about a host is not known here: the host's present state answers for it.
         """
         time = self._pass_time(now)
         job = self._jobs.get(command.workload)
@@ -583,7 +599,26 @@ class Detector:
             recent = job.step is not None and time - job.surely_at < self._limits.advancing_s
             if recent and job.step_at > self._conditions.lost_at(command.evidence):
                 return False
-        return not command.evidence or not all(map(self._conditions.is_withdrawn, command.evidence))
+        answers = [self._is_so(each, command.host) for each in command.evidence]
+        if not answers or True in answers:
+            return True
+        return None if None in answers else False
+
+    def _is_so(self, evidence: str, host: str) -> bool | None:
+        if host and self._conditions.is_foreign(evidence):
+            return self._is_unwell(host)
+        return not self._conditions.is_withdrawn(evidence)
+
+    def _is_unwell(self, id: str) -> bool | None:
+        """Whether a host is lost, or has lost ranks; None as long as it was not heard, and may yet be."""
+        host = self._hosts.get(id)
+        if host is None or (self._settles_at is not None and not host.connected):
+            return None
+        if host.lost:
+            return True
+        if not host.connected or host.sequence < 0:
+            return None
+        return bool(host.failed) or host.launcher is LauncherState.GAVE_UP
 
     def attempt_of(self, workload: str) -> int | None:
         """The newest attempt that hosts of a job are at; None where none has said."""

@@ -74,6 +74,7 @@ class SeenHost:
         "incarnation",
         "info",
         "launcher",
+        "left",
         "lost",
         "missed_at",
         "missing",
@@ -101,6 +102,7 @@ class SeenHost:
         self.sequence = -1
         self.attempt = 0
         self.launcher = LauncherState.UNKNOWN
+        self.left = ""  # the job that was seen to go on without it, and whose host its daemon says it is
         self.states: dict[int, DeviceState] = {}  # by local rank
         self.failed: set[int] = set()
         self.steps: dict[int, int] = {}  # by global rank

@@ -54,7 +54,9 @@ def _host_dies(plane: Plane, fault: SimFault) -> None:
         plane.fleet.kill_host(host)
         plane.end_stream(host)
         if fault.seconds:
-            plane.loop.after(fault.seconds, partial(plane.fleet.boot_host, host))
+            plane.loop.after(
+                fault.seconds, partial(plane.fleet.boot_host, host, launches=fault.code % 2 == 1)
+            )
 
 
 def _daemon_dies(plane: Plane, fault: SimFault) -> None:

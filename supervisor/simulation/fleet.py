@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from supervisor.orchestrator import Answer
 from supervisor.simulation.loop import Loop
@@ -19,8 +21,10 @@ from supervisor.values import (
     HostInfo,
     LauncherState,
     OutcomeStatus,
+    WorkerInfo,
     WorkerReport,
     WorkloadInfo,
+    host_state,
 )
 
 RESTART_S = 6.0
@@ -29,6 +33,10 @@ RESTART_S = 6.0
 REACTION_S, OTHERS_REACT_S = 0.2, 1.0
 #: How long launchers take to stop their ranks before they start again.
 STOPS_S = (3.0, 12.0)
+#: How often a launcher tells its daemon the steps of its ranks; of an attempt the first is passed on at once.
+TELLS_S = 1.0
+#: How long the launcher of a host that is back takes to its rendezvous.
+MEETS_S = 15.0
 #: Attempts of one start of a whole job by its orchestrator.
 GENERATION = 1000
 CHECKPOINT_STEPS = 10
@@ -50,8 +58,12 @@ class SimHost:
     reacted_at: float = 0.0  # when `launcher` became what it is, after a failure
     incarnation: int = 0
     sequence: int = 0
+    described: HostInfo | None = None  # as the sensor was told last
     findings: list[Finding] = field(default_factory=list)
     connected: bool = False
+    back_at: float = 0.0  # when its stream began
+    heard_at: float = 0.0  # by the sensor
+    late_at: float = -math.inf  # when a report came after the host had counted as silent
 
 
 @dataclass
@@ -151,7 +163,11 @@ class Fleet:
                     self.news(other)
 
         def heal() -> None:
-            if host.failed and host.alive and host.info.id in job.hosts and self.has_launchers(job):
+            if not (host.failed and host.alive and host.info.id in job.hosts and self.has_launchers(job)):
+                return
+            if job.attempt == attempt and not all(self.hosts[name].alive for name in job.hosts):
+                self.loop.after(RESTART_S, heal)  # the launchers wait for that of the host
+            else:
                 self.restart(job)
 
         if launcher is LauncherState.GAVE_UP:
@@ -160,25 +176,35 @@ class Fleet:
             self.loop.after(self.loop.random.choice(STOPS_S), heal)
 
     def kill_host(self, host: SimHost) -> None:
-        """A rank of another host fails with it; where its launcher has no restart, that is the job's end."""
+        """A rank of another host fails with it; where its launcher has a restart, it waits for the host."""
         host.alive = host.daemon = host.connected = False
         job = self.job_of(host)
         if job is None:
             return
         others = [self.hosts[name] for name in job.hosts if self.hosts[name].alive]
-        if job.since is not None and others and not job.info.max_in_job_restarts:
-            self.loop.after(REACTION_S, lambda: self.fail_worker(others[0], LauncherState.GAVE_UP))
+        if job.since is not None and others:
+            again = job.info.max_in_job_restarts > 0
+            launcher = LauncherState.RESTARTING if again else LauncherState.GAVE_UP
+            self.loop.after(REACTION_S, lambda: self.fail_worker(others[0], launcher))
         job.stop(self.loop.now)
 
-    def boot_host(self, host: SimHost) -> None:
-        """It is back, with nothing of what ran on it."""
+    def boot_host(self, host: SimHost, *, launches: bool) -> None:
+        """It is back, with nothing of what ran on it, but for its launcher if that is started again."""
         if host.alive:
             return
         host.alive = host.daemon = True
         host.incarnation += 1
         host.sequence = 0
-        host.failed = bool(host.info.workload)
+        host.failed = bool(host.info.workload) and not launches
         host.launcher = LauncherState.GAVE_UP if host.failed else LauncherState.RUNNING
+        job = self.job_of(host)
+        if job is not None and launches:
+            self.loop.after(MEETS_S, partial(self._meet, job, job.attempt))
+
+    def _meet(self, job: SimJob, attempt: int) -> None:
+        there = all(self.hosts[name].alive for name in job.hosts) and self.has_launchers(job)
+        if there and job.attempt == attempt and job.since is None:
+            self.restart(job)
 
     def begin_run(self, job: SimJob) -> None:
         """A person starts another job under the name, on the same hosts: it counts from the beginning."""
@@ -212,6 +238,7 @@ class Fleet:
             host.failed = False
             host.launcher = LauncherState.RUNNING
             self.changed(host)  # launchers say what they belong to at each rendezvous
+            self.news(host)
         attempt = job.attempt
         self.loop.after(RESTART_S, lambda: self._start(job, attempt))
 
@@ -225,10 +252,17 @@ class Fleet:
             job.stalls = False
             return
         job.since = self.loop.now
+        self.loop.after(
+            job.step_s + TELLS_S * self.loop.random.random(), lambda: self._tell_first_step(job, attempt)
+        )
         bad = next((self.hosts[name] for name in job.hosts if self.hosts[name].broken), None)
         if bad is not None or job.fragile:
             again = bad or self.hosts[job.hosts[0]]
             self.loop.after(0.5 * job.step_s, lambda: self._fail_again(job, attempt, again))
+
+    def _tell_first_step(self, job: SimJob, attempt: int) -> None:
+        for name in job.hosts if job.attempt == attempt and job.step(self.loop.now) > job.began else ():
+            self.news(self.hosts[name])
 
     def _fail_again(self, job: SimJob, attempt: int, host: SimHost) -> None:
         if job.attempt == attempt and host.info.id in job.hosts and (host.broken or job.fragile):
@@ -244,34 +278,51 @@ class Fleet:
         evidence = Evidence(id=name, witness="watchdog", text="as drawn", code=code, device="gpu0")
         host.findings.append(Finding(type=type, evidence=evidence))
 
+    def describe(self, host: SimHost) -> HostInfo:
+        """What the host's daemon says of it, with its ranks."""
+        workers = tuple(
+            WorkerInfo(
+                id=f"{host.info.workload}/{worker.global_rank}",
+                local_rank=worker.local_rank,
+                global_rank=worker.global_rank,
+                state=worker.state,
+            )
+            for worker in self._workers(host)
+        )
+        state = host_state(tuple(worker.state for worker in workers), self.workers_per_host)
+        return replace(host.info, workers=workers, state=state)
+
+    def _workers(self, host: SimHost) -> tuple[WorkerReport, ...]:
+        job, now = self.job_of(host), self.loop.now
+        if job is None or host.info.id not in job.hosts:
+            return ()
+        # Of this attempt only: where it began is no step that it has finished.
+        step = job.step(now) if job.step(now) > job.began else 0
+        if job.hung_by == host.info.id:
+            step -= 1
+        first = job.hosts.index(host.info.id) * self.workers_per_host
+        return tuple(
+            WorkerReport(
+                local_rank=rank,
+                global_rank=first + rank,
+                state=DeviceState.FAILED if host.failed and rank == 0 else DeviceState.RUNNING,
+                heartbeat_age_s=0.1,
+                step=step if step > 0 else None,
+                step_age_s=max(0.0, now - job.step_at(now)) if step > 0 else None,
+            )
+            for rank in range(self.workers_per_host)
+        )
+
     def report(self, host: SimHost) -> DaemonReport:
         """What the host's daemon says now."""
-        job, now = self.job_of(host), self.loop.now
-        workers: tuple[WorkerReport, ...] = ()
-        if job is not None and host.info.id in job.hosts:
-            # Of this attempt only: where it began is no step that it has finished.
-            step = job.step(now) if job.step(now) > job.began else 0
-            if job.hung_by == host.info.id:
-                step -= 1
-            first = job.hosts.index(host.info.id) * self.workers_per_host
-            workers = tuple(
-                WorkerReport(
-                    local_rank=rank,
-                    global_rank=first + rank,
-                    state=DeviceState.FAILED if host.failed and rank == 0 else DeviceState.RUNNING,
-                    heartbeat_age_s=0.1,
-                    step=step if step > 0 else None,
-                    step_age_s=max(0.0, now - job.step_at(now)) if step > 0 else None,
-                )
-                for rank in range(self.workers_per_host)
-            )
+        job = self.job_of(host)
         report = DaemonReport(
             host=host.info.id,
             incarnation=f"{host.info.id}.{host.incarnation}",
             sequence=host.sequence,
             attempt=job.attempt if job else 0,
             launcher=host.launcher,
-            workers=workers,
+            workers=self._workers(host),
             findings=tuple(host.findings[-4:]),
             run=job.info.run if job else "",
         )

@@ -8,6 +8,7 @@ from collections import Counter
 
 from supervisor.decision.controller import Input
 from supervisor.decision.state import State
+from supervisor.detection.sightings import SILENT_SHARE
 from supervisor.policy.thresholds import Thresholds
 from supervisor.simulation.faults import SimFault, hit_hosts
 from supervisor.simulation.plane import Plane
@@ -28,8 +29,8 @@ from supervisor.values import (
 _OF_HOSTS = frozenset(
     {"worker dies", "host dies", "job hangs", "job hangs at its start", "job is slow", "xid", "ecc"}
 )
-#: From a launcher's report to the decision that must know it.
-_READ_S = 1.0
+#: Longest time from a launcher's report to the controller, over two wires.
+_READ_S = 7.0
 
 
 class Violation(AssertionError):
@@ -55,6 +56,7 @@ class Invariants:
         self._decided: set[str] = set()
         self._grown: dict[str, int] = {}
         self._said: dict[str, Event] = {}
+        self._reported_at: dict[tuple[str, LauncherState], float] = {}
         self._lost_at: dict[str, float] = {}  # when evidence confirmed that a host is gone
         #: Hosts that a fault has touched; all others are there and are heard from begin to end.
         self._disturbed: set[str] = set()
@@ -88,15 +90,13 @@ class Invariants:
 
     def controller_input(self, given: Input) -> None:
         now = self._plane.loop.now
-        if isinstance(given, Progress) and (given.attempt, given.step) > self._reported_step.get(
-            given.workload, (-1, -1)
-        ):
+        if isinstance(given, Progress) and self._is_news(given):
             self._reported_step[given.workload] = (given.attempt, given.step)
             self._reported_step_at[given.workload] = now - given.age_s
         if (
             isinstance(given, Silence)
             and given.frozen
-            and len(self._disturbed) < self._limits.silence_min_hosts
+            and len(self._disturbed | self._late_hosts()) < self._limits.silence_min_hosts
         ):
             raise Violation(f"frozen for {given.silent} silent hosts, and no fault touched so many")
         if isinstance(given, WorkloadInfo):
@@ -112,6 +112,21 @@ class Invariants:
             if given.id not in self._said and given.confirms_loss:
                 self._lost_at.update((found.id, now) for found in given.evidence)
             self._said[given.id] = given
+            self._reported_at[given.host, given.launcher] = now
+
+    def _is_news(self, given: Progress) -> bool:
+        known = self._reported_step.get(given.workload, (-1, -1))
+        of_run = given.run in ("", self._runs.get(given.workload, ("", 0))[0])
+        return of_run and (given.attempt, given.step) > known
+
+    def _late_hosts(self) -> set[str]:
+        """Hosts of which a message was so long on its way that they may have counted as silent."""
+        now, timeout_s = self._plane.loop.now, self._limits.heartbeat_timeout_s
+        return {
+            name
+            for name, host in self._plane.fleet.hosts.items()
+            if now - host.late_at < timeout_s or now - host.heard_at > SILENT_SHARE * timeout_s
+        }
 
     def _note_run(self, job: WorkloadInfo) -> None:
         """Another job under the name of one before has all its tries."""
@@ -121,6 +136,10 @@ class Invariants:
                 table.pop(name, None)
             for kind in CommandKind:
                 self._resets.pop((name, kind), None)
+            # A host that is lost is lost to this one too.
+            for event in self._said.values():
+                if event.type is EventType.HOST_HB and event.workload == name:
+                    self._incident_of.pop(event.id, None)
         self._runs[name] = job.run, job.first_attempt
 
     def _check_lost(self, event: Event) -> None:
@@ -221,10 +240,14 @@ class Invariants:
             )
 
     def _is_at_it(self, report: Event) -> bool:
-        host = self._plane.fleet.hosts[report.host] if report.host else None
-        long_enough = host is not None and self._plane.loop.now - host.reacted_at > _READ_S
-        at_it = host is not None and host.launcher is LauncherState.RESTARTING
-        return report.type is EventType.WORKER_HB and at_it and long_enough
+        at_it = report.host and self._has_said(report.host, LauncherState.RESTARTING)
+        return report.type is EventType.WORKER_HB and bool(at_it)
+
+    def _has_said(self, name: str, state: LauncherState) -> bool:
+        """Whether the host's launcher is at `state`, and the controller was told, or should have been."""
+        host = self._plane.fleet.hosts[name]
+        reported = host.reacted_at <= self._reported_at.get((name, state), -math.inf)
+        return host.launcher is state and (reported or self._plane.loop.now - host.reacted_at > _READ_S)
 
     def _check_ended(self, command: Command) -> None:
         """Launchers that gave up have said so, and only an action that starts all again can work."""
@@ -234,7 +257,7 @@ class Invariants:
             name
             for name, host in hosts.items()
             if host.alive and host.launcher is LauncherState.GAVE_UP
-            if name not in (*self._disturbed, command.host) and plane.loop.now - host.reacted_at > _READ_S
+            if name not in (*self._disturbed, command.host) and self._has_said(name, host.launcher)
         ]
         if ended and not command.kind.relaunches:
             raise Violation(f"{command.kind.value} {command.id} although the launcher of {ended[0]} gave up")
@@ -298,6 +321,7 @@ class Invariants:
         if job is None or not command.kind.restarts or not command.incident:
             return
         now = plane.loop.now
+        self._check_gone(command)
         running_s = now - job.since if job.since is not None else 0.0
         heard = any(
             plane.fleet.hosts[name].alive
@@ -310,6 +334,21 @@ class Invariants:
         known = heard and plane.sensor.up and not plane.sensor_was_away(within_s=long_s)
         if known and running_s > long_s and job.step_s < 2.0:
             raise Violation(f"{command.kind.value} {command.id} restarts {command.workload}, which advances")
+
+    def _check_gone(self, command: Command) -> None:
+        """A host that was called lost, and is back and well since it was last heard, is not taken away."""
+        host = self._plane.fleet.hosts.get(command.host)
+        if host is None:
+            return
+        reasons = [
+            each for each in self._said.values() if {one.id for one in each.evidence} & {*command.evidence}
+        ]
+        known = {one.id for each in reasons for one in each.evidence}
+        lost = all(each.type is EventType.HOST_HB for each in reasons) and known >= {*command.evidence}
+        here = host.alive and host.daemon and host.connected and not host.cut
+        well = not host.failed and host.launcher is not LauncherState.GAVE_UP
+        if lost and here and well and self._plane.loop.now - host.back_at > _READ_S:
+            raise Violation(f"{command.kind.value} {command.id} takes {command.host} away, which is back")
 
     def effect_happened(self, command: Command) -> None:
         now = self._plane.loop.now

@@ -11,6 +11,7 @@ from supervisor.control import ControllerCore
 from supervisor.decision.controller import BaseController, Input
 from supervisor.decision.state import State
 from supervisor.detection import Detector, Output, Poll, Probe
+from supervisor.detection.sightings import SILENT_SHARE
 from supervisor.event_log import EventLog, LogDeposed, LogFull, Record
 from supervisor.execution import Act, Executor, Look, Pace, Perform
 from supervisor.orchestrator import Answer
@@ -182,22 +183,28 @@ class Plane:
             return
         if not host.connected:
             self._connect(host)
+        elif host.described != self.fleet.describe(host):
+            self._register(host)
         report = self.fleet.report(host)
 
         def arrive() -> None:
+            if self.loop.now - host.heard_at > SILENT_SHARE * self.thresholds.heartbeat_timeout_s:
+                host.late_at = self.loop.now
+            host.heard_at = self.loop.now
             self._to_sensor(host, lambda: self.detector.report(report, self.loop.now))
 
         self.loop.after(host.slow_s, lambda: self.wire.send(arrive))
 
     def _connect(self, host: SimHost) -> None:
         if self._reaches(host) and self.sensor.up:
-            host.connected = True
+            host.connected, host.back_at = True, self.loop.now
             self._register(host)
 
     def _register(self, host: SimHost) -> None:
         if not self._reaches(host) or not host.connected:
             return
-        info, job = host.info, self.fleet.job_of(host)
+        info, job = self.fleet.describe(host), self.fleet.job_of(host)
+        host.described = info
 
         def arrive() -> list[Output]:
             now = self.loop.now

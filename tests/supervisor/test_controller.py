@@ -274,6 +274,18 @@ def test_a_job_grows_when_it_is_quiet_and_enough_spares_stay() -> None:
     assert fleet.state.incidents == {}
 
 
+@pytest.mark.parametrize("kind", [EventType.WORKER_HB, EventType.HOST_HB])
+def test_what_happens_while_a_job_grows_is_not_forgotten_with_its_growth(kind: EventType) -> None:
+    fleet = Controller(spares=3, scaling=True, max_replicas=3)
+    fleet.now += LIMITS.scale_up_hold_s
+    assert [command.kind for command in fleet.give(fleet.event(EventType.SCALE_UP, ""))] == [UP]
+    fleet.give(fleet.event(kind))
+    # Ranks were restarted with the others; the host is still lost.
+    lost = kind is EventType.HOST_HB
+    assert fleet.end() + fleet.wait(LIMITS.coalesce_s) == [SWAP] * lost
+    assert ("train" in fleet.state.incidents) == lost
+
+
 def test_a_lost_daemon_and_changes_of_a_node_move_no_job() -> None:
     fleet = Controller()
     assert fleet.happens(EventType.DAEMON_LOST) == []
@@ -328,6 +340,29 @@ def test_a_confirmed_loss_does_not_wait_until_the_last_step_is_old() -> None:
         assert fleet.wait(LIMITS.coalesce_s) == []
         assert "was finished" in fleet.state.incidents["train"].note
         assert fleet.wait(LIMITS.advancing_s) == [SWAP]
+
+
+def test_a_launcher_that_gave_up_is_not_waited_for_until_the_last_step_is_old() -> None:
+    fleet = Controller(max_workload_restarts=1)
+    fleet.advance(501)
+    assert fleet.happens(EventType.WORKER_HB, launcher=LauncherState.GAVE_UP) == [RESET]
+    fleet = Controller(max_workload_restarts=1)
+    fleet.give(fleet.event(EventType.WORKER_HB, launcher=LauncherState.GAVE_UP))
+    fleet.now += 0.5
+    fleet.advance(501)  # the others go on without it
+    assert fleet.wait(LIMITS.coalesce_s) == []
+
+
+@pytest.mark.parametrize(("attempt", "closed"), [(3, False), (4, True)])
+def test_the_first_step_of_another_attempt_ends_an_incident_at_once_and_a_late_one_of_the_same_does_not(
+    attempt: int, closed: bool
+) -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    fleet.advance(501, attempt=3)
+    fleet.give(fleet.event(EventType.WORKER_HB, attempt=3, launcher=LauncherState.RESTARTING))
+    fleet.now += 1.0
+    fleet.advance(502, attempt=attempt)
+    assert (fleet.state.incidents == {}) == closed
 
 
 def test_a_host_that_is_back_does_not_make_its_job_be_restarted_while_it_advances() -> None:
@@ -554,6 +589,27 @@ def test_a_swap_that_failed_by_no_spare_condemns_none_and_gives_way_to_the_next_
     fleet.advance(501, attempt=1)
     fleet.now += LIMITS.action_period_s
     assert fleet.happens(EventType.HOST_HB, "h0") == [SWAP]
+
+
+def test_a_second_loss_beside_a_swap_that_failed_is_swapped() -> None:
+    fleet = Controller(spares=2, max_workload_restarts=2)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end(OutcomeStatus.TIMED_OUT)
+    assert fleet.wait(LIMITS.backoff_s) == [RESET]
+    fleet.end()
+    assert fleet.happens(EventType.HOST_HB, "h0") == [SWAP]
+    assert fleet.sent[-1].host == "h0"
+
+
+def test_a_rank_of_the_attempt_that_an_action_began_may_fail_before_the_outcome_is_told() -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0"))
+    fleet.give(fleet.event(EventType.WORKER_HB, "h0", attempt=1))
+    fleet.end()
+    assert [each.attempt for each in fleet.state.incidents["train"].reports] == [1]
+    fleet.now += LIMITS.action_period_s
+    assert fleet.wait(LIMITS.coalesce_s) == [IN_JOB]
 
 
 def test_the_host_that_took_the_place_is_booked_and_not_the_spare_that_was_named() -> None:
@@ -901,6 +957,20 @@ def test_a_host_that_is_lost_is_lost_to_the_next_job_of_the_name_too() -> None:
     (incident,) = fleet.state.incidents.values()
     assert [each.type for each in incident.reports] == [EventType.HOST_HB]
     assert fleet.wait(LIMITS.coalesce_s) == [RESET]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_loss_that_was_not_heard_of_before_the_name_was_used_again_counts_where_the_job_has_the_host(
+    held: bool,
+) -> None:
+    fleet = Controller(spares=0)
+    _begin(fleet, "r1")
+    lost = replace(fleet.event(EventType.HOST_HB), run="r1")
+    _begin(fleet, "r2")
+    if not held:
+        fleet.give(replace(fleet.state.hosts["h1"], workload="other"))
+    fleet.give(lost)
+    assert fleet.wait(LIMITS.coalesce_s) == [RESET] * held
 
 
 def test_a_job_that_ended_is_forgotten_and_its_hosts_are_spares_again() -> None:

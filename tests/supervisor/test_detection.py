@@ -24,6 +24,7 @@ from supervisor.values import (
     LauncherState,
     Progress,
     Silence,
+    WorkerInfo,
     WorkerReport,
     WorkloadInfo,
 )
@@ -308,6 +309,10 @@ def test_a_host_whose_launcher_gave_up_is_free_once_its_job_steps_without_it() -
     said = sensor.beat("h0", workers=_worker(0, step=7, step_age_s=0.0), **later)
     assert said == [_host("h1")]
     assert sensor.beat("h0", workers=_worker(0, step=8, step_age_s=0.0), **later) == []
+    # What its daemon says at its own time changes nothing, until its launcher has met the others again.
+    assert sensor.beat("h1", attempt=1, launcher=LauncherState.GAVE_UP) == []
+    assert sensor.beat("h1", workers=_worker(1), **later) == [_host("h1", "train"), _running("h1", "train")]
+    assert len(events(sensor.run(61, workers=_worker(0), **later), EventType.HANG)) == 1
 
 
 def _running(name: str, workload: str) -> HostInfo:
@@ -521,6 +526,16 @@ def test_a_new_sensor_misses_the_hosts_that_the_controller_knows() -> None:
     assert [each for each in said if isinstance(each, Silence)] == [Silence(frozen=False, silent=1, hosts=1)]
 
 
+@pytest.mark.parametrize("state", [DeviceState.FAILED, DeviceState.RUNNING])
+def test_a_new_sensor_misses_a_host_whose_rank_failed_and_not_one_that_was_lost(state: DeviceState) -> None:
+    detector = Detector("s2", LIMITS, 0.0)
+    rank = WorkerInfo(id="train/0", local_rank=0, global_rank=0, state=state)
+    known = replace(_host("h1"), state=DeviceState.FAILED, workers=(rank,))
+    detector.expect_host(known, 0.0)
+    said = [each for now in range(1, 25) for each in detector.tick(float(now))]
+    assert len(events(said)) == (state is DeviceState.FAILED)
+
+
 def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
     sensor = Sensor()
     sensor.run(5, workers=_worker(0, step=7, step_age_s=0.1), attempt=1)
@@ -534,17 +549,55 @@ def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
     assert sensor.detector.holds(_command(event), sensor.now) is False
 
 
-@pytest.mark.parametrize("by_orchestrator", [False, True])
-def test_a_last_step_from_before_a_confirmed_loss_is_no_advance_and_a_later_one_is(
-    by_orchestrator: bool,
-) -> None:
+def test_what_another_sensor_concluded_of_a_host_is_answered_by_how_the_host_is_now() -> None:
+    sensor = Sensor()
+    swap = _command_of("h1", "s0:7/0")
+    assert sensor.detector.holds(swap, sensor.now) is False
+    assert sensor.detector.holds(_command_of("h9", "s0:7/0"), sensor.now) is None
+    # What no sensor concluded holds, and so does what this one did.
+    assert sensor.detector.holds(_command_of("h1", "i1/stuck1", "s0:7/0"), sensor.now) is True
+    assert sensor.detector.holds(_command_of("h1", "h1/nvml/b-ecc-2"), sensor.now) is True
+    sensor.beat("h1", workers=_worker(1, state=DeviceState.FAILED))
+    sensor.beat("h0")  # it is polled then
+    assert sensor.detector.holds(swap, sensor.now) is True
+    sensor.beat("h1", workers=_worker(1))
+    sensor.run(26, silent=["h1"])
+    assert sensor.detector.holds(swap, sensor.now) is True
+
+
+def test_a_new_sensor_cannot_tell_whether_a_host_is_lost_until_it_could_have_come() -> None:
+    detector = Detector("s2", LIMITS, 0.0)
+    detector.expect_host(replace(_host("h1"), state=DeviceState.FAILED), 0.0)
+    swap = _command_of("h1", "s1:7/0")
+    assert detector.holds(swap, 1.0) is None
+    for now in range(1, 21):
+        detector.tick(float(now))
+    assert detector.holds(swap, 20.0) is True
+    detector.register_host(_host("h1"), 21.0)
+    assert detector.holds(swap, 21.0) is None
+    detector.report(DaemonReport(host="h1", incarnation="d1", sequence=0), 22.0)
+    assert detector.holds(swap, 22.0) is False
+
+
+def _command_of(host: str, *evidence: str) -> Command:
+    kind = CommandKind.HOT_SWAP
+    return Command(epoch=1, id="c1", kind=kind, workload="train", host=host, spare="h3", evidence=evidence)
+
+
+@pytest.mark.parametrize("by", ["witness", "orchestrator", "launcher"])
+def test_a_last_step_from_before_a_confirmed_loss_is_no_advance_and_a_later_one_is(by: str) -> None:
     sensor = Sensor()
     sensor.run(5, workers=_worker(0, step=7, step_age_s=0.1), attempt=1)
-    sensor.take(sensor.detector.stream_ended("h1", sensor.now))
-    if by_orchestrator:
+    if by == "launcher":
+        said = sensor.detector.report(
+            sensor.report("h1", attempt=1, launcher=LauncherState.GAVE_UP), sensor.now
+        )
+    else:
+        sensor.take(sensor.detector.stream_ended("h1", sensor.now))
+    if by == "orchestrator":
         found = Evidence(id="pod-1", witness="orchestrator", text="deleted")
         said = sensor.detector.orchestrator_changed("h1", Change.GONE, found, sensor.now)
-    else:
+    if by == "witness":
         said = sensor.detector.witness_answered("h1", False, "orchestrator", sensor.now)
     (lost,) = events(sensor.take(said))
     sensor.now += 1.0

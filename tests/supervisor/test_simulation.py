@@ -71,6 +71,31 @@ STOPPED_BEFORE_THE_STEP = Scenario(
     reckless=False,
 )
 
+#: Of seed 531: the disk is full when a host is lost, which is taken in after the name was used again.
+LOST_BEFORE_THE_NAME = Scenario(
+    seed=531,
+    hosts=6,
+    faults=(
+        SimFault(at=80.7, kind="disk is full", seconds=60.0),
+        SimFault(at=84.3, kind="host dies", target=3, seconds=0.0),
+        SimFault(at=87.9, kind="second controller"),
+        SimFault(at=135.8, kind=NAME_AGAIN),
+    ),
+    reckless=False,
+)
+
+#: A host is back, with its launcher, when its swap is looked at, and another sensor had lost it.
+BACK_BEFORE_THE_SWAP = Scenario(
+    seed=93,
+    hosts=8,
+    faults=(
+        SimFault(at=30.8, kind="host dies", target=6, seconds=20.0, code=1),
+        SimFault(at=31.5, kind="actuator crashes", seconds=20.0),
+        SimFault(at=40.2, kind="sensor crashes", seconds=3.0),
+    ),
+    reckless=False,
+)
+
 #: Of seed 9038: a whole fleet dies before all of its daemons are back from a partition.
 DEAD_IN_A_PARTITION = Scenario(
     seed=9038,
@@ -344,7 +369,9 @@ def test_a_user_sees_what_a_history_did_and_which_options_are_wrong(
 
 
 @pytest.mark.parametrize(
-    "saved", [DEAD_IN_A_PARTITION, STOPPED_BEFORE_THE_STEP], ids=lambda saved: saved.seed
+    "saved",
+    [DEAD_IN_A_PARTITION, STOPPED_BEFORE_THE_STEP, LOST_BEFORE_THE_NAME, BACK_BEFORE_THE_SWAP],
+    ids=lambda saved: saved.seed,
 )
 def test_a_saved_history_that_failed_once_keeps_all_invariants(saved: Scenario) -> None:
     assert run(saved).violation == ""

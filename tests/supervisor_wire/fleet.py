@@ -36,12 +36,14 @@ _Told = TypeVar("_Told")
 class Fleet:
     """A sensor and an actuator of this process, and the daemon process between them and `launcher_port`."""
 
-    def __init__(self, tmp_path: Path, security: Security = PLAIN) -> None:
+    def __init__(self, tmp_path: Path, security: Security = PLAIN, *, report_period_s: float = 0.5) -> None:
         self.security = security
         self.port, self.launcher_port = free_ports(2)
         self.tmp_path = tmp_path
         self.sensor, self.actuator = Listener(), Listener()
-        self.sensor_streams = HostStreams(part="sensor", report_period_s=0.5, listener=self.sensor)
+        self.sensor_streams = HostStreams(
+            part="sensor", report_period_s=report_period_s, listener=self.sensor
+        )
         self.actuator_streams = HostStreams(part="actuator", report_period_s=0.5, listener=self.actuator)
         self.addresses: dict[str, str] = {}
         self._started = 0

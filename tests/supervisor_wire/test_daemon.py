@@ -66,7 +66,8 @@ class Job:
         )
         self.link.send_outcome(outcome.to_dict())
 
-    def say(self, *states: str, attempt: int = 0, launcher: str = "running") -> None:
+    def say(self, *states: str, attempt: int = 0, launcher: str = "running", step: int | None = 12) -> None:
+        steps = {} if step is None else {"step": step, "step_age_s": 0.25}
         workers = [
             {
                 "local_rank": rank,
@@ -74,8 +75,7 @@ class Job:
                 "state": state,
                 "heartbeat_age_s": 0.0,
                 "monitor_age_s": 2.0,
-                "step": 12,
-                "step_age_s": 0.25,
+                **steps,
             }
             for rank, state in enumerate(states)
         ]
@@ -99,13 +99,16 @@ def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launc
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
-        fleet = Fleet(tmp_path)
+        # All that is told is told at once: the first step of an attempt, too.
+        fleet = Fleet(tmp_path, report_period_s=3600.0)
         async with fleet.serve():
             with fleet.daemon() as daemon:
                 await fleet.sensor.wait_for("connected", "host-1")
                 with Job(fleet) as job:
+                    job.say("running", "running", attempt=3, launcher="restarting", step=None)
+                    await fleet.reported(lambda report: len(report.workers) == 2)
                     job.say("running", "running", attempt=3, launcher="restarting")
-                    seen = await fleet.reported(lambda report: len(report.workers) == 2)
+                    seen = await fleet.reported(lambda report: any(one.step for one in report.workers))
                     assert (seen.attempt, seen.launcher) == (3, LauncherState.RESTARTING)
                     assert [worker.global_rank for worker in seen.workers] == [4, 5]
                     assert all(worker.step == 12 for worker in seen.workers)
