@@ -63,8 +63,10 @@ def note_absence(turn: Turn) -> None:
 
 def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
     """A report joins the incident of its `subject`, or opens one; default: of its job."""
-    job, mark = turn.state.workloads.get(event.workload), turn.state.progress.get(event.workload)
     host = turn.state.hosts.get(event.host)
+    if host is not None and not event.workload:  # the sensor hears later that a spare has a job
+        event = replace(event, workload=host.workload)
+    job, mark = turn.state.workloads.get(event.workload), turn.state.progress.get(event.workload)
     if job is not None and not job.is_of_run(event.run) and not _concerns_next_run(event, host):
         return  # of an earlier job of that name
     if mark and event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt < mark.attempt:

@@ -21,7 +21,14 @@ def take_host(turn: Turn, host: HostInfo) -> None:
     known = turn.state.hosts.get(host.id)
     if known is None and host.state is DeviceState.FAILED and is_history(turn, host):
         return
+    if known is not None and is_awaited(turn, known) and not (host.workload or host.workers):
+        host = replace(host, workload=known.workload)
     turn.put("hosts", host.id, replace(host, cordoned=known.cordoned if known else host.cordoned))
+
+
+def is_awaited(turn: Turn, host: HostInfo) -> bool:
+    """Whether an action has given a spare to a job, whose launcher there has not been heard of yet."""
+    return bool(host.workload) and not host.workers and host.workload in turn.state.incidents
 
 
 def take_workload(turn: Turn, job: WorkloadInfo) -> None:

@@ -460,6 +460,34 @@ def test_a_host_is_lost_and_other_launchers_gave_up_so_all_start_again_with_the_
     assert fleet.state.incidents == {}
 
 
+@pytest.mark.parametrize("said", [False, True], ids=["at once", "after its daemon spoke"])
+def test_a_spare_that_is_lost_before_its_launcher_was_heard_of_is_swapped_like_any_host(said: bool) -> None:
+    """To the sensor it is a spare still: it names no job for it."""
+    fleet = Controller(spares=2)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end()
+    spare = replace(fleet.state.hosts["s0"], workload="")
+    if said:
+        fleet.give(spare)
+    fleet.give(replace(spare, state=DeviceState.FAILED))
+    lost = replace(fleet.event(EventType.HOST_HB, "s0"), workload="", run="")
+    fleet.give(lost)
+    assert fleet.wait(LIMITS.coalesce_s) == [SWAP]
+    assert (fleet.sent[-1].host, fleet.sent[-1].spare) == ("s0", "s1")
+
+
+def test_a_spare_that_got_a_job_and_lost_it_is_a_spare_again() -> None:
+    fleet = Controller(spares=1)
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end()
+    fleet.give(replace(fleet.state.hosts["s0"], workload=""))
+    assert fleet.state.hosts["s0"].workload == "train"
+    fleet.now += 1.0
+    fleet.advance(1, attempt=10**6)
+    fleet.give(replace(fleet.state.hosts["s0"], workload=""))
+    assert fleet.state.hosts["s0"].workload == ""
+
+
 def test_without_a_spare_launchers_that_gave_up_beside_a_lost_host_start_again_all_the_same() -> None:
     fleet = Controller(spares=0)
     fleet.give(fleet.event(EventType.WORKER_HB, "h0", **GAVE_UP))
