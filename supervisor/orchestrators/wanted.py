@@ -337,6 +337,8 @@ class WantedOrchestrator:
         return state
 
     def _swap(self, state: WantedState, job: JobState, host: str, spare: str, seen: Seen) -> WantedState:
+        if host not in job.hosts and spare in job.hosts:
+            return state  # by a command that was not done in time
         if host not in job.hosts:
             raise _Refusal(f"{host} does not work for {job.workload}; {', '.join(job.hosts)} do")
         if spare == host and host not in state.gone:
@@ -453,6 +455,8 @@ class WantedOrchestrator:
     async def _stop(self, processes: Sequence[Marked], grace_s: float) -> None:
         """SIGTERM to the launchers, SIGKILL to what is left of them after `grace_s`.
 
+        Where all that is left stands still, at once: it acts on no other signal.
+
         Raises:
             OSError: processes are left that nothing ends.
         """
@@ -464,7 +468,7 @@ class WantedOrchestrator:
 
         await self._machines.signal_roots(processes, SIGTERM)
         end = time.monotonic() + grace_s
-        while await left() and time.monotonic() < end:
+        while not all(one.stopped for one in await left()) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
         end = time.monotonic() + KILL_S
         while remaining := await left():

@@ -10,11 +10,12 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from resiliency.testing.processes import stop_process
 from supervisor.orchestrators.local import stop_all
 from supervisor.orchestrators.wanted import restart_at_next_run
 from supervisor.values import CommandKind, OutcomeStatus, Request
@@ -104,6 +105,30 @@ def test_the_spare_is_lost_while_it_takes_a_place(tmp_path: Path) -> None:
         training.lose("s1")
         status = training.goes_on(2, job_of(status).attempt, "it does not go on with the other spare")
         assert hosts_of(training, status) == {"a", "s2"}
+
+
+def test_a_host_that_stands_still_is_replaced_and_harms_nobody_when_it_goes_on(tmp_path: Path) -> None:
+    with journey(tmp_path) as (training, status):
+        survivor = {one.pid for one in training.processes("a")}
+        frozen = [one.pid for one in training.processes("b")]
+        for pid in frozen:
+            stop_process(pid)
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with a spare")
+        assert hosts_of(training, status) == {"a", "s1"}
+        assert survivor & {one.pid for one in training.processes("a")}
+        attempt = job_of(status).attempt
+        for pid in frozen:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        wait_until(
+            lambda: {one.mark.part for one in training.processes("b")} == {"daemon"},
+            "the launcher of a host that was replaced stays",
+            timeout=120,
+        )
+        status = training.plane.wait_for(
+            lambda seen: (job_of(seen).step or 0) > (job_of(status).step or 0) + 20, "it does not train on"
+        )
+        assert (job_of(status).attempt, job_of(status).incident) == (attempt, "")
 
 
 def test_launchers_that_gave_up_are_all_started_again(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_a_daemon_that_ended_alone_is_started_again_and_a_host_that_is_dead_is_n
 
 def test_a_host_that_stands_still_as_a_whole_is_not_called_there(tmp_path: Path, fleet: Path) -> None:
     async def work() -> None:
-        async with Local(fleet, job_file(tmp_path)).running() as here:
+        async with Local(fleet, job_file(tmp_path, grace_s=3600)).running() as here:
             await is_up(here, "ab", daemons=3)
             (daemon,), (launcher,) = here.processes("daemon", "a"), here.processes("launcher", "a")
             stop_process(daemon.pid)
@@ -255,6 +255,13 @@ def test_a_host_that_stands_still_as_a_whole_is_not_called_there(tmp_path: Path,
             stop_process(launcher.pid)
             # Nor is it gone: a process that is stopped may go on.
             assert await here.look("a") is None
+            # No grace makes it act upon SIGTERM.
+            swap = {"workload": "job", "host": "a.boot", "spare": "c.boot"}
+            done = await here.do("c1", CommandKind.HOT_SWAP, **swap)
+            assert done.text == "stopped on a, started on c"
+            # A command for which there was no time has had its effect; the next one goes on from there.
+            done = await here.do("c2", CommandKind.HOT_SWAP, **swap)
+            assert (done.status, done.text) == (OutcomeStatus.DONE, "as wanted")
 
     run(work())
 
@@ -428,7 +435,7 @@ GOOD = {"hosts": ["a"], "jobs": [{"workload": "j", "command": ["x"]}]}
         ({"hosts": ["a", "a"]}, "hosts must be a list of different names."),
         ({"hosts": ["a b"]}, "hosts must be names of letters, digits, dots and dashes, found 'a b'."),
         ({"jobs": []}, "jobs must be a list of at least one job."),
-        ({"spares": 1}, "the file has no field 'spares'; it may have first_port, hosts, jobs"),
+        ({"spares": 1}, "the file has no field 'spares'; it may have daemon_flags, first_port, hosts, jobs"),
         ({"first_port": 80}, "first_port must be a whole number from 1024 to 65533, found 80."),
         ({"workers_per_host": True}, "workers_per_host must be a whole number from 1 to 1024, found True."),
         ({"resources": {"GPU": 0}}, "resources must be a table of numbers above 0, found {'GPU': 0}."),
