@@ -86,6 +86,15 @@ class Training:
         for kubelet in self.kubelets.values():
             kubelet.kill()
 
+    def evict(self, node: str) -> None:
+        """As `kubectl drain` of somebody else, or a preemption, has a pod end; its node stays open."""
+
+        def delete(cluster: Cluster) -> None:
+            (pod,) = [one for one in cluster.pods("demo") if one["spec"]["nodeName"] == node]
+            cluster.store.delete("pods", pod["metadata"]["name"], JOBS, grace_s=30)
+
+        self.cluster.call(delete)
+
     def _kernel_log(self, node: str) -> Path:
         return self.directory / f"{node}-kernel.log"
 
@@ -271,6 +280,24 @@ def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -
     assert _host(status, "n2").cordoned
     plane.act(Request.UNCORDON, host="n2", why="it was maintained")
     plane.wait_for(lambda seen: _is_spare(seen, "n2"), "it is no spare again")
+
+
+@pytest.mark.thorough("a broken GPU is near")
+def test_a_pod_that_somebody_else_evicts_is_made_again_and_the_job_goes_on_from_its_last_step(
+    training: Training,
+) -> None:
+    status = training.begins()
+    launchers, jobset_uid = training.pids("n1"), training.uid()
+
+    training.evict("n2")
+    status = training.goes_on(job_of(status).attempt, "it does not go on")
+    assert launchers & training.pids("n1")
+    assert training.uid() == jobset_uid
+    assert "memory" in training.restored()
+    # All ranks stopped at one step, and that is saved.
+    before = training.log("n1").rpartition(" begins at step ")[0]
+    assert training.begun()[-1][1] == int(re.findall(r"^rank \d of 2 step (\d+) loss", before, re.M)[-1])
+    assert (status.commands, status.incidents) == ((), ())
 
 
 @pytest.mark.thorough("test_contract.py loses nodes, test_crashes.py kills adapters, a broken GPU is near")
