@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from kubernetes_asyncio.client import Configuration
 
@@ -89,7 +91,7 @@ def test_a_watch_goes_on_from_a_version_gets_bookmarks_and_410_when_it_is_too_ol
                 if event["type"] == "BOOKMARK" and "DELETED" in seen:
                     break
             assert [one for one in seen if one != "BOOKMARK"] == ["ADDED", "DELETED"]
-            cluster.store.compact()
+            cluster.store.forget_history()
             with pytest.raises(ApiError) as error:
                 async for _event in api.watch(CONFIG_MAPS, NAMESPACE, version):
                     pass
@@ -106,6 +108,86 @@ def test_lists_come_in_pages() -> None:
             found, _ = await api.list(CONFIG_MAPS, NAMESPACE)
             assert len({one["metadata"]["name"] for one in found}) == 1200
             assert sum(call.verb == "list" for call in cluster.api.calls) == 3
+
+    run(work())
+
+
+def test_a_watch_from_a_version_that_is_forgotten_is_answered_and_its_first_event_is_the_error() -> None:
+    async def work() -> None:
+        async with served() as (cluster, _), aiohttp.ClientSession(cluster.api.url) as session:
+            cluster.store.create("configmaps", config_map("c"), NAMESPACE)
+            cluster.store.forget_history()
+            path = f"/api/v1/namespaces/{NAMESPACE}/configmaps?watch=1&resourceVersion=1"
+            async with session.get(path) as response:
+                event = json.loads(await response.content.readline())
+            assert (response.status, event["type"], event["object"]["code"]) == (200, "ERROR", 410)
+
+    run(work())
+
+
+def test_the_pages_of_a_list_are_of_one_version_whatever_changes_meanwhile() -> None:
+    async def work() -> None:
+        async with served() as (cluster, _), aiohttp.ClientSession(cluster.api.url) as session:
+            for name in ("b", "c", "d"):
+                cluster.store.create("configmaps", config_map(name), NAMESPACE)
+            path = f"/api/v1/namespaces/{NAMESPACE}/configmaps?limit=2"
+            first = await (await session.get(path)).json()
+            cluster.store.delete("configmaps", "d", NAMESPACE)
+            cluster.store.create("configmaps", config_map("a"), NAMESPACE)
+            more = f"{path}&continue={first['metadata']['continue']}"
+            second = await (await session.get(more)).json()
+            found = [one["metadata"]["name"] for page in (first, second) for one in page["items"]]
+            assert found == ["b", "c", "d"]
+            assert first["metadata"]["resourceVersion"] == second["metadata"]["resourceVersion"]
+            old = await session.get(f"{path}&continue=none")
+            assert old.status == 410
+
+    run(work())
+
+
+def test_items_of_lists_say_what_they_are_for_custom_kinds_alone() -> None:
+    async def work() -> None:
+        async with served("n1") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1))
+            built_in = [one for kind in (NODES, PODS, JOBS) for one in (await api.list(kind))[0]]
+            assert len(built_in) == 3
+            assert not any(one.keys() & {"kind", "apiVersion"} for one in built_in)
+            (known,), _ = await api.list(JOBSETS, NAMESPACE)
+            assert (known["kind"], known["apiVersion"]) == ("JobSet", "jobset.x-k8s.io/v1alpha2")
+            assert (await api.get(NODES, "n1"))["kind"] == "Node"
+
+    run(work())
+
+
+def test_an_object_is_neither_made_at_a_version_nor_given_another_uid() -> None:
+    async def work() -> None:
+        async with served() as (_, api):
+            made = await api.create(CONFIG_MAPS, config_map("c"), NAMESPACE)
+            again = config_map("d")
+            again["metadata"]["resourceVersion"] = "1"
+            assert await code_of(api.create(CONFIG_MAPS, again, NAMESPACE)) == 500
+            other = {**made, "metadata": {**made["metadata"], "uid": "another"}}
+            assert await code_of(api.patch(CONFIG_MAPS, other, {"data": {}})) == 422
+            # Where it is at another version as well, that is seen first.
+            other["metadata"]["resourceVersion"] = "1"
+            assert await code_of(api.patch(CONFIG_MAPS, other, {"data": {}})) == 409
+
+    run(work())
+
+
+def test_a_quota_counts_what_a_dry_run_would_replace_and_is_asked_before_its_name() -> None:
+    async def work() -> None:
+        async with served() as (cluster, api):
+            quota = {"metadata": {"name": "one"}, "spec": {"hard": {"count/jobsets.jobset.x-k8s.io": "1"}}}
+            await api.create(JOBSETS, jobset("a"), NAMESPACE)
+            assert await code_of(api.create(JOBSETS, jobset("a"), NAMESPACE, dry_run=True)) == 409
+            cluster.store.create("resourcequotas", quota, NAMESPACE)
+            with pytest.raises(ApiError) as error:
+                await api.create(JOBSETS, jobset("a"), NAMESPACE, dry_run=True)
+            assert error.value.code == 403
+            count = "count/jobsets.jobset.x-k8s.io=1"
+            text = f"exceeded quota: one, requested: {count}, used: {count}, limited: {count}"
+            assert str(error.value).endswith(text)
 
     run(work())
 

@@ -320,7 +320,7 @@ def test_a_watch_that_is_too_old_lists_again_and_tells_what_is_gone() -> None:
             gone = host(cluster, "n2")
             cluster.api.down = True
             cluster.remove_node("n2")
-            cluster.store.compact()
+            cluster.store.forget_history()
             cluster.api.down = False
             await cluster.until(lambda: view.nodes.get("n2") is None, "it is still there")
             assert [change[0] for change in adapter.changes] == [gone]

@@ -50,6 +50,7 @@ class WriterLease:
         self._api, self._namespace, self._identity = api, namespace, identity
         self._lease_s = lease_s
         self._until = 0.0
+        self._held_since = 0.0
         self._lock = asyncio.Lock()
         self._seen: tuple[str, float] = ("", 0.0)
         self._holder = ""
@@ -96,8 +97,20 @@ class WriterLease:
 
     def check(self) -> None:
         """Raise NotHolder where another one may write by now."""
-        if time.monotonic() >= self._until:
-            raise NotHolder(f"{self._holder or 'nobody'} holds the lease {self._namespace}/{NAME}")
+        if time.monotonic() < self._until:
+            return
+        name = f"{self._namespace}/{NAME}"
+        if self._holder == self._identity:
+            raise NotHolder(
+                f"the lease {name} could not be renewed in time: nothing is changed until it is;"
+                " look at the API server"
+            )
+        raise NotHolder(f"{self._holder or 'nobody'} holds the lease {name}")
+
+    def held_for(self) -> float:
+        """Seconds for which it has been held, so renewed at the API server, without a gap; 0 while not."""
+        now = time.monotonic()
+        return now - self._held_since if now < self._until else 0.0
 
     async def _renew(self) -> None:
         asked_at = time.monotonic()
@@ -122,6 +135,8 @@ class WriterLease:
             if takes:
                 logger.info("lease %s: taken%s", NAME, f" over from {holder}" if holder else "")
                 self.taken.set()
+        if asked_at >= self._until:
+            self._held_since = asked_at
         # Before the others may: they count from when they saw the renewal, which is later than `asked_at`.
         self._until, self._holder = asked_at + self._lease_s * 2 / 3, self._identity
 

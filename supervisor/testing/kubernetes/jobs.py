@@ -15,7 +15,8 @@ Each function looks at one object and does what is due.  The rules were measured
 5. A Job that fails gets FailureTarget first, and Failed when none of its pods terminates any more.  JobSets
    act on Failed.
 6. Pods of a Node object that is gone are failed, with the condition DisruptionTarget, and deleted by the pod
-   collector 60 s later (`hosts.collect`).
+   collector 60 s later; so are, after 8.5 s, pods that terminate on a silent node with the taint
+   ``node.kubernetes.io/out-of-service`` (`hosts.collect`).
 7. A living kubelet sets phase Failed before it deletes a pod (`hosts.run_pods`).
 """
 
