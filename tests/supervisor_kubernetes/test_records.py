@@ -47,6 +47,28 @@ def test_a_jobset_that_would_be_refused_is_not_deleted() -> None:
     run(work())
 
 
+@pytest.mark.parametrize(("limit", "fits"), [(1, True), (0, False)])
+def test_a_quota_that_counts_the_old_jobset_refuses_the_new_one_only_where_it_is_exceeded_already(
+    limit: int, fits: bool
+) -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            name = "count/jobsets.jobset.x-k8s.io"
+            quota = {"metadata": {"name": "few"}, "spec": {"hard": {name: str(limit)}}}
+            cluster.store.create("resourcequotas", quota, JOBS)
+            uid = cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"]
+            done = await adapter.do("c1", CommandKind.WORKLOAD_RECREATION, workload="a")
+            assert (cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"] != uid) == fits
+            if fits:
+                assert done.status is OutcomeStatus.DONE
+            else:
+                assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
+                assert f"used: {name}=1, limited: {name}=0" in done.text
+
+    run(work())
+
+
 def test_a_jobset_that_is_refused_after_its_deletion_is_kept_and_made_again_by_itself() -> None:
     async def work() -> None:
         async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from supervisor.orchestrator import Answer
 from supervisor.orchestrators.gke.lease import NotHolder
 from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Cluster, Fault
@@ -253,5 +255,78 @@ def test_an_adapter_that_could_not_renew_its_lease_says_so_and_names_no_other_ho
                 adapter.orchestrator._lease.check()
             cluster.api.faults.clear()
             assert (await adapter.do("c2", CommandKind.UNCORDON_HOST, **cordon)).status is DONE
+
+    run(work())
+
+
+class Swaps:
+    """A job of one host, which is swapped again and again."""
+
+    def __init__(self, cluster: Cluster, adapter: Adapter) -> None:
+        self.cluster, self.adapter = cluster, adapter
+        self.number = 0
+
+    async def swap(self) -> tuple[Answer, float]:
+        """The answer to one more swap, and how long it took."""
+        self.number += 1
+        (node,) = self.cluster.running("a").values()
+        swap = {"workload": "a", "host": host(self.cluster, node), "spare": "n9.boot"}
+        begun = time.monotonic()
+        done = await self.adapter.do(f"c{self.number}", CommandKind.HOT_SWAP, deadline_s=120.0, **swap)
+        return done, time.monotonic() - begun
+
+
+IGNORES: dict[str, Any] = {
+    "podFailurePolicy": {
+        "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+    },
+    "backoffLimitPerIndex": 0,
+}
+
+
+@pytest.mark.parametrize("job", [{}, IGNORES], ids=["counted", "ignored"])
+def test_a_swap_of_the_same_index_gives_way_to_a_new_job_once_its_job_would_wait_longer(
+    job: dict[str, Any],
+) -> None:
+    async def work() -> None:
+        async with (
+            cluster_of(*(f"n{number}" for number in range(5)), waits=Waits()) as cluster,
+            Adapter(cluster, "one", Times()) as adapter,
+        ):
+            await submit(cluster, jobset(hosts=1, **job))
+            swaps = Swaps(cluster, adapter)
+            first, first_s = await swaps.swap()
+            assert (first.status, " after the" in first.text, 10.0 <= first_s < 15.0) == (DONE, False, True)
+            second, second_s = await swaps.swap()
+            assert second.text.endswith(" after the 20 s that its Job waits by now; 1 pods run")
+            assert 20.0 <= second_s < 25.0
+            before = cluster.running("a")
+            third, third_s = await swaps.swap()
+            assert (third.status, third.passing, third.spare) == (OutcomeStatus.FAILED, False, "")
+            assert third.text == (
+                f"a would wait 40 s for its pod of {before['0-0']}: its Job waits twice as long before each"
+                " replacement, and a workload reset takes 30 s at most"
+            )
+            assert (third_s < 1.0, cluster.running("a")) == (True, before)
+            begun = time.monotonic()
+            assert (await adapter.do("c9", CommandKind.WORKLOAD_RESET, workload="a")).status is DONE
+            assert time.monotonic() - begun < 30.0
+            assert (await swaps.swap())[0].status is DONE  # the count of a new Job begins at 0
+
+    run(work())
+
+
+def test_a_swap_that_has_less_time_than_its_job_waits_ends_nothing() -> None:
+    async def work() -> None:
+        async with (
+            cluster_of("n1", "n2", waits=Waits()) as cluster,
+            Adapter(cluster, "one", Times()) as adapter,
+        ):
+            await submit(cluster, jobset(hosts=1))
+            swap = {"workload": "a", "host": host(cluster, "n1"), "spare": host(cluster, "n2")}
+            done = await adapter.do_once("c1", CommandKind.HOT_SWAP, deadline_s=8.0, **swap)
+            assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
+            assert re.search("each replacement, and . s are left for the swap$", done.text)
+            assert cluster.running("a") == {"0-0": "n1"}
 
     run(work())

@@ -11,7 +11,6 @@ import pytest
 
 from supervisor.orchestrators.gke.pods import node_of
 from supervisor.testing.kubernetes import Fault
-from supervisor.testing.kubernetes.waits import Waits
 from supervisor.values import Change, Command, CommandKind, OutcomeStatus
 from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
@@ -171,20 +170,6 @@ def test_a_pod_that_does_not_end_on_a_node_that_lives_is_deleted_for_good_after_
                 if (call.verb, call.resource, call.name) == ("delete", "pods", stuck["metadata"]["name"])
             ]
             assert forced
-
-    run(work())
-
-
-def test_a_swap_fails_where_its_job_waits_longer_with_the_replacement_than_the_swap_has() -> None:
-    async def work() -> None:
-        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
-            await submit(cluster, jobset(hosts=2))
-            cluster.waits = cluster._memory.waits = Waits(backoff_s=3600.0)
-            cluster.lose_node("n2")
-            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
-            done = await adapter.do_once("c1", CommandKind.HOT_SWAP, deadline_s=1.0, **swap)
-            assert (done.status, done.passing, done.spare) == (FAILED, True, "")
-            assert done.text.startswith("1 pods of a are not made again yet: their Job waits")
 
     run(work())
 

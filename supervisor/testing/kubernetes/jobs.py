@@ -11,7 +11,8 @@ Each function looks at one object and does what is due.  The rules were measured
 3. With `TerminatingOrFailed` a pod counts as failed from its deletion on, and the finalizer goes once the
    replacement is there.
 4. Before each replacement the Job controller waits: 10 s x 2^(failures - 1) from the end of the pod, 10 min
-   at most.  A new Job begins at 0.  Failures that a podFailurePolicy ignores cost 10 s, then 20 s each.
+   at most.  A new Job begins at 0.  Failures that a podFailurePolicy ignores cost 10 s, then 20 s each; with
+   a limit for each index they count as the others do.  Pods carry both counts of their index.
 5. A Job that fails gets FailureTarget first, and Failed when none of its pods terminates any more.  JobSets
    act on Failed.
 6. Pods of a Node object that is gone are failed, with the condition DisruptionTarget, and deleted by the pod
@@ -36,6 +37,7 @@ PREFIX = "jobset.sigs.k8s.io"
 ATTEMPT = f"{PREFIX}/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 FAILURES = "batch.kubernetes.io/job-index-failure-count"
+IGNORED = "batch.kubernetes.io/job-index-ignored-failure-count"
 TRACKING = "batch.kubernetes.io/job-tracking"
 
 
@@ -46,15 +48,19 @@ class JobMemory:
     Attributes:
         counted: uids of pods that counted as failed while they still had the finalizer.
         failures: how many there were, and the end of the last, by uid of the Job and index.
+        ignored: how many of them a podFailurePolicy ignored.
     """
 
     waits: Waits
     counted: set[str] = field(default_factory=set)
     failures: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    ignored: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def note_failure(self, key: tuple[str, str], now: float, *, ignored: bool) -> None:
         number = self.failures.get(key, (0, 0.0))[0] + 1
-        self.failures[key] = (min(number, 2) if ignored else number, now)
+        by_index = bool(key[1])
+        self.failures[key] = (number if by_index or not ignored else min(number, 2), now)
+        self.ignored[key] = self.ignored.get(key, 0) + ignored
 
     def replaced_at(self, key: tuple[str, str]) -> float:
         """When the backoff of an index is over (rule 4)."""
@@ -264,6 +270,8 @@ def _make_pods(
             "batch.kubernetes.io/job-name": meta["name"],
         }
         marks = {INDEX: index, FAILURES: str(failures.get(index, 0))}
+        ignored = memory.ignored.get((meta["uid"], index))
+        marks |= {IGNORED: str(ignored)} if ignored else {}
         own["annotations"] = {**(own.get("annotations") or {}), **marks}
         own["ownerReferences"] = [_owner(job)]
         own["finalizers"] = [TRACKING]

@@ -82,8 +82,9 @@ class NodeController:
         return renewed
 
     def judge(self, waits: Waits, renewed: list[str], *, served: bool) -> None:
-        """Have Ready of nodes follow their leases; called after `renew_due`, so that a busy machine makes none
-        silent.
+        """Have Ready of nodes follow their leases.
+
+        After `renew_due`: a machine that is late with all of it makes no node silent.
         """
         for name in renewed:
             self.set_ready(name, "True")
