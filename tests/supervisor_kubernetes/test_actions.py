@@ -11,7 +11,6 @@ from supervisor.orchestrators.gke.nodes import holds_place
 from supervisor.testing.kubernetes import Fault
 from supervisor.testing.kubernetes.hosts import GPU
 from supervisor.values import Change, CommandKind, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
     JOBS,
     TIMES,
@@ -22,6 +21,7 @@ from tests.supervisor_kubernetes.fleet import (
     submit,
     words,
 )
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 DONE = OutcomeStatus.DONE
 

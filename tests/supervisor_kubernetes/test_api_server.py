@@ -16,9 +16,9 @@ from kubernetes_asyncio.client import Configuration
 from supervisor.orchestrators.gke.client import CONFIG_MAPS, JOBS, JOBSETS, NODES, PODS, Api, ApiError
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import JOBS as NAMESPACE
 from tests.supervisor_kubernetes.fleet import jobset, submit
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 from tests.waiting import WAIT_S
 
 

@@ -14,8 +14,8 @@ from supervisor.orchestrators.gke.jobsets import generation
 from supervisor.testing.kubernetes import Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
 from supervisor.values import Command, CommandKind, Outcome, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import JOBS, OWN, Adapter, cluster_of, jobset, kill_at, submit
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 #: The old JobSet is gone, and the new one is not there yet: the first such call is the dry run.
 BETWEEN = Fault(kind=FaultKind.HOLD_BEFORE, verb="create", resource="jobsets", call=2)

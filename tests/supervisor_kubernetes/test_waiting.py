@@ -12,7 +12,6 @@ import pytest
 from supervisor.orchestrators.gke.pods import node_of
 from supervisor.testing.kubernetes import Fault
 from supervisor.values import Change, Command, CommandKind, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
     IMPATIENT,
     JOBS,
@@ -24,6 +23,7 @@ from tests.supervisor_kubernetes.fleet import (
     jobset,
     submit,
 )
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 DONE, FAILED = OutcomeStatus.DONE, OutcomeStatus.FAILED
 

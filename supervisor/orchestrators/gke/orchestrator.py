@@ -91,7 +91,7 @@ class GkeOrchestrator:
     def _begin(self, api: Api) -> None:
         self._api = api
         self._lease = WriterLease(api, self._own, self._identity, self._times.lease_s)
-        self._view = ClusterView(api, self._namespace, self._times, self._lease.held_for)
+        self._view = ClusterView(api, self._namespace, self._times, self._lease.served_for)
         # Set when there may be records that nobody is at: after a take-over, and after a try that failed.
         self._unfinished = self._lease.taken
         api.before_change = self._lease.check

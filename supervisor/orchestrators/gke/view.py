@@ -51,7 +51,7 @@ class Times:
     margin_s: float = 15.0
     alive_s: float = 12.0
     silent_s: float = 30.0
-    served_s: float = 20.0
+    served_s: float = 15.0
     retry_s: float = 5.0
 
 

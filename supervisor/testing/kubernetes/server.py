@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP side of the API server: paths, verbs, watches, and faults placed at calls."""
+"""The HTTP side of the API server: paths, verbs, watches, and faults placed at calls.
+
+What was measured against Kubernetes 1.36, and holds here:
+
+1. Items of lists have neither kind nor apiVersion, but for kinds of a CustomResourceDefinition.
+2. All pages of a list are of the version of its first page; a token that is too old gets 410.
+3. A watch from a version that is forgotten gets 200, and then an event ERROR of code 410.
+4. A watch has a bookmark each 60 s, and none where nobody lists its kind (`ApiServer.bookmark_s`).
+5. A create with a resourceVersion gets 500; a PATCH with another uid 422, or 409 if its version is old, too.
+6. A dry run of a taken name gets 409, but quotas are asked before: 403 where the old object fills one.
+7. An eviction that a budget refuses gets 429 without Retry-After, and 500 where two budgets have the pod.
+"""
 
 from __future__ import annotations
 
