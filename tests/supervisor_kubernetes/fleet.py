@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kubernetes_asyncio.client import Configuration
 
 from supervisor.orchestrator import Answer
@@ -41,6 +44,9 @@ TIMES = Times(
 IMPATIENT = replace(TIMES, margin_s=1e6)
 #: Of the JobSets, and of the supervisor.
 JOBS, OWN = "jobs", "fleet"
+NEEDS_CLUSTER = pytest.mark.skipif(
+    not os.environ.get("KUBECONFIG"), reason="KUBECONFIG: names no API server to run the contract against"
+)
 
 
 def jobset(
@@ -217,6 +223,11 @@ def words(cluster: Cluster, name: str = "a") -> list[str]:
     (replicated,) = cluster.store.get("jobsets", name, JOBS)["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     return [*container["command"], *container["args"]]
+
+
+def new_epoch() -> int:
+    """Above that of any run before; a real API server remembers them."""
+    return time.time_ns() // 10**6
 
 
 def kubeconfig(path: Path, url: str) -> Path:

@@ -249,6 +249,24 @@ def test_a_jobset_runs_restarts_by_its_policy_and_takes_its_pods_along_when_it_i
     run(work())
 
 
+def test_a_jobset_is_filled_in_by_its_webhook_and_marks_what_it_makes_with_twelve_labels() -> None:
+    async def work() -> None:
+        async with served("n1") as (cluster, api):
+            thing = jobset("a", hosts=1)
+            del thing["spec"]["replicatedJobs"][0]["template"]["spec"]["completionMode"]
+            made = await api.create(JOBSETS, thing, NAMESPACE)
+            assert made["spec"]["network"]["enableDNSHostnames"]
+            (replicated,) = made["spec"]["replicatedJobs"]
+            assert replicated["template"]["spec"]["completionMode"] == "Indexed"
+            await cluster.until(lambda: cluster.running("a"), "it does not run")
+            marks = [label for label in cluster.pods("a")[0]["metadata"]["labels"] if "jobset.sigs" in label]
+            assert len(marks) == 12
+            status = cluster.store.get("jobsets", "a", NAMESPACE)["status"]
+            assert status["restartsCountTowardsMax"] == status["restarts"] == 0
+
+    run(work())
+
+
 FAILURE_POLICY: dict[str, Any] = {
     "backoffLimitPerIndex": None,
     "backoffLimit": 0,

@@ -29,9 +29,8 @@ from supervisor.testing.kubernetes import Cluster
 from supervisor.values import Command, CommandKind, OutcomeStatus
 from tests.asynchronous import run
 from tests.supervisor.orchestrators import carry_out
-from tests.supervisor_kubernetes.fleet import JOBS, TIMES, jobset
+from tests.supervisor_kubernetes.fleet import JOBS, NEEDS_CLUSTER, TIMES, jobset, new_epoch
 from tests.supervisor_kubernetes.stand_ins import StandIns
-from tests.supervisor_kubernetes.test_contract import NEEDS_CLUSTER, new_epoch
 from tests.waiting import WAIT_S
 
 DONE, FAILED = OutcomeStatus.DONE, OutcomeStatus.FAILED

@@ -19,11 +19,14 @@ Each function looks at one object and does what is due.  The rules were measured
    collector 60 s later; so are, after 8.5 s, pods that terminate on a silent node with the taint
    ``node.kubernetes.io/out-of-service`` (`hosts.collect`).
 7. A living kubelet sets phase Failed before it deletes a pod (`hosts.run_pods`).
+8. A JobSet counts the restarts that its failure policy limits apart, and marks its Jobs and their pods with
+   twelve labels (of one group here); what is left out of it, its webhook fills in (`with_defaults`).
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -102,6 +105,8 @@ def reconcile_jobset(store: Store, jobset: Object) -> None:
             elif known["spec"].get("suspend", False) != job["spec"]["suspend"] and known in current:
                 known["spec"]["suspend"] = job["spec"]["suspend"]
                 store.update("jobs", known, meta["namespace"], checked=False)
+    # Of restarts, a rule of the failure policy may except some; there is none here that does.
+    status["restartsCountTowardsMax"] = status["restarts"]
     # Each change of a pod is one of its JobSet, too: what was read a moment ago is old.
     status["replicatedJobsStatus"] = [
         {
@@ -120,19 +125,45 @@ def reconcile_jobset(store: Store, jobset: Object) -> None:
     _set_status(store, "jobsets", jobset, status)
 
 
+def with_defaults(jobset: Object) -> Object:
+    """What the JobSet webhook and its schema make of an object that is created by a call (rule 8)."""
+    made = copy.deepcopy(jobset)
+    spec = made["spec"]
+    spec.setdefault("network", {"enableDNSHostnames": True, "publishNotReadyAddresses": True})
+    spec.setdefault("successPolicy", {"operator": "All"})
+    spec.setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})
+    for replicated in spec["replicatedJobs"]:
+        replicated.setdefault("replicas", 1)
+        replicated.setdefault("groupName", "default")
+        job = replicated["template"]["spec"]
+        job.setdefault("completionMode", "Indexed")
+        job["template"]["spec"].setdefault("restartPolicy", "OnFailure")
+    return made
+
+
 def _wanted_jobs(jobset: Object, attempt: str) -> list[Object]:
     meta, made = jobset["metadata"], []
-    for replicated in jobset["spec"]["replicatedJobs"]:
-        for number in range(replicated.get("replicas", 1)):
+    sizes = [one.get("replicas", 1) for one in jobset["spec"]["replicatedJobs"]]
+    for place, replicated in enumerate(jobset["spec"]["replicatedJobs"]):
+        for number in range(sizes[place]):
             job = copy.deepcopy(replicated["template"])
             labels = {
                 f"{PREFIX}/jobset-name": meta["name"],
                 f"{PREFIX}/jobset-uid": meta["uid"],
                 f"{PREFIX}/replicatedjob-name": replicated["name"],
+                f"{PREFIX}/replicatedjob-replicas": str(sizes[place]),
+                f"{PREFIX}/global-replicas": str(sum(sizes)),
+                f"{PREFIX}/group-name": replicated.get("groupName", "default"),
+                f"{PREFIX}/group-replicas": str(sum(sizes)),
                 f"{PREFIX}/job-index": str(number),
+                f"{PREFIX}/job-global-index": str(len(made)),
+                f"{PREFIX}/job-group-index": str(len(made)),
                 ATTEMPT: attempt,
             }
             name = f"{meta['name']}-{replicated['name']}-{number}"
+            labels[f"{PREFIX}/job-key"] = hashlib.sha256(f"{meta['namespace']}/{name}".encode()).hexdigest()[
+                :40
+            ]
             own = job.setdefault("metadata", {})
             own.update(name=name, namespace=meta["namespace"], ownerReferences=[_owner(jobset)])
             own["labels"] = {**(own.get("labels") or {}), **labels}

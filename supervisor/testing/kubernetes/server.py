@@ -29,6 +29,7 @@ from aiohttp import web
 
 from resiliency.tasks import wait_for
 from supervisor.testing.kubernetes.faults import Call, Fault, FaultKind, PlacedFaults
+from supervisor.testing.kubernetes.jobs import with_defaults
 from supervisor.testing.kubernetes.kinds import KINDS, Kind, Object, Refusal, gone, labels_of, selects
 from supervisor.testing.kubernetes.patches import applied, merged
 from supervisor.testing.kubernetes.store import Store, stamp
@@ -216,6 +217,8 @@ class ApiServer:
         if call.verb == "get":
             return self.store.get(plural, name, namespace)
         if call.verb == "create":
+            if plural == "jobsets":
+                body = with_defaults(body)
             self.admission(plural, body)
             self._ask_quotas(target)
             return self.store.create(plural, body, namespace, dry_run=call.dry_run)
