@@ -269,6 +269,26 @@ def test_no_container_has_more_than_it_needs() -> None:
                 assert not template["spec"].get("hostNetwork")
 
 
+def test_two_releases_of_one_name_share_no_object_where_they_watch_one_namespace() -> None:
+    def names(namespace: str) -> set[tuple[str, str, str]]:
+        done = run_helm(
+            "template",
+            "rs",
+            str(CHART),
+            "--namespace",
+            namespace,
+            "--set-json",
+            'workloadNamespace="training"',
+        )
+        assert done.returncode == 0, done.stderr
+        return {
+            (one["kind"], one["metadata"].get("namespace", ""), one["metadata"]["name"])
+            for one in Objects(done.stdout).all
+        }
+
+    assert names("fleet") & names("other") == set()
+
+
 # ---------------------------------------------------------------- upgrades
 
 

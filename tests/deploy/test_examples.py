@@ -202,6 +202,14 @@ def test_the_orchestrator_finds_nothing_missing_and_can_change_the_size(name: st
     assert int(options.args.nnodes) == options.supervisor.dp_replicas == size.hosts - 1 == spec["completions"]
 
 
+def test_the_namespace_of_the_jobs_lets_their_pods_in_whatever_level_a_cluster_enforces() -> None:
+    pods = [jobsets.pod_template(one)["spec"] for name in JOBSETS for thing in objects(name)
+            if thing["kind"] == "JobSet" for one in jobsets.replicated_jobs(thing)]  # fmt: skip
+    assert any(pod.get("hostNetwork") for pod in pods)
+    (namespace,) = [one for one in objects("storage") if one["kind"] == "Namespace"]
+    assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "privileged"}
+
+
 def test_the_simulator_takes_the_flags_of_the_bad_day(tmp_path: Path) -> None:
     (job,) = objects("inject-faults")
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kubernetes_asyncio.client import Configuration
 
 from supervisor.orchestrator import Answer
@@ -20,16 +23,30 @@ from supervisor.orchestrators.gke.orchestrator import GkeOrchestrator
 from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Call, Cluster, Fault
 from supervisor.testing.kubernetes.hosts import GPU
+from supervisor.testing.kubernetes.waits import Waits
 from supervisor.values import Change, Command, CommandKind, Evidence, HostFacts
 from tests.supervisor.orchestrators import carry_out, look_at, try_once
 from tests.waiting import WAIT_S
 
 #: As in a cluster, but a hundred times as fast; none of them is waited for where nothing is wrong.
-TIMES = Times(lease_s=6.0, stuck_s=3.0, evict_s=30.0, unplaced_s=0.6, margin_s=0.5, alive_s=30.0, retry_s=0.1)
+TIMES = Times(
+    lease_s=6.0,
+    stuck_s=3.0,
+    evict_s=30.0,
+    unplaced_s=0.6,
+    margin_s=0.5,
+    alive_s=30.0,
+    silent_s=40.0,
+    served_s=0.05,
+    retry_s=0.1,
+)
 #: A command that waits for a queue or an image counts as done at its first look.
 IMPATIENT = replace(TIMES, margin_s=1e6)
 #: Of the JobSets, and of the supervisor.
 JOBS, OWN = "jobs", "fleet"
+NEEDS_CLUSTER = pytest.mark.skipif(
+    not os.environ.get("KUBECONFIG"), reason="KUBECONFIG: names no API server to run the contract against"
+)
 
 
 def jobset(
@@ -170,9 +187,9 @@ def right_of(call: Call) -> Right | None:
 
 
 @asynccontextmanager
-async def cluster_of(*nodes: str) -> AsyncIterator[Cluster]:
+async def cluster_of(*nodes: str, waits: Waits | None = None) -> AsyncIterator[Cluster]:
     """A cluster in which adapters have their rights, and no others."""
-    async with Cluster() as cluster:
+    async with Cluster(waits) as cluster:
         cluster.api.authorize = lambda call: right_of(call) is not None
         for node in nodes:
             cluster.add_node(node)
@@ -206,6 +223,11 @@ def words(cluster: Cluster, name: str = "a") -> list[str]:
     (replicated,) = cluster.store.get("jobsets", name, JOBS)["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     return [*container["command"], *container["args"]]
+
+
+def new_epoch() -> int:
+    """Above that of any run before; a real API server remembers them."""
+    return time.time_ns() // 10**6
 
 
 def kubeconfig(path: Path, url: str) -> Path:

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from kubernetes_asyncio.client import Configuration
 
 from supervisor.orchestrators.gke.client import CONFIG_MAPS, JOBS, JOBSETS, NODES, PODS, Api, ApiError
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import JOBS as NAMESPACE
 from tests.supervisor_kubernetes.fleet import jobset, submit
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 from tests.waiting import WAIT_S
 
 
@@ -89,7 +91,7 @@ def test_a_watch_goes_on_from_a_version_gets_bookmarks_and_410_when_it_is_too_ol
                 if event["type"] == "BOOKMARK" and "DELETED" in seen:
                     break
             assert [one for one in seen if one != "BOOKMARK"] == ["ADDED", "DELETED"]
-            cluster.store.compact()
+            cluster.store.forget_history()
             with pytest.raises(ApiError) as error:
                 async for _event in api.watch(CONFIG_MAPS, NAMESPACE, version):
                     pass
@@ -106,6 +108,86 @@ def test_lists_come_in_pages() -> None:
             found, _ = await api.list(CONFIG_MAPS, NAMESPACE)
             assert len({one["metadata"]["name"] for one in found}) == 1200
             assert sum(call.verb == "list" for call in cluster.api.calls) == 3
+
+    run(work())
+
+
+def test_a_watch_from_a_version_that_is_forgotten_is_answered_and_its_first_event_is_the_error() -> None:
+    async def work() -> None:
+        async with served() as (cluster, _), aiohttp.ClientSession(cluster.api.url) as session:
+            cluster.store.create("configmaps", config_map("c"), NAMESPACE)
+            cluster.store.forget_history()
+            path = f"/api/v1/namespaces/{NAMESPACE}/configmaps?watch=1&resourceVersion=1"
+            async with session.get(path) as response:
+                event = json.loads(await response.content.readline())
+            assert (response.status, event["type"], event["object"]["code"]) == (200, "ERROR", 410)
+
+    run(work())
+
+
+def test_the_pages_of_a_list_are_of_one_version_whatever_changes_meanwhile() -> None:
+    async def work() -> None:
+        async with served() as (cluster, _), aiohttp.ClientSession(cluster.api.url) as session:
+            for name in ("b", "c", "d"):
+                cluster.store.create("configmaps", config_map(name), NAMESPACE)
+            path = f"/api/v1/namespaces/{NAMESPACE}/configmaps?limit=2"
+            first = await (await session.get(path)).json()
+            cluster.store.delete("configmaps", "d", NAMESPACE)
+            cluster.store.create("configmaps", config_map("a"), NAMESPACE)
+            more = f"{path}&continue={first['metadata']['continue']}"
+            second = await (await session.get(more)).json()
+            found = [one["metadata"]["name"] for page in (first, second) for one in page["items"]]
+            assert found == ["b", "c", "d"]
+            assert first["metadata"]["resourceVersion"] == second["metadata"]["resourceVersion"]
+            old = await session.get(f"{path}&continue=none")
+            assert old.status == 410
+
+    run(work())
+
+
+def test_items_of_lists_say_what_they_are_for_custom_kinds_alone() -> None:
+    async def work() -> None:
+        async with served("n1") as (cluster, api):
+            await submit(cluster, jobset("a", hosts=1))
+            built_in = [one for kind in (NODES, PODS, JOBS) for one in (await api.list(kind))[0]]
+            assert len(built_in) == 3
+            assert not any(one.keys() & {"kind", "apiVersion"} for one in built_in)
+            (known,), _ = await api.list(JOBSETS, NAMESPACE)
+            assert (known["kind"], known["apiVersion"]) == ("JobSet", "jobset.x-k8s.io/v1alpha2")
+            assert (await api.get(NODES, "n1"))["kind"] == "Node"
+
+    run(work())
+
+
+def test_an_object_is_neither_made_at_a_version_nor_given_another_uid() -> None:
+    async def work() -> None:
+        async with served() as (_, api):
+            made = await api.create(CONFIG_MAPS, config_map("c"), NAMESPACE)
+            again = config_map("d")
+            again["metadata"]["resourceVersion"] = "1"
+            assert await code_of(api.create(CONFIG_MAPS, again, NAMESPACE)) == 500
+            other = {**made, "metadata": {**made["metadata"], "uid": "another"}}
+            assert await code_of(api.patch(CONFIG_MAPS, other, {"data": {}})) == 422
+            # Where it is at another version as well, that is seen first.
+            other["metadata"]["resourceVersion"] = "1"
+            assert await code_of(api.patch(CONFIG_MAPS, other, {"data": {}})) == 409
+
+    run(work())
+
+
+def test_a_quota_counts_what_a_dry_run_would_replace_and_is_asked_before_its_name() -> None:
+    async def work() -> None:
+        async with served() as (cluster, api):
+            quota = {"metadata": {"name": "one"}, "spec": {"hard": {"count/jobsets.jobset.x-k8s.io": "1"}}}
+            await api.create(JOBSETS, jobset("a"), NAMESPACE)
+            assert await code_of(api.create(JOBSETS, jobset("a"), NAMESPACE, dry_run=True)) == 409
+            cluster.store.create("resourcequotas", quota, NAMESPACE)
+            with pytest.raises(ApiError) as error:
+                await api.create(JOBSETS, jobset("a"), NAMESPACE, dry_run=True)
+            assert error.value.code == 403
+            count = "count/jobsets.jobset.x-k8s.io=1"
+            text = f"exceeded quota: one, requested: {count}, used: {count}, limited: {count}"
+            assert str(error.value).endswith(text)
 
     run(work())
 
@@ -163,6 +245,24 @@ def test_a_jobset_runs_restarts_by_its_policy_and_takes_its_pods_along_when_it_i
             await api.delete(JOBSETS, thing, foreground=True)
             await cluster.until(lambda: cluster.store.find("jobsets", "a", NAMESPACE) is None, "still there")
             assert list(cluster.store.all("jobs")) + list(cluster.store.all("pods")) == []
+
+    run(work())
+
+
+def test_a_jobset_is_filled_in_by_its_webhook_and_marks_what_it_makes_with_twelve_labels() -> None:
+    async def work() -> None:
+        async with served("n1") as (cluster, api):
+            thing = jobset("a", hosts=1)
+            del thing["spec"]["replicatedJobs"][0]["template"]["spec"]["completionMode"]
+            made = await api.create(JOBSETS, thing, NAMESPACE)
+            assert made["spec"]["network"]["enableDNSHostnames"]
+            (replicated,) = made["spec"]["replicatedJobs"]
+            assert replicated["template"]["spec"]["completionMode"] == "Indexed"
+            await cluster.until(lambda: cluster.running("a"), "it does not run")
+            marks = [label for label in cluster.pods("a")[0]["metadata"]["labels"] if "jobset.sigs" in label]
+            assert len(marks) == 12
+            status = cluster.store.get("jobsets", "a", NAMESPACE)["status"]
+            assert status["restartsCountTowardsMax"] == status["restarts"] == 0
 
     run(work())
 

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -36,7 +35,15 @@ from supervisor.watchdogs.watchdog import boot_id
 from tests.asynchronous import run
 from tests.ports import free_row
 from tests.supervisor.orchestrators import carry_out, local_fleet, look_at
-from tests.supervisor_kubernetes.fleet import Adapter, cluster_of, host, jobset, submit
+from tests.supervisor_kubernetes.fleet import (
+    NEEDS_CLUSTER,
+    Adapter,
+    cluster_of,
+    host,
+    jobset,
+    new_epoch,
+    submit,
+)
 from tests.supervisor_ray.cluster import Cluster, ray_cluster
 from tests.supervisor_ray.cluster_program import HOST
 from tests.waiting import WAIT_S
@@ -219,9 +226,6 @@ def _running(pods: list[dict[str, Any]]) -> set[str]:
     }
 
 
-NEEDS_CLUSTER = pytest.mark.skipif(
-    not os.environ.get("KUBECONFIG"), reason="KUBECONFIG: names no API server to run the contract against"
-)
 SUBJECTS = [
     pytest.param(local, id="local"),
     pytest.param(
@@ -239,11 +243,6 @@ SUBJECTS = [
 #: Those whose machines a test may take away.
 OWN_MACHINES = SUBJECTS[:3]
 Maker = Callable[[Path, pytest.FixtureRequest], Any]
-
-
-def new_epoch() -> int:
-    """Above that of any run before; a real API server remembers them."""
-    return time.time_ns() // 10**6
 
 
 @asynccontextmanager

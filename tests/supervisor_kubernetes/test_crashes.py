@@ -15,9 +15,9 @@ from supervisor.orchestrators.gke import RIGHTS
 from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.values import Command, Outcome, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import TIMES, Adapter, held_or_done, kill_at
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario, Seen, changing_calls
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 BOTH = (FaultKind.HOLD_BEFORE, FaultKind.HOLD_AFTER)
 #: Clusters that are played side by side; most of their time is waiting.

@@ -7,8 +7,8 @@ from typing import Any
 
 from supervisor.daemon.standalone import read_annotations
 from supervisor.values import DeviceState, HostFacts, PodFacts
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, jobset, submit
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 LABELS = {
     "cloud.google.com/gce-topology-block": "b1",

@@ -14,8 +14,8 @@ from supervisor.orchestrators.gke.jobsets import generation
 from supervisor.testing.kubernetes import Fault, FaultKind
 from supervisor.testing.kubernetes.kinds import Refusal
 from supervisor.values import Command, CommandKind, Outcome, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import JOBS, OWN, Adapter, cluster_of, jobset, kill_at, submit
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 #: The old JobSet is gone, and the new one is not there yet: the first such call is the dry run.
 BETWEEN = Fault(kind=FaultKind.HOLD_BEFORE, verb="create", resource="jobsets", call=2)
@@ -43,6 +43,28 @@ def test_a_jobset_that_would_be_refused_is_not_deleted() -> None:
             )  # an actuator can send it
             assert {pod["metadata"]["uid"] for pod in cluster.pods("a")} == before
             assert list(cluster.store.all("configmaps")) == []
+
+    run(work())
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(1, True), (0, False)])
+def test_a_quota_that_counts_the_old_jobset_refuses_the_new_one_only_where_it_is_exceeded_already(
+    limit: int, fits: bool
+) -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            await submit(cluster, jobset(hosts=2))
+            name = "count/jobsets.jobset.x-k8s.io"
+            quota = {"metadata": {"name": "few"}, "spec": {"hard": {name: str(limit)}}}
+            cluster.store.create("resourcequotas", quota, JOBS)
+            uid = cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"]
+            done = await adapter.do("c1", CommandKind.WORKLOAD_RECREATION, workload="a")
+            assert (cluster.store.get("jobsets", "a", JOBS)["metadata"]["uid"] != uid) == fits
+            if fits:
+                assert done.status is OutcomeStatus.DONE
+            else:
+                assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
+                assert f"used: {name}=1, limited: {name}=0" in done.text
 
     run(work())
 

@@ -10,7 +10,6 @@ import pytest
 from supervisor.orchestrators.gke import RIGHTS
 from supervisor.testing.kubernetes import Call
 from supervisor.values import CommandKind, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
     IMPATIENT,
     JOBS,
@@ -22,6 +21,7 @@ from tests.supervisor_kubernetes.fleet import (
     submit,
 )
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 
 async def play(scenario: Scenario, calls: list[Call]) -> None:

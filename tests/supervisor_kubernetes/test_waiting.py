@@ -11,9 +11,7 @@ import pytest
 
 from supervisor.orchestrators.gke.pods import node_of
 from supervisor.testing.kubernetes import Fault
-from supervisor.testing.kubernetes.waits import Waits
 from supervisor.values import Change, Command, CommandKind, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor_kubernetes.fleet import (
     IMPATIENT,
     JOBS,
@@ -25,6 +23,7 @@ from tests.supervisor_kubernetes.fleet import (
     jobset,
     submit,
 )
+from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
 DONE, FAILED = OutcomeStatus.DONE, OutcomeStatus.FAILED
 
@@ -175,20 +174,6 @@ def test_a_pod_that_does_not_end_on_a_node_that_lives_is_deleted_for_good_after_
     run(work())
 
 
-def test_a_swap_fails_where_its_job_waits_longer_with_the_replacement_than_the_swap_has() -> None:
-    async def work() -> None:
-        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
-            await submit(cluster, jobset(hosts=2))
-            cluster.waits = cluster._memory.waits = Waits(backoff_s=3600.0)
-            cluster.lose_node("n2")
-            swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
-            done = await adapter.do_once("c1", CommandKind.HOT_SWAP, deadline_s=1.0, **swap)
-            assert (done.status, done.passing, done.spare) == (FAILED, True, "")
-            assert done.text.startswith("1 pods of a are not made again yet: their Job waits")
-
-    run(work())
-
-
 def test_the_end_of_a_pod_is_said_to_be_asked_for_once_and_then_what_holds_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -320,7 +305,7 @@ def test_a_watch_that_is_too_old_lists_again_and_tells_what_is_gone() -> None:
             gone = host(cluster, "n2")
             cluster.api.down = True
             cluster.remove_node("n2")
-            cluster.store.compact()
+            cluster.store.forget_history()
             cluster.api.down = False
             await cluster.until(lambda: view.nodes.get("n2") is None, "it is still there")
             assert [change[0] for change in adapter.changes] == [gone]

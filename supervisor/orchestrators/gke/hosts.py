@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from supervisor.orchestrators.gke import nodes, pods
-from supervisor.orchestrators.gke.client import NODES, PODS, Object
+from supervisor.orchestrators.gke.client import NODES, PODS, ApiError, Object
 from supervisor.orchestrators.gke.names import (
     COMMANDS,
     CORDONED_BY,
@@ -80,10 +80,7 @@ class HostActions:
         # What ran there is known to the next try, too, which may find no pod any more.
         await self._cordon(node, command, {DRAINED: command if of_a_job else ""})
         said = await self._empty(name, end)
-        node = await self._fresh(host)
-        if node is not None:
-            marks = {COMMANDS: with_command(node, command)}
-            await self._view.api.patch(NODES, node, {"metadata": {"annotations": marks}})
+        await self._note_done(host, command)
         return f"cordoned; {said}", of_a_job
 
     async def _empty(self, name: str, end: float) -> str:
@@ -113,6 +110,23 @@ class HostActions:
     async def _pods_on(self, name: str) -> list[Object]:
         found, _ = await self._view.api.list(PODS, self._view.namespace, fields=f"spec.nodeName={name}")
         return [pod for pod in found if not pods.is_of_the_node(pod) and not pods.has_ended(pod)]
+
+    async def _note_done(self, host: str, command: str) -> None:
+        """Remember a command on its node, which others write, too: a taint follows the cordon a second late.
+
+        A conflict here must not make another try of the command, which would find nothing left to tell of.
+        """
+        for last in (False, False, True):
+            node = await self._fresh(host)
+            if node is None:
+                return
+            marks = {COMMANDS: with_command(node, command)}
+            try:
+                await self._view.api.patch(NODES, node, {"metadata": {"annotations": marks}})
+                return
+            except ApiError as error:
+                if error.code != 409 or last:
+                    raise
 
     async def has_rebooted(self, host: str) -> bool:
         """Whether its machine is there, by another boot than the one of the host's id."""

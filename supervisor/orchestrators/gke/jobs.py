@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,14 @@ logger = logging.getLogger(__name__)
 
 #: For which a hot swap waits for a disruption budget; a restart of the whole job costs less than more of it.
 EVICT_S = 10.0
+#: A workload reset takes less until its pods run, a lost host included: a swap that takes more gives way.
+RESET_S = 30.0
+_COUNT = r"count/jobsets\.jobset\.x-k8s\.io="
+#: A quota that is exceeded by the number of JobSets and by nothing else.
+_QUOTA = re.compile(
+    rf"exceeded quota: .*, requested: {_COUNT}1, used: {_COUNT}(?P<used>\d+),"
+    rf" limited: {_COUNT}(?P<limited>\d+)$"
+)
 #: The JobSet to be, from the one that is; raises Refused.
 Rewrite = Callable[[Object], Object]
 
@@ -242,8 +251,8 @@ class JobActions:
         try:
             await self._view.api.create(JOBSETS, wanted, self._view.namespace, dry_run=True)
         except ApiError as error:
-            # Its name is taken, which is looked at last.
-            if error.code == 409:
+            # Its name is taken, which is looked at last; right before, quotas count it with the old one.
+            if error.code == 409 or (error.code == 403 and _frees_enough(str(error))):
                 return
             if error.passing:
                 raise
@@ -290,12 +299,22 @@ class JobActions:
         mine = pods.pods_of_jobset(jobset["metadata"]["uid"], jobs, found)
         if mark is None:
             there = [pod for pod in mine if pods.node_of(pod) in (node, host) and not pods.has_ended(pod)]
-            ways = {pod["metadata"]["uid"]: self._way(pod, jobs) for pod in there if not is_deleting(pod)}
+            ways = {pod["metadata"]["uid"]: _way(pod, jobs) for pod in there if not is_deleting(pod)}
             if not all(ways.values()):
                 text = await self.reset(name, command, end)
                 return f"the whole job, because its Jobs replace no single pod: {text}", ""
+            wait_s = max((_backoff_s(pod, jobs) for pod in there), default=0.0)
+            left_s = end - time.monotonic()
+            if wait_s > min(RESET_S, left_s):
+                less = f"a workload reset takes {RESET_S:g} s at most"
+                why = less if wait_s > RESET_S else f"{left_s:.0f} s are left for the swap"
+                raise Refused(
+                    f"{name} would wait {wait_s:g} s for its pod of {node}: its Job waits twice as"
+                    f" long before each replacement, and {why}"
+                )
             mark = {
                 "command": command,
+                "wait_s": wait_s,
                 "pods": {pod["metadata"]["uid"]: ways.get(pod["metadata"]["uid"], "delete") for pod in there},
                 "indexes": [_index(pod) for pod in there],
             }
@@ -319,11 +338,9 @@ class JobActions:
         }
         node = self._view.nodes.get(next(iter(now))) if len(now) == 1 else None
         where = ", ".join(sorted(now)) or "where it was made again before"
+        if mark.get("wait_s", 0.0) > pods.BACKOFF_S:
+            where += f" after the {mark['wait_s']:g} s that its Job waits by now"
         return f"moved to {where}; {placed}", host_id(node) if node is not None else ""
-
-    def _way(self, pod: Object, jobs: list[Object]) -> str:
-        owner = owner_uid(pod)
-        return next((pods.how_to_replace(job, pod) for job in jobs if job["metadata"]["uid"] == owner), "")
 
     async def _remove(self, ways: dict[str, str], found: list[Object], end: float) -> None:
         """Have pods go, and wait until nothing runs in them any more."""
@@ -442,6 +459,22 @@ def _mark(jobset: Object, name: str, command: str) -> dict[str, Any] | None:
 def _index(pod: Object) -> tuple[str, str]:
     """Job and index of a pod, which its replacements have, too, also after a restart of the JobSet."""
     return labels_of(pod).get(JOB_NAME, ""), annotations_of(pod).get(INDEX, "")
+
+
+def _way(pod: Object, jobs: list[Object]) -> str:
+    owner = owner_uid(pod)
+    return next((pods.how_to_replace(job, pod) for job in jobs if job["metadata"]["uid"] == owner), "")
+
+
+def _backoff_s(pod: Object, jobs: list[Object]) -> float:
+    owner = owner_uid(pod)
+    return next((pods.backoff_s(job, pod) for job in jobs if job["metadata"]["uid"] == owner), 0.0)
+
+
+def _frees_enough(refusal: str) -> bool:
+    """Whether a quota refused a JobSet only because it counts the one that is to go as well."""
+    found = _QUOTA.search(refusal)
+    return found is not None and int(found["used"]) <= int(found["limited"])
 
 
 def _older(known: Object, read: Object) -> bool:

@@ -50,6 +50,8 @@ class WriterLease:
         self._api, self._namespace, self._identity = api, namespace, identity
         self._lease_s = lease_s
         self._until = 0.0
+        #: The first and the last answer of the API server, of answers without a gap between them.
+        self._served: tuple[float, float] = (-math.inf, -math.inf)
         self._lock = asyncio.Lock()
         self._seen: tuple[str, float] = ("", 0.0)
         self._holder = ""
@@ -96,12 +98,35 @@ class WriterLease:
 
     def check(self) -> None:
         """Raise NotHolder where another one may write by now."""
-        if time.monotonic() >= self._until:
-            raise NotHolder(f"{self._holder or 'nobody'} holds the lease {self._namespace}/{NAME}")
+        if time.monotonic() < self._until:
+            return
+        name = f"{self._namespace}/{NAME}"
+        if self._holder == self._identity:
+            raise NotHolder(
+                f"the lease {name} could not be renewed in time: nothing is changed until it is;"
+                " look at the API server"
+            )
+        raise NotHolder(f"{self._holder or 'nobody'} holds the lease {name}")
+
+    def served_for(self) -> float:
+        """Seconds for which the API server has answered renewals without a gap; 0 while it does not."""
+        now, (since, last) = time.monotonic(), self._served
+        return now - since if now - last < self._valid_s else 0.0
+
+    @property
+    def _valid_s(self) -> float:
+        """After a renewal; it ends before the others may take the lease."""
+        return self._lease_s * 2 / 3
 
     async def _renew(self) -> None:
         asked_at = time.monotonic()
         known = self._mine or await self._api.try_get(LEASES, NAME, self._namespace)
+        await self._hold(known, asked_at)
+        since, last = self._served
+        self._served = (since if asked_at - last < self._valid_s else asked_at), asked_at
+
+    async def _hold(self, known: Object | None, asked_at: float) -> None:
+        """Take or renew it, unless another one holds it."""
         if known is None:
             made = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": NAME}}
             made["spec"] = self._spec({}, 0, takes=True)
@@ -123,7 +148,7 @@ class WriterLease:
                 logger.info("lease %s: taken%s", NAME, f" over from {holder}" if holder else "")
                 self.taken.set()
         # Before the others may: they count from when they saw the renewal, which is later than `asked_at`.
-        self._until, self._holder = asked_at + self._lease_s * 2 / 3, self._identity
+        self._until, self._holder = asked_at + self._valid_s, self._identity
 
     async def _write(self, lease: Object) -> None:
         """Replace it as it was read; whatever goes wrong, it is read again before the next write."""

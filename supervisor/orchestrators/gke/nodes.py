@@ -13,6 +13,13 @@ _LEAVING = {
     "ToBeDeletedByClusterAutoscaler",
 }
 
+#: Taints that follow, up to a second late, what a node itself says.
+_FOLLOWING = {
+    "node.kubernetes.io/unschedulable",
+    "node.kubernetes.io/unreachable",
+    "node.kubernetes.io/not-ready",
+}
+
 
 def host_id(node: Object) -> str:
     """The id under which the daemon of this boot of the machine registers."""
@@ -31,11 +38,6 @@ def is_cordoned(node: Object) -> bool:
 
 def is_ready(node: Object) -> bool:
     return condition(node, "Ready") is not None
-
-
-def is_silent(node: Object) -> bool:
-    """The node controller has given up on its kubelet."""
-    return condition(node, "Ready", "Unknown") is not None
 
 
 def is_leaving(node: Object) -> bool:
@@ -86,7 +88,9 @@ def can_take(node: Object, pod_spec: Object) -> bool:
     if any(labels_of(node).get(key) != value for key, value in selector.items()):
         return False
     if any(
-        taint.get("effect") != "PreferNoSchedule" and not _tolerates(pod_spec, taint)
+        taint.get("effect") != "PreferNoSchedule"
+        and taint.get("key") not in _FOLLOWING
+        and not _tolerates(pod_spec, taint)
         for taint in _taints(node)
     ):
         return False

@@ -19,11 +19,11 @@ from resiliency.tasks import wait_for
 from supervisor.orchestrator import Answer, TellChange, TellFacts, ignore_facts
 from supervisor.orchestrators.gke import jobsets, nodes
 from supervisor.orchestrators.gke.annotated import annotated_pods
-from supervisor.orchestrators.gke.client import LEASES, NODES, WATCH_S, Api, ApiError, Object, find_cluster
+from supervisor.orchestrators.gke.client import NODES, WATCH_S, Api, ApiError, Object, find_cluster
 from supervisor.orchestrators.gke.hosts import HostActions
 from supervisor.orchestrators.gke.jobs import JobActions
 from supervisor.orchestrators.gke.lease import Fenced, NotHolder, WriterLease
-from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of, seconds_of
+from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of
 from supervisor.orchestrators.gke.records import Records
 from supervisor.orchestrators.gke.view import ClusterView, Refused, TimedOut, Times
 from supervisor.orchestrators.tasks import LoggedTasks
@@ -31,8 +31,6 @@ from supervisor.values import Change, Command, CommandKind, Evidence, HostFacts,
 
 logger = logging.getLogger(__name__)
 
-#: Namespace of the leases that kubelets renew.
-NODE_LEASES = "kube-node-lease"
 #: For the first list of everything.
 LIST_S = 30.0
 #: Facts about hosts are looked at so long after a change.
@@ -92,8 +90,8 @@ class GkeOrchestrator:
 
     def _begin(self, api: Api) -> None:
         self._api = api
-        self._view = ClusterView(api, self._namespace, self._times)
         self._lease = WriterLease(api, self._own, self._identity, self._times.lease_s)
+        self._view = ClusterView(api, self._namespace, self._times, self._lease.served_for)
         # Set when there may be records that nobody is at: after a take-over, and after a try that failed.
         self._unfinished = self._lease.taken
         api.before_change = self._lease.check
@@ -129,14 +127,13 @@ class GkeOrchestrator:
         if not self._view.nodes.listed.is_set():
             return None
         node = self._view.find_node(host)
-        if node is None or nodes.is_silent(node):
+        if node is None:
             return False
-        # The Ready condition is up to 50 s old.  A kubelet's lease is 10 s old at most.
-        lease = await self._api.try_get(LEASES, node["metadata"]["name"], NODE_LEASES)
-        renewed = ((lease or {}).get("spec") or {}).get("renewTime")
-        if not renewed:
-            return None
-        return True if self._api.now() - seconds_of(renewed) <= self._times.alive_s else None
+        name = node["metadata"]["name"]
+        age = await self._view.kubelets.age(name)
+        if age is not None and age <= self._times.alive_s:
+            return True
+        return False if await self._view.is_lost(name) else None
 
     # ------------------------------------------------------------------------------------- commands
 

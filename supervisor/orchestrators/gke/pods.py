@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from supervisor.orchestrators.gke.names import (
+    IGNORED_FAILURES,
     INDEX_FAILURES,
     MIRROR,
     Object,
@@ -16,6 +17,9 @@ from supervisor.orchestrators.gke.names import (
     owner_uid,
     seconds_of,
 )
+
+#: A Job waits so long before the first replacement of an index, then twice as long each time, up to a limit.
+BACKOFF_S, BACKOFF_LIMIT_S = 10.0, 600.0
 
 
 def pods_of_jobset(uid: str, jobs: Iterable[Object], pods: Iterable[Object]) -> list[Object]:
@@ -145,3 +149,14 @@ def how_to_replace(job: Object, pod: Object) -> str:
         if rule.get("action") == "Ignore" and "DisruptionTarget" in types:
             return "evict"
     return ""
+
+
+def backoff_s(job: Object, pod: Object) -> float:
+    """Seconds from the end of a pod until its Job makes it again."""
+    if job["spec"].get("backoffLimitPerIndex") is not None:
+        marks = annotations_of(pod)
+        failures = sum(int(marks.get(name, "0")) for name in (INDEX_FAILURES, IGNORED_FAILURES))
+    else:
+        # Failures that a policy ignores are not counted there; the wait after them is 20 s at most.
+        failures = int((job.get("status") or {}).get("failed") or 0)
+    return float(min(BACKOFF_S * 2.0 ** min(failures, 10), BACKOFF_LIMIT_S))

@@ -49,5 +49,5 @@ RIGHTS = (
     Right(group=QUEUE_GROUP, resource="workloads", verbs=("list",), scope=Scope.WORKLOADS),
     Right(group="", resource="configmaps", verbs=("create", "delete", "get", "list"), scope=Scope.OWN),
     Right(group=LEASE_GROUP, resource="leases", verbs=("create", "get", "update"), scope=Scope.OWN),
-    Right(group=LEASE_GROUP, resource="leases", verbs=("get",), scope=Scope.NODE_LEASES),
+    Right(group=LEASE_GROUP, resource="leases", verbs=("get", "list"), scope=Scope.NODE_LEASES),
 )

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from supervisor.orchestrators.gke import nodes, pods
 from supervisor.orchestrators.gke.client import JOBS, JOBSETS, NODES, PODS, Api, ApiError, Object
 from supervisor.orchestrators.gke.jobsets import restarts
+from supervisor.orchestrators.gke.kubelets import Kubelets
 from supervisor.orchestrators.gke.names import RESTART_ATTEMPT, is_deleting, labels_of
 from supervisor.orchestrators.gke.watching import Changes, Watched
 from supervisor.values import cut_text
@@ -37,6 +39,8 @@ class Times:
         unplaced_s: for which pods may fit on no node while none is being added.
         margin_s: before its deadline, a command that waits for a queue or an image counts as done.
         alive_s: a kubelet that renewed its lease within this time is there; it does so each 10 s.
+        silent_s: one that did not within this time is silent: its next two renewals have failed, too.
+        served_s: for which the API server must have answered before a kubelet is called silent.
         retry_s: between tries of what nobody waits for.
     """
 
@@ -46,6 +50,8 @@ class Times:
     unplaced_s: float = 60.0
     margin_s: float = 15.0
     alive_s: float = 12.0
+    silent_s: float = 30.0
+    served_s: float = 15.0
     retry_s: float = 5.0
 
 
@@ -70,10 +76,12 @@ class ClusterView:
 
     Args:
         namespace: of JobSets, their Jobs and pods.
+        served_for: see `Kubelets`.
     """
 
-    def __init__(self, api: Api, namespace: str, times: Times) -> None:
+    def __init__(self, api: Api, namespace: str, times: Times, served_for: Callable[[], float]) -> None:
         self.api, self.namespace, self.times = api, namespace, times
+        self.kubelets = Kubelets(api, silent_s=times.silent_s, served_s=times.served_s, served_for=served_for)
         self.changes = Changes()
         self.nodes = Watched(NODES, "", self.changes)
         self.jobsets = Watched(JOBSETS, namespace, self.changes)
@@ -93,14 +101,12 @@ class ClusterView:
         known = self.nodes.get(nodes.name_of(host))
         return known if known is not None and nodes.host_id(known) == host else None
 
-    async def is_lost(self, node: str) -> bool:
-        """Whether nothing on a node can end in order: it is gone, or silent for the node controller."""
-        known = self.nodes.get(node)
-        if known is not None and not nodes.is_silent(known):
-            return False
+    async def is_lost(self, name: str) -> bool:
+        """Whether nothing on a node can end in order: it is gone, or its kubelet is silent."""
         # A watch may be behind, and what is killed without grace loses its last save: the server is asked.
-        known = await self.api.try_get(NODES, node)
-        return known is None or nodes.is_silent(known)
+        if self.nodes.get(name) is None and await self.api.try_get(NODES, name) is None:
+            return True
+        return await self.kubelets.is_silent(name)
 
     def pods_of(self, uid: str) -> list[Object]:
         return pods.pods_of_jobset(uid, self.jobs.all(), self.pods.all())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -12,15 +13,14 @@ from contextlib import suppress
 from typing import Any
 
 from resiliency.tasks import wait_for
-from supervisor.testing.kubernetes import hosts, jobs
+from supervisor.testing.kubernetes import hosts, jobs, nodes
 from supervisor.testing.kubernetes.hosts import Kubelet
 from supervisor.testing.kubernetes.kinds import Object, labels_of
+from supervisor.testing.kubernetes.nodes import NodeController
 from supervisor.testing.kubernetes.server import ApiServer
-from supervisor.testing.kubernetes.store import Store, stamp
+from supervisor.testing.kubernetes.store import Store
 from supervisor.testing.kubernetes.waits import Waits
 
-#: How often kubelets renew their leases.
-RENEW_S = 1.0
 #: Longest time between two looks of the controllers: some things change with time alone.
 LOOK_S = 0.2
 #: Rounds in which controllers must come to rest.
@@ -42,11 +42,13 @@ class Cluster:
     def __init__(self, waits: Waits | None = None, *, seed: int = 0) -> None:
         self.store = Store()
         self.waits = waits or Waits().faster(100.0)
-        self.pick: Callable[[list[str]], str] = random.Random(seed).choice  # noqa: S311 - repeatable
+        chance = random.Random(seed)  # noqa: S311 - repeatable
+        self.pick: Callable[[list[str]], str] = chance.choice
         self._memory = jobs.JobMemory(self.waits)
         self._gone_at: dict[str, float] = {}
         self.api = ApiServer(self.store)
         self.kubelets: dict[str, Kubelet] = {}
+        self._nodes = NodeController(self.store, self.kubelets, chance)
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -69,26 +71,29 @@ class Cluster:
     def add_node(self, name: str, kubelet: Kubelet | None = None, **fields: Any) -> None:
         self.store.create("nodes", hosts.node(name, **fields))
         self.kubelets[name] = kubelet or Kubelet()
-        self._renew(name)
+        self._nodes.add_node(name, self.waits)
 
     def lose_node(self, name: str, *, noticed: bool = True) -> None:
         """Its machine dies: nothing changes on it any more.
 
         Args:
-            noticed: the node controller has given up on it already.
+            noticed: that was a minute ago, and the node controller has given up on it already; otherwise it
+                will, after `Waits.unknown_s`.
         """
         self.kubelets[name].alive = False
         if noticed:
             self.give_up_on(name)
 
     def give_up_on(self, name: str) -> None:
-        """The node controller notices that a node is silent, up to 50 s after its loss."""
-        self._set_ready(name, "Unknown")
+        """The node controller notices that a node is silent, 50 s after its last sign of life."""
+        self._nodes.renew(name, ago_s=nodes.SILENT_S)
+        self._nodes.set_ready(name, "Unknown")
 
     def remove_node(self, name: str) -> None:
         """Its machine is gone, and its object too; pods on it are collected a minute later."""
         self.kubelets.pop(name)
         self.store.delete("nodes", name)
+        self._nodes.remove_node(name)
 
     def reboot_node(self, name: str, boot_id: str = "") -> None:
         """Another start of the same machine; it is there again if it was lost."""
@@ -96,22 +101,8 @@ class Cluster:
         node["status"]["nodeInfo"]["bootID"] = boot_id or str(uuid.uuid4())
         self.store.update("nodes", node, checked=False)
         self.kubelets[name].alive = True
-        self._set_ready(name, "True")
-
-    def _set_ready(self, name: str, status: str) -> None:
-        node = self.store.get("nodes", name)
-        node["status"]["conditions"] = [{"type": "Ready", "status": status}]
-        self.store.update("nodes", node, checked=False)
-
-    def _renew(self, name: str) -> None:
-        now = time.time()
-        micro = stamp(now)[:-1] + f".{int(now % 1 * 1e6):06d}Z"
-        body = {"metadata": {"name": name}, "spec": {"holderIdentity": name, "renewTime": micro}}
-        known = self.store.find("leases", name, hosts.LEASES)
-        if known is None:
-            self.store.create("leases", body, hosts.LEASES)
-        else:
-            self.store.update("leases", {**known, "spec": body["spec"]}, hosts.LEASES)
+        self._nodes.renew(name)
+        self._nodes.set_ready(name, "True")
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -162,7 +153,11 @@ class Cluster:
                 if fresh is not None:
                     wakes.append(jobs.reconcile_job(self.store, fresh, self._memory, now))
             jobs.release_orphans(self.store)
-            wakes.append(hosts.collect(self.store, self.waits.gone_s, self._gone_at, now))
+            wakes.append(self._nodes.taint(self.waits))
+            ended = {
+                one["metadata"]["name"] for one in self.store.all("nodes") if nodes.is_out_of_service(one)
+            }
+            wakes.append(hosts.collect(self.store, self.waits, ended, self._gone_at, now))
             hosts.schedule(self.store, self.pick)
             wakes.append(hosts.run_pods(self.store, self.kubelets, time.monotonic()))
             if self.store.version == before:
@@ -170,17 +165,18 @@ class Cluster:
         raise AssertionError("controllers do not come to rest")
 
     async def _run(self) -> None:
-        renewed = 0.0
         while True:
             self._changed.clear()
             wake = self.settle()
-            now = time.monotonic()
-            if now - renewed >= RENEW_S:
-                renewed = now
-                for name, kubelet in self.kubelets.items():
-                    if kubelet.alive:
-                        self._renew(name)
-                self._changed.clear()  # leases move no controller
-            wait_s = LOOK_S if wake is None else min(LOOK_S, max(0.0, wake - now))
-            with suppress(asyncio.TimeoutError):
-                await wait_for(self._changed.wait(), wait_s)
+            until = min(time.monotonic() + LOOK_S, math.inf if wake is None else wake)
+            while True:
+                moved = self._changed.is_set()
+                renewed = self._nodes.renew_due(self.waits, served=not self.api.down)
+                if not moved:
+                    self._changed.clear()  # leases move no controller
+                self._nodes.judge(self.waits, renewed, served=not self.api.down)
+                wait_s = min(until, self._nodes.wake_at()) - time.monotonic()
+                with suppress(asyncio.TimeoutError):
+                    await wait_for(self._changed.wait(), max(0.0, wait_s))
+                if self._changed.is_set() or time.monotonic() >= until:
+                    break

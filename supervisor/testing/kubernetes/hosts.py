@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from supervisor.testing.kubernetes.kinds import Object, labels_of
 from supervisor.testing.kubernetes.store import Store, stamp
+from supervisor.testing.kubernetes.waits import Waits
 
 GPU = "nvidia.com/gpu"
 LEASES = "kube-node-lease"
@@ -173,11 +174,15 @@ def _end(store: Store, pod: Object, condition: Object | None = None, *, code: in
         store.delete("pods", meta["name"], meta["namespace"], uid=meta["uid"], grace_s=0)
 
 
-def collect(store: Store, gone_s: float, seen_at: dict[str, float], now: float) -> float | None:
-    """End pods whose Node object is gone, and those that are deleted before they had one (rule 6).
+def collect(
+    store: Store, waits: Waits, out_of_service: set[str], seen_at: dict[str, float], now: float
+) -> float | None:
+    """The pod collector (rule 6): ends pods whose Node object is gone, those that terminate on a silent node
+    that is out of service, and those that are deleted before they had a node.
 
     Args:
-        seen_at: when each was seen first, by uid.
+        out_of_service: names of such nodes.
+        seen_at: when each pod was seen first like that, by uid.
     Returns:
         When time alone will change something.
     """
@@ -185,10 +190,17 @@ def collect(store: Store, gone_s: float, seen_at: dict[str, float], now: float) 
     wakes = []
     for pod in store.all("pods"):
         meta, node_name = pod["metadata"], pod["spec"].get("nodeName")
-        if node_name in nodes or (not node_name and "deletionTimestamp" not in meta):
+        leaves = "deletionTimestamp" in meta
+        if node_name and node_name not in nodes:
+            wait_s = waits.gone_s
+        elif leaves and not node_name:
+            wait_s = 0.0
+        elif leaves and node_name in out_of_service:
+            wait_s = waits.out_of_service_s
+        else:
             continue
-        due = seen_at.setdefault(meta["uid"], now) + gone_s
-        if node_name and now < due:
+        due = seen_at.setdefault(meta["uid"], now) + wait_s
+        if now < due:
             wakes.append(due)
             continue
         _end(store, pod, {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"})

@@ -11,18 +11,23 @@ Each function looks at one object and does what is due.  The rules were measured
 3. With `TerminatingOrFailed` a pod counts as failed from its deletion on, and the finalizer goes once the
    replacement is there.
 4. Before each replacement the Job controller waits: 10 s x 2^(failures - 1) from the end of the pod, 10 min
-   at most.  A new Job begins at 0.  Failures that a podFailurePolicy ignores cost 10 s, then 20 s each.
+   at most.  A new Job begins at 0.  Failures that a podFailurePolicy ignores cost 10 s, then 20 s each; with
+   a limit for each index they count as the others do.  Pods carry both counts of their index.
 5. A Job that fails gets FailureTarget first, and Failed when none of its pods terminates any more.  JobSets
    act on Failed.
 6. Pods of a Node object that is gone are failed, with the condition DisruptionTarget, and deleted by the pod
-   collector 60 s later (`hosts.collect`).
+   collector 60 s later; so are, after 8.5 s, pods that terminate on a silent node with the taint
+   ``node.kubernetes.io/out-of-service`` (`hosts.collect`).
 7. A living kubelet sets phase Failed before it deletes a pod, or Succeeded where its containers have ended
    with 0 after SIGTERM, which completes the index (`hosts.run_pods`; *read*, since Kubernetes 1.27).
+8. A JobSet counts the restarts that its failure policy limits apart, and marks its Jobs and their pods with
+   twelve labels (of one group here); what is left out of it, its webhook fills in (`with_defaults`).
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,6 +41,7 @@ PREFIX = "jobset.sigs.k8s.io"
 ATTEMPT = f"{PREFIX}/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 FAILURES = "batch.kubernetes.io/job-index-failure-count"
+IGNORED = "batch.kubernetes.io/job-index-ignored-failure-count"
 TRACKING = "batch.kubernetes.io/job-tracking"
 
 
@@ -46,15 +52,19 @@ class JobMemory:
     Attributes:
         counted: uids of pods that counted as failed while they still had the finalizer.
         failures: how many there were, and the end of the last, by uid of the Job and index.
+        ignored: how many of them a podFailurePolicy ignored.
     """
 
     waits: Waits
     counted: set[str] = field(default_factory=set)
     failures: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    ignored: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def note_failure(self, key: tuple[str, str], now: float, *, ignored: bool) -> None:
         number = self.failures.get(key, (0, 0.0))[0] + 1
-        self.failures[key] = (min(number, 2) if ignored else number, now)
+        by_index = bool(key[1])
+        self.failures[key] = (number if by_index or not ignored else min(number, 2), now)
+        self.ignored[key] = self.ignored.get(key, 0) + ignored
 
     def replaced_at(self, key: tuple[str, str]) -> float:
         """When the backoff of an index is over (rule 4)."""
@@ -96,6 +106,8 @@ def reconcile_jobset(store: Store, jobset: Object) -> None:
             elif known["spec"].get("suspend", False) != job["spec"]["suspend"] and known in current:
                 known["spec"]["suspend"] = job["spec"]["suspend"]
                 store.update("jobs", known, meta["namespace"], checked=False)
+    # Of restarts, a rule of the failure policy may except some; there is none here that does.
+    status["restartsCountTowardsMax"] = status["restarts"]
     # Each change of a pod is one of its JobSet, too: what was read a moment ago is old.
     status["replicatedJobsStatus"] = [
         {
@@ -114,19 +126,45 @@ def reconcile_jobset(store: Store, jobset: Object) -> None:
     _set_status(store, "jobsets", jobset, status)
 
 
+def with_defaults(jobset: Object) -> Object:
+    """What the JobSet webhook and its schema make of an object that is created by a call (rule 8)."""
+    made = copy.deepcopy(jobset)
+    spec = made["spec"]
+    spec.setdefault("network", {"enableDNSHostnames": True, "publishNotReadyAddresses": True})
+    spec.setdefault("successPolicy", {"operator": "All"})
+    spec.setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})
+    for replicated in spec["replicatedJobs"]:
+        replicated.setdefault("replicas", 1)
+        replicated.setdefault("groupName", "default")
+        job = replicated["template"]["spec"]
+        job.setdefault("completionMode", "Indexed")
+        job["template"]["spec"].setdefault("restartPolicy", "OnFailure")
+    return made
+
+
 def _wanted_jobs(jobset: Object, attempt: str) -> list[Object]:
     meta, made = jobset["metadata"], []
-    for replicated in jobset["spec"]["replicatedJobs"]:
-        for number in range(replicated.get("replicas", 1)):
+    sizes = [one.get("replicas", 1) for one in jobset["spec"]["replicatedJobs"]]
+    for place, replicated in enumerate(jobset["spec"]["replicatedJobs"]):
+        for number in range(sizes[place]):
             job = copy.deepcopy(replicated["template"])
             labels = {
                 f"{PREFIX}/jobset-name": meta["name"],
                 f"{PREFIX}/jobset-uid": meta["uid"],
                 f"{PREFIX}/replicatedjob-name": replicated["name"],
+                f"{PREFIX}/replicatedjob-replicas": str(sizes[place]),
+                f"{PREFIX}/global-replicas": str(sum(sizes)),
+                f"{PREFIX}/group-name": replicated.get("groupName", "default"),
+                f"{PREFIX}/group-replicas": str(sum(sizes)),
                 f"{PREFIX}/job-index": str(number),
+                f"{PREFIX}/job-global-index": str(len(made)),
+                f"{PREFIX}/job-group-index": str(len(made)),
                 ATTEMPT: attempt,
             }
             name = f"{meta['name']}-{replicated['name']}-{number}"
+            labels[f"{PREFIX}/job-key"] = hashlib.sha256(f"{meta['namespace']}/{name}".encode()).hexdigest()[
+                :40
+            ]
             own = job.setdefault("metadata", {})
             own.update(name=name, namespace=meta["namespace"], ownerReferences=[_owner(jobset)])
             own["labels"] = {**(own.get("labels") or {}), **labels}
@@ -264,6 +302,8 @@ def _make_pods(
             "batch.kubernetes.io/job-name": meta["name"],
         }
         marks = {INDEX: index, FAILURES: str(failures.get(index, 0))}
+        ignored = memory.ignored.get((meta["uid"], index))
+        marks |= {IGNORED: str(ignored)} if ignored else {}
         own["annotations"] = {**(own.get("annotations") or {}), **marks}
         own["ownerReferences"] = [_owner(job)]
         own["finalizers"] = [TRACKING]

@@ -8,6 +8,8 @@ from typing import Any
 
 Object = dict[str, Any]
 
+_BUILT_IN = ("", "batch", "coordination.k8s.io", "policy")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -18,6 +20,11 @@ class Kind:
     group: str = ""
     version: str = "v1"
     namespaced: bool = True
+
+    @property
+    def is_built_in(self) -> bool:
+        """Not of a CustomResourceDefinition: items of its lists have neither kind nor apiVersion."""
+        return self.group in _BUILT_IN
 
     @property
     def api_version(self) -> str:
@@ -31,6 +38,7 @@ KINDS = {
         Kind(plural="pods", kind="Pod"),
         Kind(plural="configmaps", kind="ConfigMap"),
         Kind(plural="events", kind="Event"),
+        Kind(plural="resourcequotas", kind="ResourceQuota"),
         Kind(plural="jobs", kind="Job", group="batch"),
         Kind(plural="leases", kind="Lease", group="coordination.k8s.io"),
         Kind(plural="poddisruptionbudgets", kind="PodDisruptionBudget", group="policy"),
@@ -70,6 +78,11 @@ class Refusal(Exception):
             "reason": reason or _REASONS.get(code, "Unknown"),
             "code": code,
         }
+
+
+def gone(message: str) -> Refusal:
+    """A version, or a page of a list, that the server no longer has."""
+    return Refusal(410, message)
 
 
 def not_found(kind: Kind, name: str) -> Refusal:

@@ -7,11 +7,13 @@ Objects that are kept are never changed in place.
 
 from __future__ import annotations
 
-import copy
+import marshal
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from operator import itemgetter
 
 from supervisor.testing.kubernetes.kinds import KINDS, Kind, Object, Refusal, not_found
 
@@ -29,6 +31,12 @@ _IMMUTABLE = {
 }
 
 
+def copied(thing: Object) -> Object:
+    """A copy of an object of plain JSON; ten times as fast as `copy.deepcopy`."""
+    made: Object = marshal.loads(marshal.dumps(thing))  # noqa: S302 - written a moment ago
+    return made
+
+
 def stamp(now: float) -> str:
     """Seconds since the epoch as the API writes them."""
     return datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -41,7 +49,7 @@ class Store:
         clock: seconds since the epoch, as the server has it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.time()) -> None:
         self.clock = clock
         self.version = 1
         #: A watch from before this version gets 410.
@@ -55,7 +63,7 @@ class Store:
 
     def find(self, plural: str, name: str, namespace: str = "") -> Object | None:
         found = self._objects.get((plural, namespace, name))
-        return copy.deepcopy(found) if found else None
+        return copied(found) if found else None
 
     def get(self, plural: str, name: str, namespace: str = "") -> Object:
         found = self.find(plural, name, namespace)
@@ -65,9 +73,9 @@ class Store:
 
     def all(self, plural: str, namespace: str = "") -> Iterator[Object]:
         """Copies, in the order of their names."""
-        for key in sorted(self._objects):
-            if key[0] == plural and namespace in ("", key[1]):
-                yield copy.deepcopy(self._objects[key])
+        for key in sorted(key for key in self._objects if key[0] == plural):
+            if namespace in ("", key[1]):
+                yield copied(self._objects[key])
 
     def owned(self, plural: str, uid: str) -> list[Object]:
         return [one for one in self.all(plural) if uid in _owners(one)]
@@ -75,13 +83,13 @@ class Store:
     # ------------------------------------------------------------------------------------- writing
 
     def create(self, plural: str, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
-        kind, made = KINDS[plural], copy.deepcopy(body)
+        kind, made = KINDS[plural], copied(body)
         meta = made.setdefault("metadata", {})
         name = meta.get("name", "")
         if not name:
             raise Refusal(422, f"{kind.kind} is invalid: metadata.name: Required value")
         if meta.get("resourceVersion"):
-            raise Refusal(400, "resourceVersion should not be set on objects to be created")
+            raise Refusal(500, "resourceVersion should not be set on objects to be created")
         if meta.get("namespace", namespace) != namespace:
             raise Refusal(400, "the namespace of the provided object does not match the request")
         key = (plural, namespace, name)
@@ -95,7 +103,7 @@ class Store:
             meta["namespace"] = namespace
         made.update(apiVersion=kind.api_version, kind=kind.kind)
         self._put(key, made, "ADDED")
-        return copy.deepcopy(self._objects.get(key, made))
+        return copied(self._objects.get(key, made))
 
     def update(self, plural: str, body: Object, namespace: str = "", *, checked: bool = True) -> Object:
         """Replace an object; with a resource version in it only where it is still that one.
@@ -104,7 +112,7 @@ class Store:
             checked: as a client's; False for controllers, which may write all of it.
         """
         name = body["metadata"]["name"]
-        key, made = (plural, namespace, name), copy.deepcopy(body)
+        key, made = (plural, namespace, name), copied(body)
         old = self._objects.get(key)
         if old is None:
             raise not_found(KINDS[plural], name)
@@ -120,10 +128,10 @@ class Store:
                 meta[field] = before[field]
         meta["generation"] = before.get("generation", 1) + (made.get("spec") != old.get("spec"))
         if _without_version(made) == _without_version(old):
-            return copy.deepcopy(old)
+            return copied(old)
         self._put(key, made, "MODIFIED")
         self._remove_if_done(key)
-        return copy.deepcopy(self._objects.get(key, made))
+        return copied(self._objects.get(key, made))
 
     def delete(
         self,
@@ -141,7 +149,7 @@ class Store:
         if old is None:
             raise not_found(KINDS[plural], name)
         self._check(KINDS[plural], old, uid, resource_version)
-        marked = copy.deepcopy(old)
+        marked = copied(old)
         meta = marked["metadata"]
         grace = self._grace(plural, marked, grace_s)
         meta.setdefault("finalizers", [])
@@ -154,10 +162,17 @@ class Store:
         elif _without_version(marked) != _without_version(old):
             self._put(key, marked, "MODIFIED")
         self._remove_if_done(key)
-        return copy.deepcopy(self._objects.get(key, marked))
+        return copied(self._objects.get(key, marked))
 
-    def compact(self) -> None:
-        """Forget the history: watches from before get 410."""
+    def since(self, version: int) -> list[tuple[int, str, str, Object]]:
+        """The history after a version."""
+        return self.history[bisect_right(self.history, version, key=itemgetter(0)) :]
+
+    def forget_history(self) -> None:
+        """As a server that was started again, or saw too many changes: watches from before get 410.
+
+        A compaction of etcd alone is not like that: watches are served from the server's cache.
+        """
         self.history.clear()
         self.oldest = self.version
 
@@ -208,14 +223,14 @@ class Store:
                     self.delete(*_reordered(child), foreground=bool(self._children(self._uid(child))))
             if any(child in self._objects for child in children) or key not in self._objects:
                 return
-            thing = copy.deepcopy(self._objects[key])
+            thing = copied(self._objects[key])
             meta = thing["metadata"]
             meta["finalizers"].remove(FOREGROUND)
         if meta.get("finalizers") or meta.get("deletionGracePeriodSeconds"):
             if thing is not self._objects[key]:
                 self._put(key, thing, "MODIFIED")
             return
-        self._put(key, copy.deepcopy(thing), "DELETED")
+        self._put(key, copied(thing), "DELETED")
         for child in self._children(meta["uid"]):
             if child in self._objects:
                 self.delete(*_reordered(child))
