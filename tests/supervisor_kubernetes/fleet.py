@@ -208,8 +208,8 @@ def words(cluster: Cluster, name: str = "a") -> list[str]:
     return [*container["command"], *container["args"]]
 
 
-def kubeconfig(path: Path, url: str) -> Path:
-    """Write the file by which a program finds the API server at `url`, as the actuator."""
+def kubeconfig(path: Path, url: str, user: str = "actuator") -> Path:
+    """Write the file by which a program finds the API server at `url`, as `user`."""
     path.write_text(
         json.dumps(
             {
@@ -218,7 +218,7 @@ def kubeconfig(path: Path, url: str) -> Path:
                 "current-context": "c",
                 "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
                 "clusters": [{"name": "c", "cluster": {"server": url}}],
-                "users": [{"name": "u", "user": {"token": "actuator"}}],
+                "users": [{"name": "u", "user": {"token": user}}],
             }
         )
     )

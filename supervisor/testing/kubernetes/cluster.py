@@ -163,11 +163,15 @@ class Cluster:
                     wakes.append(jobs.reconcile_job(self.store, fresh, self._memory, now))
             jobs.release_orphans(self.store)
             wakes.append(hosts.collect(self.store, self.waits.gone_s, self._gone_at, now))
-            hosts.schedule(self.store, self.pick)
+            self.schedule()
             wakes.append(hosts.run_pods(self.store, self.kubelets, time.monotonic()))
             if self.store.version == before:
                 return min((wake for wake in wakes if wake is not None), default=None)
         raise AssertionError("controllers do not come to rest")
+
+    def schedule(self) -> None:
+        """Bind pods that wait to nodes."""
+        hosts.schedule(self.store, self.pick)
 
     async def _run(self) -> None:
         renewed = 0.0

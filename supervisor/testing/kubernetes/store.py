@@ -8,6 +8,7 @@ Objects that are kept are never changed in place.
 from __future__ import annotations
 
 import copy
+import marshal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ class Store:
 
     def find(self, plural: str, name: str, namespace: str = "") -> Object | None:
         found = self._objects.get((plural, namespace, name))
-        return copy.deepcopy(found) if found else None
+        return _copied(found) if found else None
 
     def get(self, plural: str, name: str, namespace: str = "") -> Object:
         found = self.find(plural, name, namespace)
@@ -67,10 +68,10 @@ class Store:
         """Copies, in the order of their names."""
         for key in sorted(self._objects):
             if key[0] == plural and namespace in ("", key[1]):
-                yield copy.deepcopy(self._objects[key])
+                yield _copied(self._objects[key])
 
     def owned(self, plural: str, uid: str) -> list[Object]:
-        return [one for one in self.all(plural) if uid in _owners(one)]
+        return [_copied(self._objects[key]) for key in sorted(self._children(uid)) if key[0] == plural]
 
     # ------------------------------------------------------------------------------------- writing
 
@@ -229,6 +230,12 @@ class Store:
     def _uid(self, key: Key) -> str:
         uid: str = self._objects[key]["metadata"]["uid"]
         return uid
+
+
+def _copied(thing: Object) -> Object:
+    """A copy of plain JSON: controllers read much, and `copy.deepcopy` takes many times as long."""
+    made: Object = marshal.loads(marshal.dumps(thing))  # noqa: S302 - of bytes that were made here
+    return made
 
 
 def _owners(thing: Object) -> list[str]:
