@@ -150,9 +150,13 @@ def _unknown(words: list[str]) -> list[str]:
         name += " --all-in-one"
     text = _help().get(f"python3 {name}") or (source.read_text() if source.is_file() else "")
     wrapped: list[str] = []
-    if name == "launcher.py":  # what stands behind the training script is the script's
+    if name in (
+        "launcher.py",
+        "examples/ray/train_on_ray.py",
+    ):  # what stands behind the script is the script's
         first = next(n for n, word in enumerate(words) if word.endswith(".py"))
-        words, wrapped = words[:first], words[first:]
+        script = re.sub(r"^(\$PWD|/opt/resiliency)/", "", words[first])
+        words, wrapped = words[:first], [script, *words[first + 1 :]]
     known = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[\w-]+", text)}
     flags = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
     unknown = [f"{name} {flag}" for flag in flags if flag.replace("_", "-") not in known]

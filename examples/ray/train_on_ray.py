@@ -86,6 +86,7 @@ def job_file(args: argparse.Namespace, store: str) -> dict[str, object]:
 def main() -> int:
     args = parse()
     own = get_node_ip_address()
+    args.state_dir = args.state_dir.resolve()  # programs are started in another directory
     args.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = args.state_dir / "job.json"
     path.write_text(json.dumps(job_file(args, f"{own}:{args.store_port}"), indent=2))

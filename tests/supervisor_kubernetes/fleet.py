@@ -230,8 +230,8 @@ def new_epoch() -> int:
     return time.time_ns() // 10**6
 
 
-def kubeconfig(path: Path, url: str) -> Path:
-    """Write the file by which a program finds the API server at `url`, as the actuator."""
+def kubeconfig(path: Path, url: str, user: str = "actuator") -> Path:
+    """Write the file by which a program finds the API server at `url`, as `user`."""
     path.write_text(
         json.dumps(
             {
@@ -240,7 +240,7 @@ def kubeconfig(path: Path, url: str) -> Path:
                 "current-context": "c",
                 "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
                 "clusters": [{"name": "c", "cluster": {"server": url}}],
-                "users": [{"name": "u", "user": {"token": "actuator"}}],
+                "users": [{"name": "u", "user": {"token": user}}],
             }
         )
     )

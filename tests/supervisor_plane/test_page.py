@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,64 +12,20 @@ import pytest
 
 from supervisor.orchestrators.local import stop_all
 from supervisor.orchestrators.processes import marked_processes
-from tests.supervisor_plane.plane import PATIENCE_S, ROOT
+from tests.supervisor_pages import shell as pages
+from tests.supervisor_pages.shell import LONG_S, blocks, can_be_apart, section
+from tests.supervisor_plane.plane import ROOT
 from tests.waiting import wait_until
 
 PAGE = (ROOT / "docs" / "supervisor.md").read_text()
-#: The ports that the page prints are free in a network of its own; what ranks leave in memory ends with it.
-APART = ("unshare", "--map-root-user", "--mount", "--net", "sh", "-c")
-ENTER = "mount -t tmpfs tmpfs /dev/shm && ip link set lo up && exec bash"
-LONG_S = 4 * PATIENCE_S
 
 
-def _can_be_apart() -> bool:
-    try:
-        return (
-            subprocess.run(
-                [*APART, "mount -t tmpfs tmpfs /dev/shm && ip link"], capture_output=True
-            ).returncode
-            == 0
-        )
-    except FileNotFoundError:
-        return False
-
-
-class Shell:
-    """A bash in a folder that looks like a clone."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name in ("launcher.py", "examples", "supervisor", "resiliency"):
-            (folder / name).symlink_to(ROOT / name)
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self._bash = subprocess.Popen(
-            [*APART, ENTER], cwd=folder, env={**os.environ, "PATH": path}, stdin=subprocess.PIPE, text=True
-        )
-        self._typed = 0
-
-    def type(self, command: str) -> str:
-        """What the command prints; its exit status is 0."""
-        self._typed += 1
-        output, status = (self.folder / f"{what}-{self._typed}" for what in ("output", "status"))
-        assert self._bash.stdin is not None
-        self._bash.stdin.write(
-            f"{{ {command}\n}} > {output} 2>&1; echo $? > {status}.new; mv {status}.new {status}\n"
-        )
-        self._bash.stdin.flush()
-        wait_until(status.exists, f"{command} does not end", timeout=LONG_S)
-        text = output.read_text()
-        assert status.read_text() == "0\n", f"{command}: {text}"
-        return text
+class Shell(pages.Shell):
+    """Hosts are processes, with their logs in a folder of it."""
 
     def log(self, host: str) -> str:
         path = self.folder / "fleet" / "logs" / f"{host}-launcher.log"
         return path.read_text() if path.exists() else ""
-
-    def close(self) -> None:
-        assert self._bash.stdin is not None
-        self._bash.stdin.write("kill $(jobs -p)\nwait\n")
-        self._bash.stdin.close()
-        self._bash.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -86,11 +39,9 @@ def open_shell(folder: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not _can_be_apart(), reason="needs the right to make network namespaces")
+@pytest.mark.skipif(not can_be_apart(), reason="needs the right to make network namespaces")
 def test_a_job_that_is_started_by_the_page_loses_a_host_by_the_page_and_goes_on(tmp_path: Path) -> None:
-    section = PAGE.partition("\n## Try it on one machine\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    start, look, lose, see, back, end = (re.split(r"(?<!\\)\n", block.strip()) for block in blocks[1:])
+    _, start, look, lose, see, back, end = blocks(section(PAGE, "## Try it on one machine"))
     with open_shell(tmp_path) as shell:
         for command in start:
             shell.type(command)

@@ -158,11 +158,15 @@ class Cluster:
                 one["metadata"]["name"] for one in self.store.all("nodes") if nodes.is_out_of_service(one)
             }
             wakes.append(hosts.collect(self.store, self.waits, ended, self._gone_at, now))
-            hosts.schedule(self.store, self.pick)
+            self.schedule()
             wakes.append(hosts.run_pods(self.store, self.kubelets, time.monotonic()))
             if self.store.version == before:
                 return min((wake for wake in wakes if wake is not None), default=None)
         raise AssertionError("controllers do not come to rest")
+
+    def schedule(self) -> None:
+        """Bind pods that wait to nodes."""
+        hosts.schedule(self.store, self.pick)
 
     async def _run(self) -> None:
         while True:

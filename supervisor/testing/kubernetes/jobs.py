@@ -143,7 +143,7 @@ def with_defaults(jobset: Object) -> Object:
 
 
 def _wanted_jobs(jobset: Object, attempt: str) -> list[Object]:
-    meta, made = jobset["metadata"], []
+    meta, made = jobset["metadata"], list[Object]()
     sizes = [one.get("replicas", 1) for one in jobset["spec"]["replicatedJobs"]]
     for place, replicated in enumerate(jobset["spec"]["replicatedJobs"]):
         for number in range(sizes[place]):

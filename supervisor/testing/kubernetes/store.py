@@ -78,7 +78,7 @@ class Store:
                 yield copied(self._objects[key])
 
     def owned(self, plural: str, uid: str) -> list[Object]:
-        return [one for one in self.all(plural) if uid in _owners(one)]
+        return [copied(self._objects[key]) for key in sorted(self._children(uid)) if key[0] == plural]
 
     # ------------------------------------------------------------------------------------- writing
 
