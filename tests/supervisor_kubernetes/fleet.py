@@ -42,6 +42,8 @@ TIMES = Times(
 )
 #: A command that waits for a queue or an image counts as done at its first look.
 IMPATIENT = replace(TIMES, margin_s=1e6)
+#: Nodes that are not given up on while the API server is away, for tests that name the nodes of pods.
+STEADY = replace(Waits().faster(100.0), unknown_s=3600.0)
 #: Of the JobSets, and of the supervisor.
 JOBS, OWN = "jobs", "fleet"
 NEEDS_CLUSTER = pytest.mark.skipif(

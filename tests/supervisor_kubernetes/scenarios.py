@@ -10,7 +10,7 @@ from typing import Any
 
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.values import CommandKind
-from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of, host, jobset, submit
+from tests.supervisor_kubernetes.fleet import JOBS, OWN, STEADY, cluster_of, host, jobset, submit
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class Scenario:
 
     @asynccontextmanager
     async def played(self) -> AsyncIterator[tuple[Cluster, Seen]]:
-        async with cluster_of("n1", "n2", "n3") as cluster:
+        async with cluster_of("n1", "n2", "n3", waits=STEADY) as cluster:
             await submit(cluster, jobset(hosts=2, **self.job))
             cluster.pick = min  # `running` names the nodes
             self.prepare(cluster)

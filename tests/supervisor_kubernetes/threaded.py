@@ -12,7 +12,7 @@ from typing import TypeVar
 from supervisor.testing.kubernetes import Cluster
 from supervisor.testing.kubernetes.hosts import Kubelet
 from supervisor.watchdogs.watchdog import boot_id
-from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of, kubeconfig
+from tests.supervisor_kubernetes.fleet import JOBS, OWN, STEADY, cluster_of, kubeconfig
 from tests.supervisor_plane.plane import PATIENCE_S, Plane
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def threaded_cluster() -> Iterator[Threaded]:
     ready, over = threading.Event(), asyncio.Event()
 
     async def work() -> None:
-        async with cluster_of() as cluster:
+        async with cluster_of(waits=STEADY) as cluster:
             cluster.pick = min  # these tests know nodes by their names
             started.append(Threaded(cluster, asyncio.get_running_loop()))
             ready.set()

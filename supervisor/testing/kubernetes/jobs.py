@@ -162,9 +162,8 @@ def _wanted_jobs(jobset: Object, attempt: str) -> list[Object]:
                 ATTEMPT: attempt,
             }
             name = f"{meta['name']}-{replicated['name']}-{number}"
-            labels[f"{PREFIX}/job-key"] = hashlib.sha256(f"{meta['namespace']}/{name}".encode()).hexdigest()[
-                :40
-            ]
+            key = hashlib.sha256(f"{meta['namespace']}/{name}".encode()).hexdigest()
+            labels[f"{PREFIX}/job-key"] = key[:40]
             own = job.setdefault("metadata", {})
             own.update(name=name, namespace=meta["namespace"], ownerReferences=[_owner(jobset)])
             own["labels"] = {**(own.get("labels") or {}), **labels}
