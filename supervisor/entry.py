@@ -43,10 +43,11 @@ def explained(run: Callable[[], int]) -> int:
     try:
         return run()
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("grpc", "google"):
+        package = {"grpc": "grpcio", "google": "protobuf"}.get((error.name or "").partition(".")[0])
+        if package is None:
             raise
         print(
-            f"the supervisor needs {error.name}.  Install it with: pip install 'resiliency[supervisor]'",
+            f"the supervisor needs {package}.  Install it with: pip install 'resiliency[supervisor]'",
             file=sys.stderr,
         )
         return REFUSED

@@ -100,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--host", metavar="NAME", default="", help="Only those of this host, as if its machine were lost."
     )
     args = parser.parse_args(argv)
+    if not args.stop.is_dir():
+        print(f"--stop: no directory {args.stop}: give the fleet's --state-dir", file=sys.stderr)
+        return 1
     killed = stop_all(args.stop, args.host)
     print(f"{killed} processes ended")
     if args.host:

@@ -88,14 +88,16 @@ def from_rpc(
         return Refused(error.details() or error.code().name, reason=reason, address=address, method=method)
     return Unreachable(
         f"{method} at {address} failed: {error.code().name}, {error.details() or 'no details'}.",
-        hint=_tls_hint(error.details() or "", plaintext),
+        hint=_hint(error.details() or "", plaintext),
         address=address,
         method=method,
     )
 
 
-def _tls_hint(details: str, plaintext: bool) -> str:
-    """What to do where one side speaks TLS and the other one does not; the details alone do not say so."""
+def _hint(details: str, plaintext: bool) -> str:
+    """What to do where nothing listens, or one side alone speaks TLS; the details do not say so."""
+    if details.startswith("failed to connect") and "Connection refused" in details:
+        return "Nothing listens there: is it started, and is that its address?"
     if not plaintext and "WRONG_VERSION_NUMBER" in details:
         return (
             "The server speaks plaintext, this process speaks TLS: give this process --plaintext or "

@@ -483,6 +483,7 @@ def test_what_is_started_is_ended_by_one_command_and_starts_again_as_a_later_sta
 
     first = run(work())
     assert local.main([f"--stop={fleet}", "--host=nobody"]) == 1
+    assert local.main([f"--stop={fleet}-of-another-name"]) == 1  # where nothing can have ended
     assert local.main([f"--stop={fleet}"]) == 0
     assert marked_processes(str(fleet)) == []
     # The controller's log remembers the generation of before, and takes a lower one for the past.

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import ray
-
 from resiliency.errors import ConfigError
 from supervisor.orchestrators.ray.machines import RayMachines
 from supervisor.orchestrators.ray.order import namespace_of
@@ -29,6 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ray-address", metavar="HOST:PORT", default="auto", help="Of the cluster (%(default)s)."
     )
     args = parser.parse_args(argv)
+    try:
+        import ray
+    except ModuleNotFoundError:
+        text = "ray is not installed.  Install it with: pip install 'resiliency[supervisor,ray]'"
+        print(text, file=sys.stderr)
+        return 1
+    if not args.stop.is_dir():
+        print(f"--stop: no directory {args.stop}: give the fleet's --state-dir", file=sys.stderr)
+        return 1
     try:
         ray.init(
             args.ray_address,
