@@ -488,7 +488,7 @@ class Detector:
         host.missed_at = math.inf
         job = self._jobs.get(host.info.workload)
         attempt = job.attempt if job is not None else 0
-        if job is not None:
+        if job is not None and not self._unread_s:  # else it may be as old as this process was late
             job.answered = True
         for worker in report.workers:
             if why := host.take_worker(worker, time, self._limits.heartbeat_timeout_s):

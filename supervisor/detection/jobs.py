@@ -42,6 +42,8 @@ class JobWatch:
             job.dirty = True
             self._conditions.close(("hang", job.info.workload))
             self._conditions.close(("no progress", job.info.workload))
+        elif step == job.step and job.surely_at < job.step_at:
+            job.surely_at = at - unread_s  # it was read among what may have been old
 
     def watch(self, name: str, job: SeenJob, time: float) -> list[Output]:
         said: list[Output] = []

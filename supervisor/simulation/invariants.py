@@ -45,7 +45,7 @@ class Invariants:
         self._limits = limits
         self._effects: Counter[str] = Counter()
         self._highest_epoch = 0
-        self._cordons: list[tuple[float, tuple[str, ...]]] = []
+        self._cordons: list[tuple[float, tuple[str, ...], str]] = []
         self._restarts: dict[str, list[tuple[float, int, float]]] = {}  # time, best step, the log's time
         self._last_action: dict[str, tuple[tuple[object, ...], float]] = {}  # for what, and when
         self._resets: dict[tuple[str, CommandKind], set[str]] = {}
@@ -91,8 +91,10 @@ class Invariants:
     def controller_input(self, given: Input) -> None:
         now = self._plane.loop.now
         if isinstance(given, Progress) and self._is_news(given):
-            self._reported_step[given.workload] = (given.attempt, given.step)
-            self._reported_step_at[given.workload] = now - given.age_s
+            step, at = (given.attempt, given.step), now - given.age_s
+            if step == self._reported_step.get(given.workload):  # it was read late, and is reported again
+                at = min(at, self._reported_step_at[given.workload])
+            self._reported_step[given.workload], self._reported_step_at[given.workload] = step, at
         if (
             isinstance(given, Silence)
             and given.frozen
@@ -117,7 +119,7 @@ class Invariants:
     def _is_news(self, given: Progress) -> bool:
         known = self._reported_step.get(given.workload, (-1, -1))
         of_run = given.run in ("", self._runs.get(given.workload, ("", 0))[0])
-        return of_run and (given.attempt, given.step) > known
+        return of_run and (given.attempt, given.step) >= known
 
     def _late_hosts(self) -> set[str]:
         """Hosts of which a message was so long on its way that they may have counted as silent."""
@@ -265,8 +267,10 @@ class Invariants:
             self._for_ended[command.id] = command.workload
 
     def _check_withdrawn(self, id: str) -> None:
+        # An actuator that died after the effect does not know of it: to the controller nobody was cordoned.
+        self._cordons = [each for each in self._cordons if each[2] != id]
         job = self._plane.fleet.jobs.get(self._for_ended.get(id, ""))
-        if job is not None and not self._plane.fleet.has_launchers(job):
+        if self._hears_all and job is not None and not self._plane.fleet.has_launchers(job):
             raise Violation(f"command {id} was withdrawn, and {job.info.workload} has launchers that gave up")
 
     def _count_restart(self, command: Command, now: float) -> None:
@@ -364,8 +368,10 @@ class Invariants:
         self._highest_epoch = command.epoch
         self._count_reset(command)
         if command.kind is CommandKind.CORDON_HOST and command.incident:
-            self._cordons.append((now, self._plane.fleet.hosts[command.host].info.domains[:1]))
-            recent = [domain for at, domain in self._cordons if now - at < self._limits.cordon_window_s * 0.9]
+            self._cordons.append((now, self._plane.fleet.hosts[command.host].info.domains[:1], command.id))
+            recent = [
+                domain for at, domain, _ in self._cordons if now - at < self._limits.cordon_window_s * 0.9
+            ]
             if len(recent) > self._limits.max_cordons:
                 raise Violation(f"{len(recent)} hosts were cordoned within one window")
             if max(Counter(recent).values()) > self._limits.max_cordons_per_domain:

@@ -36,17 +36,17 @@ class Wire:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._last = 0.0
+        self.last = 0.0  # when what was sent in order will have arrived
 
     def send_in_order(self, deliver: Callable[[], None]) -> None:
         """As a stream does: late, but never before what was sent earlier."""
         loop = self._loop
-        self._last = max(self._last, loop.now + 0.005 + 0.05 * loop.random.random())
-        loop.after(self._last - loop.now, deliver)
+        self.last = max(self.last, loop.now + 0.005 + 0.05 * loop.random.random())
+        loop.after(self.last - loop.now, deliver)
 
-    def send(self, deliver: Callable[[], None]) -> None:
+    def send(self, deliver: Callable[[], None], *, after: float = 0.0) -> None:
         loop, draw = self._loop, self._loop.random.random
-        delay = 0.005 + 0.05 * draw()
+        delay = max(after - loop.now, 0.0) + 0.005 + 0.05 * draw()
         loop.after(delay + (3.0 * draw() if draw() < 0.02 else 0.0), deliver)
         if draw() < 0.02:
             loop.after(delay + 2.0 * draw(), deliver)

@@ -79,8 +79,15 @@ class Part:
         self.paused = False
         self.cut = False
         self.away_at = -1e9
+        #: What its monotonic clock reads beyond the time that has passed: it began somewhere else, or jumped.
+        self.ahead_s = 0.0
         self.woken: Callable[[], None] = lambda: None
         self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self.loop.now + self.ahead_s
 
     def deliver(self, call: Callable[[], None]) -> None:
         if not self.up:
@@ -146,9 +153,7 @@ class Plane:
         self.detector = self._new_detector()
         self.database = sqlite3.connect(":memory:")
         self.log = CrashingLog(self.database, State.empty())
-        self.core = ControllerCore(self.make_controller(), self.log, self.loop.now)
-        #: Readings of the controller's monotonic clock begin somewhere else on each machine.
-        self.origin = 0.0
+        self.core = ControllerCore(self.make_controller(), self.log, self.brain.now)
         fleet.changed = self._register
         fleet.news = self.send_report
         for host in fleet.hosts.values():
@@ -164,6 +169,15 @@ class Plane:
     def history(self) -> list[str]:
         """What was decided, with the time of the log's clock."""
         return [f"{now:7.1f} s {note}" for now, note in self.log.notes]
+
+    def clock_jumps(self) -> None:
+        """The sensor's: its machine was moved, and nothing was on its way longer than usual."""
+        self.sensor.ahead_s += 3600.0
+
+    def stop_all(self, seconds: float) -> None:
+        """The machine of all three parts stands still."""
+        for part in (self.sensor, self.brain, self.actuator):
+            part.pause(seconds)
 
     def sensor_was_away(self, *, within_s: float) -> bool:
         return self.loop.now - self.sensor.away_at < within_s
@@ -191,7 +205,7 @@ class Plane:
             if self.loop.now - host.heard_at > SILENT_SHARE * self.thresholds.heartbeat_timeout_s:
                 host.late_at = self.loop.now
             host.heard_at = self.loop.now
-            self._to_sensor(host, lambda: self.detector.report(report, self.loop.now))
+            self._to_sensor(host, lambda: self.detector.report(report, self.sensor.now))
 
         self.loop.after(host.slow_s, lambda: self.wire.send(arrive))
 
@@ -207,7 +221,7 @@ class Plane:
         host.described = info
 
         def arrive() -> list[Output]:
-            now = self.loop.now
+            now = self.sensor.now
             said = self.detector.register_workload(job.info, now) if job else []
             return said + self.detector.register_host(info, now)
 
@@ -220,7 +234,7 @@ class Plane:
             self.loop.after(
                 0.05,
                 lambda: self.sensor.deliver(
-                    lambda: self._say(self.detector.stream_ended(host.info.id, self.loop.now))
+                    lambda: self._say(self.detector.stream_ended(host.info.id, self.sensor.now))
                 ),
             )
 
@@ -232,7 +246,7 @@ class Plane:
 
     def _new_detector(self) -> Detector:
         self._incarnations += 1
-        return Detector(f"s{self._incarnations}", self.thresholds, self.loop.now)
+        return Detector(f"s{self._incarnations}", self.thresholds, self.sensor.now)
 
     def _tick_sensor(self) -> None:
         self.loop.after(self.thresholds.tick_s, self._tick_sensor)
@@ -240,7 +254,7 @@ class Plane:
             self._look()
 
     def _look(self) -> None:
-        self._say(self.detector.tick(self.loop.now))
+        self._say(self.detector.tick(self.sensor.now))
 
     def crash_sensor(self, seconds: float) -> None:
         """It forgets everything; daemons connect again."""
@@ -273,7 +287,9 @@ class Plane:
         self.orchestrator.look(
             name,
             lambda alive: self.sensor.deliver(
-                lambda: self._say(self.detector.witness_answered(name, alive, "orchestrator", self.loop.now))
+                lambda: self._say(
+                    self.detector.witness_answered(name, alive, "orchestrator", self.sensor.now)
+                )
             ),
         )
 
@@ -289,7 +305,8 @@ class Plane:
                 self.brain.deliver(lambda: self._take(given))
 
         if isinstance(given, Event | Outcome | Progress):
-            self.wire.send(arrive)
+            # What was said of hosts and jobs before is in an earlier batch, or before it in the same one.
+            self.wire.send(arrive, after=self.stream.last)
         else:
             self.stream.send_in_order(arrive)
 
@@ -311,7 +328,7 @@ class Plane:
         fleet = self.core.state.fleet.get("")
         if request is Request.THAW and fleet is not None and fleet.silent and not fleet.frozen_by:
             # Nobody but the sensor has frozen it: the person says that the silent hosts are lost indeed.
-            self.sensor.deliver(lambda: self._say(self.detector.thaw(self.loop.now)))
+            self.sensor.deliver(lambda: self._say(self.detector.thaw(self.sensor.now)))
             return
         self._operator_events += 1
         name = f"person:{self._operator_events}"
@@ -327,8 +344,10 @@ class Plane:
         for deposed in list(self._deposed):
             self._let_deposed_take(deposed, given)
         try:
-            commands = self.core.take(given, self.loop.now + self.origin)
+            commands = self.core.take(given, self.brain.now)
         except Crash:
+            if self.log.crash_at == "after":
+                self.on_input(given)
             self.crash_controller(5.0)
             return
         except LogFull:
@@ -344,7 +363,7 @@ class Plane:
         self._wake_later()
 
     def _wake_later(self) -> None:
-        wake = self.core.wake_after(self.loop.now + self.origin)
+        wake = self.core.wake_after(self.brain.now)
         if wake is None:
             return
         at, core = self.loop.now + max(wake, 0.05), self.core
@@ -359,9 +378,9 @@ class Plane:
 
     def _let_deposed_take(self, deposed: tuple[ControllerCore, float], given: Input) -> None:
         """It does not know yet that another one has taken over; what it decides must have no effect."""
-        core, origin = deposed
+        core, ahead_s = deposed
         try:
-            for command in core.take(given, self.loop.now + origin):
+            for command in core.take(given, self.loop.now + ahead_s):
                 self._command(command)
         except (LogDeposed, LogFull, Crash):
             self._deposed.remove(deposed)
@@ -387,17 +406,17 @@ class Plane:
     def second_controller(self) -> None:
         """Another one takes over while commands of the first are still on their way."""
         if self.brain.up:
-            self._deposed.append((self.core, self.origin))
+            self._deposed.append((self.core, self.brain.ahead_s))
             self._start_controller(self.log.committed)
 
     def _start_controller(self, committed: State) -> None:
-        self.origin = 1e6 * self.loop.random.random() - self.loop.now
+        self.brain.ahead_s = 1e6 * self.loop.random.random() - self.loop.now
         full, notes = self.log.full, self.log.notes
         self.log = CrashingLog(self.database, committed)
         self.log.full, self.log.notes = full, notes
         self._wakes_at = 0.0
         self.recovered(self.log.replayed.state, committed)
-        self.core = ControllerCore(self.make_controller(), self.log, self.loop.now + self.origin)
+        self.core = ControllerCore(self.make_controller(), self.log, self.brain.now)
         for command in self.core.resume():
             self._command(command)
         self.tell(None)
@@ -408,11 +427,11 @@ class Plane:
         self._resyncs = False
         if self.brain.up and self._can_speak(self.sensor, self.brain):
             workloads, hosts = list(self.core.state.workloads.values()), list(self.core.state.hosts.values())
-            progress = self.core.progress(self.loop.now + self.origin)
+            progress = self.core.progress(self.brain.now)
             self.sensor.deliver(lambda: self._expect(workloads, hosts, progress))
 
     def _expect(self, workloads: list[WorkloadInfo], hosts: list[HostInfo], steps: list[Progress]) -> None:
-        now = self.loop.now
+        now = self.sensor.now
         for workload in workloads:
             self._say(self.detector.expect_workload(workload, now))
         for host in hosts:
@@ -469,7 +488,7 @@ class Plane:
             self.loop.after(POLL_S, lambda: self.sensor.deliver(tell))
 
         def tell() -> None:
-            holds = self.detector.holds(command, self.loop.now)
+            holds = self.detector.holds(command, self.sensor.now)
             self.wire.send(lambda: answer(holds))
 
         if self._can_speak(self.actuator, self.sensor):

@@ -549,6 +549,18 @@ def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
     assert sensor.detector.holds(_command(event), sensor.now) is False
 
 
+def test_answers_that_may_be_as_old_as_the_sensor_was_stopped_do_not_tell_whether_a_job_advances() -> None:
+    sensor = Sensor()
+    sensor.run(5, workers=_worker(0, step=7, step_age_s=0.1), attempt=1)
+    (event,) = events(sensor.beat("h1", workers=_worker(1, state=DeviceState.FAILED), attempt=1))
+    sensor.now += 3600.0
+    for seconds, holds in ((0.2, None), (3.2, False), (6.2, True)):
+        assert Poll(host="h0") in sensor.detector.poll("train")
+        sensor.beat("h0", workers=_worker(0, step=8, step_age_s=seconds), attempt=1)
+        assert sensor.detector.holds(_command(event), sensor.now) is holds
+        sensor.run(3, silent=sensor.names)
+
+
 def test_what_another_sensor_concluded_of_a_host_is_answered_by_how_the_host_is_now() -> None:
     sensor = Sensor()
     swap = _command_of("h1", "s0:7/0")
