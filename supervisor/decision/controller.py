@@ -120,16 +120,14 @@ class BaseController:
     def trigger_hot_swap(self, report: EventReport) -> bool:
         """Put a spare in the place of the report's host; the others keep their processes' memory.
 
-        Where launchers of others gave up, the spare's would wait for them without an end: all start again.
+        All start again where launchers of others gave up, for which the spare's would wait without an end,
+        and where a swap of the host failed through no fault of the spare: its Job may make pods too late.
         """
         if report.host is None or report.workload is None or not is_of_job(report):
             return False
         ended = set(report.incident.gave_up) - {report.host.id}
         if self._is_replaced(report):
             return not ended and self._expect_replacement(report)
-        if report.host.id in report.incident.not_swapped and not ended:
-            note_refusal(self._turn, report, "hot swap: its last failed, through no fault of the spare")
-            return False
         view = self._turn.view
         spares = {host.id: host for host in view.spares()}
         others = [Place(id=host.id, domains=host.domains) for host in self._others_of_job(report)]
@@ -139,7 +137,8 @@ class BaseController:
         if chosen is None:
             note_refusal(self._turn, report, "hot swap: no spare fits")
             return False
-        kind = CommandKind.WORKLOAD_RESET if ended else CommandKind.HOT_SWAP
+        whole = ended or report.host.id in report.incident.not_swapped
+        kind = CommandKind.WORKLOAD_RESET if whole else CommandKind.HOT_SWAP
         # No budget of restarts limits either: the host was at fault, and the job does without it.
         return self._act(report, kind, spare=spares[chosen.id], over_budget=True)
 

@@ -629,6 +629,14 @@ def test_a_second_loss_beside_a_swap_that_failed_is_swapped() -> None:
     assert fleet.sent[-1].host == "h0"
 
 
+def test_a_swap_that_fails_by_no_fault_of_its_spare_gives_way_to_a_whole_start_with_the_spare() -> None:
+    fleet = Controller(spares=1, scaling=True, max_replicas=2)  # without a budget of restarts
+    assert fleet.happens(EventType.HOST_HB) == [SWAP]
+    fleet.end(OutcomeStatus.FAILED)
+    assert fleet.wait(LIMITS.backoff_s) == [RESET]
+    assert (fleet.sent[-1].host, fleet.sent[-1].spare) == ("h1", "s0")
+
+
 def test_a_rank_of_the_attempt_that_an_action_began_may_fail_before_the_outcome_is_told() -> None:
     fleet = Controller(max_in_job_restarts=5)
     assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
