@@ -102,6 +102,12 @@ class Place:
             options=CheckpointerOptions(link=link, **options),  # type: ignore[arg-type]
         )
 
+    def is_started_again(self, step: int, *, alone: bool) -> None:
+        """By its launcher, as another host left and this one stays: the rank's captures are in memory."""
+        with self.open(alone=alone) as checkpoints:
+            restored = checkpoints.restore(make_state(0))
+            assert (restored.step, restored.tier.value) == (step, "memory")
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
@@ -419,6 +425,7 @@ def test_a_job_that_is_told_to_end_is_content_with_what_is_complete_in_the_local
         train()
     assert (ended.value.code, ended.value.committed) == (0, True)
     assert ended.value.step in complete(place.local)
+    place.is_started_again(ended.value.step, alone=False)
 
 
 def test_a_job_that_is_told_to_end_after_a_rollback_ends_at_its_next_step(place: Place) -> None:
@@ -438,6 +445,7 @@ def test_a_job_that_is_told_to_end_after_a_rollback_ends_at_its_next_step(place:
     with pytest.raises(Terminated) as ended:
         train()
     assert (ended.value.code, ended.value.step) == (0, 11)
+    place.is_started_again(11, alone=True)
 
 
 def test_a_save_is_final_when_all_tiers_have_reported_and_good_if_one_of_them_has_it() -> None:
