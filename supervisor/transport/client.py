@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 #: A stream that lived this long was whole: the next pause starts from the shortest.
 _WHOLE_S = 5.0
-#: Longest wait for the status of a call that has failed.
-_STATUS_WAIT_S = 1.0
+#: Looks for the status of a call that has failed, and the time between two.  Not a time: a process that
+#: stands still meanwhile must not take that for the wait.
+_STATUS_LOOKS, _STATUS_LOOK_S = 50, 0.02
 
 
 class ClientStream:
@@ -69,14 +70,14 @@ class ClientStream:
         """Why the stream has ended.
 
         A message that is written while the server ends the call fails in gRPC's core, which for a moment is
-        the status of the call; the one that the server sent takes its place.
+        the status of the call; the one that the server sent takes its place, unless it came first: then it is
+        lost, and the next try gets it.
         """
-        end = time.monotonic() + _STATUS_WAIT_S
-        while True:
+        for _ in range(_STATUS_LOOKS):
             code, details = await self._call.code(), await self._call.details()
-            if not errors.is_cores_own(code, details) or time.monotonic() >= end:
+            if not errors.is_cores_own(code, details):
                 break
-            await asyncio.sleep(_STATUS_WAIT_S / 50)
+            await asyncio.sleep(_STATUS_LOOK_S)
         if code is grpc.StatusCode.OK:
             return Unreachable(
                 f"{self._method} at {self._address} ended: the server closed the stream.",

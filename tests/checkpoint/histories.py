@@ -336,7 +336,7 @@ class History:
         scheduler = self.scheduler
 
         def wait(event: Any, timeout: float | None = None) -> bool:
-            if scheduler.current is None:
+            if scheduler.current is None or threading.get_ident() != owner:  # of a progress bar, say
                 return real_wait(event, timeout)
             if not event.is_set() and timeout is not None and timeout > 0:
                 scheduler.wait(timeout, event.is_set)
@@ -357,7 +357,7 @@ class History:
         def new_token(size_bytes: int) -> str:
             return f"{names.getrandbits(8 * size_bytes):x}"
 
-        real_wait = threading.Event.wait
+        real_wait, owner = threading.Event.wait, threading.get_ident()
         names = random.Random(self.seed)  # noqa: S311
         service = type("Service", (_Service,), {"history": self})
         with (
