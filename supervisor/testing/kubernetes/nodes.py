@@ -101,7 +101,10 @@ class NodeController:
         return min((self._look_at, *self._due.values()))
 
     def set_ready(self, name: str, status: str) -> None:
-        node = self._store.get("nodes", name)
+        """Of a Node object that somebody has deleted nothing is said."""
+        node = self._store.find("nodes", name)
+        if node is None:
+            return
         others = [one for one in node["status"]["conditions"] if one["type"] != "Ready"]
         if {"type": "Ready", "status": status}.items() <= _ready(node).items():
             return
