@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from resiliency.testing.processes import Command as Program
-from resiliency.testing.processes import stop_process
 from supervisor.orchestrators.gke.lease import NAME as LEASE
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.values import CommandKind, DeviceState, OutcomeStatus, Request
@@ -24,6 +23,7 @@ from tests.supervisor_kubernetes.fleet import JOBS, OWN, field, jobset
 from tests.supervisor_kubernetes.pods import ProcessKubelet
 from tests.supervisor_kubernetes.threaded import Threaded, add_node, drive, threaded_cluster
 from tests.supervisor_plane.plane import PATIENCE_S, ROOT, Plane, job_of, open_plane
+from tests.supervisor_plane.training import break_gpu
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.leaks("descriptors", reason="gRPC's own pollers")]
@@ -99,11 +99,7 @@ class Training:
         return self.directory / f"{node}-kernel.log"
 
     def break_gpu(self, node: str) -> None:
-        """The GPU falls off its bus, and the rank hangs in its driver."""
-        (*_, pid) = re.findall(r"started 1 workers, rank \d, as processes (\d+)", self.log(node))
-        stop_process(int(pid))
-        with self._kernel_log(node).open("a") as log:
-            log.write("NVRM: Xid (PCI:0000:01:00): 79, pid=7, name=python3, GPU has fallen off the bus.\n")
+        break_gpu(self.log(node), self._kernel_log(node))
 
     def log(self, node: str) -> str:
         return self.kubelets[node].log_of("pod")

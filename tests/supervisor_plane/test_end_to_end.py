@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ from tests.supervisor_plane.training import Training, check_losses, ended, open_
 pytestmark = [pytest.mark.slow, pytest.mark.leaks("descriptors", reason="gRPC's own pollers")]
 
 
-def test_a_job_loses_two_hosts_goes_on_with_the_spare_and_smaller_and_grows_when_one_is_back(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
     with open_training(tmp_path, hosts=("a", "b", "c", "spare"), replicas=3) as training:
-        lose_and_grow(training)
+        yield training
 
 
-def lose_and_grow(training: Training) -> None:
+def test_a_job_loses_two_hosts_goes_on_with_the_spare_and_smaller_and_grows_when_one_is_back(
+    training: Training,
+) -> None:
     plane = training.plane
     # The launchers that stay wait for the spare's, which takes some seconds to start.
     patient = ("--launcher-grace-s=60", "--workload-downtime-threshold-s=180")

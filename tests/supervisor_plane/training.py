@@ -85,7 +85,6 @@ class Training:
             "environment": environment,
         }
         self.job_file = tmp_path / "job.json"
-        self._kernel_logs = tmp_path
         for host in hosts:
             self._kernel_log(host).touch()
         file = {
@@ -109,18 +108,14 @@ class Training:
             shutil.rmtree(self.plane.state_dir / kept / host, ignore_errors=True)  # a spare has none
 
     def _kernel_log(self, host: str) -> Path:
-        return self._kernel_logs / f"kernel-{host}.log"
+        return self.tmp_path / f"kernel-{host}.log"
 
     def rank_on(self, host: str) -> int:
         """The process of the rank that runs there."""
-        found = re.findall(r"started 1 workers.*, as processes (\d+)", self.launcher_log(host))
-        return int(found[-1])
+        return newest_rank(self.launcher_log(host))
 
     def break_gpu(self, host: str) -> None:
-        """The GPU falls off its bus, and the rank hangs in its driver."""
-        stop_process(self.rank_on(host))
-        with self._kernel_log(host).open("a") as log:
-            log.write("NVRM: Xid (PCI:0000:01:00): 79, pid=7, name=python3, GPU has fallen off the bus.\n")
+        break_gpu(self.launcher_log(host), self._kernel_log(host))
 
     def launcher_log(self, host: str) -> str:
         path = self.plane.state_dir / "logs" / f"{host}-launcher.log"
@@ -161,6 +156,18 @@ class Training:
         ]
         lines = [line for file in files for line in file.read_text().splitlines()]
         return build_ledger((RunEvent.from_json(line) for line in lines), "demo")
+
+
+def newest_rank(launcher_log: str) -> int:
+    """The process of the rank that a launcher of one worker has started last."""
+    return int(re.findall(r"started 1 workers.*, as processes (\d+)", launcher_log)[-1])
+
+
+def break_gpu(launcher_log: str, kernel_log: Path) -> None:
+    """The GPU of a host falls off its bus, and the rank hangs in its driver."""
+    stop_process(newest_rank(launcher_log))
+    with kernel_log.open("a") as log:
+        log.write("NVRM: Xid (PCI:0000:01:00): 79, pid=7, name=python3, GPU has fallen off the bus.\n")
 
 
 @contextmanager
