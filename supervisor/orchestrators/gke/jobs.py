@@ -299,11 +299,16 @@ class JobActions:
         mine = pods.pods_of_jobset(jobset["metadata"]["uid"], jobs, found)
         if mark is None:
             there = [pod for pod in mine if pods.node_of(pod) in (node, host) and not pods.has_ended(pod)]
-            ways = {pod["metadata"]["uid"]: _way(pod, jobs) for pod in there if not is_deleting(pod)}
+            owners = {job["metadata"]["uid"]: job for job in jobs}
+            ways = {
+                pod["metadata"]["uid"]: pods.how_to_replace(owners[owner_uid(pod)], pod)
+                for pod in there
+                if not is_deleting(pod)
+            }
             if not all(ways.values()):
                 text = await self.reset(name, command, end)
                 return f"the whole job, because its Jobs replace no single pod: {text}", ""
-            wait_s = max((_backoff_s(pod, jobs) for pod in there), default=0.0)
+            wait_s = max((pods.backoff_s(owners[owner_uid(pod)], pod) for pod in there), default=0.0)
             left_s = end - time.monotonic()
             if wait_s > min(RESET_S, left_s):
                 less = f"a workload reset takes {RESET_S:g} s at most"
@@ -459,16 +464,6 @@ def _mark(jobset: Object, name: str, command: str) -> dict[str, Any] | None:
 def _index(pod: Object) -> tuple[str, str]:
     """Job and index of a pod, which its replacements have, too, also after a restart of the JobSet."""
     return labels_of(pod).get(JOB_NAME, ""), annotations_of(pod).get(INDEX, "")
-
-
-def _way(pod: Object, jobs: list[Object]) -> str:
-    owner = owner_uid(pod)
-    return next((pods.how_to_replace(job, pod) for job in jobs if job["metadata"]["uid"] == owner), "")
-
-
-def _backoff_s(pod: Object, jobs: list[Object]) -> float:
-    owner = owner_uid(pod)
-    return next((pods.backoff_s(job, pod) for job in jobs if job["metadata"]["uid"] == owner), 0.0)
 
 
 def _frees_enough(refusal: str) -> bool:
