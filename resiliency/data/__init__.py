@@ -14,7 +14,7 @@ from resiliency.data.dispatch.client import DataClient
 from resiliency.data.dispatch.ranges import PartitionRanges, SampleRange, SampleRanges, TextRanges
 from resiliency.data.dispatch.sampler import DispatchedSampler, sizes_of, text_records
 from resiliency.data.dispatch.server import DataServer
-from resiliency.data.global_batch import GlobalBatch, MicroBatch, accumulate
+from resiliency.data.global_batch import GlobalBatch, MicroBatch, RampUp, accumulate
 from resiliency.data.grouped import InterruptableDistributedGroupedBatchSampler
 from resiliency.data.metrics import MetricsTracker
 from resiliency.data.order import EpochOrder, sample_seed
@@ -53,6 +53,7 @@ __all__ = [
     "PoisonPolicy",
     "PoisonedRange",
     "Progress",
+    "RampUp",
     "SampleRange",
     "SampleRanges",
     "StaleRange",

@@ -71,8 +71,8 @@ class ResumableSampler(Sampler[Item]):
 
     @property
     def full_length(self) -> int:
-        """What `len` is at the start of an epoch on these ranks."""
-        return self._length(self.progress.at_epoch(0))
+        """What `len` is at the start of this epoch on these ranks."""
+        return self._length(self.progress.at_epoch(self.epoch))
 
     def __len__(self) -> int:
         """What is left of the epoch for this rank; all of it at the start, or with `has_full_length`."""
