@@ -17,6 +17,7 @@ from resiliency.data.dispatch.server import DataServer
 from resiliency.data.global_batch import GlobalBatch, MicroBatch, RampUp, accumulate
 from resiliency.data.grouped import InterruptableDistributedGroupedBatchSampler
 from resiliency.data.metrics import MetricsTracker
+from resiliency.data.mixing import MixedDataset, MixedSampler
 from resiliency.data.order import EpochOrder, sample_seed
 from resiliency.data.progress import Progress
 from resiliency.data.samplers import InterruptableDistributedSampler, InterruptableSampler, MicroBatchSampler
@@ -48,6 +49,8 @@ __all__ = [
     "MetricsTracker",
     "MicroBatch",
     "MicroBatchSampler",
+    "MixedDataset",
+    "MixedSampler",
     "OptimizerStep",
     "PartitionRanges",
     "PoisonPolicy",
