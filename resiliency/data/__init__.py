@@ -14,9 +14,10 @@ from resiliency.data.dispatch.client import DataClient
 from resiliency.data.dispatch.ranges import PartitionRanges, SampleRange, SampleRanges, TextRanges
 from resiliency.data.dispatch.sampler import DispatchedSampler, sizes_of, text_records
 from resiliency.data.dispatch.server import DataServer
-from resiliency.data.global_batch import GlobalBatch, MicroBatch, accumulate
+from resiliency.data.global_batch import GlobalBatch, MicroBatch, RampUp, accumulate
 from resiliency.data.grouped import InterruptableDistributedGroupedBatchSampler
 from resiliency.data.metrics import MetricsTracker
+from resiliency.data.mixing import MixedDataset, MixedSampler
 from resiliency.data.order import EpochOrder, sample_seed
 from resiliency.data.progress import Progress
 from resiliency.data.samplers import InterruptableDistributedSampler, InterruptableSampler, MicroBatchSampler
@@ -48,11 +49,14 @@ __all__ = [
     "MetricsTracker",
     "MicroBatch",
     "MicroBatchSampler",
+    "MixedDataset",
+    "MixedSampler",
     "OptimizerStep",
     "PartitionRanges",
     "PoisonPolicy",
     "PoisonedRange",
     "Progress",
+    "RampUp",
     "SampleRange",
     "SampleRanges",
     "StaleRange",
