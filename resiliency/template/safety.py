@@ -241,8 +241,9 @@ class ImportWatch:
     def __init__(self, volatile: Collection[str], left_out: Mapping[str, str]) -> None:
         self.volatile = set(volatile)
         self.left_out = dict(left_out)
-        #: Called before each import.
-        self.on_import: Callable[[], None] = lambda: None
+        #: Called with the module whose import goes on from now, when one begins or ends; "": none.
+        self.on_import: Callable[[str], None] = lambda module: None
+        self._loading: list[str] = []
         #: module -> what is wrong with it, found in this process.
         self.found: dict[str, str] = {}
         #: variable -> its value when an import read it, and the module that did.
@@ -313,12 +314,16 @@ class ImportWatch:
         real_load = machinery._find_and_load
 
         def watched_load(name: str, import_: object) -> ModuleType:
-            loaded = name in sys.modules
+            if name in sys.modules:
+                return cast(ModuleType, real_load(name, import_))
+            watch._loading.append(name)
+            watch.on_import(name)
             try:
                 return cast(ModuleType, real_load(name, import_))
             finally:
-                if not loaded:
-                    watch.check(name)
+                watch._loading.pop()
+                watch.on_import(watch._loading[-1] if watch._loading else "")
+                watch.check(name)
 
         sys.meta_path.insert(0, self)
         os.environ.__class__ = WatchedEnviron
@@ -335,7 +340,6 @@ class ImportWatch:
     ) -> ModuleSpec | None:
         """Between two modules: blame the one that runs for what is new, refuse what is left out."""
         del path, target
-        self.on_import()
         running = _running(sys._getframe(1))
         self.check(running[0] if running else name)
         parent = name.rpartition(".")[0]

@@ -62,6 +62,8 @@ class Work:
         save: where to keep the record for later jobs.
         volatile: variables with another value in each rank or attempt.
         background: stay out of the way of others.
+        importing: file for the name of the module that is imported at this moment.
+        left_out: modules that must not be imported, and why.
     """
 
     argv: tuple[str, ...] | None = None
@@ -71,9 +73,10 @@ class Work:
     save: str | None = None
     volatile: tuple[str, ...] = ()
     background: bool = False
+    importing: str | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
     #: Filled by a template for the interpreter that replaces it.
     follow_from: int = 0
-    left_out: dict[str, str] = field(default_factory=dict)
     fresh_starts: int = 0
     asked: int = 0
 
@@ -139,6 +142,7 @@ class TemplateServer:
         self._room = room
         self._beginning, self._cwd = Beginning(), os.getcwd()
         self._command = PythonCommand.parse(work.argv) if work.argv else None
+        self._importing = _open_note(work.importing)  # before the watch looks at what is open
         self._watch = ImportWatch(work.volatile, work.left_out)
         self._files: dict[str, tuple[int, int]] = {}
         if room is None and _forked_from is not None:
@@ -162,9 +166,11 @@ class TemplateServer:
         self._changed: list[str] = []
         self._seconds = 0.0
         self._said_at = 0.0
-        self._watch.on_import = self._tell_progress
+        self._watch.on_import = self._note_import
         self._raised_nice = 0
         self._repaired: set[str] = set()
+        #: Module that was asked for by name -> why it cannot be imported.
+        self._failed: dict[str, str] = {}
 
     def serve(self) -> Program:
         """Import and fork until the owner is gone."""
@@ -256,8 +262,9 @@ class TemplateServer:
                 __import__(name)
             except LeftOut:
                 raise
-            except BaseException:  # noqa: S110  # SystemExit, too: the rank will see it, if it matters to it
-                pass
+            except BaseException as error:  # SystemExit, too: the rank will see it, if it matters to it
+                if always:
+                    self._failed[name] = f"{type(error).__name__}: {error}"
             self._watch.check_end(name)
         here = file_of(sys.modules.get(name))
         if file and here and here != file:
@@ -292,7 +299,10 @@ class TemplateServer:
         self._said_at = time.monotonic()
         send(self._channel, {"state": "busy", "modules": len(sys.modules)})
 
-    def _tell_progress(self) -> None:
+    def _note_import(self, module: str) -> None:
+        if self._importing is not None:
+            with suppress(OSError):  # the disk is full
+                os.pwrite(self._importing, f"{module}\n".encode(errors="surrogateescape"), 0)
         if time.monotonic() > self._said_at + _PROGRESS_S:
             self._say_busy()
 
@@ -310,6 +320,9 @@ class TemplateServer:
             "modules": len(sys.modules),
             "seconds": self._seconds,
             "ends_at": self._ends_at,
+            "failed": self._failed,
+            "repeated": len(self._entries),
+            "followed": self._reader.position if self._reader is not None else 0,
         }
         send(self._channel, {**answer, "unsafe": self._watch.unsafe()})
 
@@ -407,6 +420,8 @@ class TemplateServer:
             send(self._channel, {"number": request["number"], **answer})
             return None
         self._channel.close()
+        if self._importing is not None:
+            os.close(self._importing)
         _tell_pid(link)
         if _try_fork() != 0:
             os._exit(0)
@@ -436,6 +451,15 @@ class TemplateServer:
             record=request["record"],
             set_by_imports=self._watch.set_by_imports,
         )
+
+
+def _open_note(path: str | None) -> int | None:
+    if path is None:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError:  # nobody will know where it hangs
+        return None
 
 
 def _stamp(file: str) -> tuple[int, int]:
