@@ -108,6 +108,7 @@ class DataProgressCallback(Callback):
                 hint="Pass this loader to fit, and use_distributed_sampler=False to the trainer, which else "
                 "puts a sampler of its own into it.",
             )
+        self._remove_hooks()
         self._trainer, self._step, self._stepped = trainer, trainer.global_step, False
         try:
             found = [optimizer_with_hooks(optimizer) for optimizer in trainer.optimizers]
