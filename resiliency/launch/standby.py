@@ -301,7 +301,7 @@ class Standby:
             module = self._progress.module
             if module:
                 self._hung[module] = f"did not come to its end within {for_s:.0f} s"
-            raise template.lose(f"hangs in the import of {module or 'a module'} since {for_s:.0f} s")
+            raise template.lose(f"has hung in the import of {module or 'a module'} for {for_s:.0f} s")
 
     def _must_end(self) -> bool:
         return self.wake_fd is not None and bool(select.select([self.wake_fd], [], [], 0)[0])

@@ -75,19 +75,20 @@ class Draws:
 
     def __init__(self, blame: Callable[[str, str], None]) -> None:
         self._blame = blame
-        #: Generators that were seeded by the system, by whom, and their state then.
-        self._unseeded: dict[int, tuple[weakref.ref[random.Random], str, object]] = {}
+        #: Generators that were seeded by the system; and, until a look, by whom, and their state then.
+        self._unseeded: list[weakref.ref[random.Random]] = []
+        self._made: list[tuple[weakref.ref[random.Random], str, object]] = []
         self._times: list[tuple[type | ModuleType, str]] = []
         #: Objects that `time.time` returned, by their ids.
         self._taken: dict[int, float] = {}
 
     def take_over(self, other: Draws) -> None:
         """Know what another one knows of imports that were made before a fork."""
-        self._unseeded, self._times = dict(other._unseeded), list(other._times)
+        self._unseeded, self._times = list(other._unseeded), list(other._times)
 
     def renew(self) -> None:
         """Make again, in a fork, what is its own in each process."""
-        for reference, _, _ in self._unseeded.values():
+        for reference in self._unseeded:
             if (generator := reference()) is not None:
                 generator.seed()
         for holder, name in self._times:
@@ -148,12 +149,13 @@ class Draws:
                     elif not name.startswith("__") and (why := moment.why(value)):
                         self._blame(module_name, f"keeps {why} in {name}")
         self._taken.clear()
-        for key, (reference, module_name, state) in list(self._unseeded.items()):
+        for reference, module_name, state in self._made:
             generator = reference()
-            if generator is None:  # it was made to draw from it
-                del self._unseeded[key]
-            if generator is None or generator.getstate() != state:
+            if generator is not None and generator.getstate() == state:
+                self._unseeded.append(reference)
+            else:  # also where it was made to draw from it
                 self._blame(module_name, "draws random numbers while it is imported")
+        self._made.clear()
 
     # --- notes -----------------------------------------------------------------------------------
 
@@ -179,10 +181,10 @@ class Draws:
         running = running_modules(frame)
         # `tempfile` makes names, and sees to it that each process has its own.
         by_tempfile = any(caller.f_globals.get("__name__") == "tempfile" for caller in _up_to_module(frame))
+        self._unseeded = [one for one in self._unseeded if one() is not generator]
+        self._made = [made for made in self._made if made[0]() is not generator]
         if by_the_system and running and not by_tempfile:
-            self._unseeded[id(generator)] = weakref.ref(generator), running[0], generator.getstate()
-        else:
-            self._unseeded.pop(id(generator), None)
+            self._made.append((weakref.ref(generator), running[0], generator.getstate()))
 
 
 class _Watched:
