@@ -100,7 +100,7 @@ class Standby:
         self._lost = 0
         #: Modules in which a template hung: no other one imports them.
         self._hung: dict[str, str] = {}
-        self._progress = _Progress(self._importing)
+        self._progress = _ImportProgress(self._importing)
         #: What there is to hold, when that may be called all, and how many modules were reported.
         self._seen, self._settled_at, self._reported_modules = (0, 0), 0.0, 0
         #: When this attempt has waited for long enough; 0: it has not waited yet.
@@ -257,7 +257,7 @@ class Standby:
             background=background,
         )
         env = {**os.environ, **_constants(self._options)}
-        self._progress, self._reported_modules = _Progress(self._importing), 0
+        self._progress, self._reported_modules = _ImportProgress(self._importing), 0
         try:
             self._template = Template(work, interpreter=(self._command.interpreter, "-u"), env=env)
         except OSError as error:
@@ -301,7 +301,7 @@ class Standby:
             module = self._progress.module
             if module:
                 self._hung[module] = f"did not come to its end within {for_s:.0f} s"
-            raise template.lose(f"hangs in the import of {module or 'a module'} since {for_s:.0f} s")
+            raise template.lose(f"has hung in the import of {module or 'a module'} for {for_s:.0f} s")
 
     def _must_end(self) -> bool:
         return self.wake_fd is not None and bool(select.select([self.wake_fd], [], [], 0)[0])
@@ -346,7 +346,7 @@ class Standby:
             logger.log(level, "%s", line)
 
 
-class _Progress:
+class _ImportProgress:
     """Which module a template imports, for how long, and since when it does nothing.
 
     Args:

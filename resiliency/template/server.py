@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from resiliency.template.program import Program, PythonCommand, set_scene, show_in_proc
@@ -169,6 +170,7 @@ class TemplateServer:
         self._watch.on_import = self._note_import
         self._raised_nice = 0
         self._repaired: set[str] = set()
+        self._looked_at = set(sys.modules)
         #: Module that was asked for by name -> why it cannot be imported.
         self._failed: dict[str, str] = {}
 
@@ -237,6 +239,10 @@ class TemplateServer:
         for name, why in failing(sys.modules, self._repaired).items():
             self._watch.found.setdefault(name, why)
         self._seconds += time.monotonic() - began
+        new = {name: module for name, module in list(sys.modules.items()) if name not in self._looked_at}
+        new.pop("__mp_main__", None)  # the program
+        self._looked_at |= new.keys()
+        self._watch.draws.look_at({name: one for name, one in new.items() if isinstance(one, ModuleType)})
         for module in list(sys.modules.values()):
             if (file := file_of(module)) and file not in self._files:
                 stamp = _stamp(file)
@@ -450,6 +456,7 @@ class TemplateServer:
             descriptors=dict(zip(others, request["descriptors"], strict=True)),
             record=request["record"],
             set_by_imports=self._watch.set_by_imports,
+            renew=self._watch.draws.renew,
         )
 
 

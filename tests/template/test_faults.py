@@ -30,7 +30,7 @@ SHORT = timedelta(seconds=1)
 #: A template with this module sends itself a signal when it forks, as soon as a file names one.
 SIGNALS_ITSELF = """
 import os, signal
-def hit(moment, template=os.getpid()):
+def hit(moment, template=int(os.readlink("/proc/self"))):  # asked in this way it is not noticed
     if os.getpid() == template and os.path.exists(f"{os.environ['HITS']}/{moment}"):
         with open(f"{os.environ['HITS']}/{moment}") as file:
             os.kill(os.getpid(), int(file.read()))
@@ -299,7 +299,7 @@ def main():
         return print("not forked")
     print("held", flush=True)
     with held:
-        assert held.wait_until_ready(timedelta(seconds=60))
+        assert held.wait_until_ready(timedelta(seconds=60)) and not held.unsafe, held.unsafe
         code = "import os, sys, json; print(json.dumps([os.getppid(), sys.argv, sys.path[0], __name__, " \
             "os.getsid(0) == os.getpid(), 'decimal' in sys.modules, 'colorsys' in sys.modules, " \
             "sorted(os.listdir('/proc/self/fd')), os.environ.get('ADDED'), sorted(globals())]))"
@@ -320,10 +320,11 @@ if __name__ == "__main__":
 def test_a_forked_process_can_become_a_template_and_its_children_are_right(tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
-    env = environment(PYTHONPATH=str(Path(__file__).parents[2]))
+    write_modules(tmp_path, draws="import random\nrng = random.Random()\n")
+    env = environment(PYTHONPATH=f"{Path(__file__).parents[2]}:{tmp_path}")
     reading, writing = os.pipe()
     try:
-        with ready_template("decimal", env=env) as template:
+        with ready_template("decimal", "draws", env=env) as template:
             out = tmp_path / "out"
             with out.open("wb") as file:
                 process = template.popen(

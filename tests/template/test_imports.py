@@ -52,8 +52,8 @@ UNSAFE = {
     ),
     "sets a default for RANK": ("import os\nos.environ.setdefault('RANK', '0')", "reads RANK"),
     "copies all variables": ("import os\nkept = dict(os.environ)", "reads all variables"),
-    "seeds random numbers": ("import random\nrandom.seed(1)", "seeds the random numbers of random"),
-    "seeds numpy": ("import numpy\nnumpy.random.seed(1)", "seeds the random numbers of numpy"),
+    "seeds random numbers": ("import random\nrandom.seed(1)", "seeds or draws random numbers of random"),
+    "seeds numpy": ("import numpy\nnumpy.random.seed(1)", "seeds or draws random numbers of numpy"),
 }
 
 #: torch, as far as it matters here, where there is no GPU.
@@ -105,8 +105,6 @@ def test_an_unsafe_module_is_left_out_with_its_importers_and_nothing_else(harm: 
         "import ctypes, mmap\nwith open(__file__) as file: assert ctypes.CDLL(None, use_errno=True).mmap("
         "None, 1, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0) != -1",
         "import multiprocessing\nmultiprocessing.Lock()",
-        "import random\nnumber = random.random()",
-        "import numpy\nnumber = numpy.random.random()",
         "import socket\nsocket.socket().close()",
     ],
 )
