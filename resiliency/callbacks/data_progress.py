@@ -9,7 +9,8 @@
 
 Invariant: a batch counts when the trainer has made an optimizer step since it began, before any checkpoint
 callback saves. So every checkpoint, in the middle of an epoch and of accumulated gradients and after an
-exception too, has the position of its model.
+exception too, has the position of its model. What no step came after at the end of an epoch waits for one in
+the next; a step that a gradient scaler skips is none.
 
 Lightning counts batches by itself: after a restart in the middle of an epoch it takes the first batches of
 the epoch for those that follow. Here its count is put to where the position is, on any number of ranks,
@@ -23,7 +24,8 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from resiliency.data.advancing import count_of_batch, sampler_of
+from resiliency.data.advancing import count_of_batch, optimizer_with_hooks, sampler_of
+from resiliency.data.resumable import Loop, warn_of_waiting
 from resiliency.data.samplers import InterruptableDistributedSampler
 from resiliency.errors import ConfigError
 
@@ -53,8 +55,10 @@ class DataProgressCallback(Callback):
         self.sampler.has_full_length = True
         self._trainer: Any = None
         self._step = 0
-        #: Of this rank, begun since the last optimizer step.
-        self._pending = 0
+        self._loop = Loop()
+        #: Whether an optimizer made a step, as each of them tells; None where one does not tell.
+        self._stepped: bool | None = None
+        self._hooks: list[Any] = []
 
     @property
     def state_key(self) -> str:
@@ -104,24 +108,53 @@ class DataProgressCallback(Callback):
                 hint="Pass this loader to fit, and use_distributed_sampler=False to the trainer, which else "
                 "puts a sampler of its own into it.",
             )
-        self._trainer, self._step, self._pending = trainer, trainer.global_step, 0
+        self._trainer, self._step, self._stepped = trainer, trainer.global_step, False
+        try:
+            found = [optimizer_with_hooks(optimizer) for optimizer in trainer.optimizers]
+        except ConfigError:
+            self._stepped = None
+            return
+        for optimizer in found:
+            self._hooks.append(optimizer.register_step_post_hook(self._on_step))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._remove_hooks()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._count_step()
+        self._remove_hooks()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._loop = Loop()
+        self.sampler.begin_loop(self._loop)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        self._pending += min(self._batch, self.sampler.left - self._pending)
+        self._loop.handed_out += min(self._batch, self.sampler.left - self._loop.handed_out)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Checkpoint callbacks come after this one, as Lightning orders them."""
         self._count_step()
-        if trainer.is_last_batch:
-            self._pending = 0  # of a program that makes no step for them, whose gradients are its own
-            if not self.sampler.progress.finished:
-                self.sampler.finish_epoch()  # what the loader drops, or the trainer's limits leave out
+        if trainer.is_last_batch and self.sampler.loop is self._loop:
+            # what the loader drops, or the trainer's limits leave out, is left out
+            waiting = self.sampler.end_loop()
+            if waiting:
+                warn_of_waiting(self.sampler.epoch, waiting)
 
     def _count_step(self) -> None:
         if self._trainer is not None and self._trainer.global_step != self._step:
             self._step = self._trainer.global_step
-            self.sampler.advance(self._pending)
-            self._pending = 0
+            if self._stepped is not False and self.sampler.loop is self._loop:
+                self.sampler.count_step()
+            self._stepped = self._stepped and False
+
+    def _on_step(self, optimizer: Any, *_: Any) -> None:
+        # A fused optimizer is called for a step that a gradient scaler skips, and is told so by this.
+        if not getattr(optimizer, "found_inf", None):
+            self._stepped = True
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _batches_of(self, count: int) -> int:
         if self._batch == 1 or self._loader.drop_last:

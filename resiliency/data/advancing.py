@@ -3,20 +3,24 @@
 
 Invariant: with the optimizer, a batch counts exactly when a step of it comes after the batch was handed out.
 So a state that is saved at any moment, after an exception too, has the position of the model that is saved
-with it.
+with it. That holds beyond the end of an epoch: batches whose gradients are carried into the next one count
+there. After a loop that was left early a step may be of its last batches or not, so no state is guessed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Generic, TypeVar
 
+import torch
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from resiliency.data.global_batch import MicroBatch
-from resiliency.data.resumable import ResumableSampler
+from resiliency.data.iterable import ResumableIterable
+from resiliency.data.resumable import Loop, ResumableSampler, warn_of_waiting
 from resiliency.data.samplers import InterruptableDistributedSampler, MicroBatchSampler
 from resiliency.errors import ConfigError
 
@@ -53,16 +57,25 @@ class OptimizerStep(Generic[T]):
 def advancing(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iterator[T]:
     """The batches of a loader, which count as in the model by themselves.
 
+    Where an epoch goes on after a restart, torch's default random numbers go on as well, as if the loop had
+    not begun again.
+
     Args:
-        loader: with a sampler or batch sampler of ours.
+        loader: with a sampler or batch sampler of ours, or over a `ResumableIterable`.
         optimizer: a batch counts when this optimizer has made a step after it, so that a state saved at any
-            moment is that of the model, with gradient accumulation too. Without it a batch counts when the
-            next is asked for, and the state cannot be saved inside the loop, nor after a loop that was left
-            early, until `advance` or `load_state_dict` says where the model is.
+            moment is that of the model, with gradient accumulation too. Of several optimizers the one that
+            makes the last step for each batch; one that accelerate has prepared is taken as the one in it.
+            Without it a batch counts when the next is asked for, and the state cannot be saved inside the
+            loop, nor after a loop that was left early, until `advance` or `load_state_dict` says where the
+            model is.
     Raises:
         ConfigError: the loader has no sampler of ours, or one with `global_batch` (see `advancing_steps`), or
             gives batches out of order or of unknown size.
     """
+    _check_loader(loader)
+    if isinstance(loader.dataset, ResumableIterable):
+        yield from loader.dataset.loop(loader, None if optimizer is None else optimizer_with_hooks(optimizer))
+        return
     sampler = sampler_of(loader)
     if isinstance(sampler, InterruptableDistributedSampler) and sampler.global_batch is not None:
         raise ConfigError(
@@ -73,12 +86,12 @@ def advancing(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iter
     left = sampler.left
     counter = _Counter(sampler, optimizer)
     with counter:
-        for batch in loader:
+        for batch in counter.begin(loader):
             counter.hand_out(min(size, left))
             left -= min(size, left)
             yield batch
             counter.next_asked()
-    counter.finish()
+        counter.end(whole=left < size)
 
 
 def advancing_steps(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iterator[OptimizerStep[T]]:
@@ -94,7 +107,7 @@ def advancing_steps(loader: DataLoader[T], optimizer: Optimizer | None = None) -
         ConfigError: the loader has another batch sampler or gives batches out of order, or a step was asked
             for before the last one's micro-batches were all taken.
     """
-    _check_in_order(loader)
+    _check_loader(loader)
     micro_batches = loader.batch_sampler
     if not isinstance(micro_batches, MicroBatchSampler):
         raise ConfigError(
@@ -103,12 +116,12 @@ def advancing_steps(loader: DataLoader[T], optimizer: Optimizer | None = None) -
         )
     sampler = micro_batches.sampler
     counter = _Counter(sampler, optimizer)
-    if not sampler.ready():
+    start = sampler.begin_iteration()
+    if start is None:
         return
-    rows = sampler.rows()
     with counter:
-        batches = iter(loader)
-        for _, plan in rows:
+        batches = counter.begin(loader)
+        for _, plan in sampler.rows(start):
             step = OptimizerStep(plan, batches, counter.hand_out)
             yield step
             if step.remaining:
@@ -117,65 +130,122 @@ def advancing_steps(loader: DataLoader[T], optimizer: Optimizer | None = None) -
                     hint="Every rank runs all of them, or the ranks lose step; leave the loop with break.",
                 )
             counter.next_asked()
-    counter.finish()
+        counter.end()
 
 
-class _Counter:
+class _Counter(Loop):
     """What was handed to the program, until it counts as in the model."""
 
     _counted = 0
 
     def __init__(self, sampler: ResumableSampler[object], optimizer: Optimizer | None) -> None:
+        super().__init__()
         self._sampler = sampler
-        self._optimizer = optimizer
-        self._handed_out = 0
+        self._optimizer = None if optimizer is None else optimizer_with_hooks(optimizer)
 
     def __enter__(self) -> None:
-        self._sampler.in_hand = False
+        self._sampler.begin_loop(self)
         self._hook = self._optimizer and self._optimizer.register_step_post_hook(self._stepped)
 
     def __exit__(self, *exc: object) -> None:
-        # A batch that is in hand stays so: the program may have trained on it before it left the loop.
+        if self._sampler.loop is self and not self.ended:
+            # A batch that is in hand stays so: the program may have trained on it before it left the loop.
+            self.left = True
+            if not self.handed_out:
+                self.release()
+
+    def begin(self, loader: DataLoader[T]) -> Iterator[T]:
+        """An iterator of the loader, which draws the seed of its workers from torch's default generator. A
+        run that was not interrupted drew it at the start of the epoch only."""
+        sampler = self._sampler
+        drawn = loader.generator is None and sampler.start.position
+        before = torch.get_rng_state() if drawn else None
+        if type(loader).__module__.partition(".")[0] == "accelerate":  # else it sets the number of its loops
+            loader.set_epoch(sampler.epoch)  # type: ignore[attr-defined]
+        batches: object = iter(loader)
+        if before is not None and isinstance(batches, GeneratorType):  # accelerate's, which has not begun
+            self.generator_state = before
+        elif before is not None:
+            torch.set_rng_state(before)
+        return batches  # type: ignore[return-value]
+
+    def release(self) -> None:
         if self._hook:
             self._hook.remove()
 
     def hand_out(self, count: int) -> None:
-        self._handed_out += count
+        if self._sampler.loop is not self:
+            raise ConfigError(
+                "the position of the sampler was set while this loop was under way, by another loop over it "
+                "or by load_state_dict, set_epoch, finish_epoch or reset_progress.",
+                hint="Leave the loop, and begin another.",
+            )
+        self.handed_out += count
         self._sampler.in_hand = self._optimizer is None
 
     def next_asked(self) -> None:
-        if self._optimizer is None:
+        if self._optimizer is None and self._sampler.loop is self:
             self._count()
 
-    def finish(self) -> None:
-        """The loader has no more batches: what it dropped, or what no step came after, is left out."""
-        if self._optimizer is not None and self._handed_out and not self._counted:
+    def end(self, *, whole: bool = True) -> None:
+        """The loader has no more batches: what it dropped is left out; what no step came after waits.
+
+        Args:
+            whole: all batches of the epoch were handed out; else the rest is not left out in silence.
+        """
+        if self._sampler.loop is not self or not whole:
+            return
+        waiting = self._sampler.end_loop()
+        if not waiting or self._optimizer is None:
+            return
+        if self._counted:
+            warn_of_waiting(self._sampler.epoch, waiting)
+        else:
             log.warning(
                 "epoch %d ended without a step of the optimizer that was passed to advancing (a %s): no "
-                "batch "
-                "was counted; pass the one whose step() the loop calls",
+                "batch was counted; pass the one whose step() the loop calls",
                 self._sampler.epoch,
                 type(self._optimizer).__name__,
             )
-        if not self._sampler.progress.finished:
-            self._sampler.finish_epoch()
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         # Fused optimizers are called for a step that a gradient scaler skips, too, and are told so by this.
-        if not getattr(optimizer, "found_inf", None):
+        if getattr(optimizer, "found_inf", None):
+            return
+        if self.left and self.handed_out:
+            self.release()
+            self._sampler.in_hand = True
+        else:
             self._count()
 
     def _count(self) -> None:
         self._counted += 1
-        self._sampler.counted += self._handed_out
-        self._handed_out = 0
-        self._sampler.in_hand = False
+        self._sampler.count_step()
+
+
+def optimizer_with_hooks(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose `step` calls hooks: this one, or the one in a wrapper such as accelerate's.
+
+    Raises ConfigError: there is none."""
+    found: object = optimizer
+    while found is not None:
+        if isinstance(found, Optimizer) and hasattr(found, "_optimizer_step_post_hooks"):
+            return found
+        found = getattr(found, "optimizer", None)
+    raise ConfigError(
+        f"a {type(optimizer).__name__} does not tell when it makes a step.",
+        hint="Pass the optimizer of torch that is in it; without one, loop over the loader itself and call "
+        "sampler.advance(len(batch)) after each step.",
+    )
 
 
 def sampler_of(loader: DataLoader[T]) -> ResumableSampler[object]:
     """Raises ConfigError: the loader has no sampler of ours, or gives batches out of order."""
-    _check_in_order(loader)
-    for found in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
+    _check_loader(loader)
+    places: list[object] = [loader.sampler, loader.batch_sampler]
+    while (inner := getattr(places[-1], "batch_sampler", None)) is not None:  # accelerate's
+        places.append(inner)
+    for found in (*places, getattr(places[-1], "sampler", None)):
         if isinstance(found, ResumableSampler):
             return found
     raise ConfigError(
@@ -193,14 +263,40 @@ def count_of_batch(loader: DataLoader[T], sampler: ResumableSampler[object]) -> 
         return 1
     if type(batches) is BatchSampler:  # a subclass may make its batches in another way
         return batches.batch_size
+    name = type(batches).__name__
+    if getattr(batches, "batch_sampler", None) is not None:
+        raise ConfigError(
+            f"the loader's batch_sampler is a {name}, which deals or skips the batches of another.",
+            hint="With accelerate leave the loader out of accelerator.prepare, or prepare it for one process "
+            "(docs/data.md, Accelerate), and leave out skip_first_batches: the sampler deals and skips.",
+        )
     raise ConfigError(
-        f"the loader's batch_sampler is a {type(batches).__name__}; how many samples its batches have is not "
-        "known.",
+        f"the loader's batch_sampler is a {name}; how many samples its batches have is not known.",
         hint="Pass sampler=sampler and batch_size=n to the loader, or torch's own BatchSampler over it.",
     )
 
 
-def _check_in_order(loader: DataLoader[T]) -> None:
+def _check_loader(loader: DataLoader[T]) -> None:
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(
+            f"a {type(loader).__name__} is no DataLoader of torch: what it deals, skips or fetches ahead is "
+            "not known.",
+            hint="Pass the DataLoader itself: leave it out of fabric.setup_dataloaders, and move batches in "
+            "the loop.",
+        )
+    kind = loader.__class__  # that of the loader inside, where accelerate wraps one
+    if kind.__module__.partition(".")[0] == "torchdata":
+        raise ConfigError(
+            f"a {kind.__name__} of torchdata keeps a position of its own, which is not that of the model.",
+            hint="Use torch's DataLoader: the position is in the state of the sampler.",
+        )
+    if isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, ResumableIterable):
+        raise ConfigError(
+            f"the loader reads a {type(loader.dataset).__name__}, an IterableDataset, whose samples have no "
+            "positions.",
+            hint="Give it state_dict and load_state_dict, and the loader ResumableIterable(dataset). Or take "
+            "a dataset with a length and samples by number.",
+        )
     if not loader.in_order:
         raise ConfigError(
             "the loader has in_order=False: it gives batches as its workers are ready, and which of them are "

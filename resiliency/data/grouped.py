@@ -50,7 +50,6 @@ class InterruptableDistributedGroupedBatchSampler(ResumableSampler[list[int]]):
             raise ConfigError(f"{len(group_ids)} group ids for {len(dataset)} samples; each sample has one.")
         if check_whole("batch_size", batch_size) < 1:
             raise ConfigError("batch_size is 0; a batch has at least one sample.")
-        self.dataset = dataset
         self.batch_size = batch_size
         names = torch.as_tensor(group_ids, dtype=torch.int64)
         _, self._groups, counts = torch.unique(names, return_inverse=True, return_counts=True)
@@ -61,26 +60,27 @@ class InterruptableDistributedGroupedBatchSampler(ResumableSampler[list[int]]):
         progress = Progress(
             size=batches, seed=seed, shuffle=shuffle, kind=kind, dataset=dataset_id, plan=plan
         )
-        super().__init__(progress, num_replicas, rank, drop_last)
+        super().__init__(dataset, progress, num_replicas, rank, drop_last)
         self._plan: tuple[int, Tensor] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        if not self.ready():
+        start = self.begin_iteration()
+        if start is None:
             return
-        mine = self.progress.deal(self.rank, self.num_replicas, drop_last=self.drop_last)
+        mine = start.deal(self.rank, self.num_replicas, drop_last=self.drop_last)
         if not mine:  # of nothing there is no plan
             return
-        plan = self._planned()
+        plan = self._planned(start)
         for position in mine:
             indexes: list[int] = plan[position % len(plan)].tolist()
             yield indexes
 
-    def _planned(self) -> Tensor:
+    def _planned(self, start: Progress) -> Tensor:
         """All batches of the epoch, in their order. Shapes: (batches, batch_size) int64."""
-        if self._plan is None or self._plan[0] != self.epoch:
-            order = self._epoch_order(len(self.dataset)).at(torch.arange(len(self.dataset)))
+        if self._plan is None or self._plan[0] != start.epoch:
+            order = self.order_of(start).at(torch.arange(len(self.dataset)))
             self._plan = (
-                self.epoch,
+                start.epoch,
                 _plan(order, self._groups, self._group_sizes, self.batch_size, self.drop_last),
             )
             self._order = None

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from resiliency.data.global_batch import GlobalBatch
 from resiliency.data.order import EpochOrder, sample_seed
-from resiliency.data.progress import check_seed, check_whole
+from resiliency.data.progress import Progress, check_seed, check_whole
 from resiliency.data.samplers import InterruptableDistributedSampler
 from resiliency.errors import ConfigError
 
@@ -205,10 +205,9 @@ class MixedSampler(InterruptableDistributedSampler):
         now = self.progress
         return self.dataset.counts(now.epoch * now.size + now.position)
 
-    def _epoch_order(self, size: int) -> EpochOrder:
-        if self._order is None:
-            self._order = _Following(size, epoch=self.progress.epoch, shuffle=False)
-        return self._order
+    def order_of(self, now: Progress) -> EpochOrder:
+        """The positions of an epoch."""
+        return _Following(now.size, epoch=now.epoch, shuffle=False)
 
 
 class _Following(EpochOrder):

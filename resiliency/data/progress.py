@@ -40,6 +40,7 @@ class Progress:
         kind: of `EpochOrder`.
         dataset: a name of the data, if the program gave one; two names that differ are refused.
         plan: what else the positions depend on (how samples were put into batches); empty for samples.
+        share: of the data that the position is in, where each rank has one of its own; equal on all ranks.
         position: positions before it are in the model; from 0 to `size`.
     Raises:
         ConfigError: a number is negative or no whole number, or the position is beyond the size.
@@ -51,6 +52,7 @@ class Progress:
     kind: str = "torch"
     dataset: str = ""
     plan: str = ""
+    share: str = ""
     epoch: int = 0
     position: int = 0
 
@@ -114,6 +116,7 @@ class Progress:
                 f"version {_VERSION}.",
                 hint=f"Its keys are {sorted(map(str, state))}.",
             )
+        state = {"share": "", **state}  # of a release that did not say it
         try:
             saved = Progress(**{field.name: state[field.name] for field in fields(self)})  # type: ignore[arg-type]
         except KeyError as missing:
@@ -131,7 +134,7 @@ class Progress:
                 hint="Construct the sampler as it was when the state was saved, or start the epoch from "
                 "its beginning.",
             )
-        return replace(self, epoch=saved.epoch, position=saved.position)
+        return replace(self, epoch=saved.epoch, position=saved.position, share=saved.share)
 
 
 def check_whole(name: str, value: object) -> int:

@@ -2,18 +2,26 @@
 """What all samplers that resume have in common: epochs, the position in them, and the state.
 
 Invariant: `progress` is what the model was trained on and nothing else. What iteration hands out, and what a
-DataLoader fetches ahead of the program, leaves it alone; `advance` moves it.
+DataLoader fetches ahead of the program, leaves it alone; `advance` moves it, and a `Loop` that counts at the
+optimizer's steps.
+
+Batches at the end of an epoch that no step came after wait for one. The next epoch may begin meanwhile:
+iteration starts there, and `progress` stays in the epoch before until that step.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from resiliency.data.order import EpochOrder
@@ -25,23 +33,88 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item", covariant=True)
 
 
+#: Callers that deal or count positions themselves: first part of their module, class (any if empty), whether
+#: they are in the way at the start of an epoch too, what they do, and what to do.
+_DEALT_BY_OTHERS = (
+    (
+        "accelerate",
+        "BatchSamplerShard",
+        True,
+        "deals the batches of this sampler to the ranks, which the sampler has done",
+        "Leave the loader out of accelerator.prepare, or prepare it for one process; see docs/data.md.",
+    ),
+    (
+        "accelerate",
+        "DataLoaderDispatcher",
+        True,
+        "reads on one rank and sends each rank a part: this rank's position is not what it was given",
+        "Leave out dispatch_batches, and the loader out of accelerator.prepare; see docs/data.md.",
+    ),
+    (
+        "accelerate",
+        "SkipBatchSampler",
+        False,
+        "skips batches from where the sampler goes on by itself",
+        "Leave out skip_first_batches: the state of the sampler says where it goes on.",
+    ),
+    (
+        "torchdata",
+        "",
+        True,
+        "keeps a position of its own, which is not that of the model",
+        "Use torch's DataLoader: the position is in the state of the sampler.",
+    ),
+)
+
+
+class Loop:
+    """What a loop that counts by itself has handed out of the epoch, and no optimizer step came after.
+
+    Attributes:
+        handed_out: samples of this rank (batches of a batch sampler).
+        ended: all of the epoch was handed out.
+        left: the loop was left before that.
+        generator_state: of torch's default generator, to be put back when the loader has begun.
+    """
+
+    def __init__(self) -> None:
+        self.handed_out = 0
+        self.ended = False
+        self.left = False
+        self.generator_state: Tensor | None = None
+
+    def release(self) -> None:
+        """Let go of the optimizer: no step counts for this loop any more."""
+
+
 class ResumableSampler(Sampler[Item]):
     """Epochs, position and state; the subclasses say what is at a position.
 
     Attributes:
+        dataset: what the samples are of.
         rank, num_replicas: this rank, and how many positions are dealt to.
+        loop: that counts by itself, and is under way or has batches that wait for a step.
     """
 
     def __init__(
-        self, progress: Progress, num_replicas: int | None, rank: int | None, drop_last: bool
+        self, dataset: Sized, progress: Progress, num_replicas: int | None, rank: int | None, drop_last: bool
     ) -> None:
         self.num_replicas, self.rank = world_of(num_replicas, rank)
+        self.dataset = dataset
+        self._samples = len(dataset)
         self.drop_last = drop_last
         self._progress = progress
         #: Counted and not yet added to the progress: a loop adds to it at every step, and few steps are
         #: saved.
-        self.counted = 0
+        self._counted = 0
+        #: Start of the epoch that was set while batches of the one before wait for a step.
+        self._next_epoch: Progress | None = None
+        #: Where the iteration that began last started: `len` does not move while a loop runs.
+        self._began: Progress | None = None
+        self.loop: Loop | None = None
         self._order: EpochOrder | None = None
+        #: What a state said: epochs before it are in the model.
+        self._loaded_epoch = 0
         self._loaded_finished = False
         self._said_finished = False
         #: Whether `len` is that of a whole epoch, for loops that look at it once and count by themselves.
@@ -52,22 +125,26 @@ class ResumableSampler(Sampler[Item]):
     @property
     def progress(self) -> Progress:
         """What is in the model; equal on all ranks between two steps."""
-        if self.counted:
-            counted, self.counted = self.counted, 0
-            in_hand = self.in_hand  # of the batch after those
-            self.advance(counted)
-            self.in_hand = in_hand
+        if self._counted:
+            counted, self._counted = self._counted, 0
+            self._add(counted)
         return self._progress
+
+    @property
+    def start(self) -> Progress:
+        """Where an iteration starts: what is in the model, or in a loop's gradients at an epoch's end, is not
+        taken again."""
+        return self.progress if self._next_epoch is None else self._next_epoch
 
     @property
     def epoch(self) -> int:
         """The epoch that the next sample is of."""
-        return self.progress.epoch
+        return self.start.epoch
 
     @property
     def padding(self) -> int:
         """Positions that are dealt twice at the end of this epoch, so that all ranks get equally many."""
-        return 0 if self.drop_last else self.progress.padding(self.num_replicas)
+        return 0 if self.drop_last else self.start.padding(self.num_replicas)
 
     @property
     def full_length(self) -> int:
@@ -75,22 +152,48 @@ class ResumableSampler(Sampler[Item]):
         return self._length(self.progress.at_epoch(self.epoch))
 
     def __len__(self) -> int:
-        """What is left of the epoch for this rank; all of it at the start, or with `has_full_length`."""
-        return self.full_length if self.has_full_length else self.left
+        """What the iteration that began last gives this rank; before one, what is `left`. With
+        `has_full_length` always that of a whole epoch."""
+        return self._length(self.length_from)
+
+    @property
+    def length_from(self) -> Progress:
+        """What `len` is counted from."""
+        if self.has_full_length:
+            return self.start.at_epoch(self.epoch)
+        return self.start if self._began is None else self._began
 
     @property
     def left(self) -> int:
-        """What is left of the epoch for this rank."""
-        return self._length(self.progress)
+        """What is left of the epoch for this rank now."""
+        return self._length(self.start)
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether all of an epoch was handed out, and no optimizer step came after its last batches."""
+        return self._next_epoch is not None or (self.loop is not None and self.loop.ended)
 
     def set_epoch(self, epoch: int) -> None:
         """Take the samples of this epoch.
 
         Raises:
-            ConfigError: another epoch is under way; the text has both numbers.
+            ConfigError: another epoch is under way, or the loaded state is of a later one; the text has both
+                numbers.
         """
         check_whole("epoch", epoch)
+        self._began = None
         if epoch == self.epoch:
+            return
+        if epoch < self._loaded_epoch:
+            raise ConfigError(
+                f"epoch {epoch} was asked for, and the state that was loaded is of epoch "
+                f"{self._loaded_epoch}: epoch {epoch} would be trained on again.",
+                hint="After a restart, begin with `for epoch in range(sampler.epoch, epochs)`. To train on "
+                "it again on purpose, call reset_progress() first. (A loader of accelerate or of Fabric "
+                "sets an epoch by itself, and counts from 0 after a restart: advancing() tells the former.)",
+            )
+        if self.waits_for_step:
+            self._set_next_epoch(epoch)
             return
         if self.progress.position and self.left:
             raise ConfigError(
@@ -100,6 +203,13 @@ class ResumableSampler(Sampler[Item]):
                 "out the rest on purpose (a loader with drop_last does), call finish_epoch().",
             )
         self._move_to(self.progress.at_epoch(epoch))
+
+    def _set_next_epoch(self, epoch: int) -> None:
+        if self.loop is not None and self.loop.ended:  # its optimizer may make a step before the next loop
+            self.loop.handed_out, self.loop.ended, self.loop.left = 0, False, True
+        else:
+            self._let_go()
+        self._next_epoch = None if epoch == self.progress.epoch else self.progress.at_epoch(epoch)
 
     @contextmanager
     def in_epoch(self, epoch: int) -> Iterator[ResumableSampler[Item]]:
@@ -116,20 +226,89 @@ class ResumableSampler(Sampler[Item]):
         Raises:
             ConfigError: that is more than this rank has left in the epoch.
         """
+        check_whole("advance", count)
+        if self.loop is not None and not (self.loop.ended or self.loop.left):
+            raise ConfigError(
+                f"advance({count}) inside a loop that counts by itself: these samples would count twice.",
+                hint="Leave it out with advancing(); use it in loops over the loader itself.",
+            )
+        self._check_left(count)
+        self._let_go()
+        if self._next_epoch is not None:
+            self._place(self._next_epoch)
+        self._add(count)
+        self.in_hand = False
+
+    def _check_left(self, count: int) -> None:
         left = self.left
-        if check_whole("advance", count) > left:
+        if count > left:
             raise self._too_far(count, left)
-        self._move_to(self.progress.after(count * self.num_replicas), keep=True)
+
+    def _add(self, count: int) -> None:
+        """Move the progress by `count` of this rank."""
+        left = self._length(self._progress)
+        if count > left:
+            raise self._too_far(count, left)
+        moved = self._progress.after(count * self.num_replicas)
         if 0 < count == left:  # with drop_last some positions are left, which are dealt to no rank
-            self.finish_epoch()
+            moved = moved.after(moved.left)
+        self._place(moved)
+
+    def begin_loop(self, loop: Loop) -> None:
+        """Count what this loop hands out, and nothing of one before it.
+
+        Raises:
+            ConfigError: the epoch was handed out, and none was set since.
+        """
+        if self.loop is not None and self.loop.ended:
+            raise self._finished()
+        self._let_go()
+        self.loop = loop
+        self.in_hand = False
+
+    def count_step(self) -> None:
+        """All that the loop handed out is in the model."""
+        assert self.loop is not None
+        if self._next_epoch is not None:
+            self._place(self._next_epoch)
+        self._counted += self.loop.handed_out
+        self.loop.handed_out = 0
+        self.in_hand = False
+        if self.loop.ended:
+            self._place_at_end()
+            self._let_go()
+
+    def end_loop(self) -> int:
+        """All of the epoch was handed out: it is finished, or waits for a step.
+
+        Returns:
+            How many of this rank wait.
+        """
+        assert self.loop is not None
+        self.loop.ended = True
+        if not self.loop.handed_out and self._next_epoch is None:
+            self._place_at_end()
+            self._let_go()
+            return 0
+        return self.loop.handed_out
+
+    def _let_go(self) -> None:
+        if self.loop is not None:
+            self.loop.release()
+            self.loop = None
 
     def finish_epoch(self) -> None:
         """Leave out what is left of the epoch: another one may be set. To be called on all ranks."""
-        self._move_to(self.progress.after(self.progress.left), keep=True)
+        self._let_go()
+        if self._next_epoch is not None:
+            self._place(self._next_epoch)
+        self._place_at_end()
+        self.in_hand = False
 
     def reset_progress(self) -> None:
         """Go to the start of this epoch: all its samples come again."""
-        self._move_to(self.progress.at_epoch(self.epoch))
+        self._move_to(self.start.at_epoch(self.epoch))
+        self._loaded_epoch = 0
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """Plain values that are equal on all ranks, to be saved with the model after an optimizer step.
@@ -161,45 +340,99 @@ class ResumableSampler(Sampler[Item]):
         else:
             progress = self._of_other_library(state, world_size)
         self._move_to(progress)
+        self._loaded_epoch = progress.epoch
         self._loaded_finished = not self.left
 
-    def _move_to(self, progress: Progress, *, keep: bool = False) -> None:
-        if not keep:
-            self._loaded_finished = self._said_finished = False
-        if self._order is not None and self._order.epoch != progress.epoch:
-            self._order = None  # the memory of a permutation
-        self._progress = progress
-        self.in_hand = False
+    def _move_to(self, progress: Progress) -> None:
+        """Go where the program says, whatever a loop handed out."""
+        self._let_go()
+        self._loaded_finished = self._said_finished = self.in_hand = False
+        self._began = None
+        self._place(progress)
 
-    def ready(self) -> bool:
-        """Whether there is something to take.
+    def _place(self, progress: Progress) -> None:
+        self._counted, self._next_epoch = 0, None
+        self._progress = progress
+
+    def _place_at_end(self) -> None:
+        progress = self.progress
+        self._place(progress.after(progress.left))
+
+    def begin_iteration(self) -> Progress | None:
+        """Where an iteration that begins now starts; None where nothing is left in the epoch.
 
         Raises:
-            ConfigError: this program has finished the epoch: a loop that sets none would train on nothing.
+            ConfigError: this program has finished the epoch (a loop that sets none would train on nothing),
+                or a loader of another library deals or counts by itself.
         """
+        start = self.start
+        self._refuse_callers(start)
+        if self.loop is not None and self.loop.generator_state is not None:
+            torch.set_rng_state(self.loop.generator_state)
+            self.loop.generator_state = None
+        if self.loop is not None and self.loop.ended:
+            raise self._finished()
         # What `drop_last` leaves out of an epoch that another number of ranks began is dealt to no rank: no
         # `advance` will ever finish it.
-        if self.left or not self.progress.position:
-            return True
-        if not self._loaded_finished:
+        if start.position and not self._length(start):
+            if not self._loaded_finished:
+                raise self._finished()
+            if not self._said_finished:
+                self._said_finished = True
+                log.warning(
+                    "epoch %d was finished when it was saved: nothing is left in it for these ranks",
+                    self.epoch,
+                )
+            return None
+        self._began = start = self._in_share(start)
+        return start
+
+    def _in_share(self, start: Progress) -> Progress:
+        share = getattr(self.dataset, "share_id", "")
+        if share == start.share:
+            return start
+        if start.position:
             raise ConfigError(
-                f"epoch {self.epoch} is finished.",
-                hint=f"Call set_epoch({self.epoch + 1}), or reset_progress() to take its samples again.",
+                f"epoch {start.epoch} is at position {start.position} of another share of the data: "
+                f"{start.share or 'none'!r}, and the dataset holds {share!r}.",
+                hint="Construct the dataset as it was, and reshard it as for this epoch. To take the new "
+                "share from the start of an epoch, call finish_epoch() and set the next one.",
             )
-        if not self._said_finished:
-            self._said_finished = True
-            log.warning(
-                "epoch %d was finished when it was saved: nothing is left in it for these ranks", self.epoch
-            )
-        return False
+        start = replace(start, share=share)
+        if self._next_epoch is None:
+            self._progress = start
+        else:
+            self._next_epoch = start
+        return start
+
+    def _finished(self) -> ConfigError:
+        return ConfigError(
+            f"epoch {self.epoch} is finished.",
+            hint=f"Call set_epoch({self.epoch + 1}), or reset_progress() to take its samples again.",
+        )
+
+    def _refuse_callers(self, start: Progress) -> None:
+        """By the frames of the iteration: a sampler is not told which loader it is in."""
+        frame = sys._getframe(1)
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            module = str(frame.f_globals.get("__name__")).partition(".")[0]
+            for library, name, at_start, does, hint in _DEALT_BY_OTHERS:
+                if module != library or not (at_start or start.position):
+                    continue
+                if name in ("", type(frame.f_locals.get("self")).__name__):
+                    raise ConfigError(f"the {name or 'loader'} of {library} {does}.", hint=hint)
 
     def _length(self, progress: Progress) -> int:
         return len(progress.deal(self.rank, self.num_replicas, drop_last=self.drop_last))
 
-    def _epoch_order(self, size: int) -> EpochOrder:
-        if self._order is None:
-            now = self.progress
-            self._order = EpochOrder(size, epoch=now.epoch, seed=now.seed, shuffle=now.shuffle, kind=now.kind)
+    def order_of(self, now: Progress) -> EpochOrder:
+        """The order of an epoch; it keeps one, for the memory of a permutation."""
+        if self._order is None or self._order.epoch != now.epoch:
+            self._order = None
+            self._order = EpochOrder(
+                self._samples, epoch=now.epoch, seed=now.seed, shuffle=now.shuffle, kind=now.kind
+            )
         return self._order
 
     def _too_far(self, count: int, left: int) -> ConfigError:
@@ -233,6 +466,16 @@ class ResumableSampler(Sampler[Item]):
 
     def _check_same_order(self, key: str, count: int, epoch: int) -> None:
         """Raises ConfigError if a state of another library counts positions of another order."""
+
+
+def warn_of_waiting(epoch: int, count: int) -> None:
+    """Log that the last `count` of an epoch were handed out to this rank, and are not in the model."""
+    log.warning(
+        "epoch %d ended, and no optimizer step came after the last %d of this rank: they count with the next "
+        "step, and are in no model if there is none or if their gradients are zeroed before it",
+        epoch,
+        count,
+    )
 
 
 def world_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -27,7 +27,8 @@ import torch
 from torch.utils.data import Sampler
 
 from resiliency.data.global_batch import GlobalBatch, MicroBatch
-from resiliency.data.progress import Progress, check_whole
+from resiliency.data.order import EpochOrder
+from resiliency.data.progress import Progress
 from resiliency.data.resumable import ResumableSampler
 from resiliency.errors import ConfigError
 
@@ -71,23 +72,23 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
         dataset_id: str = "",
     ) -> None:
         progress = Progress(size=len(dataset), seed=seed, shuffle=shuffle, kind=kind, dataset=dataset_id)
-        super().__init__(progress, num_replicas, rank, drop_last)
-        self.dataset = dataset
+        super().__init__(dataset, progress, num_replicas, rank, drop_last)
         self.global_batch = GlobalBatch(global_batch) if isinstance(global_batch, int) else global_batch
         #: Samples of this rank that were advanced in a row, which counts when it is whole.
         self._in_row = 0
 
     def __iter__(self) -> Iterator[int]:
-        if not self.ready():
-            return
-        if self.global_batch is None:
-            mine = self.progress.deal(self.rank, self.num_replicas, drop_last=self.drop_last)
-            for first in range(0, len(mine), _CHUNK):
-                part = mine[first : first + _CHUNK]
-                yield from self.indexes_at(part)
-        else:
+        if self.global_batch is not None:
             for indexes in self.micro_batches():
                 yield from indexes
+            return
+        start = self.begin_iteration()
+        if start is None:
+            return
+        order = self.order_of(start)
+        mine = start.deal(self.rank, self.num_replicas, drop_last=self.drop_last)
+        for first in range(0, len(mine), _CHUNK):
+            yield from indexes_at(order, mine[first : first + _CHUNK])
 
     @property
     def padding(self) -> int:
@@ -109,15 +110,20 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
         state that is saved in between is that before the row, as the model is.
 
         Raises:
-            ConfigError: that is more than this rank has left in the epoch.
+            ConfigError: that is more than this rank has left in the epoch, or a loop counts by itself.
         """
+        super().advance(count)
+
+    def _check_left(self, count: int) -> None:
+        in_row = 0 if self._next_epoch is not None else self._in_row
+        if count > self.left - in_row:
+            raise self._too_far(count, self.left - in_row)
+
+    def _add(self, count: int) -> None:
         if self.global_batch is None:
-            super().advance(count)
+            super()._add(count)
             return
-        if not check_whole("advance", count):
-            self.in_hand = False
-            return
-        progress = self.progress  # which may move the row on
+        progress = self._progress  # which may move the row on
         taken = self._in_row + count
         while row := self._next_row(progress):
             share = self._row_samples(row)
@@ -126,13 +132,14 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
             taken, progress = taken - share, progress.after(row)
         else:
             if taken:
-                raise self._too_far(count, self.left - self._in_row)
-            progress = progress.after(progress.left)
-        self._move_to(progress, keep=True)
+                raise self._too_far(count, self._length(self._progress) - self._in_row)
+            if count:
+                progress = progress.after(progress.left)
+        self._place(progress)
         self._in_row = taken
 
-    def _move_to(self, progress: Progress, *, keep: bool = False) -> None:
-        super()._move_to(progress, keep=keep)
+    def _place(self, progress: Progress) -> None:
+        super()._place(progress)
         self._in_row = 0
 
     def _next_row(self, progress: Progress) -> int:
@@ -155,19 +162,19 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
             return super()._length(progress)
         return sum(count * self._row_samples(row) for row, count in self.row_sizes(progress))
 
-    def rows(self) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
-        """First position and micro-batches of this rank, for each optimizer step from here on."""
+    def rows(self, start: Progress) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
+        """First position and micro-batches of this rank, for each optimizer step from `start` on."""
         assert self.global_batch is not None
-        progress = self.progress
-        self._in_row = 0  # what was advanced of a row that was left is not in the model
+        progress = start
         while row := self._next_row(progress):
             yield progress.position, self.global_batch.micro_batches(self.rank, self.num_replicas, row)
             progress = progress.after(row)
 
-    def indexes_at(self, positions: range) -> list[int]:
-        tensor = torch.arange(positions.start, positions.stop, positions.step)
-        found: list[int] = self._epoch_order(self.progress.size).at(tensor).tolist()
-        return found
+    def begin_iteration(self) -> Progress | None:
+        start = super().begin_iteration()
+        if self._next_epoch is None:
+            self._in_row = 0  # what was advanced of a row that was left is not in the model
+        return start
 
     def _check_same_order(self, key: str, count: int, epoch: int) -> None:
         if key == "progress" and count > 0 and epoch > 0 and self.progress.shuffle:
@@ -238,15 +245,22 @@ class MicroBatchSampler(Sampler[list[int]]):
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        if not self.sampler.ready():
+        start = self.sampler.begin_iteration()
+        if start is None:
             return
-        for first, parts in self.sampler.rows():
+        order = self.sampler.order_of(start)
+        for first, parts in self.sampler.rows(start):
             for part in parts:
-                yield self.sampler.indexes_at(range(first + part.start, first + part.stop))
+                yield indexes_at(order, range(first + part.start, first + part.stop))
 
     def __len__(self) -> int:
-        """Micro-batches of this rank that are left in the epoch."""
+        """Micro-batches of this rank that the iteration that began last gives, as `len` of the sampler."""
         batch, me = self.sampler.global_batch, (self.sampler.rank, self.sampler.num_replicas)
         assert batch is not None
-        rows = self.sampler.row_sizes(self.sampler.progress)
+        rows = self.sampler.row_sizes(self.sampler.length_from)
         return sum(count * len(batch.micro_batches(*me, row)) for row, count in rows)
+
+
+def indexes_at(order: EpochOrder, positions: range) -> list[int]:
+    found: list[int] = order.at(torch.arange(positions.start, positions.stop, positions.step)).tolist()
+    return found

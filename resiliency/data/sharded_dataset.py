@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,6 +114,7 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         self._getitem_transforms = sample_getitem_transform, target_getitem_transform
         self._device = None if device_id is None else torch.device(device_id)
         self._held: list[int] = []
+        self._place = self._home = rank, world_size
         self.samples: Any = []
         self.targets: Any = []
         self.reshard(rank, world_size)
@@ -119,6 +122,24 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
     @property
     def paths(self) -> list[str]:
         return [self._files[number][0] for number in self._held]
+
+    @cached_property
+    def _ring_id(self) -> str:
+        below = len(os.path.join(self.root, ""))
+        names = "\n".join(
+            self._files[number][0][below:] for number in self._order.at(torch.arange(len(self._files)))
+        )
+        return f"{zlib.crc32(names.encode(errors='surrogateescape')):08x}"
+
+    @property
+    def share_id(self) -> str:
+        """Which share of which files this is; equal on all ranks. A sampler has it in its state, and goes on
+        in no other."""
+        (rank, world), (home, _) = self._place, self._home
+        return (
+            f"{self._share} of {len(self._files)} files ({self._ring_id}) on each of {world} ranks, moved by "
+            f"{(rank - home) % world}"
+        )
 
     def __len__(self) -> int:
         """Files of this rank; equally many on all ranks."""
@@ -132,7 +153,7 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
     def reshard(self, rank: int, world_size: int) -> None:
         """Hold the share of another rank or world, loading only the files that are not held.
 
-        A sampler of the old share cannot go on in the new one: construct it anew.
+        A sampler in the middle of an epoch of the old share does not go on in the new one: it refuses.
 
         Raises:
             ConfigError, DataError: as the constructor; the old share is still held.
@@ -161,6 +182,9 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         else:
             self.samples, self.targets = samples, targets
         self._held = wanted
+        self._place = rank, world_size
+        if world_size != self._home[1]:
+            self._home = self._place
 
     def _load(self, number: int) -> tuple[Any, Any]:
         path, target = self._files[number]

@@ -139,7 +139,9 @@ def a_checkpoint_of_an_exception_after_a_step_and_before_it_has_the_position_of_
 
 
 @check
-def batches_without_a_step_at_the_end_of_an_epoch_do_not_count_in_the_next_one(directory: Path) -> None:
+def batches_without_a_step_at_the_end_of_an_epoch_count_with_the_first_step_of_the_next_one(
+    directory: Path,
+) -> None:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
     from torch import nn, optim
@@ -169,22 +171,62 @@ def batches_without_a_step_at_the_end_of_an_epoch_do_not_count_in_the_next_one(d
             state = callback.state_dict()
             self.found.append((state["epoch"], state["position"]))
 
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(directory / f"{trainer.current_epoch}.ckpt")
+
+    def fit(epochs: int, resume: Path | None) -> list[tuple[int, int]]:
+        nonlocal callback
+        loader = loader_of()
+        callback = DataProgressCallback(loader)
+        positions = Positions()
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            callbacks=[callback, positions],
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Manual(), loader, ckpt_path=resume)
+        return positions.found
+
+    callback: DataProgressCallback
+    waiting = [(0, 0), (0, 8), (0, 8), (0, 16), (0, 16)]
+    assert fit(2, None) == [*waiting, (0, 16), (1, 8), (1, 8), (1, 16), (1, 16)]
+    # The checkpoint of the end of the epoch goes on with the two samples that are not in its model.
+    assert fit(2, directory / "0.ckpt") == [(0, 16), (0, 16), (1, 8), (1, 8), (1, 16), (1, 16)]
+
+
+@check
+def a_step_that_a_gradient_scaler_skips_counts_with_the_next_one(directory: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from resiliency.callbacks.data_progress import DataProgressCallback
+
+    class Skipping(Callback):
+        """The optimizer is called, as by a scaler, but for the second and the last batch of an epoch."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            step = optimizer.step
+
+            def step_or_skip(closure: Any) -> Any:
+                return closure() if trainer.fit_loop.epoch_loop.batch_idx in (1, 4) else step(closure)
+
+            optimizer.step = step_or_skip
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            state = callback.state_dict()
+            found.append((state["epoch"], state["position"]))
+
+    found: list[tuple[int, int]] = []
     loader = loader_of()
     callback = DataProgressCallback(loader)
-    positions = Positions()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        callbacks=[callback, positions],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Manual(), loader)
-    assert positions.found == [(epoch, at) for epoch in (0, 1) for at in (0, 8, 8, 16, SIZE)]
+    train(loader, callback, Skipping(), max_epochs=2)
+    assert found == [(0, 4), (0, 4), (0, 12), (0, 16), (0, 16), (1, 4), (1, 4), (1, 12), (1, 16), (1, 16)]
 
 
 @check

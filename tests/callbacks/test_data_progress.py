@@ -25,7 +25,7 @@ def test_a_resumed_fit_takes_the_same_steps_and_what_would_lose_samples_is_refus
     argv = [sys.executable, "-W", "ignore", "-m", "tests.callbacks.data_checks", str(tmp_path)]
     done = warm.run(argv, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("passed ") == 5
+    assert done.stdout.count("passed ") == 6
 
 
 def train(directory: Path, die_at: object, epochs: int = 3) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from resiliency.data import (
     GlobalBatch,
@@ -26,26 +26,7 @@ from resiliency.data import (
 )
 from resiliency.errors import ConfigError
 from resiliency.testing.rank_pool import RankOutcome, RankPool
-
-SIZE = 22
-
-
-class Numbers(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
-
-
-def loader_of(
-    sampler: InterruptableDistributedSampler, batch_size: int | None = 4, **options: Any
-) -> DataLoader[Any]:
-    return DataLoader(Numbers(), batch_size=batch_size, sampler=sampler, **options)
-
-
-def an_optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+from tests.data.loaders import SIZE, Numbers, an_optimizer, loader_of
 
 
 def end_with(rank_pid: int, worker: int) -> None:
@@ -140,6 +121,7 @@ def test_after_an_exception_the_state_is_that_of_the_last_step() -> None:
             seen += batch.tolist()
             optimizer.step()
     assert sampler.state_dict()["position"] == len(seen) == 8
+    optimizer.zero_grad()
     rest = list(chain.from_iterable(batch.tolist() for batch in advancing(loader_of(sampler), optimizer)))
     assert Counter(seen + rest) == Counter(range(SIZE))
     optimizer.step()  # the loops are over: nothing counts any more
@@ -177,13 +159,30 @@ def test_an_epoch_without_a_step_of_the_optimizer_is_told(caplog: pytest.LogCapt
     assert "epoch 0 ended without a step of the optimizer that was passed to advancing (a SGD)" in caplog.text
 
 
-def test_leaving_the_loop_lets_go_of_the_optimizer() -> None:
+def test_a_step_after_a_loop_was_left_with_a_batch_in_hand_is_not_guessed() -> None:
+    sampler = InterruptableDistributedSampler(Numbers(), 1, 0)
+    optimizer = an_optimizer()
+    for number, _ in enumerate(advancing(loader_of(sampler), optimizer)):
+        if number == 1:
+            break  # the program may have trained on it, or looked whether to go on
+        optimizer.step()
+    assert sampler.state_dict()["position"] == 4
+    optimizer.step()
+    with pytest.raises(ConfigError, match="cannot tell whether the batch in hand is in the model"):
+        sampler.state_dict()
+    sampler.advance(4)
+    assert sampler.state_dict()["position"] == 8
+
+
+def test_leaving_the_loop_after_a_step_lets_go_of_the_optimizer() -> None:
     sampler = InterruptableDistributedSampler(Numbers(), 1, 0)
     optimizer = an_optimizer()
     for _ in advancing(loader_of(sampler), optimizer):
+        optimizer.step()
         break
+    assert not optimizer._optimizer_step_post_hooks
     optimizer.step()
-    assert sampler.state_dict()["position"] == 0
+    assert sampler.state_dict()["position"] == 4
 
 
 @pytest.mark.parametrize("fused", [False, True])

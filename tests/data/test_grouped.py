@@ -128,8 +128,8 @@ def test_a_state_of_another_plan_is_refused_with_both_plans_c6() -> None:
 def test_the_plan_is_a_tensor_of_one_index_for_each_sample_c12() -> None:
     (sampler,) = ranks_of([0, 1] * 500, 10, 1)
     list(sampler)
-    assert sampler._planned().dtype is torch.int64
-    assert sampler._planned().numel() == 1000
+    assert sampler._planned(sampler.start).dtype is torch.int64
+    assert sampler._planned(sampler.start).numel() == 1000
     assert not [value for value in vars(sampler).values() if isinstance(value, list) and len(value) > 2]
 
 

@@ -138,7 +138,7 @@ def test_any_history_of_resizes_and_kills_consumes_each_sample_exactly_once(
         iterators = [iter(sampler) for sampler in ranks]
         in_gradients = 0
         for number, batch in enumerate(batches):
-            left = len(ranks[0]) - in_gradients
+            left = ranks[0].left - in_gradients
             if not left:
                 break
             batch = min(batch, left)
@@ -217,7 +217,8 @@ def test_len_is_what_is_left_and_a_resumed_sampler_gives_just_that_c9() -> None:
     resumed = InterruptableDistributedSampler(range(20), 2, 1)
     resumed.load_state_dict(sampler.state_dict())
     assert list(resumed) == everything[4:]
-    assert len(resumed) == len(sampler) == 6
+    assert len(resumed) == resumed.left == sampler.left == 6
+    assert len(sampler) == 10  # what the iteration gave
     assert resumed.full_length == 10
 
 
@@ -267,6 +268,7 @@ def test_the_state_is_plain_values_that_torch_loads_by_default() -> None:
         "kind": "torch",
         "dataset": "v2",
         "plan": "",
+        "share": "",
         "epoch": 0,
         "position": 6,
     }
@@ -314,10 +316,25 @@ def test_another_epoch_in_the_middle_of_one_is_refused_with_both_numbers_c7() ->
         with pytest.raises(ConfigError, match="epoch 3 is at position 5 of 20, and epoch 4 was asked for"):
             take(4)
     sampler.set_epoch(3)
-    assert len(sampler) == 15
+    assert len(sampler) == sampler.left == 15
     sampler.finish_epoch()
     sampler.set_epoch(4)
     assert len(sampler) == 20
+
+
+def test_an_epoch_before_that_of_the_loaded_state_is_refused_with_both_numbers() -> None:
+    sampler = InterruptableDistributedSampler(range(20), 1, 0)
+    sampler.set_epoch(2)
+    sampler.advance(20)
+    resumed = InterruptableDistributedSampler(range(20), 1, 0)
+    for position in (0, 20):
+        resumed.load_state_dict(sampler.state_dict() | {"position": position})
+        with pytest.raises(ConfigError, match=r"epoch 0 was asked for, and the state .* is of epoch 2"):
+            resumed.set_epoch(0)  # as `for epoch in range(epochs)` does after a restart
+        assert resumed.epoch == 2
+    resumed.reset_progress()
+    resumed.set_epoch(0)
+    assert sorted(resumed) == list(range(20))
 
 
 def test_break_and_an_exception_keep_the_position_and_the_end_finishes_the_epoch_c8() -> None:

@@ -225,3 +225,55 @@ def test_the_plain_sampler_resumes_in_a_share(roots: dict[int, str]) -> None:
     resumed = InterruptableSampler(dataset)
     resumed.load_state_dict(sampler.state_dict())
     assert [dataset[index][0] for index in resumed] == everything[3:]
+
+
+@pytest.mark.parametrize(
+    ("world", "seed", "moved", "found"),
+    [
+        (2, 0, 0, "on each of 2 ranks, moved by 0"),
+        (4, 9, 0, "on each of 4 ranks, moved by 0"),
+        (4, 0, 1, "on each of 4 ranks, moved by 1"),
+    ],
+)
+def test_a_position_in_another_share_is_refused_with_both_sides_d5(
+    world: int, seed: int, moved: int, found: str, roots: dict[int, str]
+) -> None:
+    first = InterruptableSampler(shares(roots[8], 4, 0.5)[0])
+    list(first)
+    first.advance(2)
+    dataset = shares(roots[8], world, 0.5, seed=seed)[0]
+    dataset.reshard(moved, world)
+    sampler = InterruptableSampler(dataset)
+    sampler.load_state_dict(first.state_dict())
+    with pytest.raises(ConfigError, match=rf"'4 of 8 files .* moved by 0', and the dataset holds .*{found}"):
+        list(sampler)
+    sampler.finish_epoch()
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 4
+
+
+def test_shares_that_move_with_the_epoch_resume_from_the_state_of_any_rank(roots: dict[int, str]) -> None:
+    datasets = shares(roots[8], 4, 0.5)
+    samplers = [InterruptableSampler(dataset) for dataset in datasets]
+    states, wanted = [], []
+    for epoch in range(3):
+        for rank, (dataset, sampler) in enumerate(zip(datasets, samplers, strict=True)):
+            dataset.reshard((rank + epoch) % 4, 4)
+            sampler.set_epoch(epoch)
+            order = [dataset[index][0] for index in sampler]
+            sampler.advance(3 if epoch == 2 else 4)
+            if epoch == 2:
+                states.append(sampler.state_dict())
+                wanted.append(order[3:])
+    assert all(state == states[0] for state in states)
+    resumed = shares(roots[8], 4, 0.5)
+    for rank, dataset in enumerate(resumed):
+        sampler = InterruptableSampler(dataset)
+        sampler.load_state_dict(states[(rank + 1) % 4])
+        dataset.reshard((rank + sampler.epoch) % 4, 4)
+        assert [dataset[index][0] for index in sampler] == wanted[rank]
+    old = states[0].copy()
+    del old["share"]  # of a release that did not say it
+    sampler.load_state_dict(old)
+    with pytest.raises(ConfigError, match="another share of the data: 'none'"):
+        list(sampler)

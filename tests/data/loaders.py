@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small dataset whose samples are their own numbers, and what a loop over it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from resiliency.data import InterruptableDistributedSampler
+
+SIZE = 22
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def loader_of(
+    sampler: InterruptableDistributedSampler, batch_size: int | None = 4, **options: Any
+) -> DataLoader[Any]:
+    return DataLoader(Numbers(), batch_size=batch_size, sampler=sampler, **options)
+
+
+def an_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
