@@ -16,6 +16,7 @@ from resiliency.data.dispatch.sampler import DispatchedSampler, sizes_of, text_r
 from resiliency.data.dispatch.server import DataServer
 from resiliency.data.global_batch import GlobalBatch, MicroBatch, RampUp, accumulate
 from resiliency.data.grouped import InterruptableDistributedGroupedBatchSampler
+from resiliency.data.iterable import ResumableIterable
 from resiliency.data.metrics import MetricsTracker
 from resiliency.data.mixing import MixedDataset, MixedSampler
 from resiliency.data.order import EpochOrder, sample_seed
@@ -57,6 +58,7 @@ __all__ = [
     "PoisonedRange",
     "Progress",
     "RampUp",
+    "ResumableIterable",
     "SampleRange",
     "SampleRanges",
     "StaleRange",

@@ -206,7 +206,7 @@ class MixedSampler(InterruptableDistributedSampler):
         return self.dataset.counts(now.epoch * now.size + now.position)
 
     def order_of(self, now: Progress) -> EpochOrder:
-        """The positions of that epoch, which follow those of the epochs before it."""
+        """The positions of an epoch."""
         return _Following(now.size, epoch=now.epoch, shuffle=False)
 
 

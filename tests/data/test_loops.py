@@ -292,7 +292,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_loaders_without_positions_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="reads an IterableDataset"):
+    with pytest.raises(ConfigError, match="reads a Stream, an IterableDataset"):
         next(advancing(DataLoader(Stream(), batch_size=4)))
     with pytest.raises(ConfigError, match="a list is no DataLoader"):
         next(advancing([torch.zeros(4)]))  # type: ignore[arg-type]
