@@ -184,6 +184,25 @@ def test_an_epoch_that_waits_can_be_followed_by_one_that_is_left_early() -> None
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (1, 4)
 
 
+def test_a_state_of_a_loop_that_nothing_counts_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = plain()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for _ in loader_of(sampler):  # advancing was forgotten
+            assert sampler.state_dict()["position"] == 0
+    told = [message.partition(",")[0] for message in caplog.messages]
+    assert told == [f"the state of the sampler says position 0 of epoch {epoch}" for epoch in range(2)]
+    caplog.clear()
+    sampler.reset_progress()
+    for batch in loader_of(sampler):
+        sampler.advance(len(batch))
+        sampler.state_dict()
+    sampler.set_epoch(2)
+    for _ in advancing(loader_of(sampler), an_optimizer()):
+        sampler.state_dict()
+    assert [message for message in caplog.messages if "nothing counts" in message] == []
+
+
 def test_a_loader_that_ends_before_its_sampler_does_not_finish_the_epoch() -> None:
     class Short(DataLoader[Any]):
         def __iter__(self) -> Any:
