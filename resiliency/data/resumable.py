@@ -84,7 +84,7 @@ class ResumableSampler(Sampler[Item]):
         #: What a state said: epochs before it are in the model.
         self._loaded_epoch = 0
         self._loaded_finished = False
-        self._said_finished = False
+        self._said_finished = self._said_again = False
         #: Whether `len` is that of a whole epoch, for loops that look at it once and count by themselves.
         self.has_full_length = False
         #: A batch is with the program, and nothing will tell when it is in the model.
@@ -233,6 +233,14 @@ class ResumableSampler(Sampler[Item]):
         """
         if self.loop is not None and self.loop.ended:
             raise self._finished()
+        if self.loop is not None and self.loop.left and self.loop.handed_out and not self._said_again:
+            self._said_again = True
+            log.warning(
+                "a loop over epoch %d was left with %d handed out to this rank and in no optimizer step: the "
+                "next loop hands them out again; if the model was run on them, zero their gradients first",
+                self.epoch,
+                self.loop.handed_out,
+            )
         self._let_go()
         self.loop = loop
         self.in_hand = self._uncounted = False

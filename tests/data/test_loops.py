@@ -285,6 +285,20 @@ def test_a_loop_that_is_left_goes_on_with_the_persistent_workers_of_its_loader()
     assert sampler.progress.finished
 
 
+def test_what_a_loop_that_was_left_had_in_no_step_is_told_once_as_it_comes_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sampler, optimizer = plain(), an_optimizer()
+    for _ in range(2):
+        for number, _ in enumerate(advancing(loader_of(sampler), optimizer), 1):
+            if number == 2:
+                break  # with the gradients of two batches
+    assert next(advancing(loader_of(sampler), optimizer)).tolist() == list(plain())[:4]
+    told = [message for message in caplog.messages if "hands them out again" in message]
+    assert len(told) == 1
+    assert "left with 8 handed out to this rank and in no optimizer step" in told[0]
+
+
 def test_of_two_optimizers_the_one_that_was_passed_counts() -> None:
     sampler, critic, generator = plain(), an_optimizer(), an_optimizer()
     positions = []
