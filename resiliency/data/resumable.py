@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from resiliency.data.foreign_loaders import refuse_foreign_loaders
 from resiliency.data.order import EpochOrder
 from resiliency.data.progress import Progress, check_rank, check_whole
 from resiliency.errors import ConfigError
@@ -31,40 +31,6 @@ from resiliency.errors import ConfigError
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item", covariant=True)
-
-
-#: Callers that deal or count positions themselves: first part of their module, class (any if empty), whether
-#: they are in the way at the start of an epoch too, what they do, and what to do.
-_DEALT_BY_OTHERS = (
-    (
-        "accelerate",
-        "BatchSamplerShard",
-        True,
-        "deals the batches of this sampler to the ranks, which the sampler has done",
-        "Leave the loader out of accelerator.prepare, or prepare it for one process; see docs/data.md.",
-    ),
-    (
-        "accelerate",
-        "DataLoaderDispatcher",
-        True,
-        "reads on one rank and sends each rank a part: this rank's position is not what it was given",
-        "Leave out dispatch_batches, and the loader out of accelerator.prepare; see docs/data.md.",
-    ),
-    (
-        "accelerate",
-        "SkipBatchSampler",
-        False,
-        "skips batches from where the sampler goes on by itself",
-        "Leave out skip_first_batches: the state of the sampler says where it goes on.",
-    ),
-    (
-        "torchdata",
-        "",
-        True,
-        "keeps a position of its own, which is not that of the model",
-        "Use torch's DataLoader: the position is in the state of the sampler.",
-    ),
-)
 
 
 class Loop:
@@ -113,10 +79,12 @@ class ResumableSampler(Sampler[Item]):
         self._began: Progress | None = None
         self.loop: Loop | None = None
         self._order: EpochOrder | None = None
+        #: An iteration began that no loop counts, and `advance` said nothing since.
+        self._uncounted = False
         #: What a state said: epochs before it are in the model.
         self._loaded_epoch = 0
         self._loaded_finished = False
-        self._said_finished = False
+        self._said_finished = self._said_again = False
         #: Whether `len` is that of a whole epoch, for loops that look at it once and count by themselves.
         self.has_full_length = False
         #: A batch is with the program, and nothing will tell when it is in the model.
@@ -224,20 +192,23 @@ class ResumableSampler(Sampler[Item]):
         handed out last, or 0 if the model was not trained on it.
 
         Raises:
-            ConfigError: that is more than this rank has left in the epoch.
+            ConfigError: that is more than this rank has left in the epoch, or a loop counts by itself.
         """
         check_whole("advance", count)
         if self.loop is not None and not (self.loop.ended or self.loop.left):
             raise ConfigError(
                 f"advance({count}) inside a loop that counts by itself: these samples would count twice.",
-                hint="Leave it out with advancing(); use it in loops over the loader itself.",
+                hint="Leave it out with advancing(); use it in loops over the loader itself, and after "
+                "a loop was left.",
             )
         self._check_left(count)
-        self._let_go()
         if self._next_epoch is not None:
+            if not count and not self.in_hand:
+                return  # what waits goes on waiting
             self._place(self._next_epoch)
+        self._let_go()
         self._add(count)
-        self.in_hand = False
+        self.in_hand = self._uncounted = False
 
     def _check_left(self, count: int) -> None:
         left = self.left
@@ -262,9 +233,17 @@ class ResumableSampler(Sampler[Item]):
         """
         if self.loop is not None and self.loop.ended:
             raise self._finished()
+        if self.loop is not None and self.loop.left and self.loop.handed_out and not self._said_again:
+            self._said_again = True
+            log.warning(
+                "a loop over epoch %d was left with %d handed out to this rank and in no optimizer step: the "
+                "next loop hands them out again; if the model was run on them, zero their gradients first",
+                self.epoch,
+                self.loop.handed_out,
+            )
         self._let_go()
         self.loop = loop
-        self.in_hand = False
+        self.in_hand = self._uncounted = False
 
     def count_step(self) -> None:
         """All that the loop handed out is in the model."""
@@ -303,7 +282,7 @@ class ResumableSampler(Sampler[Item]):
         if self._next_epoch is not None:
             self._place(self._next_epoch)
         self._place_at_end()
-        self.in_hand = False
+        self.in_hand = self._uncounted = False
 
     def reset_progress(self) -> None:
         """Go to the start of this epoch: all its samples come again."""
@@ -314,14 +293,24 @@ class ResumableSampler(Sampler[Item]):
         """Plain values that are equal on all ranks, to be saved with the model after an optimizer step.
 
         Raises:
-            ConfigError: `advancing` without its optimizer holds a batch, which may be in the model or not.
+            ConfigError: `advancing` without its optimizer holds a batch, or a step was made after a loop was
+                left with one: it may be in the model or not.
         """
         if self.in_hand:
             raise ConfigError(
                 "the sampler cannot tell whether the batch in hand is in the model.",
-                hint="Pass the optimizer: advancing(loader, optimizer). Without it, save when the loop has "
-                "ended by itself, or leave it and say first whether its last batch is in the model: "
-                "sampler.advance(its samples), or advance(0).",
+                hint="Pass the optimizer, and make its steps inside the loop: advancing(loader, optimizer). "
+                "Else save when the loop has ended by itself, or leave it and say first what of its last "
+                "batches is in the model: sampler.advance(its samples), or advance(0).",
+            )
+        if self._uncounted:
+            self._uncounted = False
+            log.warning(
+                "the state of the sampler says position %d of epoch %d, and nothing counts what an iteration "
+                "gave since: if the model was trained on it, a restart will train on it again; loop over "
+                "advancing(loader, optimizer), or call sampler.advance(its samples) after each step",
+                self.progress.position,
+                self.progress.epoch,
             )
         return self.progress.to_state()
 
@@ -346,7 +335,7 @@ class ResumableSampler(Sampler[Item]):
     def _move_to(self, progress: Progress) -> None:
         """Go where the program says, whatever a loop handed out."""
         self._let_go()
-        self._loaded_finished = self._said_finished = self.in_hand = False
+        self._loaded_finished = self._said_finished = self.in_hand = self._uncounted = False
         self._began = None
         self._place(progress)
 
@@ -366,7 +355,7 @@ class ResumableSampler(Sampler[Item]):
                 or a loader of another library deals or counts by itself.
         """
         start = self.start
-        self._refuse_callers(start)
+        refuse_foreign_loaders(at_start=not start.position)
         if self.loop is not None and self.loop.generator_state is not None:
             torch.set_rng_state(self.loop.generator_state)
             self.loop.generator_state = None
@@ -385,6 +374,7 @@ class ResumableSampler(Sampler[Item]):
                 )
             return None
         self._began = start = self._in_share(start)
+        self._uncounted = self.loop is None or self.loop.left
         return start
 
     def _in_share(self, start: Progress) -> Progress:
@@ -410,18 +400,6 @@ class ResumableSampler(Sampler[Item]):
             f"epoch {self.epoch} is finished.",
             hint=f"Call set_epoch({self.epoch + 1}), or reset_progress() to take its samples again.",
         )
-
-    def _refuse_callers(self, start: Progress) -> None:
-        """By the frames of the iteration: a sampler is not told which loader it is in."""
-        frame = sys._getframe(1)
-        while (caller := frame.f_back) is not None:
-            frame = caller
-            module = str(frame.f_globals.get("__name__")).partition(".")[0]
-            for library, name, at_start, does, hint in _DEALT_BY_OTHERS:
-                if module != library or not (at_start or start.position):
-                    continue
-                if name in ("", type(frame.f_locals.get("self")).__name__):
-                    raise ConfigError(f"the {name or 'loader'} of {library} {does}.", hint=hint)
 
     def _length(self, progress: Progress) -> int:
         return len(progress.deal(self.rank, self.num_replicas, drop_last=self.drop_last))

@@ -138,6 +138,28 @@ def test_an_epoch_that_accelerate_counts_from_0_after_a_restart_is_refused_witho
     assert PartialState().num_processes == 1
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_loop_of_accelerate_draws_the_random_numbers_of_an_undisturbed_one(
+    workers: int, accelerator: Any
+) -> None:
+    def drawn(state: Any) -> tuple[list[int], Any]:
+        sampler, optimizer = plain(), an_optimizer()
+        loader = accelerator.prepare(loader_of(sampler, num_workers=workers))
+        torch.manual_seed(7)
+        if state is not None:
+            sampler.load_state_dict(state[0])
+            torch.set_rng_state(state[1])
+        numbers, saved = list[int](), None
+        for _ in advancing(loader, optimizer):
+            numbers.append(int(torch.randint(1 << 30, ())))
+            optimizer.step()
+            saved = saved or (sampler.state_dict(), torch.get_rng_state())
+        return numbers, saved
+
+    whole, saved = drawn(None)
+    assert drawn(saved)[0] == whole[1:]
+
+
 def launched(ranks: int, directory: Path) -> Command:
     argv = [sys.executable, str(ROOT / "launcher.py"), "--nproc-per-node", str(ranks)]
     argv += [str(ROOT / "examples" / "accelerate_data.py"), "--output-dir", str(directory), "--epochs", "2"]

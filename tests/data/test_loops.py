@@ -184,6 +184,25 @@ def test_an_epoch_that_waits_can_be_followed_by_one_that_is_left_early() -> None
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (1, 4)
 
 
+def test_a_state_of_a_loop_that_nothing_counts_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = plain()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for _ in loader_of(sampler):  # advancing was forgotten
+            assert sampler.state_dict()["position"] == 0
+    told = [message.partition(",")[0] for message in caplog.messages]
+    assert told == [f"the state of the sampler says position 0 of epoch {epoch}" for epoch in range(2)]
+    caplog.clear()
+    sampler.reset_progress()
+    for batch in loader_of(sampler):
+        sampler.advance(len(batch))
+        sampler.state_dict()
+    sampler.set_epoch(2)
+    for _ in advancing(loader_of(sampler), an_optimizer()):
+        sampler.state_dict()
+    assert [message for message in caplog.messages if "nothing counts" in message] == []
+
+
 def test_a_loader_that_ends_before_its_sampler_does_not_finish_the_epoch() -> None:
     class Short(DataLoader[Any]):
         def __iter__(self) -> Any:
@@ -264,6 +283,20 @@ def test_a_loop_that_is_left_goes_on_with_the_persistent_workers_of_its_loader()
             optimizer.step()
     assert Counter(seen) == Counter(range(SIZE))
     assert sampler.progress.finished
+
+
+def test_what_a_loop_that_was_left_had_in_no_step_is_told_once_as_it_comes_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sampler, optimizer = plain(), an_optimizer()
+    for _ in range(2):
+        for number, _ in enumerate(advancing(loader_of(sampler), optimizer), 1):
+            if number == 2:
+                break  # with the gradients of two batches
+    assert next(advancing(loader_of(sampler), optimizer)).tolist() == list(plain())[:4]
+    told = [message for message in caplog.messages if "hands them out again" in message]
+    assert len(told) == 1
+    assert "left with 8 handed out to this rank and in no optimizer step" in told[0]
 
 
 def test_of_two_optimizers_the_one_that_was_passed_counts() -> None:
