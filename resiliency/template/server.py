@@ -190,6 +190,8 @@ class TemplateServer:
             set_scene(self._command)
         self._import([Entry(name, None) for name in self._work.preload], always=True)
         self._import(self._known())
+        if self._reader is not None and self._work.fresh_starts:
+            self._import(self._reader.read())  # what the interpreter before this one held, but for some
         self._say_ready()
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
@@ -236,6 +238,7 @@ class TemplateServer:
             if gc.get_threshold()[0] == 0:  # set by no import
                 gc.set_threshold(*thresholds)
         _flush()
+        self._watch.settle()
         for name, why in failing(sys.modules, self._repaired).items():
             self._watch.found.setdefault(name, why)
         self._seconds += time.monotonic() - began
