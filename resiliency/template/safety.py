@@ -407,7 +407,7 @@ class ImportWatch:
         self._opened.clear()
 
     def settle(self) -> None:
-        """At the end of many imports: what takes too long to look at after each, and cannot be blamed on one."""
+        """At the end of many imports: what takes too long after each, and cannot be blamed on one."""
         self._shared = shared_memory()
 
     def unsafe(self) -> str:
