@@ -142,8 +142,8 @@ class Draws:
             for holder in holders:
                 for name, value in list(vars(holder).items()):
                     if type(value) is _Watched:
-                        setattr(holder, name, value.real)
-                    elif id(value) in self._taken:
+                        _try_set(holder, name, value.real)
+                    elif id(value) in self._taken and _try_set(holder, name, value):
                         self._times.append((holder, name))
                     elif not name.startswith("__") and (why := moment.why(value)):
                         self._blame(module_name, f"keeps {why} in {name}")
@@ -252,6 +252,15 @@ class _Moment:
             if first <= value <= last:
                 return True
         return False
+
+
+def _try_set(holder: type | ModuleType, name: str, value: object) -> bool:
+    """Some classes do not let anybody change them."""
+    try:
+        setattr(holder, name, value)
+    except Exception:  # of any code
+        return False
+    return True
 
 
 def _forget_names() -> bool:
