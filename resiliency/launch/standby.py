@@ -112,6 +112,13 @@ class Standby:
         self.forked = 0
         if held is not None and self._template is None:
             held.close()
+        if self._preload and self._command is None:
+            why = "ranks are no Python programs that can be forked"
+            if options.args.standby != "auto":
+                why = "--standby is off"
+            elif not restarts:
+                why = "nothing restarts ranks, see --max-restarts"
+            self._tell("--standby-preload has no effect: %s", why, level=logging.WARNING)
         if self._template is not None:
             protection.exempt.add(self._template.pid)
             self._is_ready(self._template, wait=True)  # at once: it has nothing to import

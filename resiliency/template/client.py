@@ -414,6 +414,10 @@ class Template:
             if message.get("state") == "checking":
                 deadline = time.monotonic() + timeout.total_seconds()
             self._take_in(message)
+            if (
+                message.get("state") == "busy"
+            ):  # it had begun when it was asked; what it forks later ends at once
+                raise StillImporting("the template still imports.")
 
     def _readable(self, timeout_s: float, wake_fd: int | None = None) -> bool:
         if self._closed:

@@ -98,6 +98,7 @@ class Draws:
     def watching(self) -> Iterator[None]:
         """Around imports; the modules that are new afterwards are looked at in `look_at`."""
         self._began, self._began_monotonic = time.time(), time.monotonic()
+        _forget_names()  # the template makes files itself
         draws, real_seed = self, random.Random.seed
         replaced: list[tuple[Any, str, _Watched]] = [
             (module, name, _Watched(getattr(module, name), note))
@@ -130,9 +131,7 @@ class Draws:
             if any(signal.getitimer(timer)):
                 signal.setitimer(timer, 0)  # it would be this process's, too
                 self._blame(module, "sets a timer")
-        tempfile: Any = sys.modules.get("tempfile")
-        if getattr(tempfile, "_name_sequence", None) is not None:
-            tempfile._name_sequence = None
+        if _forget_names():
             self._blame(module, "makes a temporary file")
 
     def look_at(self, modules: Mapping[str, ModuleType]) -> None:
@@ -143,8 +142,8 @@ class Draws:
             for holder in holders:
                 for name, value in list(vars(holder).items()):
                     if type(value) is _Watched:
-                        setattr(holder, name, value.real)
-                    elif id(value) in self._taken:
+                        _try_set(holder, name, value.real)
+                    elif id(value) in self._taken and _try_set(holder, name, value):
                         self._times.append((holder, name))
                     elif not name.startswith("__") and (why := moment.why(value)):
                         self._blame(module_name, f"keeps {why} in {name}")
@@ -253,6 +252,24 @@ class _Moment:
             if first <= value <= last:
                 return True
         return False
+
+
+def _try_set(holder: type | ModuleType, name: str, value: object) -> bool:
+    """Some classes do not let anybody change them."""
+    try:
+        setattr(holder, name, value)
+    except Exception:  # of any code
+        return False
+    return True
+
+
+def _forget_names() -> bool:
+    """Whether `tempfile` has made names for files since the last call."""
+    tempfile: Any = sys.modules.get("tempfile")
+    if getattr(tempfile, "_name_sequence", None) is None:
+        return False
+    tempfile._name_sequence = None
+    return True
 
 
 def _classes_of(module: ModuleType) -> list[type]:

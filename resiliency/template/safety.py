@@ -406,6 +406,10 @@ class ImportWatch:
                 self._files[fd] = what
         self._opened.clear()
 
+    def settle(self) -> None:
+        """At the end of many imports: what takes too long after each, and cannot be blamed on one."""
+        self._shared = shared_memory()
+
     def unsafe(self) -> str:
         """What is wrong at this moment, or ""."""
         if self.found:

@@ -190,6 +190,8 @@ class TemplateServer:
             set_scene(self._command)
         self._import([Entry(name, None) for name in self._work.preload], always=True)
         self._import(self._known())
+        if self._reader is not None and self._work.fresh_starts:
+            self._import(self._reader.read())  # what the interpreter before this one held, but for some
         self._say_ready()
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
@@ -236,6 +238,7 @@ class TemplateServer:
             if gc.get_threshold()[0] == 0:  # set by no import
                 gc.set_threshold(*thresholds)
         _flush()
+        self._watch.settle()
         for name, why in failing(sys.modules, self._repaired).items():
             self._watch.found.setdefault(name, why)
         self._seconds += time.monotonic() - began
@@ -290,7 +293,7 @@ class TemplateServer:
             self._start_afresh(replace(self._work, left_out=left_out, fresh_starts=again))
 
     def _start_afresh(self, work: Work) -> None:
-        """Replace this interpreter by one that has imported nothing yet."""
+        """Replace this interpreter by one that has imported nothing yet, if there was one before."""
         if self._room is None:
             return
         if self._raised_nice:
@@ -364,8 +367,7 @@ class TemplateServer:
         if len(fds) != len(request["descriptors"]) + 1:
             refusal = "descriptors were lost on the way"
         work = self._work
-        if self._changed and self._room is not None:
-            self._say_busy()
+        if self._changed:
             # What was seen so far may not be imported any more.
             work = replace(work, known=None, follow_from=_stamp(work.follow)[1] if work.follow else 0)
         if refusal:
@@ -376,7 +378,8 @@ class TemplateServer:
                 return program
         for fd in fds:
             os.close(fd)
-        if self._changed:
+        if self._changed and self._room is not None:
+            self._say_busy()
             self._start_afresh(work)  # imports what is there now
         return None
 

@@ -206,6 +206,27 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_error(
     assert not job._template.left_out
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--standby=off"], "--standby is off"),
+        (["--max-restarts=0"], "nothing restarts ranks, see --max-restarts"),
+        (["--no-python"], "ranks are no Python programs that can be forked"),
+    ],
+)
+def test_modules_that_nothing_imports_are_told(
+    words: list[str],
+    why: str,
+    protection: Protection,
+    stack: ExitStack,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    script = "/bin/true" if "--no-python" in words else str(WORKER)
+    prepared(protection, stack, "--standby-preload=json", *words, script, directory=tmp_path)
+    assert caplog.messages == [f"--standby-preload has no effect: {why}"]
+
+
 def test_ready_is_said_when_the_imports_of_the_rank_are_repeated(
     protection: Protection,
     stack: ExitStack,

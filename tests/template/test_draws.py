@@ -46,6 +46,11 @@ OWN_IMPORT = {
         "import datetime\nclass A:\n    kept = datetime.datetime.utcnow().isoformat()\nkept = A.kept",
         TIME,
     ),
+    "of_a_closed_class": (
+        "import time\nclass Closed(type):\n    def __setattr__(self, name, value): raise TypeError\n"
+        "class A(metaclass=Closed):\n    kept = time.time()\ndef kept(): return A.kept",
+        TIME,
+    ),
     "timer": ("import signal\nkept = signal.setitimer(signal.ITIMER_PROF, 1000)", "sets a timer"),
     "alarm": ("import signal\nkept = signal.alarm(1000)", "sets a timer"),
     "temporary": ("import tempfile\nkept = tempfile.mkdtemp()", "makes a temporary file"),

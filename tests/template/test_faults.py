@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from resiliency.template import client
-from resiliency.template.client import ForkRefused, Template, TemplateLost
+from resiliency.template.client import ForkRefused, StillImporting, Template, TemplateLost
 from resiliency.template.server import Work
 from resiliency.testing.processes import stop_process
 from tests.template.programs import DEADLINE, DEADLINE_S, environment, ready_template, run, write_modules
@@ -199,6 +200,27 @@ def test_a_template_that_imports_for_ever_is_ended_with_its_owner_by_close(tmp_p
     template.close()
     with pytest.raises(ProcessLookupError):
         os.kill(template.pid, 0)
+
+
+def test_a_template_that_begins_to_import_when_it_is_asked_is_kept(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path,
+        slow=f"import os, select\nselect.select([os.open({str(tmp_path / 'go')!r}, os.O_RDONLY)], [], [])\n",
+    )
+    os.mkfifo(tmp_path / "go")
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template(env=env) as template, ThreadPoolExecutor() as pool:
+        stop_process(template.pid)
+        template.preload(["slow"])
+        template.ready = True  # as if it had said so before
+        asked = pool.submit(start, template, *touch(tmp_path / "ran"), PYTHONPATH=str(tmp_path))
+        wait_until(lambda: template._forks == 1, "it is not asked")
+        os.kill(template.pid, signal.SIGCONT)
+        assert isinstance(asked.exception(DEADLINE_S), StillImporting)
+        (tmp_path / "go").write_text("x")
+        assert template.wait_until_ready(DEADLINE)
+        assert run(template, "-c", "", env=env).code == 0
+    assert not (tmp_path / "ran").exists()
 
 
 def test_waiting_for_a_template_ends_when_it_should(tmp_path: Path) -> None:
