@@ -126,3 +126,13 @@ def test_a_worker_that_takes_no_ranges_is_not_waited_for() -> None:
     assert book.failures.awaited() == {"feeder"}
     book.failures.remove_reader("feeder")  # it asked for nothing for a while
     assert book.grant("a", 0) == part
+
+
+def test_a_worker_that_was_started_again_tries_what_the_process_before_failed() -> None:
+    book = book_of(2, "repaired", "b")
+    parts = [book.grant("repaired", 0), book.grant("b", 0)]
+    assert isinstance(parts[0], SampleRange)
+    book.failed("repaired", 0, parts[0], "OSError: /data is not mounted")
+    assert book.grant("repaired", 0) is Answer.WAIT  # b has not tried it
+    book.join("repaired")
+    assert book.grant("repaired", 0) == parts[0]

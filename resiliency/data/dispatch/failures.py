@@ -15,7 +15,7 @@ A pure machine, part of the book (`resiliency.data.dispatch.book`). The standard
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TypeAlias, cast
 
 from resiliency.data.dispatch.ranges import Plain, SampleRange
@@ -63,6 +63,8 @@ class _Failure:
     reason: str
     #: Whether the worker had used a range since it failed another one.
     counts: bool
+    #: Whether the process is gone: another one of that name may have been repaired, and tries again.
+    is_gone: bool = False
 
 
 class Failures:
@@ -88,14 +90,15 @@ class Failures:
 
     def awaited(self) -> set[str]:
         """Workers that ranges which failed wait for."""
-        waiting = [self._readers - {failure.worker for failure in found} for found in self._of.values()]
-        return set().union(*waiting)
+        return set().union(*(self._readers - self._failed_by(start) for start in self._of))
 
     def forget_worker(self, worker: str) -> None:
         """It is gone, or another process now."""
         self._readers.discard(worker)
         self._rows.pop(worker, None)
         self._reasons.pop(worker, None)
+        for start, found in self._of.items():
+            self._of[start] = [replace(f, is_gone=True) if f.worker == worker else f for f in found]
 
     def forget_attempt(self) -> None:
         """What stopped the attempt before may have been repaired for this one."""
@@ -140,7 +143,7 @@ class Failures:
         """Whether a worker may have this free range; None: one that is new."""
         if not self._of:
             return True
-        failed_by = {f.worker for f in self._of.get(start_of(part), ())} if part is not None else set()
+        failed_by = self._failed_by(start_of(part)) if part is not None else set()
         if worker in failed_by:
             return not self._readers - failed_by - {worker}
         if failed_by or not self._readers - {worker}:
@@ -175,9 +178,7 @@ class Failures:
     def to_plain(self) -> Plain:
         return {
             "readers": sorted(self._readers),
-            "of": [
-                [list(s), [[f.worker, f.reason, f.counts] for f in found]] for s, found in self._of.items()
-            ],
+            "of": [[list(s), [list(astuple(f)) for f in found]] for s, found in self._of.items()],
             "rows": [[w, [[list(s), used] for s, used in row.items()]] for w, row in self._rows.items()],
             "reasons": dict(self._reasons),
             "skips": self._skips,
@@ -186,7 +187,7 @@ class Failures:
     def restore(self, plain: Plain) -> None:
         """Be what `to_plain` said."""
         self._readers = set(cast("list[str]", plain["readers"]))
-        of = cast("list[tuple[list[object], list[tuple[str, str, bool]]]]", plain["of"])
+        of = cast("list[tuple[list[object], list[tuple[str, str, bool, bool]]]]", plain["of"])
         self._of = {_start(start): [_Failure(*failure) for failure in found] for start, found in of}
         rows = cast("list[tuple[str, list[tuple[list[object], bool]]]]", plain["rows"])
         self._rows = {worker: {_start(start): used for start, used in row} for worker, row in rows}
@@ -197,8 +198,10 @@ class Failures:
         found = self._of[start]
         if len({failure.worker for failure in found if failure.counts}) >= self.policy.tries:
             return True
-        others = self._readers - {failure.worker for failure in found}
-        return len(found) >= self.policy.tries and not others
+        return len(found) >= self.policy.tries and not self._readers - self._failed_by(start)
+
+    def _failed_by(self, start: Start) -> set[str]:
+        return {failure.worker for failure in self._of.get(start, ()) if not failure.is_gone}
 
     def _forget_range(self, start: Start) -> None:
         del self._of[start]
