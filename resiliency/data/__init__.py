@@ -9,8 +9,9 @@ saved.
 """
 
 from resiliency.data.advancing import OptimizerStep, advancing, advancing_steps
-from resiliency.data.dispatch.book import Answer, Book, PoisonedRange, PoisonPolicy, StaleRange
+from resiliency.data.dispatch.book import Answer, Book, StaleRange
 from resiliency.data.dispatch.client import DataClient
+from resiliency.data.dispatch.failures import BrokenWorker, PoisonedRange, PoisonPolicy
 from resiliency.data.dispatch.ranges import PartitionRanges, SampleRange, SampleRanges, TextRanges
 from resiliency.data.dispatch.sampler import DispatchedSampler, sizes_of, text_records
 from resiliency.data.dispatch.server import DataServer
@@ -35,6 +36,7 @@ __all__ = [
     "Answer",
     "AtomicDirectory",
     "Book",
+    "BrokenWorker",
     "DataClient",
     "DataServer",
     "DispatchedSampler",
