@@ -371,6 +371,8 @@ class Ranks(History):
         #: How the attempt is passed: by the server, counted by hand, or by hand and too low at times.
         self.numbering = draw.choice(["server", "server", "hand", "equal"])
         self.by_hand = 0
+        #: How many ranks each start has; 0: any number of them.
+        self.world = draw.choice([0, 0, 2, 3])
         self.workers: list[Worker] = []
         self.deaths = 0
         self.says_scratch = False
@@ -404,6 +406,9 @@ class Ranks(History):
         assert last < 4, f"it is refused for ever: {refused.text}"
         # Ranks whose attempts the server counts, and that say where their model is, are never refused.
         assert self.numbering != "server" or not self.says_rollback, refused.text
+        # Nor, before the first commit, those of a job that has the same ranks in each start.
+        is_first = not self.server.book.to_plain()["has_models"]
+        assert not (self.numbering == "server" and self.world and is_first), refused.text
         self.refusals[re.sub(r"[\d.']+", "#", refused.text)[:40]] += 1
 
     def _heed(self) -> None:
@@ -417,8 +422,8 @@ class Ranks(History):
 
     def _start_ranks(self, is_last: bool) -> None:
         """In any number and order; some ranks come late, or never as the job is killed before."""
-        names = [f"rank{number}" for number in range(self.draw.randint(1, 4))]
-        if self.draw.random() < 0.1:
+        names = [f"rank{number}" for number in range(self.world or self.draw.randint(1, 4))]
+        if self.draw.random() < 0.1 and not self.world:
             names = [f"{name}-{self.draw.random()}" for name in names]  # such as pods
         self.draw.shuffle(names)
         self.workers = []

@@ -257,7 +257,25 @@ def test_a_name_that_does_not_fit_in_the_first_message_is_refused_by_the_client(
             DataClient(("127.0.0.1", 9), name, token="t")  # noqa: S106 - no secret
 
 
-# -- full batches
+# -- samplers in a checkpoint, and full batches
+
+
+def test_a_sampler_whose_state_is_asked_for_before_it_is_loaded_commits_nothing(tmp_path: Path) -> None:
+    """As `Checkpointer.restore` does, on a first start and on a restart."""
+    with serving(tmp_path) as server, client_of(server, "a") as client:
+        sampler = DispatchedSampler(client)
+        start = sampler.state_dict()
+        assert server._keeper.book.to_plain()["has_steps"] is False
+        assert [index for _, index in zip(range(8), sampler, strict=False)] == list(range(8))
+        sampler.advance(8, step=1)
+        state = sampler.state_dict()
+        assert state.keys() == start.keys()
+        for saved, first in ((state, 8), (start, 0)):
+            with client_of(server, "a") as restarted:
+                again = DispatchedSampler(restarted)
+                assert again.state_dict() == start
+                again.load_state_dict(saved)
+                assert next(iter(again)) == first
 
 
 def test_a_loader_that_drops_its_last_batch_leaves_out_less_than_a_batch_of_each_worker(
