@@ -166,10 +166,11 @@ class Book:
             self._count_by_steps()
             self.used.add_range(worker, step, part)
         del self._held[worker, start_of(part)]
+        rest = None
         if part.stop < held.stop:
             rest = SampleRange(part.stop, held.stop, part.epoch, part.partition)
             self._held[worker, start_of(rest)] = _HeldRange(rest, worker)
-        self.failures.add_use(worker, part)
+        self.failures.add_use(worker, part, rest)
 
     def finish_step(self, worker: str, attempt: int, step: int) -> None:
         """The collective that ends a step is over on a worker: what it used until then is in the model.
