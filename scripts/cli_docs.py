@@ -28,6 +28,10 @@ COMMANDS = {
     "ckpt_cuda": ("python3 benchmark/ckpt_cuda.py", ["benchmark/ckpt_cuda.py"]),
     "ckpt_cleaner": ("python3 benchmark/ckpt_cleaner.py", ["benchmark/ckpt_cleaner.py"]),
     "data_dispatch": ("python3 benchmark/data_dispatch.py", ["benchmark/data_dispatch.py"]),
+    "data_dispatch_dlrover": (
+        "python3 benchmark/data_dispatch_dlrover.py",
+        ["benchmark/data_dispatch_dlrover.py"],
+    ),
     "data_samplers": ("python3 benchmark/data_samplers.py", ["benchmark/data_samplers.py"]),
     "first_saves": ("python3 benchmark/first_saves.py", ["benchmark/first_saves.py"]),
     "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),

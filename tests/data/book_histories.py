@@ -196,11 +196,12 @@ class Worker:
     def use(self, step: int | None) -> Seen:
         """A range that it holds, or its first part."""
         draw = self.server.draw
-        part = self.parts.pop(draw.randrange(len(self.parts)))
+        part = self.parts.pop()
         used = part.first(draw.choice([len(part), draw.randint(1, len(part))]))
         self.ask("done", range=used.to_plain(), step=step)
         if used != part:
-            self.parts.append(SampleRange(used.stop, part.stop, part.epoch, part.partition))
+            self.parts.insert(0, SampleRange(used.stop, part.stop, part.epoch, part.partition))
+        draw.shuffle(self.parts)
         return Counter(positions(used))
 
     def commit(self, step: int) -> Future[Plain]:
@@ -371,6 +372,8 @@ class Ranks(History):
         #: How the attempt is passed: by the server, counted by hand, or by hand and too low at times.
         self.numbering = draw.choice(["server", "server", "hand", "equal"])
         self.by_hand = 0
+        #: How many ranks each start has; 0: any number of them.
+        self.world = draw.choice([0, 0, 2, 3])
         self.workers: list[Worker] = []
         self.deaths = 0
         self.says_scratch = False
@@ -404,6 +407,9 @@ class Ranks(History):
         assert last < 4, f"it is refused for ever: {refused.text}"
         # Ranks whose attempts the server counts, and that say where their model is, are never refused.
         assert self.numbering != "server" or not self.says_rollback, refused.text
+        # Nor, before the first commit, those of a job that has the same ranks in each start.
+        is_first = not self.server.book.to_plain()["has_models"]
+        assert not (self.numbering == "server" and self.world and is_first), refused.text
         self.refusals[re.sub(r"[\d.']+", "#", refused.text)[:40]] += 1
 
     def _heed(self) -> None:
@@ -417,8 +423,8 @@ class Ranks(History):
 
     def _start_ranks(self, is_last: bool) -> None:
         """In any number and order; some ranks come late, or never as the job is killed before."""
-        names = [f"rank{number}" for number in range(self.draw.randint(1, 4))]
-        if self.draw.random() < 0.1:
+        names = [f"rank{number}" for number in range(self.world or self.draw.randint(1, 4))]
+        if self.draw.random() < 0.1 and not self.world:
             names = [f"{name}-{self.draw.random()}" for name in names]  # such as pods
         self.draw.shuffle(names)
         self.workers = []
@@ -529,6 +535,8 @@ class Replicas(History):
         self.in_doubt: Seen = Counter()
         #: Life -> what it used last, until it says that the step is over.
         self.unsaid: dict[str, Seen] = {}
+        #: Taken for dead, and whether what they had used came back.
+        self.asleep: list[tuple[Worker, bool]] = []
         #: Whether replicas without a range in a step say that it is over, and new ones which model they got.
         self.says_finish = draw.random() < 0.7
         self.workers = [Worker(f"r{number}", self.server, 0) for number in range(draw.randint(2, 4))]
@@ -559,10 +567,12 @@ class Replicas(History):
 
     def _lose(self, worker: Worker) -> None:
         self.workers.remove(worker)
-        self.in_doubt += self.unsaid.pop(worker.life, Counter())
+        unsaid = self.unsaid.pop(worker.life, Counter())
+        self.in_doubt += unsaid
         how = self.draw.choice(["silent", "new process", "both", "leave"])
         if how in ("silent", "both"):
             self.silence(worker.name)
+            self.asleep.append((worker, bool(unsaid)))
         if how == "leave":
             worker.send("leave", finished=False)
         if how != "silent" or not self.workers:
@@ -570,8 +580,17 @@ class Replicas(History):
             if self.says_finish:
                 self.workers[-1].ask("finish", step=self.step)
 
+    def _wake(self) -> None:
+        """A replica that was taken for dead learns that its model has what comes again."""
+        if self.asleep and self.draw.random() < 0.3:
+            worker, has_lost = self.asleep.pop()
+            answer = worker.send("finish", step=0).result(0)
+            assert not has_lost or answer.get("error") == "StaleRange", answer
+            worker.send("leave", finished=False)
+
     def _make_step(self, mortality: float) -> bool:
         """One step; whether the data end, and all of it is in the model and committed."""
+        self._wake()
         step, used, said = self.step + 1, dict[str, Seen](), []
         for worker in self.draw.sample(self.workers, len(self.workers)):
             if len(self.workers) > 1 and self.draw.random() < mortality:

@@ -26,6 +26,7 @@ from tests.data.data_servers import PATIENCE_S, client_of, holders, serving
 from tests.waiting import wait_until
 
 SOON = timedelta(seconds=0.3)
+SHORT = timedelta(seconds=30)
 
 
 def used(client: DataClient, step: int) -> int:
@@ -36,6 +37,22 @@ def used(client: DataClient, step: int) -> int:
 
 
 # -- attempts and steps
+
+
+def test_the_server_counts_the_attempts_of_clients_that_pass_none(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, ExitStack() as stack:
+        ranks = [stack.enter_context(client_of(server, f"rank{number}")) for number in range(2)]
+        for step in (1, 2):
+            for rank in ranks:
+                used(rank, step)
+        again = stack.enter_context(client_of(server, "rank0"))
+        assert (ranks[0].attempt, again.attempt) == (0, 1)
+        with pytest.raises(
+            StaleRange, match="attempt 0 is over: attempt 1 has begun, as worker 'rank0' joined"
+        ):
+            ranks[1].next_range()
+        again.rollback(None)
+        assert used(again, 1) == 0
 
 
 def test_a_restart_with_defaults_before_the_first_checkpoint_gets_everything_again(tmp_path: Path) -> None:
@@ -117,7 +134,7 @@ def test_a_worker_that_lives_and_does_nothing_with_its_range_loses_it(
     with (
         serving(tmp_path, size=10, lease=SOON, max_hold=2 * SOON) as server,
         client_of(server, "hung") as hung,
-        client_of(server, "b") as b,
+        client_of(server, "b", max_wait=SHORT) as b,
     ):
         part = hung.next_range()
         assert part is not None
@@ -165,7 +182,7 @@ def test_a_failed_range_does_not_wait_for_a_client_that_asks_for_nothing(
     with (
         serving(tmp_path, size=10, lease=SOON) as server,
         client_of(server, "feeder"),
-        client_of(server, "a") as a,
+        client_of(server, "a", max_wait=SHORT) as a,
     ):
         part = a.next_range()
         assert part is not None
@@ -240,7 +257,7 @@ def test_strangers_hold_a_few_bytes_for_a_short_time_and_never_the_place_of_a_wo
         strangers[-1].sendall(b"xx")
         assert b"no message of at most 8192 bytes" in strangers[-1].recv(1000)
         monkeypatch.setattr(server_module, "DOOR", timedelta(seconds=0.2))
-        late = stack.enter_context(socket.create_connection(server.address, timeout=PATIENCE_S))
+        late = stack.enter_context(socket.create_connection(server.address, timeout=30))
         assert late.makefile("rb").read().count(b"\n") == 1  # it hangs up after its first line
 
 
@@ -257,7 +274,25 @@ def test_a_name_that_does_not_fit_in_the_first_message_is_refused_by_the_client(
             DataClient(("127.0.0.1", 9), name, token="t")  # noqa: S106 - no secret
 
 
-# -- full batches
+# -- samplers in a checkpoint, and full batches
+
+
+def test_a_sampler_whose_state_is_asked_for_before_it_is_loaded_commits_nothing(tmp_path: Path) -> None:
+    """As `Checkpointer.restore` does, on a first start and on a restart."""
+    with serving(tmp_path) as server, client_of(server, "a") as client:
+        sampler = DispatchedSampler(client)
+        start = sampler.state_dict()
+        assert server._keeper.book.to_plain()["has_steps"] is False
+        assert [index for _, index in zip(range(8), sampler, strict=False)] == list(range(8))
+        sampler.advance(8, step=1)
+        state = sampler.state_dict()
+        assert state.keys() == start.keys()
+        for saved, first in ((state, 8), (start, 0)):
+            with client_of(server, "a") as restarted:
+                again = DispatchedSampler(restarted)
+                assert again.state_dict() == start
+                again.load_state_dict(saved)
+                assert next(iter(again)) == first
 
 
 def test_a_loader_that_drops_its_last_batch_leaves_out_less_than_a_batch_of_each_worker(

@@ -136,3 +136,15 @@ def test_a_worker_that_was_started_again_tries_what_the_process_before_failed() 
     assert book.grant("repaired", 0) is Answer.WAIT  # b has not tried it
     book.join("repaired")
     assert book.grant("repaired", 0) == parts[0]
+
+
+def test_the_first_part_of_a_range_that_was_used_says_nothing_of_who_failed_the_whole() -> None:
+    book = book_of(2, "a", "b", in_a_row=1)
+    part = book.grant("a", 0)
+    assert isinstance(part, SampleRange)
+    book.failed("a", 0, part, "sample 7 cannot be decoded")
+    assert book.grant("b", 0) == part
+    book.done("b", 0, part.first(7))
+    assert book.grant("a", 0) is Answer.WAIT  # and is not refused
+    book.failed("b", 0, SampleRange(7, 10), "sample 7 cannot be decoded")
+    assert book.grant("a", 0) == SampleRange(7, 10)  # both failed it: any may try again

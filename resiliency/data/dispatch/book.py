@@ -166,10 +166,11 @@ class Book:
             self._count_by_steps()
             self.used.add_range(worker, step, part)
         del self._held[worker, start_of(part)]
+        rest = None
         if part.stop < held.stop:
             rest = SampleRange(part.stop, held.stop, part.epoch, part.partition)
             self._held[worker, start_of(rest)] = _HeldRange(rest, worker)
-        self.failures.add_use(worker, part)
+        self.failures.add_use(worker, part, rest)
 
     def finish_step(self, worker: str, attempt: int, step: int) -> None:
         """The collective that ends a step is over on a worker: what it used until then is in the model.
@@ -270,7 +271,7 @@ class Book:
         Raises:
             ConfigError: the state is of other data, or damaged.
         """
-        there = self._state_of_start() if state is None else self._checked(state)
+        there = state_of_start(self.source.identity()) if state is None else self._checked(state)
         is_late = self._placed in (None, there) and not self._went_on() and worker not in self._took
         return self.attempt if is_late else self.attempt + 1
 
@@ -345,7 +346,7 @@ class Book:
                 from it, or this worker took ranges since; or the state is of other data. The text has both
                 values.
         """
-        there = self._state_of_start() if state is None else self._checked(state)
+        there = state_of_start(self.source.identity()) if state is None else self._checked(state)
         if check_whole("attempt", attempt) == self.attempt and self._placed is not None:
             if self._placed != there:
                 raise ConfigError(
@@ -557,10 +558,7 @@ class Book:
     def _count_by_steps(self) -> None:
         self._has_steps = True
         if self._placed is None:  # nothing was restored
-            self._placed = self._state_of_start()
-
-    def _state_of_start(self) -> Plain:
-        return Book(self.source)._state(-1)
+            self._placed = state_of_start(self.source.identity())
 
     def _checked(self, state: Mapping[str, object]) -> Plain:
         """A state of a checkpoint, if it is one of this source, and nothing that only looks like one."""
@@ -646,6 +644,11 @@ class Book:
                 worker=worker,
             )
         return held.part
+
+
+def state_of_start(source: Mapping[str, object]) -> Plain:
+    """The state of a model that was trained on nothing, for a source of this identity."""
+    return {"version": _VERSION, "source": dict(source), "step": -1, "cursor": {}, "free": [], "skipped": []}
 
 
 def _mapping(value: object) -> Mapping[object, object]:

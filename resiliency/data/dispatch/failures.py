@@ -163,12 +163,20 @@ class Failures:
         self._forget_range(start)
         return True
 
-    def add_use(self, worker: str, part: SampleRange) -> None:
-        """A worker used a range, or its first part."""
+    def add_use(self, worker: str, part: SampleRange, rest: SampleRange | None) -> None:
+        """A worker used a range, or its first part: what others could not use may be in the rest."""
         self._skips = 0
         self._rows.pop(worker, None)
         self._reasons.pop(worker, None)
-        for failure in self._of.pop(start_of(part), ()):
+        found = self._of.pop(start_of(part), [])
+        if rest is not None:
+            if found:
+                self._of[start_of(rest)] = found
+            for row in self._rows.values():
+                if start_of(part) in row:
+                    row[start_of(rest)] = row.pop(start_of(part))
+            return
+        for failure in found:
             row = self._rows.get(failure.worker, {})
             if start_of(part) in row:
                 row[start_of(part)] = True

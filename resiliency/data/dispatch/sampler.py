@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from resiliency.data.dispatch.book import Answer, StaleRange
+from resiliency.data.dispatch.book import Answer, StaleRange, state_of_start
 from resiliency.data.dispatch.client import DataClient
 from resiliency.data.dispatch.ranges import Plain, SampleRange
 from resiliency.data.order import EpochOrder
@@ -69,6 +69,8 @@ class DispatchedSampler(Sampler[int]):
         self._advanced = True
         #: What was handed out is another worker's, so that nothing counts before the next iteration.
         self._is_stale = False
+        #: Whether nothing was asked, advanced or loaded yet.
+        self._is_new = True
         #: Whether samples counted at once, so that no step says whether a model has them.
         self._without_step = False
 
@@ -78,7 +80,7 @@ class DispatchedSampler(Sampler[int]):
                 "the samples of the last iteration were not advanced, and would come again.",
                 hint="Call sampler.advance(samples of the batch) for each batch that was used.",
             )
-        self._advanced = self._is_stale = False
+        self._advanced = self._is_stale = self._is_new = False
         for part in list(self._held):
             yield from self._indexes(part)
         while not self._is_stale and (part_or_not := self._next_range()) is not None:
@@ -156,6 +158,9 @@ class DispatchedSampler(Sampler[int]):
     def state_dict(self) -> Plain:
         """Plain values for the checkpoint of the step that was advanced last; the same on all ranks.
 
+        Before the first iteration it is the state of a model from scratch, and the server is not asked:
+        loaders of checkpoints ask for it to learn its form.
+
         Raises:
             ConfigError: samples were advanced without a step, so that all states would be that of step 0.
         """
@@ -164,6 +169,8 @@ class DispatchedSampler(Sampler[int]):
                 "samples were advanced without a step: a checkpoint cannot say whether its model has them.",
                 hint="Pass the optimizer's step: sampler.advance(samples, step=n).",
             )
+        if self._is_new:
+            return state_of_start(self.client.source)
         return self.client.commit(self.step)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -172,7 +179,7 @@ class DispatchedSampler(Sampler[int]):
         self.step = max(0, cast(int, state["step"]))
         self.ended, self._advanced, self._without_step = False, True, False
         self._held.clear()
-        self._is_stale = False
+        self._is_stale = self._is_new = False
 
     def _forget_held(self) -> None:
         """Give back what this worker still holds: the loader hands out its samples behind stale ones."""
