@@ -57,7 +57,7 @@ VOLATILE = (
 #: After so many templates that were killed or failed there is no other one.
 MOST_LOST = 3
 #: Longest wait of one attempt for a template that still imports, where waiting is better than importing; and
-#: longest time for one module.
+#: longest processor time for one module, or time for what it runs, such as a compiler.
 WAIT_TIMEOUT = timedelta(seconds=60)
 #: A template that does nothing at all for this long hangs.
 HANG_TIMEOUT = timedelta(seconds=10)
@@ -368,18 +368,25 @@ class _ImportProgress:
         self._written_ns = 0
         self._module_at = self._active_at = time.monotonic()
         self._used: list[str] = []
+        #: Processor time, and what it was when the import of the module began.
+        self._cpu_s = self._module_cpu_s = 0.0
 
     def look(self, template: Template) -> None:
-        now = time.monotonic()
+        now, stat = time.monotonic(), stat_fields(template.pid)
+        if not stat:  # it is gone, as the next message tells
+            return
+        self._cpu_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
         written_ns = self._read()
         if template.ready or written_ns != self._written_ns:
-            self._module_at = now
+            self._module_at, self._module_cpu_s = now, self._cpu_s
         self._written_ns = written_ns
-        # Page faults and processor time, of ended children, too: a compiler, for one.
-        used = stat_fields(template.pid)[7:15]
-        if template.ready or used != self._used or _has_child(template.pid):
+        # Page faults and processor time, of ended children, too.  On a busy host, where it comes last, it may
+        # get none for seconds.
+        works = stat[0] == "R" or stat[7:15] != self._used
+        runs_something = _has_child(template.pid) and self.module_s() < WAIT_TIMEOUT.total_seconds()
+        if works or runs_something:
             self._active_at = now
-        self._used = used
+        self._used = stat[7:15]
         self._active_at = max(self._active_at, self._module_at)
 
     def module_s(self) -> float:
@@ -391,7 +398,7 @@ class _ImportProgress:
         idle_s = time.monotonic() - self._active_at
         if idle_s > HANG_TIMEOUT.total_seconds():
             return idle_s
-        return self.module_s() if self.module_s() > WAIT_TIMEOUT.total_seconds() else 0.0
+        return self.module_s() if self._cpu_s - self._module_cpu_s > WAIT_TIMEOUT.total_seconds() else 0.0
 
     def _read(self) -> int:
         try:

@@ -141,6 +141,24 @@ def test_a_module_that_does_something_is_waited_for_longer_and_not_for_ever(
     assert re.search(r"has hung in the import of endless for \d+ s", caplog.text)
 
 
+def test_a_template_that_comes_last_on_a_busy_host_is_no_template_that_hangs(
+    protection: Protection,
+    stack: ExitStack,
+    endless: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It could run, and gets no processor."""
+    monkeypatch.setattr(standby, "HANG_TIMEOUT", SHORT / 5)
+    monkeypatch.setattr(standby, "WAIT_TIMEOUT", SHORT / 5)
+    monkeypatch.setattr(standby, "stat_fields", lambda pid: ["R", *["0"] * 20])
+    job = prepared(protection, stack, *endless, directory=tmp_path)
+    wait_for_imports(protection)
+    end = time.monotonic() + SHORT.total_seconds()
+    wait_until(lambda: job.look() or time.monotonic() > end, "time stands still")
+    assert len(protection.exempt) == 1
+
+
 def test_ranks_wait_for_a_bounded_time_for_a_template_that_goes_on_and_it_is_kept(
     protection: Protection,
     stack: ExitStack,
@@ -309,6 +327,7 @@ def run_job(script: Path, *args: str, kept: int) -> tuple[int, str]:
         job.begin_attempt()
         process = job.start_worker([sys.executable, "-u", *words[2:]], os.environ, file, None, 0)
         assert process.wait(timeout=WAIT) == 0
+        os.utime(protection.private_dir / "imports", (0, 0))  # so that it counts as imported long ago
         job.workers_started()
         wait_until(lambda: len(records(script)) == kept, "the record is not kept", timeout=WAIT)
         return job.forked, output.read_text()
