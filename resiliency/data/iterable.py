@@ -30,6 +30,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from resiliency.data._compat import has_unsaved_buffer
 from resiliency.data.progress import check_whole
 from resiliency.data.resumable import world_of
 from resiliency.data.worker_states import Reader, Tag, TaggingCollate, WorkerStart, WorkerState
@@ -77,13 +78,21 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
             it goes on behind the sample that it gave last before ``state_dict()``.
         num_replicas, rank: of the process group by default, or 1 and 0 without one.
     Raises:
-        ConfigError: there is no such rank, or a process group is needed first.
+        ConfigError: there is no such rank, a process group is needed first, or the dataset is one of Hugging
+            Face's that shuffles in a buffer.
     """
 
     def __init__(
         self, dataset: IterableDataset[T], num_replicas: int | None = None, rank: int | None = None
     ) -> None:
         self.num_replicas, self.rank = world_of(num_replicas, rank)
+        if has_unsaved_buffer(dataset):
+            raise ConfigError(
+                "the dataset shuffles in a buffer that its state leaves out: each restart would lose what is "
+                "in it.",
+                hint="Leave out shuffle() of the iterable dataset: take a map-style one and a sampler, or "
+                "shuffle in a dataset of your own whose state has the buffer.",
+            )
         self._reader = Reader(dataset)
         self._counted = _Position()
         #: Batches that were handed out and are not counted, and the position behind them.

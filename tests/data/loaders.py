@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import threading
 from typing import Any
 
 import torch
@@ -29,3 +33,18 @@ def loader_of(
 
 def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def end_with(rank_pid: int, worker: int) -> None:
+    """In a worker of a loader: a rank that is killed at once leaves workers that do not know whose they
+    were."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != rank_pid:
+        os._exit(1)
+
+
+def join_feeders() -> None:
+    """A loader does not wait for the threads that feed its workers, and the pool of ranks wants none left."""
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(60)

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import threading
 from collections import Counter
 from functools import partial
 from itertools import chain
@@ -26,15 +24,7 @@ from resiliency.data import (
 )
 from resiliency.errors import ConfigError
 from resiliency.testing.rank_pool import RankOutcome, RankPool
-from tests.data.loaders import SIZE, Numbers, an_optimizer, loader_of
-
-
-def end_with(rank_pid: int, worker: int) -> None:
-    """In a worker of a loader: a rank that is killed at once leaves workers that do not know whose they
-    were."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != rank_pid:
-        os._exit(1)
+from tests.data.loaders import SIZE, Numbers, an_optimizer, end_with, join_feeders, loader_of
 
 
 def train_until_killed(rank: int, path: str, options: dict[str, Any], kill_at: int, after_save: bool) -> None:
@@ -61,11 +51,7 @@ def train_until_killed(rank: int, path: str, options: dict[str, Any], kill_at: i
                 os.kill(os.getpid(), signal.SIGKILL)
             steps += 1
     del loader
-    for thread in threading.enumerate():
-        # The loader does not wait for the threads that feed its workers, and the pool of ranks wants none
-        # left.
-        if thread.name == "QueueFeederThread":
-            thread.join(60)
+    join_feeders()
 
 
 @pytest.mark.parametrize(

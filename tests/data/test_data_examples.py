@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from resiliency.testing.rank_pool import RankOutcome, RankPool
+from tests.data.loaders import join_feeders
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
@@ -22,6 +23,7 @@ def train_mixed(rank: int, path: str, die_at: int | None) -> list[str]:
         lines.append(line)
         if len(lines) == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
+    join_feeders()
     return lines
 
 
@@ -30,9 +32,8 @@ def test_a_mixture_that_is_killed_goes_on_with_the_steps_of_an_undisturbed_run_o
 ) -> None:
     whole, killed = str(tmp_path / "whole.pt"), str(tmp_path / "killed.pt")
     [wanted] = rank_pool.run(train_mixed, 1, whole, None, timeout=60).values
-    job = rank_pool.run(train_mixed, 2, killed, 7, timeout=60)
-    assert job.outcomes == [RankOutcome.DIED] * 2
-    resumed = rank_pool.run(train_mixed, 3, killed, None, timeout=60).values
+    assert rank_pool.run(train_mixed, 1, killed, 7, timeout=60).outcomes == [RankOutcome.DIED]
+    resumed = rank_pool.run(train_mixed, 2, killed, None, timeout=60).values
     assert len(wanted) == len(resumed[0]) + 6
     for line, *ranks in zip(wanted[6:], *resumed, strict=True):
         words = line.split()
@@ -51,6 +52,7 @@ def train_iterable(rank: int, directory: str, die_at: int | None) -> list[str]:
         lines.append(line)
         if len(lines) == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
+    join_feeders()
     return lines
 
 
@@ -61,9 +63,7 @@ def test_a_stream_that_is_killed_goes_on_with_the_next_line_of_each_worker_of_ea
     whole.mkdir()
     killed.mkdir()
     wanted = rank_pool.run(train_iterable, 2, str(whole), None, timeout=60).values
-    for die_at in (6, 3):
-        job = rank_pool.run(train_iterable, 2, str(killed), die_at, timeout=60)
-        assert job.outcomes == [RankOutcome.DIED] * 2
+    assert rank_pool.run(train_iterable, 2, str(killed), 7, timeout=60).outcomes == [RankOutcome.DIED] * 2
     resumed = rank_pool.run(train_iterable, 2, str(killed), None, timeout=60).values
     assert [lines[0].split()[1] for lines in resumed] == ["7", "7"]
     assert resumed == [lines[6:] for lines in wanted]

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from resiliency.data import ResumableIterable, advancing
+from resiliency.data import ResumableIterable, advancing, atomic_torch_save
 from resiliency.errors import ConfigError
+from resiliency.testing.rank_pool import RankOutcome, RankPool
+from tests.data.loaders import end_with, join_feeders
 
 
 class Stream(IterableDataset[int]):
@@ -82,26 +87,33 @@ class OtherIterator(Stream):
 
 
 def listed(samples: Any) -> list[int]:
-    return samples if isinstance(samples, list) else [samples]
+    samples = samples if isinstance(samples, list) else [samples]
+    return [sample["n"] if isinstance(sample, dict) else sample for sample in samples]
+
+
+def hugging_face_stream() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"n": list(range(22))}).to_iterable_dataset(num_shards=4)
 
 
 def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
-def undisturbed(make: Callable[[], Stream], epochs: int, **options: Any) -> list[list[int]]:
+def undisturbed(make: Callable[[], Any], epochs: int, **options: Any) -> list[list[int]]:
     """What torch's loader gives of the dataset itself."""
     dataset, found = make(), []
     loader = DataLoader(dataset, collate_fn=listed, **options)
     for epoch in range(epochs):
-        if isinstance(dataset, WithEpochs):
+        if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         found += list(loader)
     return found
 
 
 def life(
-    make: Callable[[], Stream], state: dict[str, Any] | None, batches: int, epochs: int, **options: Any
+    make: Callable[[], Any], state: dict[str, Any] | None, batches: int, epochs: int, **options: Any
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """That many batches, from new objects; the state is taken after the last one's step."""
     data, optimizer, seen = ResumableIterable(make(), 1, 0), an_optimizer(), []
@@ -118,7 +130,7 @@ def life(
     return seen, data.state_dict()
 
 
-def lives(make: Callable[[], Stream], lengths: list[int], epochs: int, **options: Any) -> list[list[int]]:
+def lives(make: Callable[[], Any], lengths: list[int], epochs: int, **options: Any) -> list[list[int]]:
     """What lives of these lengths see, in turn, until one sees less than its length."""
     seen: list[list[int]] = []
     state = None
@@ -147,8 +159,7 @@ def test_without_workers_a_run_that_ends_after_each_batch_sees_what_torchs_loade
     ("kind", "options"),
     [
         (Stream, {"prefetch_factor": 5}),
-        (Stream, {"persistent_workers": True}),
-        (WithEpochs, {"drop_last": True}),
+        (Stream, {"persistent_workers": True, "drop_last": True}),
     ],
 )
 def test_workers_that_end_at_different_times_go_on_in_their_turn(
@@ -298,3 +309,67 @@ def test_workers_that_persist_and_are_ahead_of_the_model_are_refused() -> None:
         break
     with pytest.raises(ConfigError, match="persist and are ahead of the model"):
         next(iter(loop()))
+
+
+@pytest.mark.thorough("datasets of one's own are near; importing Hugging Face's takes seconds")
+def test_hugging_faces_iterable_dataset_goes_on_and_one_that_shuffles_in_a_buffer_is_refused() -> None:
+    for workers in (0, 2):
+        options = {"batch_size": 4, "num_workers": workers}
+        wanted = undisturbed(hugging_face_stream, 2, **options)
+        assert lives(hugging_face_stream, [2, 3], 2, **options) == wanted
+    from datasets import interleave_datasets
+
+    shuffled = hugging_face_stream().shuffle(seed=1).map(dict)
+    for dataset in (shuffled, interleave_datasets([hugging_face_stream(), shuffled])):
+        with pytest.raises(ConfigError, match="shuffles in a buffer that its state leaves out"):
+            ResumableIterable(dataset, 1, 0)
+
+
+def train_until_killed(rank: int, path: str, options: dict[str, Any], kill_at: int, after_save: bool) -> None:
+    """Two epochs; the model is the list of samples it consumed, saved with the dataset in one file."""
+    data, optimizer, consumed = ResumableIterable(Stream(), 1, 0), an_optimizer(), []
+    if os.path.exists(path):
+        saved = torch.load(path)
+        consumed = saved["model"]
+        data.load_state_dict(saved["data"])
+    loader = DataLoader(data, 4, worker_init_fn=partial(end_with, os.getpid()), collate_fn=listed, **options)
+    steps = 0
+    for epoch in range(data.epoch, 2):
+        data.set_epoch(epoch)
+        for batch in advancing(loader, optimizer):
+            consumed.append(batch)
+            optimizer.step()
+            if steps == kill_at and not after_save:
+                os.kill(os.getpid(), signal.SIGKILL)
+            atomic_torch_save({"model": consumed, "data": data.state_dict()}, path)
+            if steps == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            steps += 1
+    del loader
+    join_feeders()
+
+
+@pytest.mark.thorough("runs that end after each batch are near, in one process")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 2, "prefetch_factor": 4},
+        {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True},
+    ],
+    ids=["no worker", "two workers", "persistent workers"],
+)
+def test_a_rank_killed_at_every_batch_consumes_what_an_undisturbed_one_does(
+    options: dict[str, Any], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    path, lives = tmp_path / "checkpoint", 0
+    while lives < 60:
+        # Every batch has two deaths: before it is saved, and after; some lives get to later batches.
+        saved, ahead = lives % 2 == 1, lives // 2 % 2
+        job = rank_pool.run(train_until_killed, 1, str(path), options, ahead, saved, group=False, timeout=60)
+        if job.outcomes == [RankOutcome.OK]:
+            break
+        assert job.outcomes == [RankOutcome.DIED], str(job[0])
+        lives += 1
+    assert lives >= 12
+    assert torch.load(path)["model"] == undisturbed(Stream, 2, batch_size=4, **options)
