@@ -113,7 +113,7 @@ LIVES = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     size=SIZES,
     lives=LIVES,
@@ -167,7 +167,7 @@ def test_any_history_of_resizes_and_kills_consumes_each_sample_exactly_once(
 ROW_LIVES = st.lists(st.tuples(WORLDS, st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(size=SIZES, batch=st.integers(1, 20), lives=ROW_LIVES, drop_last=st.booleans())
 def test_with_a_global_batch_every_step_is_made_of_the_same_samples_on_any_world(
     size: int, batch: int, lives: list[tuple[int, int, int]], drop_last: bool
