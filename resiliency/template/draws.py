@@ -108,6 +108,7 @@ class Draws:
                 (threading, "get_native_id", self._note_pid),
                 (time, "time", self._note_time),
             )
+            if getattr(module, name, None) is not None  # not in each build of the interpreter
         ]
 
         def seed(generator: random.Random, *args: Any, **kwargs: Any) -> None:
