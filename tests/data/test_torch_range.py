@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `resiliency.data` takes of torch was tried with the oldest release of its range.
 
-<<<<<<< HEAD
-CI has one torch. With torch 2.6 on Python 3.10 this folder's tests of the usual level were run by hand, by
-`pytest --noconftest -p resiliency.testing.fixtures`, without accelerate, the launcher and the engine, of
-which some take a storage in memory. They pass, but for those of FSDP2, which in that release does not run on
-a CPU, and gloo there: one rank in some hundred did not return from `destroy_process_group`. A name that is
-not listed here needs another run. Methods of tensors, modules and loaders are not seen here.
-=======
 CI has one torch. With torch 2.6 on Python 3.10 this folder's tests of the usual level were run by
 hand, with `pytest --noconftest -p resiliency.testing.fixtures`. Left out were accelerate, the
 launcher and the engine, of which some take a storage in memory. They pass, but for those of FSDP2,
 which in that release does not run on a CPU, and for gloo there: one rank in some hundred did not
 return from `destroy_process_group`. A name that is not listed here needs another run. Methods of
 tensors, modules and loaders are not seen here.
->>>>>>> w-N
 """
 
 from __future__ import annotations
