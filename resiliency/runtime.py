@@ -8,6 +8,7 @@ monotonic seconds measure durations, aware UTC stamps events.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -22,6 +23,8 @@ from typing import Protocol, overload
 from resiliency.errors import ConfigError
 from resiliency.proc_stat import read_stat
 
+#: Any port does: nothing is sent to find out by which way another host is reached.
+_SOME_PORT = 9
 #: Names the job in events, logs and file names.
 JOB_ENV = "JOB_IDENTIFIER"
 #: Directory for the files that describe a run (goodput log, event log); default: the working directory.
@@ -202,3 +205,31 @@ def name_ranks(ranks: Iterable[int]) -> str:
         del left[:size]
     more = f" and {len(left)} more" if left else ""
     return f"{'rank' if count == 1 else 'ranks'} {', '.join(runs) or 'none'}{more}"
+
+
+def interface_towards(target: str) -> str:
+    """The address of this host's interface on the way to `target`, a name or an address; empty: no way."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, _SOME_PORT))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads each host to itself."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name, which each host looks up by itself
+        return address == "localhost"
+
+
+def addresses_of(name: str) -> list[str]:
+    """What a name leads to from here; empty: it is not known here, or the name service does not answer."""
+    try:
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return []

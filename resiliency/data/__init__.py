@@ -9,14 +9,17 @@ saved.
 """
 
 from resiliency.data.advancing import OptimizerStep, advancing, advancing_steps
-from resiliency.data.dispatch.book import Answer, Book, PoisonedRange, PoisonPolicy, StaleRange
+from resiliency.data.dispatch.book import Answer, Book, StaleRange
 from resiliency.data.dispatch.client import DataClient
+from resiliency.data.dispatch.failures import BrokenWorker, PoisonedRange, PoisonPolicy
 from resiliency.data.dispatch.ranges import PartitionRanges, SampleRange, SampleRanges, TextRanges
 from resiliency.data.dispatch.sampler import DispatchedSampler, sizes_of, text_records
 from resiliency.data.dispatch.server import DataServer
-from resiliency.data.global_batch import GlobalBatch, MicroBatch, accumulate
+from resiliency.data.global_batch import GlobalBatch, MicroBatch, RampUp, accumulate
 from resiliency.data.grouped import InterruptableDistributedGroupedBatchSampler
+from resiliency.data.iterable import ResumableIterable
 from resiliency.data.metrics import MetricsTracker
+from resiliency.data.mixing import MixedDataset, MixedSampler
 from resiliency.data.order import EpochOrder, sample_seed
 from resiliency.data.progress import Progress
 from resiliency.data.samplers import InterruptableDistributedSampler, InterruptableSampler, MicroBatchSampler
@@ -33,6 +36,7 @@ __all__ = [
     "Answer",
     "AtomicDirectory",
     "Book",
+    "BrokenWorker",
     "DataClient",
     "DataServer",
     "DispatchedSampler",
@@ -48,11 +52,15 @@ __all__ = [
     "MetricsTracker",
     "MicroBatch",
     "MicroBatchSampler",
+    "MixedDataset",
+    "MixedSampler",
     "OptimizerStep",
     "PartitionRanges",
     "PoisonPolicy",
     "PoisonedRange",
     "Progress",
+    "RampUp",
+    "ResumableIterable",
     "SampleRange",
     "SampleRanges",
     "StaleRange",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from resiliency.data.global_batch import MicroBatch
+from resiliency.data.iterable import ResumableIterable
 from resiliency.data.resumable import Loop, ResumableSampler, warn_of_waiting
 from resiliency.data.samplers import InterruptableDistributedSampler, MicroBatchSampler
 from resiliency.errors import ConfigError
@@ -60,7 +61,7 @@ def advancing(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iter
     not begun again.
 
     Args:
-        loader: with a sampler or batch sampler of ours.
+        loader: with a sampler or batch sampler of ours, or over a `ResumableIterable`.
         optimizer: a batch counts when this optimizer has made a step after it, so that a state saved at any
             moment is that of the model, with gradient accumulation too. Of several optimizers the one that
             makes the last step for each batch; one that accelerate has prepared is taken as the one in it.
@@ -71,6 +72,10 @@ def advancing(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iter
         ConfigError: the loader has no sampler of ours, or one with `global_batch` (see `advancing_steps`), or
             gives batches out of order or of unknown size.
     """
+    _check_loader(loader)
+    if isinstance(loader.dataset, ResumableIterable):
+        yield from loader.dataset.loop(loader, None if optimizer is None else optimizer_with_hooks(optimizer))
+        return
     sampler = sampler_of(loader)
     if isinstance(sampler, InterruptableDistributedSampler) and sampler.global_batch is not None:
         raise ConfigError(
@@ -285,10 +290,12 @@ def _check_loader(loader: DataLoader[T]) -> None:
             f"a {kind.__name__} of torchdata keeps a position of its own, which is not that of the model.",
             hint="Use torch's DataLoader: the position is in the state of the sampler.",
         )
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, ResumableIterable):
         raise ConfigError(
-            "the loader reads an IterableDataset, whose samples have no positions.",
-            hint="Use a dataset with a length and samples by number.",
+            f"the loader reads a {type(loader.dataset).__name__}, an IterableDataset, whose samples have no "
+            "positions.",
+            hint="Give it state_dict and load_state_dict, and the loader ResumableIterable(dataset). Or take "
+            "a dataset with a length and samples by number.",
         )
     if not loader.in_order:
         raise ConfigError(

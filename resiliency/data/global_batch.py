@@ -11,6 +11,9 @@ samples has the weight
 so that the mean over the ranks, which DDP and FSDP2 make of gradients, is the gradient of the mean over the
 row, also where shares are unequal and where the last row of an epoch is short.
 
+With a `RampUp` the first rows are smaller. The size of a row follows from the samples that were consumed
+before it, so it is the same on any number of ranks and after any restart, and no state is needed for it.
+
 All ranks run equally many micro-batches: a rank that has one less runs its first one sample of the row again
 with weight 0. The others are at work meanwhile, so that costs no time, and no rank is ever missing from a
 collective, whether that is in the backward of the last micro-batch (DDP) or in every forward (FSDP2).
@@ -46,6 +49,30 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class RampUp:
+    """Optimizer steps that grow from `start` samples by `increment` at a time, as Megatron's
+    ``--rampup-batch-size START INCREMENT SAMPLES`` does.
+
+    Args:
+        start: samples of the first step.
+        increment: how many more there are in each stage; the last one reaches the global batch.
+        samples: that are consumed below the global batch; each stage has an equal part of them, and the step
+            in which it ends is still of its size.
+    Raises:
+        ConfigError: a number is below 1.
+    """
+
+    start: int
+    increment: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        for name in ("start", "increment", "samples"):
+            if check_whole(f"{name} of the ramp-up", getattr(self, name)) < 1:
+                raise ConfigError(f"{name} of the ramp-up is 0; it must be at least 1.")
+
+
+@dataclass(frozen=True)
 class GlobalBatch:
     """How many samples an optimizer step is made of, and how many of them a rank takes at once.
 
@@ -53,17 +80,54 @@ class GlobalBatch:
         samples: of one optimizer step, over all ranks.
         micro: most samples of one forward and backward of one rank; 0 means its whole share. The gradients
             are the same for each value, up to rounding.
+        ramp_up: how the first steps grow to `samples`; None means that all are of one size.
     Raises:
-        ConfigError: `samples` is below 1, or `micro` below 0.
+        ConfigError: `samples` is below 1, or `micro` below 0, or the ramp-up does not reach `samples`.
     """
 
     samples: int
     micro: int = 0
+    ramp_up: RampUp | None = None
 
     def __post_init__(self) -> None:
         check_whole("micro", self.micro)
         if check_whole("the global batch", self.samples) < 1:
             raise ConfigError("the global batch has 0 samples; an optimizer step is made of at least one.")
+        ramp = self.ramp_up
+        if ramp and (ramp.start >= self.samples or (self.samples - ramp.start) % ramp.increment):
+            raise ConfigError(
+                f"a ramp-up from {ramp.start} samples by {ramp.increment} does not reach the global batch of "
+                f"{self.samples}.",
+                hint="samples - start must be a multiple of increment, and above 0.",
+            )
+
+    def rows(self, consumed: int, left: int, *, drop_last: bool = False) -> Iterator[tuple[int, int]]:
+        """The sizes of the next rows: pairs of a size, and how many rows in turn have it.
+
+        Args:
+            consumed: samples before the first row, of all epochs.
+            left: samples to split; the last row is short where they do not fill it.
+            drop_last: leave out a row that is short.
+        """
+        while left:
+            size, more = self._stage(consumed)
+            count = left // size if more is None else min(left // size, -(-more // size))
+            if not count:
+                if not drop_last:
+                    yield left, 1
+                return
+            yield size, count
+            consumed += size * count
+            left -= size * count
+
+    def _stage(self, consumed: int) -> tuple[int, int | None]:
+        """Samples of a row that begins here, and how many samples on a row of the next size may begin."""
+        ramp = self.ramp_up
+        if ramp is None or consumed >= ramp.samples:
+            return self.samples, None
+        stages = (self.samples - ramp.start) // ramp.increment
+        stage = consumed * stages // ramp.samples
+        return ramp.start + stage * ramp.increment, -(-(stage + 1) * ramp.samples // stages) - consumed
 
     def share(self, rank: int, world_size: int, row: int | None = None) -> range:
         """The positions of one rank in a row; the first ranks have one more where the row cannot be split

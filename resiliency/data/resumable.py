@@ -116,8 +116,8 @@ class ResumableSampler(Sampler[Item]):
 
     @property
     def full_length(self) -> int:
-        """What `len` is at the start of an epoch on these ranks."""
-        return self._length(self.progress.at_epoch(0))
+        """What `len` is at the start of this epoch on these ranks."""
+        return self._length(self.progress.at_epoch(self.epoch))
 
     def __len__(self) -> int:
         """What the iteration that began last gives this rank; before one, what is `left`. With
@@ -128,7 +128,7 @@ class ResumableSampler(Sampler[Item]):
     def length_from(self) -> Progress:
         """What `len` is counted from."""
         if self.has_full_length:
-            return self.start.at_epoch(0)
+            return self.start.at_epoch(self.epoch)
         return self.start if self._began is None else self._began
 
     @property

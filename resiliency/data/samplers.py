@@ -145,8 +145,13 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
     def _next_row(self, progress: Progress) -> int:
         """Samples of the next optimizer step; 0 if there is none."""
         assert self.global_batch is not None
-        row = min(self.global_batch.samples, progress.left)
-        return 0 if self.drop_last and row < self.global_batch.samples else row
+        return next((row for row, _ in self.row_sizes(progress)), 0)
+
+    def row_sizes(self, progress: Progress) -> Iterator[tuple[int, int]]:
+        """The optimizer steps that are left: pairs of samples, and how many steps in turn have as many."""
+        assert self.global_batch is not None
+        consumed = progress.epoch * progress.size + progress.position
+        return self.global_batch.rows(consumed, progress.left, drop_last=self.drop_last)
 
     def _row_samples(self, row: int) -> int:
         assert self.global_batch is not None
@@ -155,9 +160,7 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
     def _length(self, progress: Progress) -> int:
         if self.global_batch is None:
             return super()._length(progress)
-        full, rest = divmod(progress.left, self.global_batch.samples)
-        samples = full * self._row_samples(self.global_batch.samples) if full else 0
-        return samples + (self._row_samples(rest) if rest and not self.drop_last else 0)
+        return sum(count * self._row_samples(row) for row, count in self.row_sizes(progress))
 
     def rows(self, start: Progress) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
         """First position and micro-batches of this rank, for each optimizer step from `start` on."""
@@ -252,12 +255,10 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Micro-batches of this rank that the iteration that began last gives, as `len` of the sampler."""
-        batch, left = self.sampler.global_batch, self.sampler.length_from.left
+        batch, me = self.sampler.global_batch, (self.sampler.rank, self.sampler.num_replicas)
         assert batch is not None
-        full, rest = divmod(left, batch.samples)
-        me = self.sampler.rank, self.sampler.num_replicas
-        last = len(batch.micro_batches(*me, rest)) if rest and not self.sampler.drop_last else 0
-        return full * len(batch.micro_batches(*me)) + last
+        rows = self.sampler.row_sizes(self.sampler.length_from)
+        return sum(count * len(batch.micro_batches(*me, row)) for row, count in rows)
 
 
 def indexes_at(order: EpochOrder, positions: range) -> list[int]:

@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 
 from resiliency.errors import ConfigError, UntestedVersion
 from resiliency.progress import StepPage
+from resiliency.runtime import addresses_of, interface_towards
 
 #: Versions of nvidia-resiliency-ext that this release was tested with.
 TESTED_VERSIONS = ("0.4.1",)
@@ -451,6 +452,25 @@ def _utc_now() -> datetime:
     return datetime.now(timezone.utc).replace(tzinfo=None)
 
 
+def store_place(endpoint: str) -> tuple[str, int]:
+    """Host and port of the rendezvous store."""
+    host, port = _c10d.parse_rendezvous_endpoint(endpoint, default_port=29400)
+    return str(host), int(port)
+
+
+def must_serve_store(endpoint: str, conf: Mapping[str, str]) -> bool:
+    """Whether this host has to serve the rendezvous store; looks up names."""
+    params = RendezvousParameters("c10d", endpoint, "any", 1, 1, None, **conf)
+    try:
+        if _launcher._is_store_host(params):
+            return True
+    except OSError:  # upstream looks up the host's own name, which need not be known
+        pass
+    host, _ = store_place(endpoint)
+    # Upstream does not know all of this host's addresses.
+    return "is_host" not in conf and any(interface_towards(one) == one for one in addresses_of(host))
+
+
 class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     """NVRx's rendezvous, with fixed node ranks and with eyes for hosts that left.
 
@@ -496,9 +516,19 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         Blocks until the serving host is there, up to read_timeout.
         """
         conf = {**RENDEZVOUS_DEFAULTS, **conf}
-        params = RendezvousParameters("c10d", endpoint, run_id, min_nodes, max_nodes, local_addr, **conf)
-        backend, store = _c10d.create_backend(params)
-        serves = bool(_launcher._is_store_host(params))
+        serves = must_serve_store(endpoint, conf)
+
+        def create(is_host: bool) -> Any:
+            given = {"is_host": str(is_host), **conf}
+            params = RendezvousParameters("c10d", endpoint, run_id, min_nodes, max_nodes, local_addr, **given)
+            return _c10d.create_backend(params)
+
+        try:
+            backend, store = create(serves)
+        except RendezvousConnectionError:
+            if not serves or "is_host" in conf:
+                raise
+            backend, store = create(False)  # another launcher of this machine serves it
         seconds = {
             key: timedelta(seconds=int(conf[f"{key}_timeout"]))
             for key in ("join", "last_call", "close", "heartbeat")
@@ -516,7 +546,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         outside = None
         if is_served_by_process(store, serves=serves):
             serves = False
-            host, port = _c10d.parse_rendezvous_endpoint(endpoint, default_port=29400)
+            host, port = store_place(endpoint)
             value = _RendezvousValue(f"torch.rendezvous.{run_id}")
             outside = ReconnectingStore(host, port, first=store, shared=value, wait=settings.timeout.join)
             value.begin_next_run(outside, settings.keep_alive_interval * settings.keep_alive_max_attempt)

@@ -138,7 +138,8 @@ RENDEZVOUS = (
     Flag(
         name="--local-addr",
         metavar="ADDRESS",
-        help="Address by which other hosts reach this one; default: its full name.",
+        help="Address by which other hosts reach this one; default: that of the interface towards the "
+        "rendezvous store, or where that is on this host alone, its full name.",
     ),
 )
 

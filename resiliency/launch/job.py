@@ -12,15 +12,14 @@ import logging
 import os
 import signal
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from resiliency.events import EventStream, EventType, RunEvent, events_path
 from resiliency.goodput_measure.tracker import goodput_path, open_event_stream, published_record
-from resiliency.launch import _compat, cli
+from resiliency.launch import _compat, cli, rendezvous_wait
 from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agents.host import AgentHost
 from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
@@ -41,8 +40,6 @@ from resiliency.runtime import (
 )
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Outcome of a host that was asked to leave its job, or found itself unfit: the others go on.
 LEFT = "unhealthy host"
@@ -98,7 +95,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
         )
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
-            handler, serves = _meet(options, signals)
+            handler, serves, options = _meet(options, signals)
             if page is not None:
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
             agent = ResilientAgent(
@@ -146,7 +143,9 @@ def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -
         logger.warning("ended by %s before workers ran", error.sigval.name)
     except (_compat.RendezvousError, RuntimeError, OSError) as error:
         outcome.name = "no meeting point"
-        logger.error("cannot meet at %s: %s", options.rendezvous.endpoint, error)
+        # torch says why in the error below its own.
+        why = str(error.__cause__ or error).partition("\n")[0]
+        logger.error("cannot meet at %s: %s", options.rendezvous.endpoint, why)
     finally:
         signals.close()
         events.emit(EventType.JOB_TERMINATED, exit_code=outcome.exit_code, outcome=outcome.name)
@@ -168,24 +167,37 @@ def _leave_last_words(protection: Protection, options: LaunchOptions) -> None:
         protection.last_words(goodput_path(options.info), published)
 
 
-def _meet(options: LaunchOptions, signals: SignalBox) -> tuple[_compat.HostRendezvous, bool]:
+def _meet(options: LaunchOptions, signals: SignalBox) -> tuple[_compat.HostRendezvous, bool, LaunchOptions]:
+    """The handler, whether this process serves the store, and the options with what is known of this host."""
     place = options.rendezvous
+
+    def connect() -> tuple[_compat.HostRendezvous, bool, str | None]:
+        handler, serves = _compat.HostRendezvous.connect(
+            endpoint=place.endpoint,
+            run_id=place.run_id,
+            min_nodes=place.min_nodes,
+            max_nodes=place.max_nodes,
+            local_addr=place.local_addr,
+            node_rank=place.node_rank,
+            upscaling=options.args.ft_restart_policy != "min-healthy",
+            conf=place.conf,
+        )
+        address = place.local_addr
+        if place.max_nodes > 1:
+            address = address or rendezvous_wait.address_for_others(host)
+            rendezvous_wait.set_gloo_interface(address)
+        return handler, serves, address
+
+    def must_serve() -> bool:
+        return _compat.must_serve_store(place.endpoint, place.conf)
+
+    host, port = _compat.store_place(place.endpoint)
     if place.max_nodes > 1:
         name = "" if place.run_id == cli.UNNAMED else f" as {place.run_id}"
         logger.info("meeting other hosts at %s%s", place.endpoint, name)
     with signals.interruptible():
-        return _in_thread(
-            lambda: _compat.HostRendezvous.connect(
-                endpoint=place.endpoint,
-                run_id=place.run_id,
-                min_nodes=place.min_nodes,
-                max_nodes=place.max_nodes,
-                local_addr=place.local_addr,
-                node_rank=place.node_rank,
-                upscaling=options.args.ft_restart_policy != "min-healthy",
-                conf=place.conf,
-            )
-        )
+        handler, serves, address = rendezvous_wait.meet(connect, host, port, must_serve)
+    return handler, serves, replace(options, rendezvous=replace(place, local_addr=address))
 
 
 def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcome) -> None:
@@ -266,6 +278,8 @@ def _adjust(
     env[STOP_NOTES_ENV] = str(protection.private_dir)
     env[JOB_ENV] = options.info.job_name
     env[RUN_DIR_ENV] = options.info.run_dir
+    if env["LOCAL_RANK"] == "0":
+        rendezvous_wait.check_first_host(env["MASTER_ADDR"])
     if options.virtual_local_rank:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         own = int(env["LOCAL_RANK"])
@@ -278,26 +292,3 @@ def _log_dir(options: LaunchOptions) -> str | None:
     if options.args.log_dir is None and (options.args.redirects, options.args.tee) != ("0", "0"):
         return tempfile.mkdtemp(prefix="torchelastic_")
     return str(options.args.log_dir) if options.args.log_dir is not None else None
-
-
-def _in_thread(function: Callable[[], T]) -> T:
-    """Call `function` where a signal can interrupt the wait for it.
-
-    Connecting to a host that is not up yet waits within native code, where no Python signal
-    handler runs; a launcher could not be ended for minutes.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="rendezvous-connect", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]

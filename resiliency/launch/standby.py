@@ -6,7 +6,8 @@ ranks of every later attempt are forked from it.  What was imported is kept for 
 script and arguments, whose first ranks are forked then, too.
 
 Nothing depends on a template: where it cannot fork, for whatever reason, a rank starts the ordinary way,
-and one line says why.
+and one line says why.  One that hangs in an import is given up once for the whole host: the next one does
+without that module.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import select
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from typing import IO
 
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
+from resiliency.proc_stat import stat_fields
 from resiliency.progress import STEP_PAGE_ENV
 from resiliency.runtime import (
     AGENT_HOST_ENV,
@@ -54,13 +57,20 @@ VOLATILE = (
 #: After so many templates that were killed or failed there is no other one.
 MOST_LOST = 3
 #: Longest wait of one attempt for a template that still imports, where waiting is better than importing; and
-#: how long a template may import without any progress.
-WAIT_TIMEOUT = timedelta(seconds=120)
+#: longest time for one module.
+WAIT_TIMEOUT = timedelta(seconds=60)
+#: A template that does nothing at all for this long hangs.
+HANG_TIMEOUT = timedelta(seconds=10)
+#: After this long without progress, a line says what ranks wait for.
+TELL_TIMEOUT = timedelta(seconds=3)
 #: Of one script, the imports of so many different arguments are kept.
 MOST_KEPT = 8
 
-#: A template that has imported nothing more for this long has caught up with the ranks.
+#: A template that has repeated what ranks imported, and nothing more for this long, has caught up with them.
 _SETTLED_S = 2.0
+#: It is named again when it holds so many times as many modules.
+_GROWN = 1.5
+_LOOK = timedelta(seconds=0.2)
 
 _Worker = subprocess.Popen[bytes] | ForkedProcess
 
@@ -80,18 +90,21 @@ class Standby:
         self._options = options
         self._protection = protection
         self._record = protection.private_dir / "imports"
+        self._importing = protection.private_dir / "importing"
         self._known = _cache_file(command) if command is not None else None
         if self._known is not None and not self._known_imports:
             _delete_oldest(self._known.parent)
         self._template = held if self._command is not None else None
-        self._reported_ready = held is not None
         self._reported: set[str] = set()
         #: How many templates were lost.
         self._lost = 0
-        #: How many modules the template holds, and when that may be called all of them.
-        self._modules, self._settled_at = 0, 0.0
-        #: When a template that imports counts as stuck, and when this attempt has waited for long enough.
-        self._stuck_at, self._wait_until = time.monotonic() + WAIT_TIMEOUT.total_seconds(), 0.0
+        #: Modules in which a template hung: no other one imports them.
+        self._hung: dict[str, str] = {}
+        self._progress = _ImportProgress(self._importing)
+        #: What there is to hold, when that may be called all, and how many modules were reported.
+        self._seen, self._settled_at, self._reported_modules = (0, 0), 0.0, 0
+        #: When this attempt has waited for long enough; 0: it has not waited yet.
+        self._wait_until = 0.0
         self._first_start = True
         #: Readable when the launcher is asked to end: no more waiting then.
         self.wake_fd: int | None = None
@@ -99,9 +112,17 @@ class Standby:
         self.forked = 0
         if held is not None and self._template is None:
             held.close()
+        if self._preload and self._command is None:
+            why = "ranks are no Python programs that can be forked"
+            if options.args.standby != "auto":
+                why = "--standby is off"
+            elif not restarts:
+                why = "nothing restarts ranks, see --max-restarts"
+            self._tell("--standby-preload has no effect: %s", why, level=logging.WARNING)
         if self._template is not None:
             protection.exempt.add(self._template.pid)
             self._is_ready(self._template, wait=True)  # at once: it has nothing to import
+            self._reported_modules = held.modules if held is not None else 0
         elif self._command is not None and (self._known_imports or self._preload):
             self._start(background=False)
 
@@ -185,13 +206,9 @@ class Standby:
         """Take in what the template said, and say what a person should know; does not block."""
         if self._template is None:
             return
-        was_ready = self._template.ready
         try:
             self._template.look()
-            if was_ready or self._template.ready or self._template.modules != self._modules:
-                self._stuck_at = time.monotonic() + WAIT_TIMEOUT.total_seconds()
-            elif time.monotonic() > self._stuck_at:
-                raise self._template.lose(f"has imported nothing for {WAIT_TIMEOUT.total_seconds():g} s")
+            self._check_progress(self._template)
         except TemplateLost as error:
             self._forget(error)
             return
@@ -207,10 +224,15 @@ class Standby:
                 " set it before the launcher starts",
                 self._template.ends_at,
             )
-        if self._template.modules != self._modules:
-            self._modules, self._settled_at = self._template.modules, time.monotonic() + _SETTLED_S
-        if self._template.ready and not self._reported_ready and time.monotonic() > self._settled_at:
-            self._reported_ready = True
+        for module, why in self._template.failed.items():
+            self._tell(
+                "standby: %s of --standby-preload cannot be imported: %s",
+                module,
+                why,
+                level=logging.WARNING,
+            )
+        if self._has_caught_up(self._template):
+            self._reported_modules = self._template.modules
             logger.info(
                 "standby ready: %d modules, imported in %.1f s; the next ranks are forked from process %d",
                 *(self._template.modules, self._template.seconds, self._template.pid),
@@ -233,6 +255,8 @@ class Standby:
         work = Work(
             argv=self._options.command,
             preload=self._preload,
+            importing=str(self._importing),
+            left_out=self._hung,
             follow=None if self._preload else str(self._record),
             known=str(self._known) if self._known_imports and not self._preload else None,
             save=str(self._known) if self._known is not None and not self._preload else None,
@@ -240,13 +264,12 @@ class Standby:
             background=background,
         )
         env = {**os.environ, **_constants(self._options)}
+        self._progress, self._reported_modules = _ImportProgress(self._importing), 0
         try:
             self._template = Template(work, interpreter=(self._command.interpreter, "-u"), env=env)
         except OSError as error:
             self._tell("ranks start the ordinary way: no template can be started: %s", error)
             return
-        self._reported_ready = False
-        self._stuck_at = time.monotonic() + WAIT_TIMEOUT.total_seconds()
         self._protection.exempt.add(self._template.pid)
 
     def _is_ready(self, template: Template, *, wait: bool) -> bool:
@@ -263,11 +286,45 @@ class Standby:
         now = time.monotonic()
         self._wait_until = self._wait_until or now + WAIT_TIMEOUT.total_seconds()
         try:
-            ready = template.wait_until_ready(timedelta(seconds=self._wait_until - now), self.wake_fd)
-            if not ready and time.monotonic() >= self._wait_until:
-                raise template.lose(f"still imports after {WAIT_TIMEOUT.total_seconds():g} s")
+            while not template.wait_until_ready(_LOOK, self.wake_fd):
+                if self._must_end():
+                    return
+                self._check_progress(template)
+                if time.monotonic() >= self._wait_until:
+                    self._tell("ranks start the ordinary way: the template still imports")
+                    return
+                if self._progress.module and self._progress.module_s() > TELL_TIMEOUT.total_seconds():
+                    self._tell(
+                        "standby: ranks wait for the import of %s, for more than %g s so far",
+                        *(self._progress.module, TELL_TIMEOUT.total_seconds()),
+                    )
         except TemplateLost as error:
             self._forget(error)
+
+    def _check_progress(self, template: Template) -> None:
+        """Give up a template that hangs, and remember where."""
+        self._progress.look(template)
+        if for_s := self._progress.hung_s():
+            module = self._progress.module
+            if module:
+                self._hung[module] = f"did not come to its end within {for_s:.0f} s"
+            raise template.lose(f"has hung in the import of {module or 'a module'} for {for_s:.0f} s")
+
+    def _must_end(self) -> bool:
+        return self.wake_fd is not None and bool(select.select([self.wake_fd], [], [], 0)[0])
+
+    def _has_caught_up(self, template: Template) -> bool:
+        """Whether it holds all that local rank 0 has imported so far, and much more than was reported."""
+        try:
+            size = self._record.stat().st_size
+        except OSError:  # no rank has begun
+            size = 0
+        if self._seen != (template.modules, size):
+            self._seen = template.modules, size
+            self._settled_at = time.monotonic() + _SETTLED_S
+        holds_all = bool(self._preload) or (template.repeated > 0 and template.followed >= size)
+        has_grown = template.modules > _GROWN * self._reported_modules
+        return template.ready and holds_all and has_grown and time.monotonic() > self._settled_at
 
     def _is_ahead(self, template: Template) -> bool:
         """Whether it has done the larger part of what a rank imports: a fresh start would end later."""
@@ -282,17 +339,74 @@ class Standby:
         if self._lost >= MOST_LOST:
             self._command = None
         then = "until there is another one" if self._command is not None else "from now on"
-        logger.warning("standby: %s  Ranks start the ordinary way %s.", error, then)
+        without = f", which leaves out {', '.join(self._hung)}" if self._hung and self._command else ""
+        logger.warning("standby: %s  Ranks start the ordinary way %s%s.", error, then, without)
         if self._template is not None:
             self._protection.exempt.discard(self._template.pid)
         self._template = None
 
-    def _tell(self, text: str, *values: object) -> None:
+    def _tell(self, text: str, *values: object, level: int = logging.INFO) -> None:
         """Once."""
         line = text % values
         if line not in self._reported:
             self._reported.add(line)
-            logger.info("%s", line)
+            logger.log(level, "%s", line)
+
+
+class _ImportProgress:
+    """Which module a template imports, for how long, and since when it does nothing.
+
+    Args:
+        importing: file in which it names the module.
+    """
+
+    def __init__(self, importing: Path) -> None:
+        self._importing = importing
+        importing.unlink(missing_ok=True)  # of the template before
+        self.module = ""
+        #: When the file was written: what it names may be imported again.
+        self._written_ns = 0
+        self._module_at = self._active_at = time.monotonic()
+        self._used: list[str] = []
+
+    def look(self, template: Template) -> None:
+        now = time.monotonic()
+        written_ns = self._read()
+        if template.ready or written_ns != self._written_ns:
+            self._module_at = now
+        self._written_ns = written_ns
+        # Page faults and processor time, of ended children, too: a compiler, for one.
+        used = stat_fields(template.pid)[7:15]
+        if template.ready or used != self._used or _has_child(template.pid):
+            self._active_at = now
+        self._used = used
+        self._active_at = max(self._active_at, self._module_at)
+
+    def module_s(self) -> float:
+        """For how long it has imported the same module."""
+        return time.monotonic() - self._module_at
+
+    def hung_s(self) -> float:
+        """For how long it has hung, after which it is of no use; else 0."""
+        idle_s = time.monotonic() - self._active_at
+        if idle_s > HANG_TIMEOUT.total_seconds():
+            return idle_s
+        return self.module_s() if self.module_s() > WAIT_TIMEOUT.total_seconds() else 0.0
+
+    def _read(self) -> int:
+        try:
+            with self._importing.open(errors="surrogateescape") as file:
+                self.module = file.readline().strip()
+                return os.fstat(file.fileno()).st_mtime_ns
+        except OSError:  # it has imported nothing yet
+            return 0
+
+
+def _has_child(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+    except OSError:
+        return False
 
 
 def _constants(options: LaunchOptions) -> dict[str, str]:

@@ -8,6 +8,7 @@ shown, and the caller starts the program the ordinary way.
 
     record    which modules a program imports, written down while it imports them
     safety    what an import did that a fork must not copy: threads, descriptors, values of variables
+    draws     what an import drew from chance, the clock or its process, which each rank must have for itself
     server    the template process: imports, checks, forks
     program   what a forked child does to become its program
     client    the owner's side: start a template, ask it for processes

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 #: Longest time that a template which said it was ready may take to fork, while it says nothing else.
 FORK_TIMEOUT = timedelta(seconds=5)
+#: Longest time that it may look at files, of which there are thousands.
+CHECK_TIMEOUT = timedelta(seconds=30)
 #: Longest time that a template may take to end after SIGKILL: the kernel lets it finish its I/O.
 KILL_TIMEOUT = timedelta(seconds=5)
 #: Exit code of a process that ended, and whose exit code cannot be known.
@@ -211,6 +213,10 @@ class Template:
         self.unsafe = ""
         #: Variable that the program sets and libraries read when they are loaded: no import after it is held.
         self.ends_at = ""
+        #: Modules that it was told to import and cannot, and why.
+        self.failed: dict[str, str] = {}
+        #: How many lines of records it has repeated; and, of the one that it follows, how many bytes.
+        self.repeated = self.followed = 0
         self._passed_on = passed_on()
         _register_at_fork()
         _templates.add(self)
@@ -397,16 +403,21 @@ class Template:
         self.close()
 
     def _reply(self, timeout: timedelta) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout.total_seconds()
+        began = time.monotonic()
+        deadline, last = began + timeout.total_seconds(), began + max(timeout, CHECK_TIMEOUT).total_seconds()
         while True:
-            if not self._readable(max(deadline - time.monotonic(), 0.0)):
-                raise self.lose(f"did not answer within {timeout.total_seconds():g} s")
+            if not self._readable(max(min(deadline, last) - time.monotonic(), 0.0)):
+                raise self.lose(f"did not answer within {time.monotonic() - began:.0f} s")
             message = self._receive()
             if message.get("number") == self._forks:
                 return message
             if message.get("state") == "checking":
                 deadline = time.monotonic() + timeout.total_seconds()
             self._take_in(message)
+            if (
+                message.get("state") == "busy"
+            ):  # it had begun when it was asked; what it forks later ends at once
+                raise StillImporting("the template still imports.")
 
     def _readable(self, timeout_s: float, wake_fd: int | None = None) -> bool:
         if self._closed:
@@ -460,7 +471,8 @@ class Template:
         else:
             self.ready, self.unsafe = message["asked"] == self._asked, message["unsafe"]
             self.modules, self.seconds = message["modules"], message["seconds"]
-            self.ends_at = message["ends_at"]
+            self.ends_at, self.failed = message["ends_at"], message["failed"]
+            self.repeated, self.followed = message["repeated"], message["followed"]
 
 
 @cache

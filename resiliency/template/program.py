@@ -19,7 +19,7 @@ import runpy
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from importlib.util import MAGIC_NUMBER
@@ -111,6 +111,8 @@ class Program:
     record: str | None = None
     #: Variables that imports set, over those of the program's environment.
     set_by_imports: Mapping[str, str | None] = field(default_factory=dict)
+    #: Makes again what modules drew while they were imported.
+    renew: Callable[[], None] = lambda: None
 
 
 class Become(BaseException):  # no error: it unwinds a stack to its bottom
@@ -256,10 +258,12 @@ def _become(program: Program, command: PythonCommand) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()
-    multiprocessing: Any = sys.modules.get("multiprocessing.process")
-    if multiprocessing is not None:
-        multiprocessing.current_process().authkey = os.urandom(32)
-        multiprocessing.ORIGINAL_DIR = program.cwd
+    for name in ("multiprocessing.process", "multiprocess.process"):  # the second one is that of dill
+        processes: Any = sys.modules.get(name)
+        if processes is not None:
+            processes.current_process().authkey = os.urandom(32)
+            processes.ORIGINAL_DIR = program.cwd
+    program.renew()
     repair_all(sys.modules)
     if program.record is not None:
         Recorder(Path(program.record)).install()

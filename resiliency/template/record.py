@@ -136,19 +136,20 @@ class RecordReader:
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self._path = path
-        self._position = position
+        #: How much of the file was read.
+        self.position = position
         self._asked: str | None = None
 
     def read(self) -> list[Entry]:
         """What was added since the last call; nothing while there is no file."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._position)
+                file.seek(self.position)
                 data = file.read()
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._position += len(whole)
+        self.position += len(whole)
         lines = whole.decode(errors="surrogateescape").split("\n")[:-1]
         if lines:
             self._asked = lines[-1].removeprefix("a ") if lines[-1].startswith("a ") else None

@@ -12,6 +12,8 @@ import logging
 import os
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FunctionType, ModuleType
@@ -63,6 +65,37 @@ def _nvrx_socket(module: Any) -> None:
     copy: Any = sys.modules.get("nvidia_resiliency_ext.fault_tolerance._ft_rendezvous")
     for holder in (module, *([copy] if copy else ())):
         holder.FT_LAUNCHER_IPC_SOCKET = path
+
+
+def _log_start(module: Any) -> None:
+    """Since when records count their milliseconds."""
+    now = time.time_ns()
+    module._startTime = now if isinstance(module._startTime, int) else now / 1e9  # Python 3.13 has the first
+
+
+def _own_status(module: Any) -> None:
+    """Where its functions look by default for the memory and the time of this process."""
+    for name in ("memusage", "jiffies"):
+        function = getattr(module, name)
+        function.__defaults__ = tuple(
+            f"/proc/{os.getpid()}/stat" if isinstance(value, str) else value
+            for value in function.__defaults__ or ()
+        )
+
+
+def _session_of_downloads(module: Any) -> None:
+    module.SESSION_ID = uuid.uuid4().hex
+
+
+def _wandb_settings(module: Any) -> None:
+    """The process that is measured by default: asked for from now on, and not known since the import.
+
+    Once, in the template: it takes a tenth of a second.
+    """
+    field = module.Settings.model_fields["x_stats_pid"]
+    if field.default_factory is None:
+        field.default, field.default_factory = type(field)().default, os.getpid
+        module.Settings.model_rebuild(force=True)
 
 
 def _compile_cache(module: Any) -> None:
@@ -179,12 +212,14 @@ def _nemo_telemetry(module: Any) -> None:
 
 #: Module -> its repair, in the order in which they have to be done.
 REPAIRS: Mapping[str, Callable[[Any], None]] = {
+    "logging": _log_start,
     "dill.session": _dill_session,
     "lightning.fabric.utilities.rank_zero": _lightning_rank,
     "lightning_fabric.utilities.rank_zero": _lightning_rank,
     "modelopt.torch.export.model_config_export": _export_directory,
     "modelopt.torch.export.unified_export_hf": _export_directory,
     "modelopt.torch.export.unified_export_megatron": _export_directory,
+    "numpy.testing._private.utils": _own_status,
     "nvidia_resiliency_ext.fault_tolerance.launcher": _nvrx_socket,
     "pulp.apis": _linear_solver,
     "torch._dynamo.package": _compile_cache,
@@ -193,6 +228,8 @@ REPAIRS: Mapping[str, Callable[[Any], None]] = {
     "torch._inductor.wrapper_benchmark": _profiles,
     "torchmetrics.functional.text.sacre_bleu": _sacre_bleu_models,
     "torchmetrics.utilities.prints": _torchmetrics_rank,
+    "transformers.utils.hub": _session_of_downloads,
+    "wandb.sdk.wandb_settings": _wandb_settings,
     "wandb.sdk.artifacts.artifact": _wandb_artifacts,
     "wandb.sdk.data_types._private": _wandb_media,
     "nemo.utils": _nemo_logger,

@@ -21,9 +21,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
+from resiliency.template.draws import SHARED, Draws, running_modules
 from resiliency.template.repairs import REPAIRS, SET_BY_REPAIRS, end_threads
 
 #: Threads of native libraries that stop themselves before a fork, or start again after it, by handlers of
@@ -203,22 +204,24 @@ def _count_tasks() -> int:
 
 
 def random_keys(known: Collection[str]) -> dict[str, object]:
-    """What the random numbers of this process follow from; drawing a few does not change it.
+    """What the random numbers of this process follow from; drawing one changes it.
 
-    But the first one does, which is drawn here from generators that are not `known` yet.
+    The first one makes the numbers, which is drawn here from generators that are not `known` yet.
     """
     keys: dict[str, object] = {}
     if (python := sys.modules.get("random")) and hasattr(python, "getstate"):
         if "random" not in known:
             python.random()
-        keys["random"] = hash(python.getstate()[1][:-1])
+        keys["random"] = hash(python.getstate())
     if (numpy := sys.modules.get("numpy.random")) and hasattr(numpy, "get_bit_generator"):
         if "numpy" not in known:
             numpy.random_sample()
         # Of MT19937: 624 numbers, and how many of them were used.  `get_state` takes 80 us.
-        keys["numpy"] = hash(ctypes.string_at(numpy.get_bit_generator().ctypes.state_address, 4 * 624))
-    if (torch := sys.modules.get("torch")) and hasattr(torch, "default_generator"):
-        keys["torch"] = torch.default_generator.initial_seed()
+        keys["numpy"] = hash(ctypes.string_at(numpy.get_bit_generator().ctypes.state_address, 4 * 625))
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "default_generator") and not torch.__spec__._initializing:
+        state = torch.default_generator.get_state()
+        keys["torch"] = hash(ctypes.string_at(state.data_ptr(), state.numel()))
     return keys
 
 
@@ -241,8 +244,9 @@ class ImportWatch:
     def __init__(self, volatile: Collection[str], left_out: Mapping[str, str]) -> None:
         self.volatile = set(volatile)
         self.left_out = dict(left_out)
-        #: Called before each import.
-        self.on_import: Callable[[], None] = lambda: None
+        #: Called with the module whose import goes on from now, when one begins or ends; "": none.
+        self.on_import: Callable[[str], None] = lambda module: None
+        self._loading: list[str] = []
         #: module -> what is wrong with it, found in this process.
         self.found: dict[str, str] = {}
         #: variable -> its value when an import read it, and the module that did.
@@ -261,6 +265,7 @@ class ImportWatch:
         self._pages, self._shared = _mapped_pages(), shared_memory()
         self._finalizers, self._cuda = _finalizers(), _holds_cuda()
         self._children = has_children()
+        self.draws = Draws(self._blame_unrepaired)
         self._seeds = random_keys(())
 
     def take_over(self, other: ImportWatch) -> None:
@@ -268,6 +273,7 @@ class ImportWatch:
         self.found, self.read = dict(other.found), dict(other.read)
         self.set_by_imports = dict(other.set_by_imports)
         self._importers, self._first = other._importers, other._first
+        self.draws.take_over(other.draws)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -313,18 +319,23 @@ class ImportWatch:
         real_load = machinery._find_and_load
 
         def watched_load(name: str, import_: object) -> ModuleType:
-            loaded = name in sys.modules
+            if name in sys.modules:
+                return cast(ModuleType, real_load(name, import_))
+            watch._loading.append(name)
+            watch.on_import(name)
             try:
                 return cast(ModuleType, real_load(name, import_))
             finally:
-                if not loaded:
-                    watch.check(name)
+                watch._loading.pop()
+                watch.on_import(watch._loading[-1] if watch._loading else "")
+                watch.check(name)
 
         sys.meta_path.insert(0, self)
         os.environ.__class__ = WatchedEnviron
         builtins.__import__, machinery._find_and_load = watched_import, watched_load
         try:
-            yield
+            with self.draws.watching():
+                yield
         finally:
             builtins.__import__, machinery._find_and_load = real_import, real_load
             os.environ.__class__ = os._Environ
@@ -335,8 +346,7 @@ class ImportWatch:
     ) -> ModuleSpec | None:
         """Between two modules: blame the one that runs for what is new, refuse what is left out."""
         del path, target
-        self.on_import()
-        running = _running(sys._getframe(1))
+        running = running_modules(sys._getframe(1))
         self.check(running[0] if running else name)
         parent = name.rpartition(".")[0]
         if parent:
@@ -379,8 +389,9 @@ class ImportWatch:
         seeds = random_keys(self._seeds)
         for library in self._seeds.keys() & seeds:
             if seeds[library] != self._seeds[library]:
-                self._blame(module, f"seeds the random numbers of {library}")
+                self._blame_unrepaired(module, f"seeds or draws random numbers of {library}")
         self._seeds = seeds
+        self.draws.check(module)
         if self._tempdir_read:
             # `tempfile` keeps the directory: the next module that asks is to be seen too.
             cast(Any, sys.modules["tempfile"]).tempdir, self._tempdir_read = None, False
@@ -394,6 +405,10 @@ class ImportWatch:
                 self._blame(opener, f"opens {what}")
                 self._files[fd] = what
         self._opened.clear()
+
+    def settle(self) -> None:
+        """At the end of many imports: what takes too long after each, and cannot be blamed on one."""
+        self._shared = shared_memory()
 
     def unsafe(self) -> str:
         """What is wrong at this moment, or ""."""
@@ -433,6 +448,11 @@ class ImportWatch:
     def _blame(self, module: str, why: str) -> None:
         self.found.setdefault(module, why)
 
+    def _blame_unrepaired(self, module: str, why: str) -> None:
+        """For what a repair, or the fork itself, sets right."""
+        if module not in REPAIRS and module not in SHARED:
+            self._blame(module, why)
+
     def _settled_threads(self) -> int:
         """After a fork, for which libraries with handlers for that have stopped their threads (OpenBLAS)."""
         if native_threads():
@@ -444,7 +464,7 @@ class ImportWatch:
         return len(native_threads())
 
     def _note_read(self, name: object) -> None:
-        running = _running(sys._getframe(2))
+        running = running_modules(sys._getframe(2))
         self._tempdir_read |= name == "TMPDIR" and "tempfile" in sys.modules
         if not isinstance(name, str) or not running or name in self.set_by_imports:
             return
@@ -464,7 +484,7 @@ class ImportWatch:
             self.read[name] = (_plain(name), module)
 
     def _note_all_read(self) -> None:
-        running = _running(sys._getframe(2))
+        running = running_modules(sys._getframe(2))
         if running and running[0].partition(".")[0] not in READERS_BY_PREFIX:
             self._blame(running[0], "reads all variables while it is imported")
 
@@ -488,15 +508,3 @@ def _plain(name: str) -> str | None:
         return str(os._Environ.__getitem__(os.environ, name))
     except KeyError:
         return None
-
-
-def _running(frame: FrameType | None) -> list[str]:
-    """Modules whose top-level code runs, innermost first."""
-    names = []
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            name = str(frame.f_globals.get("__name__"))
-            if name != "__main__":
-                names.append(name)
-        frame = frame.f_back
-    return names

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from resiliency.template.program import Program, PythonCommand, set_scene, show_in_proc
@@ -62,6 +63,8 @@ class Work:
         save: where to keep the record for later jobs.
         volatile: variables with another value in each rank or attempt.
         background: stay out of the way of others.
+        importing: file for the name of the module that is imported at this moment.
+        left_out: modules that must not be imported, and why.
     """
 
     argv: tuple[str, ...] | None = None
@@ -71,9 +74,10 @@ class Work:
     save: str | None = None
     volatile: tuple[str, ...] = ()
     background: bool = False
+    importing: str | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
     #: Filled by a template for the interpreter that replaces it.
     follow_from: int = 0
-    left_out: dict[str, str] = field(default_factory=dict)
     fresh_starts: int = 0
     asked: int = 0
 
@@ -139,6 +143,7 @@ class TemplateServer:
         self._room = room
         self._beginning, self._cwd = Beginning(), os.getcwd()
         self._command = PythonCommand.parse(work.argv) if work.argv else None
+        self._importing = _open_note(work.importing)  # before the watch looks at what is open
         self._watch = ImportWatch(work.volatile, work.left_out)
         self._files: dict[str, tuple[int, int]] = {}
         if room is None and _forked_from is not None:
@@ -162,9 +167,12 @@ class TemplateServer:
         self._changed: list[str] = []
         self._seconds = 0.0
         self._said_at = 0.0
-        self._watch.on_import = self._tell_progress
+        self._watch.on_import = self._note_import
         self._raised_nice = 0
         self._repaired: set[str] = set()
+        self._looked_at = set(sys.modules)
+        #: Module that was asked for by name -> why it cannot be imported.
+        self._failed: dict[str, str] = {}
 
     def serve(self) -> Program:
         """Import and fork until the owner is gone."""
@@ -182,6 +190,8 @@ class TemplateServer:
             set_scene(self._command)
         self._import([Entry(name, None) for name in self._work.preload], always=True)
         self._import(self._known())
+        if self._reader is not None and self._work.fresh_starts:
+            self._import(self._reader.read())  # what the interpreter before this one held, but for some
         self._say_ready()
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
@@ -228,9 +238,14 @@ class TemplateServer:
             if gc.get_threshold()[0] == 0:  # set by no import
                 gc.set_threshold(*thresholds)
         _flush()
+        self._watch.settle()
         for name, why in failing(sys.modules, self._repaired).items():
             self._watch.found.setdefault(name, why)
         self._seconds += time.monotonic() - began
+        new = {name: module for name, module in list(sys.modules.items()) if name not in self._looked_at}
+        new.pop("__mp_main__", None)  # the program
+        self._looked_at |= new.keys()
+        self._watch.draws.look_at({name: one for name, one in new.items() if isinstance(one, ModuleType)})
         for module in list(sys.modules.values()):
             if (file := file_of(module)) and file not in self._files:
                 stamp = _stamp(file)
@@ -256,8 +271,9 @@ class TemplateServer:
                 __import__(name)
             except LeftOut:
                 raise
-            except BaseException:  # noqa: S110  # SystemExit, too: the rank will see it, if it matters to it
-                pass
+            except BaseException as error:  # SystemExit, too: the rank will see it, if it matters to it
+                if always:
+                    self._failed[name] = f"{type(error).__name__}: {error}"
             self._watch.check_end(name)
         here = file_of(sys.modules.get(name))
         if file and here and here != file:
@@ -277,7 +293,7 @@ class TemplateServer:
             self._start_afresh(replace(self._work, left_out=left_out, fresh_starts=again))
 
     def _start_afresh(self, work: Work) -> None:
-        """Replace this interpreter by one that has imported nothing yet."""
+        """Replace this interpreter by one that has imported nothing yet, if there was one before."""
         if self._room is None:
             return
         if self._raised_nice:
@@ -292,7 +308,10 @@ class TemplateServer:
         self._said_at = time.monotonic()
         send(self._channel, {"state": "busy", "modules": len(sys.modules)})
 
-    def _tell_progress(self) -> None:
+    def _note_import(self, module: str) -> None:
+        if self._importing is not None:
+            with suppress(OSError):  # the disk is full
+                os.pwrite(self._importing, f"{module}\n".encode(errors="surrogateescape"), 0)
         if time.monotonic() > self._said_at + _PROGRESS_S:
             self._say_busy()
 
@@ -310,6 +329,9 @@ class TemplateServer:
             "modules": len(sys.modules),
             "seconds": self._seconds,
             "ends_at": self._ends_at,
+            "failed": self._failed,
+            "repeated": len(self._entries),
+            "followed": self._reader.position if self._reader is not None else 0,
         }
         send(self._channel, {**answer, "unsafe": self._watch.unsafe()})
 
@@ -345,8 +367,7 @@ class TemplateServer:
         if len(fds) != len(request["descriptors"]) + 1:
             refusal = "descriptors were lost on the way"
         work = self._work
-        if self._changed and self._room is not None:
-            self._say_busy()
+        if self._changed:
             # What was seen so far may not be imported any more.
             work = replace(work, known=None, follow_from=_stamp(work.follow)[1] if work.follow else 0)
         if refusal:
@@ -357,7 +378,8 @@ class TemplateServer:
                 return program
         for fd in fds:
             os.close(fd)
-        if self._changed:
+        if self._changed and self._room is not None:
+            self._say_busy()
             self._start_afresh(work)  # imports what is there now
         return None
 
@@ -407,6 +429,8 @@ class TemplateServer:
             send(self._channel, {"number": request["number"], **answer})
             return None
         self._channel.close()
+        if self._importing is not None:
+            os.close(self._importing)
         _tell_pid(link)
         if _try_fork() != 0:
             os._exit(0)
@@ -435,7 +459,17 @@ class TemplateServer:
             descriptors=dict(zip(others, request["descriptors"], strict=True)),
             record=request["record"],
             set_by_imports=self._watch.set_by_imports,
+            renew=self._watch.draws.renew,
         )
+
+
+def _open_note(path: str | None) -> int | None:
+    if path is None:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError:  # nobody will know where it hangs
+        return None
 
 
 def _stamp(file: str) -> tuple[int, int]:

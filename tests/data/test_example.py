@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from resiliency.testing.processes import Command
 from tests.waiting import wait_until
@@ -56,6 +58,43 @@ def test_the_dispatch_example_writes_each_range_though_its_server_and_a_worker_a
             worker.wait_for_line("the data end", timeout=120)
     assert sorted(output.iterdir()) == sorted(output / f"{start}.txt" for start in range(0, 1500, 10))
     assert (output / "1490.txt").read_text().splitlines()[-1] == "1499 2247001"
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_once_on_each_range_though_a_rank_all_ranks_and_the_server_are_killed(
+    tmp_path: Path,
+) -> None:
+    script, size = str(ROOT / "examples" / "dispatched_model.py"), ["--size", "3000"]
+
+    def serve(port: int) -> Command:
+        argv = [sys.executable, script, "serve", *size, "--book", str(tmp_path / "book"), "--port", str(port)]
+        return Command(argv, env={"DATA_TOKEN": tmp_path.name})
+
+    def train(ranks: int, port: int, every: int) -> Command:
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        argv += ["--max-restarts", "2", script, "train", *size, "--port", str(port), "--every", str(every)]
+        argv += ["--checkpoint", str(tmp_path / "model.pt")]
+        store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return Command(argv, env={"DATA_TOKEN": tmp_path.name, **store}, cwd=tmp_path)
+
+    with ExitStack() as stack:
+        first = stack.enter_context(serve(0))
+        port = int(first.wait_for_line(r"serving on port (\d+)", timeout=120)[1])
+        with train(2, port, every=10_000) as killed:
+            killed.wait_for_line(r"^step 3:", timeout=300)
+            os.kill(int(killed.wait_for_line(r"rank 1 is process (\d+)", timeout=1)[1]), signal.SIGKILL)
+            killed.wait_for_line("starts after step 0", timeout=300, count=4)
+            killed.wait_for_line(r"^step 3:", timeout=300, count=2)
+        with train(2, port, every=5) as killed:
+            killed.wait_for_line(r"^step 12:", timeout=300)
+        first.kill()
+        wait_until_free(port)
+        stack.enter_context(serve(port))
+        with train(1, port, every=100) as last:
+            last.wait_for_line(r"rank 0 of 1 starts after step \d*[05]$", timeout=300)
+            last.wait_for_line("rank 0 done: every sample once", timeout=300)
+            assert last.wait(timeout=60) == 0
+    assert torch.load(tmp_path / "model.pt")["ranges"]["free"] == []
 
 
 def wait_until_free(port: int) -> None:

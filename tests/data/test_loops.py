@@ -325,7 +325,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_loaders_without_positions_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="reads an IterableDataset"):
+    with pytest.raises(ConfigError, match="reads a Stream, an IterableDataset"):
         next(advancing(DataLoader(Stream(), batch_size=4)))
     with pytest.raises(ConfigError, match="a list is no DataLoader"):
         next(advancing([torch.zeros(4)]))  # type: ignore[arg-type]
@@ -382,7 +382,11 @@ def dropout_after(
     return drawn, saved
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"generator": torch.Generator()}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 1}, {"generator": torch.Generator()}],
+    ids=["plain", "a worker", "its own generator"],
+)
 def test_a_resumed_loop_draws_the_random_numbers_of_an_undisturbed_one(options: dict[str, Any]) -> None:
     for batches in (2, 6, 8) if not options else (2,):
         whole, saved = dropout_after(None, batches, **options)

@@ -153,14 +153,17 @@ def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
 def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
     launch: Launch, tmp_path: Path
 ) -> None:
-    port = free_port()
-    first, second = (join(launch, tmp_path, port, index, 60, "1:2") for index in range(2))
+    port, auto = free_port(), {"PET_STANDBY": "auto"}
+    first, second = (join(launch, tmp_path, port, index, 60, "1:2", **auto) for index in range(2))
     attempt, ranks = together(first, second)
     assert ranks == [0, 1]
     second.signal(signal.SIGKILL)
     assert rank_of(first, attempt + 1) == 0
-    newcomer = join(launch, tmp_path, port, 1, 60, "1:2")
+    newcomer = join(launch, tmp_path, port, 1, 60, "1:2", **auto)
     assert together(first, newcomer) == (attempt + 2, [0, 1])
     started = starts(tmp_path / "run0", attempt + 3)
     assert [event.fields["hosts"] for event in started[attempt:]] == [2, 1, 2]
     assert {event.fields["restarts"] for event in started} == {0}  # such changes are no failures
+    joined = starts(tmp_path / "run1", attempt + 2)
+    # Of a smaller job, of a larger one, and of a host that joins: each launcher was forked itself.
+    assert {event.fields["forked"] for event in (*started, *joined)} == {1}

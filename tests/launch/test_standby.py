@@ -122,7 +122,9 @@ def test_named_modules_are_imported_instead_of_what_a_rank_imports(launch: Launc
     of_workers = ("JOB_IDENTIFIER", "RESILIENCY_RUN_DIR", "ROLE_NAME", "TORCHELASTIC_MAX_RESTARTS")
     of_torch = ("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
     (tmp_path / "mine.py").write_text(
-        f"import os\nVALUE = [os.getpid(), *map(os.environ.get, {(*of_workers, *of_torch)})]\n"
+        # A module that calls `getpid` would be imported by each rank.
+        "import os\nVALUE = [int(os.readlink('/proc/self')), "
+        f"*map(os.environ.get, {(*of_workers, *of_torch)})]\n"
     )
     job = launch(
         *(

@@ -37,6 +37,21 @@ print(*{*found, pulp.LpSolverDefault.tmpDir, tempfile.gettempdir()})
 """
 
 
+#: What NeMo's stack draws from chance or reads of its process at import.
+OWN = """
+import os
+import multiprocess, transformers.utils.hub, wandb
+from datasets.fingerprint import generate_random_fingerprint
+from numpy.testing._private import utils
+
+assert wandb.Settings().x_stats_pid == os.getpid()
+assert utils.memusage.__defaults__ == (f"/proc/{os.getpid()}/stat",)
+assert multiprocess.process.ORIGINAL_DIR == os.getcwd()
+key = multiprocess.current_process().authkey.hex()
+print(generate_random_fingerprint(), transformers.utils.hub.SESSION_ID, key)
+"""
+
+
 pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("forked")]
 
 
@@ -53,6 +68,16 @@ def test_nemo_in_a_forked_rank_has_the_ranks_own_numbers(rank: int, shown: str) 
     env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     done = warm.run([sys.executable, "-c", RANKS], timeout=600, env=env, check=True)
     assert (done.stdout, done.stderr) == (shown, "")
+
+
+def test_what_nemos_stack_drew_at_import_is_each_ranks_own(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        done = warm.run([sys.executable, "-c", OWN], timeout=600, cwd=tmp_path)
+        assert done.stderr == ""
+        found.append({*done.stdout.split()})
+    assert [len(words) for words in found] == [3, 3]
+    assert not found[0] & found[1]
 
 
 def test_a_forked_program_without_nemo_sees_and_prints_nothing_of_it() -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from resiliency.template import client
-from resiliency.template.client import ForkRefused, Template, TemplateLost
+from resiliency.template.client import ForkRefused, StillImporting, Template, TemplateLost
 from resiliency.template.server import Work
 from resiliency.testing.processes import stop_process
 from tests.template.programs import DEADLINE, DEADLINE_S, environment, ready_template, run, write_modules
@@ -30,7 +31,7 @@ SHORT = timedelta(seconds=1)
 #: A template with this module sends itself a signal when it forks, as soon as a file names one.
 SIGNALS_ITSELF = """
 import os, signal
-def hit(moment, template=os.getpid()):
+def hit(moment, template=int(os.readlink("/proc/self"))):  # asked in this way it is not noticed
     if os.getpid() == template and os.path.exists(f"{os.environ['HITS']}/{moment}"):
         with open(f"{os.environ['HITS']}/{moment}") as file:
             os.kill(os.getpid(), int(file.read()))
@@ -201,6 +202,27 @@ def test_a_template_that_imports_for_ever_is_ended_with_its_owner_by_close(tmp_p
         os.kill(template.pid, 0)
 
 
+def test_a_template_that_begins_to_import_when_it_is_asked_is_kept(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path,
+        slow=f"import os, select\nselect.select([os.open({str(tmp_path / 'go')!r}, os.O_RDONLY)], [], [])\n",
+    )
+    os.mkfifo(tmp_path / "go")
+    env = environment(PYTHONPATH=str(tmp_path))
+    with ready_template(env=env) as template, ThreadPoolExecutor() as pool:
+        stop_process(template.pid)
+        template.preload(["slow"])
+        template.ready = True  # as if it had said so before
+        asked = pool.submit(start, template, *touch(tmp_path / "ran"), PYTHONPATH=str(tmp_path))
+        wait_until(lambda: template._forks == 1, "it is not asked")
+        os.kill(template.pid, signal.SIGCONT)
+        assert isinstance(asked.exception(DEADLINE_S), StillImporting)
+        (tmp_path / "go").write_text("x")
+        assert template.wait_until_ready(DEADLINE)
+        assert run(template, "-c", "", env=env).code == 0
+    assert not (tmp_path / "ran").exists()
+
+
 def test_waiting_for_a_template_ends_when_it_should(tmp_path: Path) -> None:
     write_modules(tmp_path, endless="import threading\nthreading.Event().wait()\n")
     reading, writing = os.pipe()
@@ -299,7 +321,7 @@ def main():
         return print("not forked")
     print("held", flush=True)
     with held:
-        assert held.wait_until_ready(timedelta(seconds=60))
+        assert held.wait_until_ready(timedelta(seconds=60)) and not held.unsafe, held.unsafe
         code = "import os, sys, json; print(json.dumps([os.getppid(), sys.argv, sys.path[0], __name__, " \
             "os.getsid(0) == os.getpid(), 'decimal' in sys.modules, 'colorsys' in sys.modules, " \
             "sorted(os.listdir('/proc/self/fd')), os.environ.get('ADDED'), sorted(globals())]))"
@@ -320,10 +342,11 @@ if __name__ == "__main__":
 def test_a_forked_process_can_become_a_template_and_its_children_are_right(tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
-    env = environment(PYTHONPATH=str(Path(__file__).parents[2]))
+    write_modules(tmp_path, draws="import random\nrng = random.Random()\n")
+    env = environment(PYTHONPATH=f"{Path(__file__).parents[2]}:{tmp_path}")
     reading, writing = os.pipe()
     try:
-        with ready_template("decimal", env=env) as template:
+        with ready_template("decimal", "draws", env=env) as template:
             out = tmp_path / "out"
             with out.open("wb") as file:
                 process = template.popen(

@@ -273,15 +273,30 @@ def test_libraries_have_as_many_threads_as_in_a_fresh_process_where_nothing_says
     assert forked.out == run(None, "-c", code, env=env).out
 
 
-def test_ranks_do_not_share_random_numbers() -> None:
+def test_ranks_do_not_share_random_numbers(tmp_path: Path) -> None:
+    write_modules(
+        tmp_path,
+        draws="import torch\nkept = torch.rand(1)\n",
+        keeps="import torch\nkept = torch.Generator()\nkept.seed()\n",
+        seeded="import torch\nkept = torch.Generator().manual_seed(5)\nother = torch.Generator()\n",
+        starts="import torch.cuda\ntorch.cuda._initialized = True\n",
+    )
+    env = environment(PYTHONPATH=str(tmp_path))
     code = (
         "import random, numpy, torch, multiprocessing\n"
         "key = multiprocessing.current_process().authkey.hex()\n"
         "print(random.random(), numpy.random.random(), key, torch.initial_seed(), torch.rand(1).item())\n"
+        "import sys; print(*({'torch', 'draws', 'keeps', 'seeded', 'starts'} & {*sys.modules}))\n"
     )
-    with ready_template("torch") as template:
-        one, other = (run(template, "-c", code).out.split() for _ in range(2))
-    assert not set(one) & set(other)
+    with ready_template("torch", "draws", "keeps", "seeded", "starts", env=env) as template:
+        assert template.left_out == {
+            "draws": "seeds or draws random numbers of torch",
+            "keeps": "keeps a generator with a random seed in kept",
+            "starts": "starts CUDA",
+        }
+        one, other = (run(template, "-c", code, env=env).out.splitlines() for _ in range(2))
+    assert not {*one[0].split()} & {*other[0].split()}
+    assert {*one[1].split()} == {"torch", "seeded"}
 
 
 def test_proc_shows_the_program_where_the_kernel_knows_no_other_way_than_its_own_memory() -> None:

@@ -8,7 +8,6 @@ hands that to its agent: a table with a secret, for agents have no process group
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -23,10 +22,8 @@ from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.replication.hosts import HostTable
 from resiliency.checkpoint.replication.placement import Peer
 from resiliency.errors import ConfigError, ResiliencyError
-from resiliency.runtime import RunInfo
+from resiliency.runtime import RunInfo, interface_towards, is_loopback
 
-#: Any port does: nothing is sent to find out by which way another host is reached.
-_SOME_PORT = 9
 #: Label of the failure domain that every host has: the machine that it runs on.
 _NODE = "node"
 
@@ -193,7 +190,7 @@ def exchange_agent_addresses(
     """
     known = rank_group.gather((own_address(info), port))
     hosts = rendezvous.hosts
-    if not rendezvous.shares_loopback and any(_is_loopback(known[ranks[0]][0]) for ranks in hosts.values()):
+    if not rendezvous.shares_loopback and any(is_loopback(known[ranks[0]][0]) for ranks in hosts.values()):
         others = [known[ranks[0]][0] for host, ranks in hosts.items() if host != attach.host]
         known = rank_group.gather((address_among(others, known[rank_group.rank][0]), port))
         _check_addresses({host: known[ranks[0]][0] for host, ranks in hosts.items()})
@@ -233,7 +230,7 @@ def own_address(info: RunInfo) -> str:
         return info.peer_address
     master = os.environ.get("MASTER_ADDR", "")
     # The address of the interface towards a host that all of them reach.
-    return (_interface_towards(master) if master else "") or socket.gethostname()
+    return (interface_towards(master) if master else "") or socket.gethostname()
 
 
 def address_among(others: Iterable[str], own: str) -> str:
@@ -244,36 +241,17 @@ def address_among(others: Iterable[str], own: str) -> str:
     Returns:
         The address of the interface towards one of `others`; `own` if none leads there.
     """
-    if not _is_loopback(own):
+    if not is_loopback(own):
         return own
-    found = (_interface_towards(other) for other in others if not _is_loopback(other))
-    return next((address for address in found if address and not _is_loopback(address)), own)
+    found = (interface_towards(other) for other in others if not is_loopback(other))
+    return next((address for address in found if address and not is_loopback(address)), own)
 
 
 def _check_addresses(addresses: dict[str, str]) -> None:
     for host, address in addresses.items():
-        if _is_loopback(address):
+        if is_loopback(address):
             raise ConfigError(
                 f"host {host!r} would be reached at {address}, which leads the other hosts to themselves.",
                 hint="Set RESILIENCY_PEER_ADDRESS there to an address that the other hosts reach.",
                 host=host,
             )
-
-
-def _interface_towards(target: str) -> str:
-    """Empty: there is no way."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, _SOME_PORT))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return ""
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name, which each host looks up by itself
-        return address == "localhost"

@@ -5,7 +5,7 @@ A pure machine: no clock, no I/O. Each call takes effect wholly or raises and ch
 
     free --grant--> held --done(step)--> used in a step --commit(step)--> in the checkpoint of that step
       ^              |                        |                              |
-      +- give_back, leave, failed, a new attempt             rollback(state) +-- of an older checkpoint
+      +- give_back, leave, failed, a new attempt, a lost worker  rollback(state) of an older checkpoint
 
 Invariant: each position that was named is in exactly one of `free`, `held`, `used` (in a step that is not
 committed), skipped (by policy, and counted) or counted (all others). `commit(step)` gives the state that
@@ -15,9 +15,13 @@ lacks, and the book needs no history.
 
 A range used without a step counts at once: for programs without a model, such as data preparation.
 
+`commit(step)` waits until the step is over on each worker that used ranges in it. A worker that is lost
+before has put them into no model for sure, so they are free again: see `resiliency.data.dispatch.used`.
+
 Attempts: a new attempt frees at once what the attempts before held, or used in a step that was not committed.
-Where steps were counted, it gets no range before `rollback` says where its model is: the checkpoint, or the
-start.
+Where a checkpoint may exist, it gets no range before `rollback` says where its model is: the checkpoint, or
+the start. A new process of a worker that was in the attempt begins the next one if the model of the others
+went on; else it only frees what the process before held or used.
 
 The standard library only.
 """
@@ -30,6 +34,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import cast
 
+from resiliency.data.dispatch.failures import Failures, PoisonPolicy, Start, start_of
 from resiliency.data.dispatch.ranges import (
     Cursor,
     PartitionRanges,
@@ -38,8 +43,9 @@ from resiliency.data.dispatch.ranges import (
     SampleRange,
     coalesced,
 )
+from resiliency.data.dispatch.used import UsedRanges
 from resiliency.data.progress import check_whole
-from resiliency.errors import ConfigError, DataError
+from resiliency.errors import ConfigError, DataError, InternalError
 
 _VERSION = 1
 #: Commits whose state is kept, for ranks that ask for it later and for `rollback_to`.
@@ -50,10 +56,6 @@ class StaleRange(DataError):
     """The worker does not hold this range any more: it counts as another one's, or will be."""
 
 
-class PoisonedRange(DataError):
-    """A range could not be used as often as is allowed, and the policy is to stop."""
-
-
 class Answer(Enum):
     """Why no range is granted."""
 
@@ -61,23 +63,6 @@ class Answer(Enum):
     WAIT = "wait"
     #: Nothing is free, held or unread, and nothing will be.
     END = "end"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoisonPolicy:
-    """What becomes of a range that workers report as failed.
-
-    Args:
-        tries: how often a range may fail; the loss of its worker is no failure of a range.
-        skip: leave it out and count it, instead of ending the job with its name.
-    """
-
-    tries: int = 3
-    skip: bool = False
-
-    def __post_init__(self) -> None:
-        if check_whole("tries", self.tries) < 1:
-            raise ConfigError("tries is 0; a range may be used at least once.")
 
 
 @dataclass(frozen=True)
@@ -91,26 +76,40 @@ class Book:
 
     def __init__(self, source: RangeSource, policy: PoisonPolicy | None = None) -> None:
         self.source = source
-        self.policy = policy or PoisonPolicy()
         self.attempt = 0
+        #: Why it began.
+        self._reason = ""
         #: Returned ranges, taken before new ones.
         self.free: deque[SampleRange] = deque()
-        self.held: list[_HeldRange] = []
         #: Used in a step that is not committed.
-        self.used: list[tuple[int, SampleRange]] = []
-        #: Left out by policy.
+        self.used = UsedRanges()
+        #: Left out by policy, or as the rest of a loader with `drop_last`.
         self.skipped: list[SampleRange] = []
         #: Last committed step; -1 before the first.
         self.committed = -1
+        self.failures = Failures(policy or PoisonPolicy())
+        self._held: dict[tuple[str, Start], _HeldRange] = {}
         self._cursor: Cursor = {}
         self._commits: dict[int, Plain] = {}
-        #: Start of a range -> why it failed, each time.
-        self._failures: dict[tuple[int, str, int], list[str]] = {}
-        #: Whether ranges count by steps of a model, and the state that the model of this attempt has.
+        #: Whether ranges count by steps of a model, whether one may exist that this book does not know, such
+        #: as that of a checkpoint, and the state that the model of this attempt began with.
         self._has_steps = False
+        self._has_models = False
         self._placed: Plain | None = None
-        #: Workers that took a range since then.
+        #: Workers that took a range since then, and that named that state or made a step from it.
         self._took: set[str] = set()
+        self._named: set[str] = set()
+        #: Workers that joined in this attempt.
+        self._joined: set[str] = set()
+        #: Those of them that joined when its model had gone on, and did not say that they have it.
+        self._unplaced: set[str] = set()
+        #: Silent workers, whose ranges came back after their model had used them.
+        self._lost: set[str] = set()
+
+    @property
+    def held(self) -> list[_HeldRange]:
+        """What workers hold."""
+        return list(self._held.values())
 
     # -- what workers say
 
@@ -118,79 +117,86 @@ class Book:
         """The next range for a worker.
 
         Raises:
-            StaleRange: of an attempt that is over.
+            StaleRange: of an attempt that is over, or the ranges that this worker used came back.
             PoisonedRange: a range failed too often; no worker gets another one.
+            BrokenWorker: others used the ranges that this worker failed.
             ConfigError: `rollback` has not said where the model of this attempt is.
         """
         self._check_attempt(attempt)
-        if not self.policy.skip:
-            for (epoch, partition, start), reasons in self._failures.items():
-                if len(reasons) >= self.policy.tries:
-                    raise PoisonedRange(
-                        f"the range from {start}{' of ' + partition if partition else ''} in epoch {epoch} "
-                        f"failed {len(reasons)} times: {reasons[-1]}",
-                        hint="Repair the data and begin a new attempt, or choose to skip such ranges.",
-                        start=start,
-                        partition=partition,
-                        epoch=epoch,
-                    )
-        self._check_placed()
-        if self.free:
-            part = self.free.popleft()
-        elif found := self.source.next_range(self._cursor):
-            part, self._cursor = found
-        elif self.held or not self.source.ended(self._cursor):
-            return Answer.WAIT
-        else:
-            return Answer.END
-        self.held.append(_HeldRange(part, worker))
+        self._check_not_lost(worker)
+        self.failures.check(worker, attempt)
+        self._check_placed(worker)
+        part = self._next_for(worker)
+        if part is None:
+            is_end = not self.free and not self._held and self.source.ended(self._cursor)
+            return Answer.END if is_end else Answer.WAIT
+        self._held[worker, start_of(part)] = _HeldRange(part, worker)
         self._took.add(worker)
+        self.failures.add_reader(worker)
         return part
 
     def done(self, worker: str, attempt: int, part: SampleRange, step: int | None = None) -> None:
         """A worker used the first part of a range that it holds, or all of it.
 
-        To be said before the step ends on any worker that may commit it: what is said later came too late.
+        To be said before the collective that ends the step: what is said later came too late.
 
         Args:
             step: that it is used in; None: it counts at once.
         Raises:
             StaleRange: the worker does not hold it, so what it made of it must not count.
-            ConfigError: the step is committed already.
+            ConfigError: the step is over or committed already.
         """
         self._check_attempt(attempt)
-        number = self._number_held(worker, part)
+        held = self._held_of(worker, part)
         if step is not None:
+            self._check_not_lost(worker)
             if check_whole("step", step) <= self.committed:
                 raise ConfigError(
                     f"range {part} was used in step {step}, and step {self.committed} is committed without "
                     "it.",
                     hint="Say done before the collective that ends the step, and commit after it.",
                 )
+            if step <= self.used.over:
+                raise ConfigError(
+                    f"range {part} was used in step {step}, and step {self.used.over} is over on another "
+                    "worker, or on this one.",
+                    hint="Say done before the collective that ends the step. A model that starts again says "
+                    "rollback first: with the state of its checkpoint, or None.",
+                )
             self._count_by_steps()
-            self.used.append((step, part))
-        held = self.held[number]
-        if part.stop < held.part.stop:
-            rest = SampleRange(part.stop, held.part.stop, part.epoch, part.partition)
-            self.held[number] = _HeldRange(rest, worker)
-        else:
-            del self.held[number]
-        self._failures.pop(_start(part), None)
+            self.used.add_range(worker, step, part)
+        del self._held[worker, start_of(part)]
+        if part.stop < held.stop:
+            rest = SampleRange(part.stop, held.stop, part.epoch, part.partition)
+            self._held[worker, start_of(rest)] = _HeldRange(rest, worker)
+        self.failures.add_use(worker, part)
+
+    def finish_step(self, worker: str, attempt: int, step: int) -> None:
+        """The collective that ends a step is over on a worker: what it used until then is in the model.
+
+        Raises:
+            StaleRange: these ranges came back, because the worker was silent for too long.
+        """
+        self._check_attempt(attempt)
+        self._check_not_lost(worker)
+        if check_whole("step", step) < self.used.over or worker not in self._unplaced:
+            self._check_placed(worker)
+        self._count_by_steps()
+        self.used.finish_step(worker, step)
+        self._unplaced.discard(worker)
+        self._named.add(worker)
 
     def failed(self, worker: str, attempt: int, part: SampleRange, reason: str) -> None:
-        """A worker could not use a range that it holds: another try, or what the policy says.
+        """A worker could not use a range that it holds: another one tries it, or what the policy says.
 
         Raises:
             StaleRange: the worker does not hold it.
         """
         self._check_attempt(attempt)
-        number = self._number_held(worker, part)
-        whole = self.held.pop(number).part
-        reasons = self._failures.setdefault(_start(whole), [])
-        reasons.append(str(reason))
-        if len(reasons) >= self.policy.tries and self.policy.skip:
+        whole = self._held_of(worker, part)
+        del self._held[worker, start_of(whole)]
+        if self.failures.add_failure(worker, whole, str(reason)):
             self.skipped.append(whole)
-            del self._failures[_start(whole)]
         else:
             self.free.appendleft(whole)
 
@@ -201,40 +207,106 @@ class Book:
             StaleRange: the worker does not hold it.
         """
         self._check_attempt(attempt)
-        self.free.appendleft(self.held.pop(self._number_held(worker, part)).part)
+        whole = self._held_of(worker, part)
+        del self._held[worker, start_of(whole)]
+        self.free.appendleft(whole)
 
-    def leave(self, worker: str) -> None:
-        """All that a worker holds is free: it ended, it was silent for too long, or it is another process
-        now."""
-        self.free.extendleft(held.part for held in reversed(self.held) if held.worker == worker)
-        self.held = [held for held in self.held if held.worker != worker]
-        self._took.discard(worker)
+    def drop(self, worker: str, attempt: int, part: SampleRange) -> None:
+        """What is left of a range is left out on purpose, and counted as skipped.
+
+        Raises:
+            StaleRange: the worker does not hold it.
+        """
+        self._check_attempt(attempt)
+        whole = self._held_of(worker, part)
+        del self._held[worker, start_of(whole)]
+        self.skipped.append(whole)
+
+    def join(self, worker: str) -> list[SampleRange]:
+        """Another process has this name now; returns what came back that the one before had used."""
+        back = self._forget_worker(worker)
+        self._lost.discard(worker)
+        self._joined.add(worker)
+        if self._went_on():
+            self._unplaced.add(worker)
+        self.failures.add_reader(worker)
+        return back
+
+    def leave(self, worker: str, *, is_finished: bool = False) -> list[SampleRange]:
+        """A worker ended, and all that it holds is free.
+
+        Args:
+            is_finished: the steps in which it used ranges are over.
+        Returns:
+            What came back that it had used.
+        """
+        if is_finished:
+            self.used.finish_step(worker, self.used.step_of(worker))
+        back = self._forget_worker(worker)
+        # Its process may go on with the model, under another name or this one.
+        self._has_models |= bool(back)
+        return back
+
+    def fall_silent(self, worker: str) -> list[SampleRange]:
+        """The same for a worker that may live: it may go on, but not with what it held or used."""
+        back = self._forget_worker(worker)
+        if back:
+            self._lost.add(worker)
+        return back
 
     # -- what the job says
 
-    def new_attempt(self, attempt: int) -> None:
+    def attempt_for(self, worker: str) -> int:
+        """The attempt of a new process that passes no number: see the module."""
+        others = (self._took | self._named) - {worker}
+        if self._has_steps and worker in self._joined and others and self._went_on():
+            return self.attempt + 1
+        return self.attempt
+
+    def attempt_for_rollback(self, state: Mapping[str, object] | None, worker: str) -> int:
+        """The attempt of a worker that goes back to a state and passes no number: this one for a late rank of
+        it; the next one, if the model of this one is another or went on, or the worker took ranges.
+
+        Raises:
+            ConfigError: the state is of other data, or damaged.
+        """
+        there = self._state_of_start() if state is None else self._checked(state)
+        is_late = self._placed in (None, there) and not self._went_on() and worker not in self._took
+        return self.attempt if is_late else self.attempt + 1
+
+    def new_attempt(self, attempt: int, reason: str = "") -> None:
         """Free at once what attempts before this one held, or used without a commit.
 
+        Args:
+            reason: for workers of the attempts before, which are told.
         Raises:
             StaleRange: the attempt is over.
         """
         if check_whole("attempt", attempt) <= self.attempt:
             self._check_attempt(attempt)
             return
-        self.attempt = attempt
-        self._placed = None
+        self.attempt, self._reason = attempt, reason
         self.free.extendleft(reversed(coalesced(self._lacking(self.committed))))
-        self.held.clear()
-        self.used.clear()
-        self._took.clear()
-        # What stopped the attempt before may have been repaired for this one.
-        tries = self.policy.tries
-        self._failures = {start: why for start, why in self._failures.items() if len(why) < tries}
+        self._forget_attempt()
+        self._joined.clear()
+        self._unplaced.clear()
+        self._lost.clear()
+        self.failures.forget_attempt()
+
+    def unfinished(self, step: int, attempt: int) -> list[str]:
+        """Workers that a commit of this step waits for.
+
+        Raises:
+            StaleRange: of an attempt that is over.
+        """
+        self._check_attempt(attempt)
+        return [] if step in self._commits else self.used.unfinished(step)
 
     def commit(self, step: int, attempt: int) -> Plain:
         """The state for the checkpoint of a step: all that was used until then is in its model.
 
-        Ranks that ask for the same step get the same state; the last 16 are kept.
+        Ranks that ask for the same step get the same state; the last 16 are kept. Say it once `unfinished` is
+        empty.
 
         Raises:
             StaleRange: of an attempt that is over.
@@ -244,13 +316,16 @@ class Book:
         self._check_attempt(attempt)
         if check_whole("step", step) in self._commits:
             return self._commits[step]
-        self._check_placed()
+        self._check_placed("")
         if step < self.committed:
             raise ConfigError(f"step {step} cannot be committed after step {self.committed}.")
+        if waiting := self.unfinished(step, attempt):
+            raise InternalError(f"step {step} is not over on {waiting}.")
         self._count_by_steps()
         state = self._state(step)
-        self.used = [(at, part) for at, part in self.used if at > step]
+        self.used.commit_step(step)
         self.committed = step
+        self._has_models = True
         self._commits[step] = state
         for old in list(self._commits)[:-_COMMITS_KEPT]:
             del self._commits[old]
@@ -259,15 +334,16 @@ class Book:
     def rollback(self, attempt: int, state: Mapping[str, object] | None, worker: str = "") -> None:
         """The model is that of this state: what it was not trained on is free. All workers may say so.
 
-        A job that goes back without new processes does it in a new attempt: it passes a higher number.
+        A job that goes back does it in a new attempt, see `attempt_for_rollback`, or passes a higher number.
 
         Args:
             state: of `commit`; None: the model starts from scratch.
             worker: who says so.
         Raises:
             StaleRange: the attempt is over.
-            ConfigError: another state was named in this attempt, or a later step was committed in it, or
-                this worker took ranges since; or the state is of other data. The text has both values.
+            ConfigError: another state was named in this attempt, or the model of other workers went on
+                from it, or this worker took ranges since; or the state is of other data. The text has both
+                values.
         """
         there = self._state_of_start() if state is None else self._checked(state)
         if check_whole("attempt", attempt) == self.attempt and self._placed is not None:
@@ -275,24 +351,31 @@ class Book:
                 raise ConfigError(
                     f"attempt {attempt} is at step {self._placed['step']}, and step {there['step']} was "
                     "named.",
-                    hint="To go back to another step, begin a new attempt: pass a higher number.",
+                    hint="All ranks restore the same checkpoint. To go back to another step, begin a new "
+                    "attempt: pass a higher number.",
                 )
             # A late rank cannot be the reason: it takes part in each step. To go on would lose ranges.
-            went_on = f"to step {self.committed}" if self.committed > cast(int, there["step"]) else ""
+            went_on = f"to step {max(self.committed, self.used.over)}" if self._went_on() else ""
             if went_on or worker in self._took:
                 went_on = went_on or f"(worker {worker!r} took ranges since)"
                 raise ConfigError(
                     f"attempt {attempt} went on from step {there['step']} {went_on}, and step "
                     f"{there['step']} was named again.",
-                    hint="To go back, begin a new attempt: pass a higher number.",
+                    hint="To go back, begin a new attempt: pass a higher number, or none in new processes.",
                 )
+            self._named.add(worker)
+            self._lost.discard(worker)
+            self._unplaced.discard(worker)
             return
-        self.new_attempt(attempt)
-        self.held.clear()
-        self.used.clear()
-        self._took.clear()
+        self.new_attempt(attempt, f"worker {worker!r} said rollback to step {there['step']}")
+        self._forget_attempt()
         self._placed = there
+        self._named.add(worker)
+        self._joined.add(worker)
+        self._lost.discard(worker)
+        self._unplaced.clear()
         self._has_steps = True
+        self._has_models |= state is not None
         self.committed = cast(int, there["step"])
         if self._commits.get(self.committed) == there:
             self._commits = {step: kept for step, kept in self._commits.items() if step <= self.committed}
@@ -308,12 +391,25 @@ class Book:
         Raises:
             ConfigError: its state is not kept; the text says which are.
         """
+        self.rollback(attempt, self.state_of(step), worker)
+
+    def has_state(self, state: Mapping[str, object]) -> bool:
+        """Whether `rollback_to` its step is the same as `rollback` to it."""
+        step = state.get("step")
+        return isinstance(step, int) and step >= 0 and self._commits.get(step) == state
+
+    def state_of(self, step: int) -> Plain:
+        """The state of a step that was committed here.
+
+        Raises:
+            ConfigError: it is not kept; the text says which are.
+        """
         if step not in self._commits:
             raise ConfigError(
                 f"the state of step {step} is not kept; kept are steps {sorted(self._commits)}.",
                 hint="Call rollback with the state in the checkpoint.",
             )
-        self.rollback(attempt, self._commits[step], worker)
+        return self._commits[step]
 
     def extend(self, stops: Mapping[str, int], *, closed: bool = False) -> None:
         """Partitions grew, or will not grow any more.
@@ -336,17 +432,23 @@ class Book:
             "stops": dict(self.source.stops) if isinstance(self.source, PartitionRanges) else {},
             "closed": isinstance(self.source, PartitionRanges) and self.source.closed,
             "attempt": self.attempt,
+            "reason": self._reason,
             "committed": self.committed,
             "cursor": self._cursor,
             "free": [part.to_plain() for part in self.free],
             "held": [[held.worker, held.part.to_plain()] for held in self.held],
-            "used": [[step, part.to_plain()] for step, part in self.used],
+            "used": self.used.to_plain(),
             "skipped": [part.to_plain() for part in self.skipped],
             "commits": list(self._commits.values()),
-            "failures": [[list(start), reasons] for start, reasons in self._failures.items()],
+            "failures": self.failures.to_plain(),
             "has_steps": self._has_steps,
+            "has_models": self._has_models,
             "placed": self._placed,
             "took": sorted(self._took),
+            "named": sorted(self._named),
+            "joined": sorted(self._joined),
+            "unplaced": sorted(self._unplaced),
+            "lost": sorted(self._lost),
         }
 
     @classmethod
@@ -362,25 +464,25 @@ class Book:
         if isinstance(source, PartitionRanges):
             stops = cast("dict[str, int]", plain["stops"])
             book.source = replace(source, stops=stops, closed=bool(plain["closed"]))
-        book.attempt = cast(int, plain["attempt"])
+        book.attempt, book._reason = cast(int, plain["attempt"]), cast(str, plain["reason"])
         book.committed = cast(int, plain["committed"])
         book._cursor = cast(Cursor, plain["cursor"])
         book.free = deque(map(SampleRange.of_plain, cast("list[object]", plain["free"])))
-        book.held = [
-            _HeldRange(SampleRange.of_plain(part), worker)
-            for worker, part in cast("list[tuple[str, object]]", plain["held"])
-        ]
-        book.used = [
-            (step, SampleRange.of_plain(part))
-            for step, part in cast("list[tuple[int, object]]", plain["used"])
-        ]
+        for worker, held in cast("list[tuple[str, object]]", plain["held"]):
+            part = SampleRange.of_plain(held)
+            book._held[worker, start_of(part)] = _HeldRange(part, worker)
+        book.used = UsedRanges.of_plain(cast(Plain, plain["used"]))
         book.skipped = [SampleRange.of_plain(part) for part in cast("list[object]", plain["skipped"])]
         book._commits = {cast(int, kept["step"]): kept for kept in cast("list[Plain]", plain["commits"])}
-        failures = cast("list[tuple[tuple[int, str, int], list[str]]]", plain["failures"])
-        book._failures = {(start[0], start[1], start[2]): reasons for start, reasons in failures}
+        book.failures.restore(cast(Plain, plain["failures"]))
         book._has_steps = bool(plain["has_steps"])
+        book._has_models = bool(plain["has_models"])
         book._placed = cast("Plain | None", plain["placed"])
-        book._took = set(cast("list[str]", plain.get("took", [])))  # books of the first release have none
+        book._took = set(cast("list[str]", plain["took"]))
+        book._named = set(cast("list[str]", plain["named"]))
+        book._joined = set(cast("list[str]", plain["joined"]))
+        book._unplaced = set(cast("list[str]", plain["unplaced"]))
+        book._lost = set(cast("list[str]", plain["lost"]))
         return book
 
     def continue_with(self, source: RangeSource, policy: PoisonPolicy) -> None:
@@ -389,13 +491,54 @@ class Book:
         Raises:
             DataError: partitions grew after they were closed.
         """
-        self.policy = policy
+        self.failures.policy = policy
         if isinstance(self.source, PartitionRanges) and isinstance(source, PartitionRanges):
             known = self.source.stops
             stops = {name: max(stop, known.get(name, 0)) for name, stop in source.stops.items()}
             self.extend(stops, closed=source.closed)
 
     # -- inside
+
+    def _next_for(self, worker: str) -> SampleRange | None:
+        for number, part in enumerate(self.free):
+            if self.failures.may_take(worker, part):
+                del self.free[number]
+                return part
+        if not self.failures.may_take(worker, None) or not (found := self.source.next_range(self._cursor)):
+            return None
+        part, self._cursor = found
+        return part
+
+    def _forget_worker(self, worker: str) -> list[SampleRange]:
+        """All that a worker holds is free, and what no model has of what it used; returns the latter."""
+        back = self.used.forget_worker(worker)
+        held: list[SampleRange] = []
+        if worker in self._took:
+            held = [held.part for held in self._held.values() if held.worker == worker]
+            for part in held:
+                del self._held[worker, start_of(part)]
+        self.free.extendleft(reversed(coalesced(back) + held))
+        self._took.discard(worker)
+        self._named.discard(worker)
+        self._unplaced.discard(worker)
+        self.failures.forget_worker(worker)
+        if not self._took and not self._named:  # the model of this attempt is gone
+            self._placed = None
+        return back
+
+    def _forget_attempt(self) -> None:
+        self._placed = None
+        self._held.clear()
+        self.used.clear()
+        self._took.clear()
+        self._named.clear()
+
+    def _went_on(self) -> bool:
+        """Whether the model has more than the state that this attempt began with."""
+        if self._placed is None:
+            return False
+        # A job that saves or loads its state before its first step commits step 0.
+        return max(self.committed, self.used.over) > max(0, cast(int, self._placed["step"]))
 
     def _state(self, step: int) -> Plain:
         return {
@@ -409,7 +552,7 @@ class Book:
 
     def _lacking(self, step: int) -> list[SampleRange]:
         """What was named, is not free, and is not in the model of a step that is not yet committed."""
-        return [held.part for held in self.held] + [part for at, part in self.used if at > step]
+        return [held.part for held in self._held.values()] + self.used.after(step)
 
     def _count_by_steps(self) -> None:
         self._has_steps = True
@@ -460,35 +603,49 @@ class Book:
     def _check_attempt(self, attempt: int) -> None:
         if attempt < self.attempt:
             raise StaleRange(
-                f"attempt {attempt} is over: attempt {self.attempt} has begun.",
+                f"attempt {attempt} is over: attempt {self.attempt} has begun"
+                f"{self._reason and ', as '}{self._reason}.",
                 hint="This process belongs to the attempt before; end it.",
                 attempt=attempt,
             )
         if attempt > self.attempt:
             raise ConfigError(f"attempt {attempt} has not begun; this is attempt {self.attempt}.")
 
-    def _check_placed(self) -> None:
-        if self._has_steps and self._placed is None:
+    def _check_not_lost(self, worker: str) -> None:
+        if worker in self._lost:
+            raise StaleRange(
+                f"worker {worker!r} was silent for too long, and ranges that it had used came back: its "
+                "model has samples that come again.",
+                hint="Load the checkpoint again, and say rollback with its state in a new attempt.",
+                worker=worker,
+            )
+
+    def _check_placed(self, worker: str) -> None:
+        if worker in self._unplaced:
             raise ConfigError(
-                f"attempt {self.attempt} did not say where its model is, and the attempt before counted "
-                "ranges by steps of a model.",
+                f"worker {worker!r} did not say where its model is, and step {self.used.over} is over on the "
+                f"others of attempt {self.attempt}, as far as is known.",
+                hint="Call rollback with the state of the checkpoint that was restored, or with None if the "
+                "model starts from scratch. A replica that got its model from another one calls "
+                "finish_step with the step of that model.",
+            )
+        if self._has_models and self._placed is None:
+            raise ConfigError(
+                f"attempt {self.attempt} did not say where its model is, and ranges were counted by steps of "
+                "a model before.",
                 hint="Call rollback with the state of the checkpoint that was restored, or with None if the "
                 "model starts from scratch.",
             )
 
-    def _number_held(self, worker: str, part: SampleRange) -> int:
-        for number, held in enumerate(self.held):
-            if held.worker == worker and _start(held.part) == _start(part) and part.stop <= held.part.stop:
-                return number
-        raise StaleRange(
-            f"worker {worker!r} does not hold range {part}: it was given back or went to another worker.",
-            hint="What was made of it must not count.",
-            worker=worker,
-        )
-
-
-def _start(part: SampleRange) -> tuple[int, str, int]:
-    return part.epoch, part.partition, part.start
+    def _held_of(self, worker: str, part: SampleRange) -> SampleRange:
+        held = self._held.get((worker, start_of(part)))
+        if held is None or part.stop > held.part.stop:
+            raise StaleRange(
+                f"worker {worker!r} does not hold range {part}: it was given back or went to another worker.",
+                hint="What was made of it must not count.",
+                worker=worker,
+            )
+        return held.part
 
 
 def _mapping(value: object) -> Mapping[object, object]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's side of the data server.
 
-    with DataClient(address, f"rank{rank}", token=token, attempt=attempt) as client:
+    with DataClient(address, f"rank{rank}", token=token) as client:
         for part in client.ranges():
             process(part)
             client.done(part)
@@ -24,12 +24,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import BinaryIO, cast
 
-from resiliency.data.dispatch.book import Answer, PoisonedRange, StaleRange
+from resiliency.data.dispatch.book import Answer, StaleRange
+from resiliency.data.dispatch.failures import BrokenWorker, PoisonedRange
 from resiliency.data.dispatch.ranges import Plain, SampleRange
 from resiliency.data.dispatch.wire import (
     DOOR,
     HOLD,
     LINE_BYTES,
+    NAME_CHARS,
     VERSION,
     check_token,
     decoded,
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 
 #: Errors that the server names.
 _ERRORS: dict[str, type[ResiliencyError]] = {
-    error.__name__: error for error in (ConfigError, DataError, StaleRange, PoisonedRange)
+    error.__name__: error for error in (ConfigError, DataError, StaleRange, PoisonedRange, BrokenWorker)
 }
 #: They free what the worker holds, or are refused if it took a range: one that is not delivered yet as well.
 _ROLLBACKS = ("rollback", "rollback_to")
@@ -51,7 +53,7 @@ _ROLLBACKS = ("rollback", "rollback_to")
 _PAUSE_S = 0.2
 #: For one answer, before the connection is given up; a server may hold a request for a range.
 _TRY_S = (HOLD + DOOR).total_seconds()
-#: For the goodbye at the end.
+#: For the request to leave at the end.
 _LEAVE_S = 2.0
 
 
@@ -62,12 +64,15 @@ class DataClient:
         address: host and port of the server.
         worker: a name that no other worker has; a process that takes it over frees what the one before held.
         token: that of the server.
-        attempt: of the job; a higher one frees at once what the attempts before it held.
+        attempt: of the job; a higher one frees at once what the attempts before it held. None: the server
+            numbers them. A process with the name of one that was in the attempt frees what that one held, and
+            begins the next attempt if the model of other workers went on without it. Replicas that restart
+            alone and get their model from others pass one number for the whole job instead.
         timeout: how long a call tries to reach the server.
         max_wait: how long `next_range` waits for a range while other workers hold the last ones.
     Raises:
         PeerError: there is no server within `timeout`.
-        ConfigError: the token is wrong.
+        ConfigError: the token is wrong, or a value is.
         StaleRange: the attempt is over.
     """
 
@@ -77,12 +82,16 @@ class DataClient:
         worker: str,
         *,
         token: str,
-        attempt: int = 0,
+        attempt: int | None = None,
         timeout: timedelta = timedelta(minutes=2),
         max_wait: timedelta = timedelta(hours=2),
     ) -> None:
         check_token(token)
-        self.worker, self.attempt = worker, check_whole("attempt", attempt)
+        if not isinstance(worker, str) or not 0 < len(worker) <= NAME_CHARS:
+            raise ConfigError(f"the worker is {worker!r}; it must be a name of 1 to {NAME_CHARS} characters.")
+        if attempt is not None:
+            check_whole("attempt", attempt)
+        self.worker = worker
         self._timeout_s, self._max_wait_s = timeout.total_seconds(), max_wait.total_seconds()
         self._requests = _ServerConnection(address, token, worker, attempt, secrets.token_hex(8))
         self._lock = threading.Lock()
@@ -91,12 +100,17 @@ class DataClient:
         self._unanswered: Plain | None = None
         #: A range that is this worker's and that no caller got, as its call was interrupted.
         self._undelivered: Plain | None = None
-        #: Ranges that the policy of the server left out so far, as of the last answer that said so.
+        #: Ranges that were left out so far, by the policy of the server or as the rest of a loader, as of the
+        #: last answer that said so.
         self.skipped = 0
+        #: Whether the last answer to a request for a range was that the data end.
+        self._is_at_end = False
         self._ended = threading.Event()
         welcome = self._retried(self._requests.join)
         #: What the server's source is made of, such as the size and the order of its samples.
         self.source: Plain = cast(Plain, welcome["source"])
+        #: The number of this attempt.
+        self.attempt = cast(int, welcome["attempt"])
         self._lease_s = cast(float, welcome["lease_s"])
         self._heartbeats = threading.Thread(
             target=self._send_heartbeats, name=f"data-client-{worker}", daemon=True
@@ -115,6 +129,7 @@ class DataClient:
             DataError: other workers held the last ranges for longer than `max_wait`, or the server lost its
                 book.
             PoisonedRange: a range failed too often.
+            BrokenWorker: others used the ranges that this worker failed.
             StaleRange: the attempt is over, or another process has this worker's name.
             PeerError: there is no server.
         """
@@ -137,53 +152,106 @@ class DataClient:
     def done(self, part: SampleRange, step: int | None = None) -> None:
         """This worker used a range, or the first part of one: it counts, with `step` once that is committed.
 
-        Say it before the collective that ends the step, so that it is said when any rank commits the step.
+        Say it before the collective that ends the step. It also says that the steps before are over for this
+        worker.
 
         Raises:
             StaleRange: the range is not this worker's any more: what was made of it must not count.
+            ConfigError: the step is over for another worker, or committed.
         """
         self._ask("done", range=part.to_plain(), step=step)
 
     def failed(self, part: SampleRange, reason: str) -> None:
-        """This worker could not use a range; after some tries the policy of the server takes effect."""
+        """This worker could not use a range: another one tries it, until the policy of the server takes
+        effect."""
         self._ask("failed", range=part.to_plain(), reason=reason[:1000] or "no reason")
 
     def give_back(self, part: SampleRange) -> None:
         """This worker will not use what is left of a range."""
         self._ask("give_back", range=part.to_plain())
 
-    def commit(self, step: int) -> Plain:
-        """Plain values for the checkpoint of a step; the same on each rank that asks. See `Book.commit`."""
-        return cast(Plain, self._ask("commit", step=step)["state"])
+    def drop(self, part: SampleRange) -> None:
+        """Leave out what is left of a range, as a loader with `drop_last` does; it counts as skipped."""
+        self._ask("drop", range=part.to_plain())
+
+    def finish_step(self, step: int) -> None:
+        """The collective that ends a step is over on this worker; `commit` says so too, and `done` with a
+        later step. For workers that leave the commit to another one, and have no range to say done of."""
+        self._ask("finish", step=step)
+
+    def commit(self, step: int, *, timeout: timedelta = timedelta(minutes=10)) -> Plain:
+        """Plain values for the checkpoint of a step; the same on each rank that asks. See `Book.commit`.
+
+        Say it after the collective that ends the step. It waits until the step is over on each worker that
+        used ranges in it: what a worker used that is lost before is in no model for sure, and is free again.
+
+        Raises:
+            DataError: workers did not say within `timeout` that the step is over; the text names them.
+            StaleRange: ranges that this worker used came back, because it was silent for too long.
+            ConfigError: a later step was committed.
+        """
+        self.finish_step(step)
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            answer = self._ask("commit", step=step, hold_s=min(left_s, HOLD.total_seconds()))
+            if answer["answer"] != Answer.WAIT.value:
+                break
+            if time.monotonic() > deadline:
+                raise DataError(
+                    f"step {step} cannot be committed: workers {answer['workers']} used ranges in it, and "
+                    f"did not say within {timeout.total_seconds():g} s that it is over.",
+                    hint="All ranks commit after the collective, or say finish_step; or they hang.",
+                    step=step,
+                )
+        state = cast(Plain, answer["state"])
+        if self._is_at_end and state["free"]:
+            log.warning(
+                "ranges came back after the end of the data, as a worker was lost in its last step: %s; "
+                "ask for them with next_range, and commit again",
+                *(state["free"],),
+            )
+        return state
 
     def rollback(self, state: Mapping[str, object] | None) -> None:
         """Say where the model of this attempt is: the state in its checkpoint, or None if it starts from
         scratch. All ranks may say it. See `Book.rollback`."""
-        self._ask("rollback", state=state)
-        self._undelivered = None
+        self._go_back(self._ask("rollback", state=state))
 
     def rollback_to(self, step: int) -> None:
         """`rollback` to a step whose state the server keeps; see `Book.rollback_to`."""
-        self._ask("rollback_to", step=step)
-        self._undelivered = None
+        self._go_back(self._ask("rollback_to", step=step))
+
+    def _go_back(self, answer: Plain) -> None:
+        self.attempt = cast(int, answer["attempt"])
+        self._undelivered, self._is_at_end = None, False
 
     def extend(self, stops: Mapping[str, int], *, closed: bool = False) -> None:
         """Partitions reach so far now; `closed`: nothing will be added."""
         self._ask("extend", stops=dict(stops), closed=closed)
 
     def close(self) -> None:
-        """Leave: what this worker holds is free at once, if the server can be reached."""
+        """Leave: what this worker holds is free at once, if the server can be reached.
+
+        At the end of a `with` block without an error, the steps in which it used ranges count as over.
+        """
+        self._leave(is_finished=False)
+
+    def _leave(self, *, is_finished: bool) -> None:
         if self._ended.is_set():
             return
         self._ended.set()
         deadline = time.monotonic() + _LEAVE_S
-        with self._lock:
+        if self._lock.acquire(timeout=_LEAVE_S):  # else the heartbeats try to reach a server that is away
             try:
                 self._requests.join(deadline)
-                self._requests.exchange({"op": "leave", "seq": self._seq + 1}, deadline)
+                message = {"op": "leave", "seq": self._seq + 1, "finished": is_finished}
+                self._requests.exchange(message, deadline)
             except (OSError, ResiliencyError) as error:
                 log.debug("worker %s could not leave: %r", self.worker, error)
-            self._requests.close()
+            finally:
+                self._requests.close()
+                self._lock.release()
         self._heartbeats.join(2 * _TRY_S)
 
     def __enter__(self) -> DataClient:
@@ -192,12 +260,13 @@ class DataClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._leave(is_finished=kind is None)
 
     def _grant(self, *, hold_s: float) -> SampleRange | Answer:
         undelivered, self._undelivered = self._undelivered, None
         answer = undelivered or self._ask("grant", hold_s=min(hold_s, HOLD.total_seconds()))
         self.skipped = cast(int, answer.get("skipped", self.skipped))
+        self._is_at_end = answer["answer"] == Answer.END.value
         if answer["answer"] == "range":
             return SampleRange.of_plain(answer["range"])
         return Answer(answer["answer"])
@@ -251,38 +320,40 @@ class DataClient:
                 self._ended.wait(_PAUSE_S)
 
     def _send_heartbeats(self) -> None:
-        """Says that this process lives, on a connection of its own, whatever its other threads wait for."""
-        connection = self._requests.another()
-        try:
-            while not self._ended.wait(self._lease_s / 3):
+        """Says that this process lives, whatever its other threads wait for."""
+        while not self._ended.wait(self._lease_s / 3):
+            if self._requests.send_heartbeat():
+                continue
+            # No thread asks for anything now, or it connects again by itself.
+            if self._lock.acquire(blocking=False):
                 try:
-                    deadline = time.monotonic() + _TRY_S
-                    connection.join(deadline)
-                    connection.exchange({"op": "heartbeat"}, deadline)
+                    if not self._ended.is_set():
+                        self._requests.close()
+                        self._requests.join(time.monotonic() + min(_TRY_S, self._lease_s / 3))
                 except OSError as error:
                     log.debug("worker %s could not say that it lives: %r", self.worker, error)
-                    connection.close()
-        except ResiliencyError as error:
-            log.warning("worker %s stops saying that it lives: %s", self.worker, error)
-        finally:
-            connection.close()
+                except ResiliencyError as error:
+                    log.warning("worker %s stops saying that it lives: %s", self.worker, error)
+                    return
+                finally:
+                    self._lock.release()
 
 
 class _ServerConnection:
-    """A connection that is made when it is needed. Not for two threads at a time."""
+    """A connection that is made when it is needed. One thread at a time asks; another one may send heartbeats
+    meanwhile."""
 
-    def __init__(self, address: tuple[str, int], token: str, worker: str, attempt: int, life: str) -> None:
+    def __init__(
+        self, address: tuple[str, int], token: str, worker: str, attempt: int | None, life: str
+    ) -> None:
         self.address = address
         self._token, self._worker, self._attempt, self._life = token, worker, attempt, life
         self._socket: socket.socket | None = None
         self._lines: BinaryIO | None = None
         self._welcome: Plain = {}
-
-    def another(self) -> _ServerConnection:
-        """A second one of the same process."""
-        found = _ServerConnection(self.address, self._token, self._worker, self._attempt, self._life)
-        found._welcome = self._welcome
-        return found
+        #: Whether the server knows this process, on this connection.
+        self._is_in = False
+        self._sending = threading.Lock()
 
     def join(self, deadline: float) -> Plain:
         """Be connected; returns what the server said first.
@@ -297,6 +368,7 @@ class _ServerConnection:
         self._socket = socket.create_connection(self.address, timeout=_left(deadline))
         try:
             self._welcome = self._greet(self._socket, deadline)
+            self._is_in = True
         except BaseException:
             self.close()
             raise
@@ -335,7 +407,8 @@ class _ServerConnection:
         assert self._socket is not None
         try:
             self._socket.settimeout(_left(deadline))
-            self._socket.sendall(encoded(message))
+            with self._sending:
+                self._socket.sendall(encoded(message))
             answer = self._receive(deadline)
         except BaseException:  # such as Ctrl-C: the answer may still come, and is not the next request's
             self.close()
@@ -345,12 +418,27 @@ class _ServerConnection:
             raise kind(str(answer.get("text")), hint=str(answer.get("hint")), worker=self._worker)
         return answer
 
-    def close(self) -> None:
-        for part in (self._lines, self._socket):
-            if part is not None:
+    def send_heartbeat(self) -> bool:
+        """Whether it was sent; else the connection, if there is one, is of no more use."""
+        with self._sending:
+            if self._socket is None or not self._is_in:
+                return False
+            try:
+                self._socket.sendall(encoded({"op": "heartbeat"}))
+            except OSError:
                 with contextlib.suppress(OSError):
-                    part.close()
-        self._lines = self._socket = None
+                    self._socket.shutdown(socket.SHUT_RDWR)  # a thread that waits for an answer tries again
+                return False
+        return True
+
+    def close(self) -> None:
+        with self._sending:
+            self._is_in = False
+            for part in (self._lines, self._socket):
+                if part is not None:
+                    with contextlib.suppress(OSError):
+                        part.close()
+            self._lines = self._socket = None
 
     def _receive(self, deadline: float) -> Plain:
         assert self._socket is not None

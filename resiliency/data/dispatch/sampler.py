@@ -39,7 +39,8 @@ class DispatchedSampler(Sampler[int]):
 
     One iteration ends where a range could only come from another worker while this one still has samples on
     their way through the loader; `batches` starts the next one, until the data end. A loop that goes on after
-    a StaleRange, without its batch, gets the next batch from a new iteration too.
+    a StaleRange, without its batch, gets the next batch from a new iteration too. With `drop_last` an
+    iteration leaves out its last samples if they fill no batch, and counts them as skipped.
 
     Args:
         client: of a server of `SampleRanges`.
@@ -88,24 +89,35 @@ class DispatchedSampler(Sampler[int]):
         """The batches of a loader over this sampler, until the data end.
 
         Raises:
-            ConfigError: the loader has another sampler, gives batches out of order, or drops the last one.
+            ConfigError: the loader has another sampler, or gives batches out of order; or samples of batches
+                were not advanced at the end of an iteration, where they would come again.
         """
         if loader.sampler is not self or not loader.in_order:
             raise ConfigError(
                 "the loader does not take its samples from this sampler, in order.",
                 hint="Pass sampler=sampler to the DataLoader, and leave out in_order=False.",
             )
-        if loader.drop_last:
-            raise ConfigError(
-                "the loader has drop_last=True: the samples of a batch that is not full would come again for "
-                "ever.",
-                hint="Leave out drop_last.",
-            )
         while not (self.ended and not self._held):
             for batch in loader:
                 yield batch
                 if self._is_stale:
                     break
+            else:
+                self._end_iteration(loader.batch_size if loader.drop_last else 1)
+
+    def _end_iteration(self, batch_size: int | None) -> None:
+        """All batches of an iteration were used. What a loader with `drop_last` left of it is dropped."""
+        left = sum(map(len, self._held))
+        if left >= (batch_size or 1):
+            raise ConfigError(
+                f"{left} samples that the loader handed out were not advanced, and would come again.",
+                hint="Call sampler.advance(samples of the batch) for each batch, with the number of the "
+                "optimizer's step that will use it.",
+            )
+        while self._held:
+            with contextlib.suppress(StaleRange):  # another worker has it
+                self.client.drop(self._held[0])
+            self._held.popleft()
 
     def advance(self, count: int, step: int | None = None) -> None:
         """Say that the next `count` samples that were handed out are used.

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What server and clients of ranges say to each other: lines of JSON over TCP.
 
-    server  {"version": 1, "nonce": ...}
+    server  {"version": 2, "nonce": ...}
     client  {"op": "join", "worker": ..., "life": ..., "attempt": ..., "proof": ...}
-    server  {"answer": "welcome", "book": ..., "source": {...}, "lease_s": ...}
+    server  {"answer": "welcome", "attempt": ..., "book": ..., "source": {...}, "lease_s": ...}
     client  {"op": "grant", "seq": 1}
+    client  {"op": "heartbeat"}
     server  {"answer": "range", "range": [0, 100, 0, ""]}
 
-The proof is a keyed hash of the nonce, so the token itself is never sent. Nothing is encrypted: where others
+A client has one connection, and one request on it that has no answer yet; a heartbeat has none. The proof is
+a keyed hash of the nonce, so the token itself is never sent. Nothing is encrypted: where others
 can change what is on the wire, use a tunnel.
 
 The standard library only.
@@ -24,9 +26,12 @@ from datetime import timedelta
 from resiliency.data.dispatch.ranges import Plain
 from resiliency.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 #: Longest line; a request has some hundred bytes, but for the state of a checkpoint.
 LINE_BYTES = 4 * 1024 * 1024
+#: Longest line before the token is shown, and longest name of a worker in it.
+DOOR_BYTES = 8 * 1024
+NAME_CHARS = 256
 #: Longest time in which a client joins, and in which the server holds a request for a range.
 DOOR = timedelta(seconds=10)
 HOLD = timedelta(seconds=10)

@@ -149,7 +149,7 @@ def test_a_host_that_only_knows_a_loopback_address_of_itself_is_refused_where_th
 ) -> None:
     # As /etc/hosts of Debian gives it to the host's own name; there is no way to the other one either.
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
-    for end in tables([HERE, ELSEWHERE], ["", "0.0.0.1"], tmp_path):
+    for end in tables([HERE, ELSEWHERE], ["", "255.255.255.255"], tmp_path):
         assert isinstance(end, ConfigError)
         assert "host 'node-0' would be reached at 127.0.0.1" in str(end)
         assert "RESILIENCY_PEER_ADDRESS" in str(end)

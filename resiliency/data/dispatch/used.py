@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranges that were used in steps which are not committed, and on which workers these steps are over.
+
+A worker says `done` before the collective that ends a step, and what it says next shows that the collective
+was passed: `done` with a later step, or that the step is over. Until then its ranges are in no model for
+sure. When the worker is lost, they come back.
+
+What a lost worker used in steps that were over stays used while a worker lives that took part in them: its
+model has them. When the last of these is gone, the model is gone.
+
+A pure machine, part of the book (`resiliency.data.dispatch.book`). The standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+from resiliency.data.dispatch.ranges import Plain, SampleRange
+
+#: The worker of a range whose worker is gone.
+_GONE = ""
+
+
+@dataclass(frozen=True)
+class _UsedRange:
+    step: int
+    part: SampleRange
+    worker: str
+
+
+class UsedRanges:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._ranges: list[_UsedRange] = []
+        #: Worker -> the step of which it spoke last.
+        self._said: dict[str, int] = {}
+        #: Workers that used ranges in that step, which is not over for them.
+        self._within: set[str] = set()
+        #: The last step that is over for any worker, as far as is known: no more ranges can be used in it.
+        self.over = -1
+
+    def add_range(self, worker: str, step: int, part: SampleRange) -> None:
+        """A worker uses a range in a step; those before are over for it."""
+        if worker in self._within and step > self._said[worker]:
+            self.over = max(self.over, self._said[worker])
+        self._ranges.append(_UsedRange(step, part, worker))
+        self._said[worker] = step
+        self._within.add(worker)
+
+    def finish_step(self, worker: str, step: int) -> None:
+        """A step is over for a worker."""
+        if step >= self._said.get(worker, -1):
+            self._said[worker] = step
+            self._within.discard(worker)
+            self.over = max(self.over, step)
+
+    def step_of(self, worker: str) -> int:
+        """The step of which a worker spoke last; -1: of none."""
+        return self._said.get(worker, -1)
+
+    def unfinished(self, step: int) -> list[str]:
+        """Workers that used ranges until this step, and for which it is not over."""
+        return sorted(worker for worker in self._within if self._said[worker] <= step)
+
+    def after(self, step: int) -> list[SampleRange]:
+        """What was used later than in this step."""
+        return [used.part for used in self._ranges if used.step > step]
+
+    def forget_worker(self, worker: str) -> list[SampleRange]:
+        """A worker is gone; returns what no model has for sure, and is not used any more."""
+        if worker not in self._said:
+            return []
+        kept: list[_UsedRange] = []
+        back: list[SampleRange] = []
+        alive = max((step for other, step in self._said.items() if other != worker), default=-1)
+        for used in self._ranges:
+            mine = used.worker == worker
+            if (mine and self._is_open(used)) or ((mine or used.worker == _GONE) and used.step > alive):
+                back.append(used.part)
+            else:
+                kept.append(replace(used, worker=_GONE) if mine else used)
+        self._ranges = kept
+        del self._said[worker]
+        self._within.discard(worker)
+        sure = (used.step for used in kept if not self._is_open(used))
+        over = (step for other, step in self._said.items() if other not in self._within)
+        self.over = max([*sure, *over], default=-1)
+        return back
+
+    def commit_step(self, step: int) -> None:
+        """What was used until this step is in a checkpoint."""
+        self._ranges = [used for used in self._ranges if used.step > step]
+
+    def clear(self) -> None:
+        self._ranges.clear()
+        self._said.clear()
+        self._within.clear()
+        self.over = -1
+
+    def to_plain(self) -> Plain:
+        return {
+            "ranges": [[used.step, used.part.to_plain(), used.worker] for used in self._ranges],
+            "said": dict(self._said),
+            "within": sorted(self._within),
+            "over": self.over,
+        }
+
+    @classmethod
+    def of_plain(cls, plain: Plain) -> UsedRanges:
+        used = cls()
+        ranges = cast("list[tuple[int, object, str]]", plain["ranges"])
+        used._ranges = [_UsedRange(step, SampleRange.of_plain(part), worker) for step, part, worker in ranges]
+        used._said = dict(cast("dict[str, int]", plain["said"]))
+        used._within = set(cast("list[str]", plain["within"]))
+        used.over = cast(int, plain["over"])
+        return used
+
+    def _is_open(self, used: _UsedRange) -> bool:
+        return used.worker in self._within and used.step == self._said[used.worker]
