@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from resiliency.data import InterruptableDistributedSampler
+from resiliency.data import InterruptableDistributedSampler, optimizer_steps
 
 SIZE = 22
 
@@ -29,3 +29,8 @@ def loader_of(
 
 def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def listener_count(optimizer: torch.optim.Optimizer) -> int:
+    """Loops that a step of the optimizer counts for."""
+    return len(optimizer_steps._LISTENERS.get(optimizer, ()))
