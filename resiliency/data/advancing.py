@@ -158,7 +158,7 @@ class _Counter(Loop):
         self._hook = self._optimizer and StepListener(self._optimizer, self._stepped)
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        if self._sampler.loop is not self:
+        if self._sampler.loop is not self or self.left:  # left: the next epoch was set meanwhile
             return
         # A zip with a range, or with another loop, does not ask for the end.
         without_doubt = self._optimizer is not None or not self.handed_out

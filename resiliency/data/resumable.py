@@ -184,7 +184,8 @@ class ResumableSampler(Sampler[Item]):
         if self.progress.position and self.left:
             raise ConfigError(
                 f"epoch {self.progress.epoch} is at position {self.progress.position} of "
-                f"{self.progress.size}, and epoch {epoch} was asked for: {self.progress.left} positions would be left out.",
+                f"{self.progress.size}, and epoch {epoch} was asked for: {self.progress.left} positions "
+                "would be left out.",
                 hint="After a restart, begin with `for epoch in range(sampler.epoch, epochs)`. To leave "
                 "out the rest on purpose (a loader with drop_last does), call finish_epoch().",
             )

@@ -381,9 +381,10 @@ def counted(samplers: Any, optimizer: Any) -> Iterator[Any]:
 
 
 def by_next(samplers: Any, optimizer: Any) -> Iterator[Any]:
-    loaders = [advancing(loader_of(sampler), optimizer) for sampler in samplers]
+    # As variables of a script, they are closed when those of the next epoch take their place.
+    samplers[0].kept = [advancing(loader_of(sampler), optimizer) for sampler in samplers]
     for _ in range(6):
-        yield [next(loader) for loader in loaders]
+        yield [next(loader) for loader in samplers[0].kept]
 
 
 @pytest.mark.parametrize("loops", [zipped, counted, by_next])
