@@ -85,9 +85,8 @@ class DataProgressCallback(Callback):
             )
         self.sampler.load_state_dict(state)
         if not self._batches_of(self.sampler.left):
-            epoch = self.sampler.epoch
             self.sampler.finish_epoch()
-            self.sampler.set_epoch(epoch + 1)
+            self.sampler.set_epoch(self.sampler.epoch + 1)
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is not None:
             done = self._batches_of(self.sampler.full_length) - self._batches_of(self.sampler.left)
@@ -126,6 +125,7 @@ class DataProgressCallback(Callback):
         self._remove_hooks()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._loop.handed_out = 0  # of a fit that failed: the trainer zeroes gradients before the first batch
         self._loop = Loop()
         self.sampler.begin_loop(self._loop)
 

@@ -4,7 +4,8 @@
 Invariant: with the optimizer, a batch counts exactly when a step of it comes after the batch was handed out.
 So a state that is saved at any moment, after an exception too, has the position of the model that is saved
 with it. That holds beyond the end of an epoch: batches whose gradients are carried into the next one count
-there. After a loop that was left early a step may be of its last batches or not, so no state is guessed.
+there. After a loop that was left early a step may be of its last batches or not, and so may the gradients: no
+state is guessed then, and no loop begins before the program says what they are.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from resiliency.data.global_batch import MicroBatch
 from resiliency.data.iterable import ResumableIterable
+from resiliency.data.optimizer_steps import StepListener
 from resiliency.data.resumable import Loop, ResumableSampler, warn_of_waiting
 from resiliency.data.samplers import InterruptableDistributedSampler, MicroBatchSampler
 from resiliency.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+#: Batches without a step before the log asks whether the optimizer is the right one.
+_MANY = 64
 
 T = TypeVar("T")
 
@@ -66,11 +71,11 @@ def advancing(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iter
             moment is that of the model, with gradient accumulation too. Of several optimizers the one that
             makes the last step for each batch; one that accelerate has prepared is taken as the one in it.
             Without it a batch counts when the next is asked for, and the state cannot be saved inside the
-            loop, nor after a loop that was left early, until `advance` or `load_state_dict` says where the
-            model is.
+            loop. After a loop that was left with batches in no step, `advance` or `load_state_dict` says
+            where the model is, before a state is saved or another loop begins.
     Raises:
         ConfigError: the loader has no sampler of ours, or one with `global_batch` (see `advancing_steps`), or
-            gives batches out of order or of unknown size.
+            gives batches out of order, of unknown size, or more of them than the sampler has.
     """
     _check_loader(loader)
     if isinstance(loader.dataset, ResumableIterable):
@@ -83,15 +88,13 @@ def advancing(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iter
             hint="Loop over advancing_steps(loader, optimizer).",
         )
     size = count_of_batch(loader, sampler)
-    left = sampler.left
-    counter = _Counter(sampler, optimizer)
+    drops = batches_are_whole(loader, sampler)
+    counter = _Counter(sampler, optimizer, least=size if drops else 1)
     with counter:
         for batch in counter.begin(loader):
-            counter.hand_out(min(size, left))
-            left -= min(size, left)
+            counter.hand_out(size)
             yield batch
             counter.next_asked()
-        counter.end(whole=left < size)
 
 
 def advancing_steps(loader: DataLoader[T], optimizer: Optimizer | None = None) -> Iterator[OptimizerStep[T]]:
@@ -130,29 +133,42 @@ def advancing_steps(loader: DataLoader[T], optimizer: Optimizer | None = None) -
                     hint="Every rank runs all of them, or the ranks lose step; leave the loop with break.",
                 )
             counter.next_asked()
-        counter.end()
 
 
 class _Counter(Loop):
-    """What was handed to the program, until it counts as in the model."""
+    """What was handed to the program, until it counts as in the model.
 
-    _counted = 0
+    Args:
+        least: samples of which the loader makes a batch; fewer are dropped at the end.
+    """
 
-    def __init__(self, sampler: ResumableSampler[object], optimizer: Optimizer | None) -> None:
+    def __init__(
+        self, sampler: ResumableSampler[object], optimizer: Optimizer | None, *, least: int = 1
+    ) -> None:
         super().__init__()
         self._sampler = sampler
         self._optimizer = None if optimizer is None else optimizer_with_hooks(optimizer)
+        self._least = least
+        self._remaining = 0
+        self._steps = self._batches = 0
 
     def __enter__(self) -> None:
         self._sampler.begin_loop(self)
-        self._hook = self._optimizer and self._optimizer.register_step_post_hook(self._stepped)
+        self._remaining = self._sampler.left
+        self._hook = self._optimizer and StepListener(self._optimizer, self._stepped)
 
-    def __exit__(self, *exc: object) -> None:
-        if self._sampler.loop is self and not self.ended:
-            # A batch that is in hand stays so: the program may have trained on it before it left the loop.
-            self.left = True
-            if not self.handed_out:
-                self.release()
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if self._sampler.loop is not self or self.left:  # left: the next epoch was set meanwhile
+            return
+        # A zip with a range, or with another loop, does not ask for the end.
+        without_doubt = self._optimizer is not None or not self.handed_out
+        if self._is_all_handed_out and without_doubt and error in (None, GeneratorExit):
+            self._end()
+            return
+        # A batch that is in hand stays so: the program may have trained on it before it left the loop.
+        self.left = True
+        if not self.handed_out and not self._sampler.waits_for_step:
+            self.release()
 
     def begin(self, loader: DataLoader[T]) -> Iterator[T]:
         """An iterator of the loader, which draws the seed of its workers from torch's default generator. A
@@ -161,7 +177,7 @@ class _Counter(Loop):
         drawn = loader.generator is None and sampler.start.position
         before = torch.get_rng_state() if drawn else None
         if type(loader).__module__.partition(".")[0] == "accelerate":  # else it sets the number of its loops
-            loader.set_epoch(sampler.epoch)  # type: ignore[attr-defined]
+            loader.set_epoch(sampler.start.epoch)  # type: ignore[attr-defined]
         batches: object = iter(loader)
         if before is not None and isinstance(batches, GeneratorType):  # accelerate's, which has not begun
             self.generator_state = before
@@ -173,42 +189,49 @@ class _Counter(Loop):
         if self._hook:
             self._hook.remove()
 
-    def hand_out(self, count: int) -> None:
+    @property
+    def _is_all_handed_out(self) -> bool:
+        return self._remaining < self._least
+
+    def hand_out(self, size: int) -> None:
+        """A batch of `size`, or of what is left, goes to the program."""
+        if self._is_all_handed_out:
+            raise ConfigError(
+                "the loader gave another batch after the last one of its sampler: it repeats or adds some, "
+                "and the position would not be that of the model.",
+                hint="Use torch's DataLoader without an __iter__ of its own, or count by hand: loop over the "
+                "loader itself, and call sampler.advance(its samples) after each step.",
+            )
         if self._sampler.loop is not self:
             raise ConfigError(
                 "the position of the sampler was set while this loop was under way, by another loop over it "
                 "or by load_state_dict, set_epoch, finish_epoch or reset_progress.",
                 hint="Leave the loop, and begin another.",
             )
+        count = min(size, self._remaining)
+        self._remaining -= count
         self.handed_out += count
         self._sampler.in_hand = self._optimizer is None
+        self.ended = self._remaining < self._least and self._optimizer is not None
+        self._batches += 1
+        if self._batches == _MANY and self._optimizer is not None and not self._steps:
+            warn_of_no_step(self._sampler.epoch, _MANY, self._optimizer)
 
     def next_asked(self) -> None:
         if self._optimizer is None and self._sampler.loop is self:
             self._count()
 
-    def end(self, *, whole: bool = True) -> None:
-        """The loader has no more batches: what it dropped is left out; what no step came after waits.
-
-        Args:
-            whole: all batches of the epoch were handed out; else the rest is not left out in silence.
-        """
-        if self._sampler.loop is not self or not whole:
-            return
+    def _end(self) -> None:
+        """All batches were handed out: what the loader drops is left out; what no step came after waits."""
         waiting = self._sampler.end_loop()
         if not waiting or self._optimizer is None:
             return
-        if self._counted:
+        if self._steps:
             warn_of_waiting(self._sampler.epoch, waiting)
         else:
-            log.warning(
-                "epoch %d ended without a step of the optimizer that was passed to advancing (a %s): no "
-                "batch was counted; pass the one whose step() the loop calls",
-                self._sampler.epoch,
-                type(self._optimizer).__name__,
-            )
+            warn_of_no_step(self._sampler.epoch, self._batches, self._optimizer)
 
-    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+    def _stepped(self, optimizer: Optimizer) -> None:
         # Fused optimizers are called for a step that a gradient scaler skips, too, and are told so by this.
         if getattr(optimizer, "found_inf", None):
             return
@@ -219,8 +242,19 @@ class _Counter(Loop):
             self._count()
 
     def _count(self) -> None:
-        self._counted += 1
+        self._steps += 1
         self._sampler.count_step()
+
+
+def warn_of_no_step(epoch: int, batches: int, optimizer: Optimizer) -> None:
+    log.warning(
+        "%d batches of epoch %d came without a step of the optimizer that was passed to advancing (a %s): "
+        "none is counted; if gradients are accumulated over more batches, they count with its next step; "
+        "else pass the optimizer whose step() the loop calls, or count by hand where it is called elsewhere",
+        batches,
+        epoch,
+        type(optimizer).__name__,
+    )
 
 
 def optimizer_with_hooks(optimizer: Optimizer) -> Optimizer:
@@ -248,8 +282,9 @@ def sampler_of(loader: DataLoader[T]) -> ResumableSampler[object]:
     for found in (*places, getattr(places[-1], "sampler", None)):
         if isinstance(found, ResumableSampler):
             return found
+    innermost = getattr(places[-1], "sampler", loader.sampler)
     raise ConfigError(
-        f"the loader has a {type(loader.sampler).__name__}, which does not keep its position.",
+        f"the loader has a {type(innermost).__name__}, which does not keep its position.",
         hint="Pass sampler=InterruptableDistributedSampler(dataset), or the grouped one as batch_sampler.",
     )
 
@@ -274,6 +309,12 @@ def count_of_batch(loader: DataLoader[T], sampler: ResumableSampler[object]) -> 
         f"the loader's batch_sampler is a {name}; how many samples its batches have is not known.",
         hint="Pass sampler=sampler and batch_size=n to the loader, or torch's own BatchSampler over it.",
     )
+
+
+def batches_are_whole(loader: DataLoader[T], sampler: ResumableSampler[object]) -> bool:
+    """Whether the loader drops a last batch that is short."""
+    batches: object = loader.batch_sampler
+    return batches is not sampler and bool(getattr(batches, "drop_last", False))
 
 
 def _check_loader(loader: DataLoader[T]) -> None:

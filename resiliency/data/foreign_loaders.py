@@ -12,6 +12,7 @@ import sys
 
 from resiliency.errors import ConfigError
 
+_TORCH = "torch.utils.data.dataloader"
 #: Library, class (any if empty), whether it is in the way at an epoch's start too, what it does, what to do.
 _FOREIGN = (
     (
@@ -60,3 +61,18 @@ def refuse_foreign_loaders(*, at_start: bool) -> None:
                 continue
             if name in ("", type(frame.f_locals.get("self")).__name__):
                 raise ConfigError(f"the {name or 'loader'} of {library} {does}.", hint=hint)
+
+
+def refuse_persisting_workers() -> None:
+    """Raises ConfigError: the iteration that begins is one more of workers that persist."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code.co_name != "_reset" or frame.f_globals.get("__name__") != _TORCH:
+            continue
+        if not frame.f_locals.get("first_iter", True):
+            raise ConfigError(
+                "the workers of the loader persist and hold a copy of the dataset, whose share was changed "
+                "since.",
+                hint="Leave out persistent_workers=True, or num_workers: the samples are in memory.",
+            )

@@ -143,6 +143,17 @@ class GlobalBatch:
         start = rank * each + min(rank, more)
         return range(start, start + each + (rank < more))
 
+    def micro_count(self, world_size: int, row: int) -> int:
+        """How many micro-batches each rank runs for a row."""
+        most = len(self.share(0, world_size, row))
+        return -(-most // (self.micro or most))
+
+    def run_samples(self, rank: int, world_size: int, row: int) -> int:
+        """Samples that one rank runs for a row, those of weight 0 too."""
+        most, mine = len(self.share(0, world_size, row)), len(self.share(rank, world_size, row))
+        micro = self.micro or most
+        return mine + -(-most // micro) - -(-mine // micro)
+
     def micro_batches(self, rank: int, world_size: int, row: int | None = None) -> tuple[MicroBatch, ...]:
         """What one rank runs for a row: equally many micro-batches on all ranks, at least one.
 

@@ -18,10 +18,9 @@ class InterruptableDistributedGroupedBatchSampler(ResumableSampler[list[int]]):
     """Batches that are each of one group (images of one aspect ratio), as a ``batch_sampler``.
 
     The batches of an epoch are planned once for the whole world, from the epoch's order alone, and then dealt
-    round
-    robin: a position is a batch, and any number of ranks may go on. Each sample is in the plan; only the last
-        batch
-    of a group repeats some of the same group, where the group does not fill it.
+    round robin: a position is a batch, and any number of ranks may go on. Each sample is in the plan. The
+    last batch of a group repeats some of the same group, where the group does not fill it; and without
+    `drop_last` whole batches are dealt twice at the end, where their number is no multiple of the ranks.
 
     Args:
         group_ids: group of each sample.
@@ -29,7 +28,8 @@ class InterruptableDistributedGroupedBatchSampler(ResumableSampler[list[int]]):
         drop_last: leave out the batches that a group does not fill, and those that cannot be dealt evenly.
         num_replicas, rank, shuffle, seed, kind, dataset_id: as for `InterruptableDistributedSampler`.
     Raises:
-        ConfigError: there are not as many group ids as samples, or an argument is out of range.
+        ConfigError: there are not as many group ids as samples, an id is no whole number, or an argument is
+            out of range.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class InterruptableDistributedGroupedBatchSampler(ResumableSampler[list[int]]):
         if check_whole("batch_size", batch_size) < 1:
             raise ConfigError("batch_size is 0; a batch has at least one sample.")
         self.batch_size = batch_size
-        names = torch.as_tensor(group_ids, dtype=torch.int64)
+        names = _whole_numbers(group_ids)
         _, self._groups, counts = torch.unique(names, return_inverse=True, return_counts=True)
         self._group_sizes: list[int] = counts.tolist()
         batches = sum(n // batch_size if drop_last else -(-n // batch_size) for n in self._group_sizes)
@@ -93,6 +93,21 @@ class InterruptableDistributedGroupedBatchSampler(ResumableSampler[list[int]]):
                 "another plan.",
                 hint=f"Start that epoch from its beginning: load {{{key!r}: 0, 'epoch': {epoch}}}.",
             )
+
+
+def _whole_numbers(group_ids: Sequence[int] | Tensor) -> Tensor:
+    try:
+        given = torch.as_tensor(group_ids)
+        names = given.to(torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the group ids are no whole numbers: {error}.") from error
+    if not torch.equal(names.to(given.dtype), given):
+        wrong = given[names.to(given.dtype) != given][0].item()
+        raise ConfigError(
+            f"{wrong} is a group id; a group is a whole number, and 1.33 and 1.78 would be one.",
+            hint="Number the groups: torch.unique(ids, return_inverse=True)[1].",
+        )
+    return names
 
 
 def _plan(order: Tensor, groups: Tensor, sizes: list[int], batch_size: int, drop_last: bool) -> Tensor:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from resiliency.data._compat import has_unsaved_buffer
+from resiliency.data.optimizer_steps import StepListener
 from resiliency.data.progress import check_whole
 from resiliency.data.resumable import world_of
 from resiliency.data.worker_states import Reader, Tag, TaggingCollate, WorkerStart, WorkerState
@@ -346,7 +347,7 @@ class _Loop(Generic[T]):
 
     def __init__(self, data: ResumableIterable[T], optimizer: Optimizer | None) -> None:
         self._data = data
-        self._hook = optimizer.register_step_post_hook(self._stepped) if optimizer is not None else None
+        self._hook = StepListener(optimizer, self._stepped) if optimizer is not None else None
         self.was_left = False
         self.has_ended = False
 

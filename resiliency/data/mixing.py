@@ -11,13 +11,15 @@ ranks and workers goes on from any position.
     sampler = MixedSampler(mixture)
     loader = DataLoader(mixture, batch_size=32, sampler=sampler, num_workers=4)
 
-Memory: one block, and one order for each source, in constant memory (`EpochOrder` of kind ``computed``).
+Memory: the blocks of one batch. The orders of the sources are computed where they are looked at (`EpochOrder`
+of kind ``computed``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from fractions import Fraction
 from numbers import Rational
 from typing import Generic, Protocol, TypeVar
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from resiliency.data.global_batch import GlobalBatch
-from resiliency.data.order import EpochOrder, sample_seed
+from resiliency.data.order import EpochOrder, indexes_of_epochs, sample_seed
 from resiliency.data.progress import Progress, check_seed, check_whole
 from resiliency.data.samplers import InterruptableDistributedSampler
 from resiliency.errors import ConfigError
@@ -87,8 +89,7 @@ class MixedDataset(Dataset[T], Generic[T]):
         self.parts = _parts(weights, block)
         self.block = sum(self.parts.values())
         self._counts = torch.tensor(list(self.parts.values()))
-        self._orders: list[EpochOrder | None] = [None] * len(self._sources)
-        self._planned: tuple[int, Tensor, Tensor] | None = None
+        self._planned: tuple[Tensor, Tensor, Tensor] | None = None
         held = (
             f"{name} {part} (of {size} samples)"
             for (name, part), size in zip(self.parts.items(), self._sizes, strict=True)
@@ -123,7 +124,8 @@ class MixedDataset(Dataset[T], Generic[T]):
         """How many of the first so many samples are from each source."""
         blocks, rest = divmod(check_whole("samples", samples), self.block)
         found = blocks * self._counts
-        found += torch.bincount(self._plan(blocks)[0][:rest], minlength=len(self.parts))
+        last = torch.arange(blocks * self.block, blocks * self.block + rest)
+        found += torch.bincount(self._places(last)[0], minlength=len(self.parts))
         return dict(zip(self.parts, found.tolist(), strict=True))
 
     def _places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,41 +134,43 @@ class MixedDataset(Dataset[T], Generic[T]):
             raise IndexError(f"a mixture has no position {int(positions.min())}")
         sources, numbers = torch.empty_like(positions), torch.empty_like(positions)
         blocks = positions // self.block
-        for block in _distinct(blocks):
-            here = blocks == block
-            of_source, number = self._plan(block)
-            at = positions[here] - block * self.block
-            sources[here] = of_source[at]
-            numbers[here] = number[at] + block * self._counts[of_source[at]]
+        distinct = torch.unique(blocks)
+        for planned in distinct.split(max(1, _BLOCKS[-1] // self.block)):
+            here = (blocks >= planned[0]) & (blocks <= planned[-1]) if len(planned) < len(distinct) else ...
+            plan, of_source, number = self._plan(planned)
+            line, at = torch.searchsorted(plan, blocks[here]), positions[here] % self.block
+            sources[here] = of_source[line, at]
+            numbers[here] = number[line, at] + blocks[here] * self._counts[of_source[line, at]]
         return sources, numbers
 
-    def _plan(self, block: int) -> tuple[Tensor, Tensor]:
-        """Source of each position of a block, and how many of that source come before it in the block."""
-        if self._planned is None or self._planned[0] != block:
-            generator = torch.Generator().manual_seed(sample_seed(self._seed, 0, block))
-            drawn = torch.randperm(self.block, generator=generator)
+    def _plan(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Blocks that have these among them, the source of each of their positions, and how many of that
+        source come before it in the block.
+
+        Shapes: blocks (n,), ascending; returns (m,), (m, block), (m, block).
+        """
+        if self._planned is None or not bool(torch.isin(blocks, self._planned[0]).all()):
+            generator = torch.Generator()
+            drawn = torch.empty(len(blocks), self.block, dtype=torch.int64)
+            for line, block in enumerate(blocks.tolist()):
+                generator.manual_seed(sample_seed(self._seed, 0, block))
+                torch.randperm(self.block, generator=generator, out=drawn[line])
             sources = torch.repeat_interleave(torch.arange(len(self.parts)), self._counts)[drawn]
-            by_source = torch.argsort(sources, stable=True)
             before = torch.repeat_interleave(self._counts.cumsum(0) - self._counts, self._counts)
             numbers = torch.empty_like(sources)
-            numbers[by_source] = torch.arange(self.block) - before
-            self._planned = block, sources, numbers
-        return self._planned[1:]
+            in_turn = (torch.arange(self.block) - before).expand_as(sources)
+            numbers.scatter_(1, torch.argsort(sources, dim=1, stable=True), in_turn)
+            self._planned = blocks, sources, numbers
+        return self._planned
 
     def _indexes(self, source: int, numbers: Tensor) -> Tensor:
         """Which samples of a source its positions of these numbers are."""
         size = self._sizes[source]
-        epochs, found = numbers // size, torch.empty_like(numbers)
-        for epoch in _distinct(epochs):
-            order = self._orders[source]
-            if order is None or order.epoch != epoch:
-                # No stream of random numbers is that of the blocks, or of another source.
-                seed = sample_seed(self._seed, 1, source)
-                order = EpochOrder(size, epoch=epoch, seed=seed, shuffle=self._shuffle, kind="computed")
-                self._orders[source] = order
-            here = epochs == epoch
-            found[here] = order.at(numbers[here] - epoch * size)
-        return found
+        epochs, places = numbers // size, numbers % size
+        if not self._shuffle:
+            return places
+        # No stream of random numbers is that of the blocks, or of another source.
+        return indexes_of_epochs(size, sample_seed(self._seed, 1, source), epochs, places)
 
 
 class MixedSampler(InterruptableDistributedSampler):
@@ -177,6 +181,8 @@ class MixedSampler(InterruptableDistributedSampler):
     Args:
         dataset: the mixture that the loader loads.
         num_replicas, rank, drop_last, global_batch: as in `InterruptableDistributedSampler`.
+    Raises:
+        ConfigError: the dataset is no mixture.
     """
 
     dataset: MixedDataset[object]
@@ -190,15 +196,15 @@ class MixedSampler(InterruptableDistributedSampler):
         *,
         global_batch: GlobalBatch | int | None = None,
     ) -> None:
+        if not isinstance(dataset, MixedDataset):
+            raise ConfigError(
+                f"a {type(dataset).__name__} is no MixedDataset, whose positions go on beyond its length.",
+                hint="Put the mixture itself into the sampler and the loader; take subsets of its sources.",
+            )
         super().__init__(
-            dataset,
-            num_replicas,
-            rank,
-            shuffle=False,
-            drop_last=drop_last,
-            global_batch=global_batch,
-            dataset_id=dataset.identity,
+            dataset, num_replicas, rank, shuffle=False, drop_last=drop_last, global_batch=global_batch
         )
+        self._place(replace(self.progress, plan=dataset.identity))
 
     def counts(self) -> dict[str, int]:
         """How many samples of each source are in the model, over all ranks and epochs."""

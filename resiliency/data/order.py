@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -58,10 +59,6 @@ class EpochOrder:
         check_kind(kind)
         self.kind = kind
         self._permutation: Tensor | None = None
-        # Over a square-like grid of at least `size` cells: at most 2 * sqrt(size) too many.
-        self._columns = max(1, math.isqrt(max(0, size - 1)) + 1)
-        self._lines = max(1, -(-size // self._columns))
-        self._keys = [_hash(seed, epoch, number) for number in range(_ROUNDS)] if kind == "computed" else []
 
     def __len__(self) -> int:
         return self.size
@@ -80,27 +77,51 @@ class EpochOrder:
         if not self.shuffle:
             return positions
         if self.kind == "computed":
-            return self._computed(positions)
+            return _computed(self.size, positions, _keys(self.seed, self.epoch).unsqueeze(1))
         if self._permutation is None:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            seed = self.seed + self.epoch
+            generator = torch.Generator().manual_seed(seed if seed < 2**64 else seed - 2**64)
             self._permutation = torch.randperm(self.size, generator=generator)
         return self._permutation[positions]
 
-    def _computed(self, positions: Tensor) -> Tensor:
-        found = self._encrypt(positions)
-        while bool((outside := found >= self.size).any()):
-            found[outside] = self._encrypt(found[outside])
-        return found
 
-    def _encrypt(self, values: Tensor) -> Tensor:
-        """One pass of the network: a permutation of all lines x columns cells."""
-        left, right = values // self._columns, values % self._columns
-        for number, key in enumerate(self._keys):
-            if number % 2:
-                right = (right + _mix(left + key)) % self._columns
-            else:
-                left = (left + _mix(right + key)) % self._lines
-        return left * self._columns + right
+def indexes_of_epochs(size: int, seed: int, epochs: Tensor, positions: Tensor) -> Tensor:
+    """What `EpochOrder` of kind ``computed`` gives, at positions that are each of an epoch of its own.
+
+    Shapes: epochs and positions (n,) int64, positions below `size`; returns (n,) int64.
+    """
+    distinct, which = torch.unique(epochs, return_inverse=True)
+    if not len(distinct):
+        return positions
+    keys = torch.stack([_keys(seed, epoch) for epoch in distinct.tolist()], dim=1)
+    return _computed(size, positions, keys if len(distinct) == 1 else keys[:, which])
+
+
+def _computed(size: int, positions: Tensor, keys: Tensor) -> Tensor:
+    """Shapes: positions (n,), keys (rounds, n) or (rounds, 1)."""
+    found = _encrypt(size, positions, keys)
+    while bool((outside := found >= size).any()):
+        found[outside] = _encrypt(size, found[outside], keys if keys.shape[1] == 1 else keys[:, outside])
+    return found
+
+
+def _encrypt(size: int, values: Tensor, keys: Tensor) -> Tensor:
+    """One pass of the network: a permutation of all lines x columns cells."""
+    # Over a square-like grid of at least `size` cells: at most 2 * sqrt(size) too many.
+    columns = max(1, math.isqrt(max(0, size - 1)) + 1)
+    lines = max(1, -(-size // columns))
+    left, right = values // columns, values % columns
+    for number, key in enumerate(keys):
+        if number % 2:
+            right = (right + _mix(left + key)) % columns
+        else:
+            left = (left + _mix(right + key)) % lines
+    return left * columns + right
+
+
+@lru_cache(maxsize=4096)
+def _keys(seed: int, epoch: int) -> Tensor:
+    return torch.tensor([_hash(seed, epoch, number) for number in range(_ROUNDS)])
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:

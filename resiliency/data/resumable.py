@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from resiliency.data.foreign_loaders import refuse_foreign_loaders
+from resiliency.data.foreign_loaders import refuse_foreign_loaders, refuse_persisting_workers
 from resiliency.data.order import EpochOrder
 from resiliency.data.progress import Progress, check_rank, check_whole
 from resiliency.errors import ConfigError
@@ -49,6 +49,10 @@ class Loop:
         self.left = False
         self.generator_state: Tensor | None = None
 
+    def wait(self) -> None:
+        """Hold nothing of this epoch, and count a step before the next loop for what waits of another one."""
+        self.handed_out, self.ended, self.left = 0, False, True
+
     def release(self) -> None:
         """Let go of the optimizer: no step counts for this loop any more."""
 
@@ -66,6 +70,7 @@ class ResumableSampler(Sampler[Item]):
         self, dataset: Sized, progress: Progress, num_replicas: int | None, rank: int | None, drop_last: bool
     ) -> None:
         self.num_replicas, self.rank = world_of(num_replicas, rank)
+        self._asked = num_replicas, rank
         self.dataset = dataset
         self._samples = len(dataset)
         self.drop_last = drop_last
@@ -84,7 +89,9 @@ class ResumableSampler(Sampler[Item]):
         #: What a state said: epochs before it are in the model.
         self._loaded_epoch = 0
         self._loaded_finished = False
-        self._said_finished = self._said_again = False
+        self._said_finished = self._said_empty = False
+        #: The share of the dataset that the iteration before was of.
+        self._last_share: str | None = None
         #: Whether `len` is that of a whole epoch, for loops that look at it once and count by themselves.
         self.has_full_length = False
         #: A batch is with the program, and nothing will tell when it is in the model.
@@ -106,8 +113,9 @@ class ResumableSampler(Sampler[Item]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next sample is of."""
-        return self.start.epoch
+        """The epoch that the next sample is of. After a state of a finished epoch that is the next one, which
+        `set_epoch` begins."""
+        return self.start.epoch + self._loaded_finished
 
     @property
     def padding(self) -> int:
@@ -117,7 +125,7 @@ class ResumableSampler(Sampler[Item]):
     @property
     def full_length(self) -> int:
         """What `len` is at the start of this epoch on these ranks."""
-        return self._length(self.progress.at_epoch(self.epoch))
+        return self._length(self.start.at_epoch(self.epoch))
 
     def __len__(self) -> int:
         """What the iteration that began last gives this rank; before one, what is `left`. With
@@ -145,12 +153,13 @@ class ResumableSampler(Sampler[Item]):
         """Take the samples of this epoch.
 
         Raises:
-            ConfigError: another epoch is under way, or the loaded state is of a later one; the text has both
-                numbers.
+            ConfigError: another epoch is under way, or the loaded state is of a later one: the text has both
+                numbers. Or a loop was left with batches that may be in the model.
         """
         check_whole("epoch", epoch)
-        self._began = None
-        if epoch == self.epoch:
+        if self.loop is None or self.loop.left or self.loop.ended:
+            self._began = None
+        if epoch == self.start.epoch:
             return
         if epoch < self._loaded_epoch:
             raise ConfigError(
@@ -160,23 +169,31 @@ class ResumableSampler(Sampler[Item]):
                 "it again on purpose, call reset_progress() first. (A loader of accelerate or of Fabric "
                 "sets an epoch by itself, and counts from 0 after a restart: advancing() tells the former.)",
             )
+        if self._loaded_finished and epoch > self.epoch:
+            raise ConfigError(
+                f"epoch {epoch} was asked for, and the state that was loaded is of epoch "
+                f"{self.epoch - 1}, which is finished: epoch {self.epoch} would be left out.",
+                hint="Begin with `for epoch in range(sampler.epoch, epochs)`: sampler.epoch is the next one.",
+            )
+        self._refuse_doubt()
+        if self._uncounted and not self.start.position:
+            self._warn_of_uncounted()
         if self.waits_for_step:
             self._set_next_epoch(epoch)
             return
         if self.progress.position and self.left:
             raise ConfigError(
-                f"epoch {self.epoch} is at position {self.progress.position} of {self.progress.size}, and "
-                f"epoch {epoch} was asked for: {self.progress.left} positions would be left out.",
+                f"epoch {self.progress.epoch} is at position {self.progress.position} of "
+                f"{self.progress.size}, and epoch {epoch} was asked for: {self.progress.left} positions "
+                "would be left out.",
                 hint="After a restart, begin with `for epoch in range(sampler.epoch, epochs)`. To leave "
                 "out the rest on purpose (a loader with drop_last does), call finish_epoch().",
             )
         self._move_to(self.progress.at_epoch(epoch))
 
     def _set_next_epoch(self, epoch: int) -> None:
-        if self.loop is not None and self.loop.ended:  # its optimizer may make a step before the next loop
-            self.loop.handed_out, self.loop.ended, self.loop.left = 0, False, True
-        else:
-            self._let_go()
+        if self.loop is not None:
+            self.loop.wait()
         self._next_epoch = None if epoch == self.progress.epoch else self.progress.at_epoch(epoch)
 
     @contextmanager
@@ -188,8 +205,8 @@ class ResumableSampler(Sampler[Item]):
     def advance(self, count: int = 1) -> None:
         """Say that `count` more samples (batches of a batch sampler) of this rank are in the model.
 
-        After a loop of `advancing` without its optimizer that was left early: those of the batch that it
-        handed out last, or 0 if the model was not trained on it.
+        After a loop of `advancing` that was left with batches in no step, or before a step that was made
+        outside: the samples of these batches, or 0 if neither model nor gradients have any of them.
 
         Raises:
             ConfigError: that is more than this rank has left in the epoch, or a loop counts by itself.
@@ -203,8 +220,10 @@ class ResumableSampler(Sampler[Item]):
             )
         self._check_left(count)
         if self._next_epoch is not None:
-            if not count and not self.in_hand:
-                return  # what waits goes on waiting
+            if not count and not self.in_hand:  # what waits goes on waiting
+                if self.loop is not None:
+                    self.loop.wait()
+                return
             self._place(self._next_epoch)
         self._let_go()
         self._add(count)
@@ -229,21 +248,39 @@ class ResumableSampler(Sampler[Item]):
         """Count what this loop hands out, and nothing of one before it.
 
         Raises:
-            ConfigError: the epoch was handed out, and none was set since.
+            ConfigError: the epoch was handed out, and none was set since; or the loop before was left with
+                batches that may be in the model or in its gradients.
         """
         if self.loop is not None and self.loop.ended:
             raise self._finished()
-        if self.loop is not None and self.loop.left and self.loop.handed_out and not self._said_again:
-            self._said_again = True
-            log.warning(
-                "a loop over epoch %d was left with %d handed out to this rank and in no optimizer step: the "
-                "next loop hands them out again; if the model was run on them, zero their gradients first",
-                self.epoch,
-                self.loop.handed_out,
-            )
+        self._refuse_doubt()
         self._let_go()
         self.loop = loop
         self.in_hand = self._uncounted = False
+
+    def _refuse_doubt(self) -> None:
+        """Raises ConfigError: what was handed out may be in the model or in the gradients, and would be
+        handed out again, or left out."""
+        if self.in_hand:
+            raise self._in_doubt()
+        if self.loop is None or self.loop.ended or not self.loop.handed_out:
+            return
+        raise ConfigError(
+            f"{self.loop.handed_out} samples of this rank were handed out in epoch {self.start.epoch}, and "
+            "no optimizer step came after them: they would come again while the gradients may have them, or "
+            "never.",
+            hint="Leave a loop after a step, and before the next batch is asked for. Else zero the gradients "
+            "and say sampler.advance(0) when the loop is left, or sampler.advance(their samples) if they are "
+            "in the model.",
+        )
+
+    def _in_doubt(self) -> ConfigError:
+        return ConfigError(
+            "the sampler cannot tell whether the batch in hand is in the model.",
+            hint="Pass the optimizer, and make its steps inside the loop: advancing(loader, optimizer). "
+            "Else leave the loop, and say first what of the batches in hand is in the model: "
+            "sampler.advance(its samples), or advance(0).",
+        )
 
     def count_step(self) -> None:
         """All that the loop handed out is in the model."""
@@ -282,11 +319,11 @@ class ResumableSampler(Sampler[Item]):
         if self._next_epoch is not None:
             self._place(self._next_epoch)
         self._place_at_end()
-        self.in_hand = self._uncounted = False
+        self.in_hand = self._uncounted = self._loaded_finished = False
 
     def reset_progress(self) -> None:
         """Go to the start of this epoch: all its samples come again."""
-        self._move_to(self.start.at_epoch(self.epoch))
+        self._move_to(self.start.at_epoch(self.start.epoch))
         self._loaded_epoch = 0
 
     def state_dict(self) -> dict[str, int | bool | str]:
@@ -297,22 +334,20 @@ class ResumableSampler(Sampler[Item]):
                 left with one: it may be in the model or not.
         """
         if self.in_hand:
-            raise ConfigError(
-                "the sampler cannot tell whether the batch in hand is in the model.",
-                hint="Pass the optimizer, and make its steps inside the loop: advancing(loader, optimizer). "
-                "Else save when the loop has ended by itself, or leave it and say first what of its last "
-                "batches is in the model: sampler.advance(its samples), or advance(0).",
-            )
+            raise self._in_doubt()
         if self._uncounted:
-            self._uncounted = False
-            log.warning(
-                "the state of the sampler says position %d of epoch %d, and nothing counts what an iteration "
-                "gave since: if the model was trained on it, a restart will train on it again; loop over "
-                "advancing(loader, optimizer), or call sampler.advance(its samples) after each step",
-                self.progress.position,
-                self.progress.epoch,
-            )
+            self._warn_of_uncounted()
         return self.progress.to_state()
+
+    def _warn_of_uncounted(self) -> None:
+        self._uncounted = False
+        log.warning(
+            "the sampler is at position %d of epoch %d, and nothing counts what an iteration gave since: if "
+            "the model was trained on it, a restart will train on it again; loop over advancing(loader, "
+            "optimizer), or call sampler.advance(its samples) after each step",
+            self.progress.position,
+            self.progress.epoch,
+        )
 
     def load_state_dict(self, state: Mapping[str, object], *, world_size: int | None = None) -> None:
         """Go on from a state that any rank of any world size saved.
@@ -351,10 +386,14 @@ class ResumableSampler(Sampler[Item]):
         """Where an iteration that begins now starts; None where nothing is left in the epoch.
 
         Raises:
-            ConfigError: this program has finished the epoch (a loop that sets none would train on nothing),
-                or a loader of another library deals or counts by itself.
+            ConfigError: this program has finished the epoch (a loop that sets none would train on nothing), a
+                loader of another library deals or counts by itself, a loop before was left with batches that
+                may be in the model, or the process group is another one than that of the constructor.
         """
         start = self.start
+        self._check_group()
+        if self.loop is not None and self.loop.left:
+            self._refuse_doubt()
         refuse_foreign_loaders(at_start=not start.position)
         if self.loop is not None and self.loop.generator_state is not None:
             torch.set_rng_state(self.loop.generator_state)
@@ -369,16 +408,29 @@ class ResumableSampler(Sampler[Item]):
             if not self._said_finished:
                 self._said_finished = True
                 log.warning(
-                    "epoch %d was finished when it was saved: nothing is left in it for these ranks",
+                    "epoch %d was finished when it was saved: nothing is left in it for these ranks; begin "
+                    "with epoch %d, as `for epoch in range(sampler.epoch, epochs)` does",
+                    start.epoch,
                     self.epoch,
                 )
             return None
+        if start.size and not self._length(start) and not self._said_empty:
+            self._said_empty = True
+            log.warning(
+                "an epoch of %d gives %d ranks nothing: with drop_last it is less than one for each, or than "
+                "a global batch",
+                start.size,
+                self.num_replicas,
+            )
         self._began = start = self._in_share(start)
-        self._uncounted = self.loop is None or self.loop.left
+        self._uncounted = (self.loop is None or self.loop.left) and self._length(start) > 0
         return start
 
     def _in_share(self, start: Progress) -> Progress:
         share = getattr(self.dataset, "share_id", "")
+        if self._last_share not in (None, share):
+            refuse_persisting_workers()
+        self._last_share = share
         if share == start.share:
             return start
         if start.position:
@@ -395,10 +447,23 @@ class ResumableSampler(Sampler[Item]):
             self._next_epoch = start
         return start
 
+    def _check_group(self) -> None:
+        if None not in self._asked or not (dist.is_available() and dist.is_initialized()):
+            return
+        here = world_of(*self._asked)
+        if here != (self.num_replicas, self.rank):
+            raise ConfigError(
+                f"the sampler was made for rank {self.rank} of {self.num_replicas}, and the process group "
+                f"says rank {here[1]} of {here[0]}.",
+                hint="Construct the sampler after init_process_group, or pass num_replicas and rank; a state "
+                "goes on with any number of ranks.",
+            )
+
     def _finished(self) -> ConfigError:
+        epoch = self.start.epoch
         return ConfigError(
-            f"epoch {self.epoch} is finished.",
-            hint=f"Call set_epoch({self.epoch + 1}), or reset_progress() to take its samples again.",
+            f"epoch {epoch} is finished.",
+            hint=f"Call set_epoch({epoch + 1}), or reset_progress() to take its samples again.",
         )
 
     def _length(self, progress: Progress) -> int:
@@ -415,8 +480,8 @@ class ResumableSampler(Sampler[Item]):
 
     def _too_far(self, count: int, left: int) -> ConfigError:
         return ConfigError(
-            f"advance({count}) on rank {self.rank} in epoch {self.epoch}, where {left} are left for this "
-            "rank.",
+            f"advance({count}) on rank {self.rank} in epoch {self.start.epoch}, where {left} are left for "
+            "this rank.",
             hint="The last batch may be short: advance by the samples that it has, or use advancing().",
         )
 

@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 
 from resiliency.data.global_batch import GlobalBatch, MicroBatch
 from resiliency.data.order import EpochOrder
-from resiliency.data.progress import Progress
+from resiliency.data.progress import Progress, check_whole
 from resiliency.data.resumable import ResumableSampler
 from resiliency.errors import ConfigError
 
@@ -73,15 +73,20 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
     ) -> None:
         progress = Progress(size=len(dataset), seed=seed, shuffle=shuffle, kind=kind, dataset=dataset_id)
         super().__init__(dataset, progress, num_replicas, rank, drop_last)
-        self.global_batch = GlobalBatch(global_batch) if isinstance(global_batch, int) else global_batch
+        if global_batch is not None and not isinstance(global_batch, GlobalBatch):
+            global_batch = GlobalBatch(check_whole("the global batch", global_batch))
+        self.global_batch = global_batch
         #: Samples of this rank that were advanced in a row, which counts when it is whole.
         self._in_row = 0
 
     def __iter__(self) -> Iterator[int]:
         if self.global_batch is not None:
-            for indexes in self.micro_batches():
-                yield from indexes
-            return
+            raise ConfigError(
+                "the sampler has a global batch: taken one by one its samples are in no micro-batch, and "
+                "those of weight 0 are repeated.",
+                hint="Pass batch_sampler=sampler.micro_batches() to the loader, and loop over "
+                "advancing_steps(loader, optimizer).",
+            )
         start = self.begin_iteration()
         if start is None:
             return
@@ -97,6 +102,9 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
 
     def micro_batches(self) -> MicroBatchSampler:
         """The same samples in micro-batches of `global_batch`, as a ``batch_sampler`` for a DataLoader.
+
+        A loop over the loader itself has no weights: it takes those of `GlobalBatch.micro_batches` for each
+        row, and leaves out what has weight 0. `advancing_steps` does that.
 
         Raises:
             ConfigError: there is no `global_batch`.
@@ -155,7 +163,7 @@ class InterruptableDistributedSampler(ResumableSampler[int]):
 
     def _row_samples(self, row: int) -> int:
         assert self.global_batch is not None
-        return sum(m.samples for m in self.global_batch.micro_batches(self.rank, self.num_replicas, row))
+        return self.global_batch.run_samples(self.rank, self.num_replicas, row)
 
     def _length(self, progress: Progress) -> int:
         if self.global_batch is None:
@@ -255,10 +263,10 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Micro-batches of this rank that the iteration that began last gives, as `len` of the sampler."""
-        batch, me = self.sampler.global_batch, (self.sampler.rank, self.sampler.num_replicas)
+        batch, world_size = self.sampler.global_batch, self.sampler.num_replicas
         assert batch is not None
         rows = self.sampler.row_sizes(self.sampler.length_from)
-        return sum(count * len(batch.micro_batches(*me, row)) for row, count in rows)
+        return sum(count * batch.micro_count(world_size, row) for row, count in rows)
 
 
 def indexes_at(order: EpochOrder, positions: range) -> list[int]:

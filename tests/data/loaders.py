@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from resiliency.data import InterruptableDistributedSampler
+from resiliency.data import InterruptableDistributedSampler, optimizer_steps
 
 SIZE = 22
 
@@ -48,3 +48,8 @@ def join_feeders() -> None:
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
             thread.join(60)
+
+
+def listener_count(optimizer: torch.optim.Optimizer) -> int:
+    """Loops that a step of the optimizer counts for."""
+    return len(optimizer_steps._LISTENERS.get(optimizer, ()))

@@ -87,6 +87,8 @@ class History:
         self.by_hand = r.random() < 0.15
         #: The loop counts without its optimizer: a batch is in the model when the next one is asked for.
         self.alone = not self.by_hand and r.random() < 0.1
+        #: The loop takes as many batches as the loader has, and never asks whether there are more.
+        self.is_counted = r.random() < 0.3
         self.skips = r.choice([0.0, 0.0, 0.3])
         self.workers = 2 if seed % 10 == 7 else 0
         self.persistent = self.workers > 0 and r.random() < 0.5
@@ -183,7 +185,7 @@ class History:
             torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, fused=True) for _ in ranks
         ]
         loaders = [self.loader(sampler) for sampler in ranks]
-        if ranks[0].epoch and self.chance("began with epoch 0 again", 0.2):
+        if ranks[0].progress.epoch and self.chance("began with epoch 0 again", 0.2):
             for sampler in ranks:
                 refused(sampler.set_epoch, 0, text="would be trained on again")
         while True:
@@ -226,7 +228,15 @@ class History:
         told = [None] * len(ranks) if self.alone else optimizers
         iterators = [self.batches(*pair) for pair in zip(loaders, told, strict=True)]
         taken, length = 0, 0
-        for number, found in enumerate(zip(*iterators, strict=True), 1):
+        together: Any = enumerate(zip(*iterators, strict=True), 1)
+        if self.is_counted and self.kind != "rows":
+            for sampler in ranks:
+                sampler.set_epoch(epoch)  # `len` is of what is left
+            together = zip(range(1, len(loaders[0]) + 1), zip(*iterators, strict=True), strict=False)
+        for number, found in together:
+            if number == 1 and not self.by_hand:  # a hook of the program, after that of the loop
+                for optimizer in optimizers:
+                    optimizer.register_step_post_hook(lambda *_: None)
             for rank, (units, count, _) in enumerate(found):
                 self.trained.backward(epoch, rank, units, count)
             assert {count for _, _, count in found} == {found[0][2]}
@@ -255,9 +265,15 @@ class History:
                     raise Killed
             if self.random_numbers or not self.random.random() < events:
                 continue
-            self.leave(ranks, optimizers, iterators, carried)
-            return bool(ranks[0].left)
+            self.leave(ranks, optimizers, loaders, iterators, carried, whole=taken == length)
+            return bool(ranks[0].left) and not ranks[0].waits_for_step
         assert taken == length or not taken, "the loader gave another number of batches than its length"
+        if self.alone and ranks[0].in_hand:  # the loop never asked for more
+            for iterator in iterators:
+                iterator.close()
+            for sampler, (_, count, _) in zip(ranks, found, strict=True):
+                refused(sampler.set_epoch, epoch + 1, text="cannot tell whether the batch in hand")
+                sampler.advance(count)
         if self.by_hand or (self.flush == "after" and self.trained.gradients):
             self.step(ranks, optimizers, skip=0.0)
         if self.by_hand:
@@ -265,7 +281,16 @@ class History:
                 sampler.finish_epoch()  # what the loader dropped
         return False
 
-    def leave(self, ranks: list[Any], optimizers: list[Any], iterators: list[Any], carried: bool) -> None:
+    def leave(
+        self,
+        ranks: list[Any],
+        optimizers: list[Any],
+        loaders: list[Any],
+        iterators: list[Any],
+        carried: bool,
+        *,
+        whole: bool,
+    ) -> None:
         if self.random.random() < 0.3 or (carried and any(e for e, _ in self.trained.gradients)):
             self.go_back(ranks)  # without a word to the loops
             if not self.by_hand:
@@ -274,16 +299,35 @@ class History:
             raise RolledBack
         for iterator in iterators:
             iterator.close()
+        counts = list(self.trained.counts)
         if self.trained.gradients and self.chance("a step after the loop was left", 0.5):
-            counts = list(self.trained.counts)
             self.step(ranks, optimizers, skip=0.0)
-            if not self.by_hand:
-                for sampler, count in zip(ranks, counts, strict=True):
-                    refused(sampler.state_dict, text="cannot tell whether the batch in hand")
-                    sampler.advance(count)
+            if self.by_hand or whole:
+                return
+            for sampler, count, loader, optimizer in zip(ranks, counts, loaders, optimizers, strict=True):
+                refused(sampler.state_dict, text="cannot tell whether the batch in hand")
+                self.go_on_without_a_word(sampler, loader, optimizer, text="cannot tell whether the batch")
+                sampler.advance(count)
             return
         self.happened["left"] += 1
+        if whole and not self.by_hand and self.trained.gradients and self.random.random() < 0.5:
+            return  # they wait for a step
+        if self.trained.gradients and not self.by_hand:
+            for sampler, loader, optimizer in zip(ranks, loaders, optimizers, strict=True):
+                if not whole:
+                    self.go_on_without_a_word(sampler, loader, optimizer, text="no optimizer step came after")
+                sampler.advance(0)
         self.trained.zero_grad()
+
+    def go_on_without_a_word(self, sampler: Any, loader: Any, optimizer: Any, *, text: str) -> None:
+        """Another loop, or another epoch, would take samples again or leave them out."""
+        how = self.random.randrange(3)
+        if how == 0:
+            refused(sampler.set_epoch, sampler.epoch + 1, text=text)
+        elif how == 1:
+            refused(next, iter(loader), text=text)
+        else:
+            refused(next, self.batches(loader, optimizer), text=text)
 
     def leave_in_hand(self, ranks: list[Any], iterators: list[Any]) -> None:
         for iterator in iterators:

@@ -151,3 +151,14 @@ def test_group_ids_that_do_not_fit_the_dataset_are_refused() -> None:
         InterruptableDistributedGroupedBatchSampler(range(4), [0, 1, 0], 2, 1, 0)
     with pytest.raises(ConfigError, match="batch_size is 0"):
         InterruptableDistributedGroupedBatchSampler(range(1), [0], 0, 1, 0)
+
+
+def test_group_ids_that_are_no_whole_numbers_are_refused_and_not_cut() -> None:
+    ratios = [1.33, 1.78] * 3
+    for wrong in (ratios, torch.tensor(ratios)):
+        with pytest.raises(ConfigError, match=r"1\.3\d* is a group id; a group is a whole number"):
+            InterruptableDistributedGroupedBatchSampler(range(6), wrong, 3, 1, 0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the group ids are no whole numbers"):
+        InterruptableDistributedGroupedBatchSampler(range(2), ["wide", "tall"], 3, 1, 0)  # type: ignore[list-item]
+    whole = InterruptableDistributedGroupedBatchSampler(range(6), [1.0, 2.0] * 3, 3, 1, 0)  # type: ignore[list-item]
+    assert sorted(map(sorted, whole)) == [[0, 2, 4], [1, 3, 5]]

@@ -16,11 +16,12 @@ from resiliency.data import (
     GlobalBatch,
     InterruptableDistributedGroupedBatchSampler,
     InterruptableDistributedSampler,
+    ResumableIterable,
     advancing,
     advancing_steps,
 )
 from resiliency.errors import ConfigError
-from tests.data.loaders import SIZE, Numbers, an_optimizer, loader_of
+from tests.data.loaders import SIZE, Numbers, an_optimizer, listener_count, loader_of
 
 Loader = DataLoader[Any]
 
@@ -137,7 +138,7 @@ def test_what_waits_counts_with_a_step_after_the_loop_and_before_the_next_one() 
         if epoch == 0:
             optimizer.step()  # of the rest, as many loops have it
             assert sampler.state_dict() == plain().state_dict() | {"position": SIZE}
-            assert not optimizer._optimizer_step_post_hooks
+            assert listener_count(optimizer) == 0
         if epoch == 1:
             sampler.set_epoch(2)
             assert (sampler.state_dict()["epoch"], sampler.epoch, len(loader)) == (1, 2, 5)
@@ -173,9 +174,12 @@ def test_an_epoch_that_waits_can_be_followed_by_one_that_is_left_early() -> None
     for _ in advancing(loader_of(sampler), optimizer):
         pass
     sampler.set_epoch(1)
-    for _ in advancing(loader_of(sampler), optimizer):
+    for batch in advancing(loader_of(sampler), optimizer):
+        first = batch.tolist()
         break
-    first = next(advancing(loader_of(sampler), optimizer)).tolist()
+    with pytest.raises(ConfigError, match="4 samples of this rank were handed out in epoch 1"):
+        sampler.set_epoch(2)  # the rest of epoch 1 would be left out
+    sampler.advance(0)  # it was not trained on; what waits goes on waiting
     sampler.set_epoch(1)
     batches = advancing(loader_of(sampler), optimizer)
     assert next(batches).tolist() == first
@@ -191,7 +195,16 @@ def test_a_state_of_a_loop_that_nothing_counts_is_told_once(caplog: pytest.LogCa
         for _ in loader_of(sampler):  # advancing was forgotten
             assert sampler.state_dict()["position"] == 0
     told = [message.partition(",")[0] for message in caplog.messages]
-    assert told == [f"the state of the sampler says position 0 of epoch {epoch}" for epoch in range(2)]
+    assert told == [f"the sampler is at position 0 of epoch {epoch}" for epoch in range(2)]
+    caplog.clear()
+    for epoch in (2, 3):  # not saved at all
+        sampler.set_epoch(epoch)
+        for _ in loader_of(sampler):
+            pass
+    sampler.set_epoch(1)
+    assert [message.partition(",")[0] for message in caplog.messages] == [
+        f"the sampler is at position 0 of epoch {epoch}" for epoch in (2, 3)
+    ]
     caplog.clear()
     sampler.reset_progress()
     for batch in loader_of(sampler):
@@ -229,6 +242,7 @@ def test_a_loop_whose_sampler_was_moved_is_refused_at_its_next_batch() -> None:
         sampler.reset_progress()
         batches = advancing(loader_of(sampler), optimizer)
         next(batches)
+        optimizer.step()
         move()
         with pytest.raises(ConfigError, match="the position of the sampler was set while this loop"):
             next(batches)
@@ -241,6 +255,7 @@ def test_advance_inside_a_loop_that_counts_is_refused() -> None:
             with pytest.raises(ConfigError, match="inside a loop that counts by itself"):
                 sampler.advance(4)
             break
+        sampler.advance(0)
     assert sampler.progress.position == 0
 
 
@@ -253,7 +268,7 @@ def test_a_zip_of_two_loaders_counts_both_and_leaves_what_the_longer_one_has() -
     short.set_epoch(1)
     with pytest.raises(ConfigError, match="10 positions would be left out"):
         long.set_epoch(1)
-    assert not optimizer._optimizer_step_post_hooks
+    assert listener_count(optimizer) == 0
 
 
 def test_validation_between_and_a_loader_that_is_made_for_each_part_change_nothing() -> None:
@@ -281,22 +296,112 @@ def test_a_loop_that_is_left_goes_on_with_the_persistent_workers_of_its_loader()
                 break  # with a batch in hand that was not trained on
             seen += batch.tolist()
             optimizer.step()
+        sampler.advance(0)
     assert Counter(seen) == Counter(range(SIZE))
     assert sampler.progress.finished
 
 
-def test_what_a_loop_that_was_left_had_in_no_step_is_told_once_as_it_comes_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("then", ["advancing", "plain", "set_epoch"])
+def test_what_a_loop_that_was_left_had_in_no_step_is_refused_until_it_is_said(then: str) -> None:
     sampler, optimizer = plain(), an_optimizer()
-    for _ in range(2):
-        for number, _ in enumerate(advancing(loader_of(sampler), optimizer), 1):
-            if number == 2:
-                break  # with the gradients of two batches
-    assert next(advancing(loader_of(sampler), optimizer)).tolist() == list(plain())[:4]
-    told = [message for message in caplog.messages if "hands them out again" in message]
-    assert len(told) == 1
-    assert "left with 8 handed out to this rank and in no optimizer step" in told[0]
+    for number, _ in enumerate(advancing(loader_of(sampler), optimizer), 1):
+        if number == 2:
+            break  # with the gradients of two batches
+    ways: dict[str, Callable[[], object]] = {
+        "advancing": lambda: next(advancing(loader_of(sampler), optimizer)),
+        "plain": lambda: next(iter(loader_of(sampler))),
+        "set_epoch": lambda: sampler.set_epoch(1),
+    }
+    with pytest.raises(ConfigError, match=r"8 samples .* no optimizer step came after.*sampler.advance\(0\)"):
+        ways[then]()
+    optimizer.step()
+    with pytest.raises(ConfigError, match="cannot tell whether the batch in hand"):
+        ways[then]()
+    sampler.advance(8)
+    assert next(advancing(loader_of(sampler), optimizer)).tolist() == list(plain())[8:12]
+
+
+def test_a_step_after_each_slice_of_batches_is_refused_at_the_second_slice() -> None:
+    sampler, optimizer = plain(), an_optimizer()
+    for _ in islice(advancing(loader_of(sampler), optimizer), 2):
+        pass
+    optimizer.step()
+    with pytest.raises(ConfigError, match="cannot tell whether the batch in hand"):
+        next(islice(advancing(loader_of(sampler), optimizer), 2))
+
+
+@pytest.mark.parametrize("order", ["two samplers", "a hook of the program", "an iterable that waits"])
+def test_a_loop_that_lets_go_within_a_step_disturbs_no_other_hook(order: str) -> None:
+    optimizer, other = an_optimizer(), plain()
+    called = list[str]()
+    if order == "an iterable that waits":
+        waiting: Any = ResumableIterable(StreamWithState())
+        loader = DataLoader(waiting, batch_size=4)
+    else:
+        waiting = plain()
+        loader = loader_of(waiting)
+    for _ in advancing(loader, optimizer):
+        pass  # all of it waits for a step
+    if order == "two samplers":
+        for _ in advancing(loader_of(other), optimizer):
+            optimizer.step()
+        assert other.progress.finished
+    else:
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        optimizer.step()
+        assert called == ["after"]
+    assert listener_count(optimizer) == 0
+    assert order == "an iterable that waits" or waiting.progress.finished
+
+
+def carried(loops: Callable[[Any, Any], Iterator[Any]], *, flush: bool) -> list[int]:
+    """Positions of two samplers after each of two epochs of six batches, with a step after every four."""
+    samplers, optimizer = (plain(), plain(seed=1)), an_optimizer()
+    positions, number = [], 0
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for _ in loops(samplers, optimizer):
+            number += 1
+            if number % 4 == 0:
+                optimizer.step()
+        if flush:
+            optimizer.step()
+        positions += [sampler.state_dict()["position"] for sampler in samplers]
+    return positions
+
+
+def zipped(samplers: Any, optimizer: Any) -> Iterator[Any]:
+    return zip(*(advancing(loader_of(sampler), optimizer) for sampler in samplers), strict=False)
+
+
+def counted(samplers: Any, optimizer: Any) -> Iterator[Any]:
+    loaders = [advancing(loader_of(sampler), optimizer) for sampler in samplers]
+    return zip(range(6), *loaders, strict=False)
+
+
+def by_next(samplers: Any, optimizer: Any) -> Iterator[Any]:
+    # As variables of a script, they are closed when those of the next epoch take their place.
+    samplers[0].kept = [advancing(loader_of(sampler), optimizer) for sampler in samplers]
+    for _ in range(6):
+        yield [next(loader) for loader in samplers[0].kept]
+
+
+@pytest.mark.parametrize("loops", [zipped, counted, by_next])
+def test_a_loop_that_never_asks_for_the_end_finishes_the_epoch(loops: Any) -> None:
+    assert carried(loops, flush=True) == [SIZE] * 4
+    assert carried(loops, flush=False) == [16, 16, SIZE, SIZE]  # 12 batches are three steps
+
+
+def test_a_zip_of_samplers_without_an_optimizer_is_refused_at_the_next_epoch() -> None:
+    first, second = plain(), plain(seed=1)
+    for _ in zip(advancing(loader_of(first)), advancing(loader_of(second)), strict=False):
+        pass
+    first.set_epoch(1)
+    with pytest.raises(ConfigError, match="cannot tell whether the batch in hand"):
+        second.set_epoch(1)
+    second.advance(2)
+    second.set_epoch(1)
 
 
 def test_of_two_optimizers_the_one_that_was_passed_counts() -> None:
@@ -317,6 +422,54 @@ def test_what_is_no_optimizer_of_torch_is_refused_with_what_to_do() -> None:
     ):
         with pytest.raises(ConfigError, match=r"does not tell when it makes a step\..*sampler.advance"):
             next(advancing(loader_of(plain()), wrong))  # type: ignore[arg-type]
+
+
+class Twice(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loader_that_gives_more_than_its_sampler_has_is_refused(drop_last: bool) -> None:
+    sampler, optimizer = plain(), an_optimizer()
+    loader = Twice(Numbers(), batch_size=4, sampler=sampler, drop_last=drop_last)
+    batches = advancing(loader, optimizer)
+    for _ in range(5 if drop_last else 6):
+        next(batches)
+        optimizer.step()
+    with pytest.raises(ConfigError, match="gave another batch after the last one of its sampler"):
+        next(batches)
+
+
+def test_a_loader_that_ends_with_less_than_a_batch_left_does_not_finish_the_epoch() -> None:
+    class Short(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return islice(super().__iter__(), 5)
+
+    sampler, optimizer = plain(), an_optimizer()
+    for _ in advancing(Short(Numbers(), batch_size=4, sampler=sampler), optimizer):
+        optimizer.step()
+    assert sampler.state_dict()["position"] == 20
+    with pytest.raises(ConfigError, match="2 positions would be left out"):
+        sampler.set_epoch(1)
+
+
+class StreamWithState(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < SIZE:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
 
 
 class Stream(IterableDataset[int]):

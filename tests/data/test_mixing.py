@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from resiliency.data import GlobalBatch, MixedDataset, MixedSampler, advancing
+from resiliency.data import (
+    GlobalBatch,
+    InterruptableDistributedSampler,
+    MixedDataset,
+    MixedSampler,
+    advancing,
+)
 from resiliency.errors import ConfigError
 
 
@@ -81,7 +87,7 @@ def test_any_history_of_resizes_takes_each_position_of_three_epochs_in_its_step(
             if state is not None:
                 sampler.load_state_dict(state)
             if sampler.progress.finished:
-                sampler.set_epoch(sampler.epoch + 1)
+                sampler.set_epoch(sampler.epoch)  # the next one, after a finished state
         assert ranks[0].counts() == {"a": 0, "b": 0} | Counter(name for name, _ in seen)
         loaded = [iter(DataLoader(mixed, batch_sampler=s.micro_batches(), collate_fn=list)) for s in ranks]
         for _ in range(data.draw(st.integers(1, 9))):
@@ -169,3 +175,26 @@ def test_a_mixture_of_nothing_and_an_empty_source_are_refused() -> None:
         MixedDataset({"a": ([], 1)}, samples=1)
     with pytest.raises(IndexError, match="no position -1"):
         mixture(a=1)[-1]
+
+
+def test_positions_of_many_blocks_and_passes_at_once_are_those_found_one_by_one() -> None:
+    many = [*range(3, 3 + 64 * 40, 64), 4, 3, 2**40]
+    mixed = mixture(a=7, b=3)
+    assert mixed.__getitems__(many) == [mixture(a=7, b=3)[position] for position in many]
+    large = MixedDataset({"a": (Named("a", 5), 1), "b": (Named("b", 9), 1)}, samples=9, block=60_000)
+    far = [0, 59_999, 60_000, 180_000, 60_001]  # more blocks than are planned in one go
+    assert large.__getitems__(far) == [large[position] for position in far]
+
+
+def test_a_state_of_a_mixture_and_one_of_a_plain_sampler_are_not_mistaken() -> None:
+    mixed = MixedSampler(mixture(a=7, b=3), 1, 0)
+    plain = InterruptableDistributedSampler(range(60), 1, 0, shuffle=False)
+    for sampler, other in ((mixed, plain), (plain, mixed)):
+        with pytest.raises(ConfigError, match=r"plan .*mixture in blocks of 10"):
+            sampler.load_state_dict(other.state_dict())
+
+
+def test_a_subset_of_a_mixture_is_refused() -> None:
+    subset: Any = torch.utils.data.Subset(mixture(a=7, b=3), [1, 2])
+    with pytest.raises(ConfigError, match="a Subset is no MixedDataset"):
+        MixedSampler(subset, 1, 0)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resiliency.data import EpochOrder, sample_seed
+from resiliency.data.order import indexes_of_epochs
 from resiliency.errors import ConfigError
 
 
@@ -99,3 +100,13 @@ def test_an_unknown_kind_and_a_negative_size_are_refused_by_name() -> None:
         EpochOrder(3, kind="random")
     with pytest.raises(ConfigError, match="size is -1"):
         EpochOrder(-1)
+
+
+def test_positions_of_many_epochs_at_once_are_those_of_each_order() -> None:
+    epochs, positions = torch.arange(40) % 7, torch.arange(40) * 5 % 11
+    for size in (11, 12, 1000):
+        found = indexes_of_epochs(size, 3, epochs, positions).tolist()
+        assert found == [
+            EpochOrder(size, epoch=epoch, seed=3, kind="computed")[position]
+            for epoch, position in zip(epochs.tolist(), positions.tolist(), strict=True)
+        ]

@@ -153,3 +153,21 @@ def test_a_ramp_that_does_not_reach_the_global_batch_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         GlobalBatch(8, ramp_up=RampUp(start, increment, 100))
+
+
+@given(ramps, st.integers(1, 9), st.integers(1, 40))
+def test_what_a_rank_runs_is_counted_without_its_micro_batches(
+    batch: GlobalBatch, world: int, row: int
+) -> None:
+    for rank in range(world):
+        parts = batch.micro_batches(rank, world, row)
+        assert batch.run_samples(rank, world, row) == sum(part.samples for part in parts)
+        assert batch.micro_count(world, row) == len(parts)
+
+
+def test_the_length_of_a_long_ramp_builds_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = GlobalBatch(4096, 4, RampUp(64, 64, 1_000_000))
+    sampler = InterruptableDistributedSampler(range(2_000_000), 8, 0, global_batch=batch)
+    monkeypatch.delattr(GlobalBatch, "micro_batches")
+    assert sampler.left >= len(sampler.micro_batches()) >= 2_000_000 // 8 // 4
+    sampler.advance(8)

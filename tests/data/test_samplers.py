@@ -8,14 +8,18 @@ import io
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, DistributedSampler
 
 from resiliency import data
 from resiliency.data import (
+    EpochOrder,
     GlobalBatch,
     InterruptableDistributedSampler,
     InterruptableSampler,
@@ -331,7 +335,7 @@ def test_an_epoch_before_that_of_the_loaded_state_is_refused_with_both_numbers()
         resumed.load_state_dict(sampler.state_dict() | {"position": position})
         with pytest.raises(ConfigError, match=r"epoch 0 was asked for, and the state .* is of epoch 2"):
             resumed.set_epoch(0)  # as `for epoch in range(epochs)` does after a restart
-        assert resumed.epoch == 2
+        assert resumed.epoch == (3 if position else 2)  # the epoch that the next sample is of
     resumed.reset_progress()
     resumed.set_epoch(0)
     assert sorted(resumed) == list(range(20))
@@ -366,11 +370,39 @@ def test_a_finished_epoch_that_is_loaded_gives_nothing_and_says_so_once(
     resumed = InterruptableDistributedSampler(range(6), 2, 0)
     resumed.load_state_dict(sampler.state_dict())
     assert [list(resumed), list(resumed)] == [[], []]
-    assert caplog.messages == [
-        "epoch 0 was finished when it was saved: nothing is left in it for these ranks"
-    ]
+    (message,) = caplog.messages
+    assert message.startswith("epoch 0 was finished when it was saved: nothing is left in it")
+    assert "begin with epoch 1" in message
     resumed.set_epoch(1)
     assert len(list(resumed)) == 3
+
+
+def test_a_restart_from_an_epochs_end_begins_with_the_next_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = InterruptableDistributedSampler(range(6), 1, 0)
+    sampler.advance(6)
+    resumed = InterruptableDistributedSampler(range(6), 1, 0)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.state_dict() == sampler.state_dict()
+    with pytest.raises(ConfigError, match="epoch 1 would be left out"):
+        resumed.set_epoch(2)
+    taken = {}
+    for epoch in range(resumed.epoch, 3):  # scheduler, validation and save of epoch 0 are not run twice
+        resumed.set_epoch(epoch)
+        taken[epoch] = list(resumed)
+        resumed.advance(6)
+        assert (resumed.epoch, resumed.state_dict()["epoch"]) == (epoch, epoch)
+    assert [sorted(taken[epoch]) for epoch in (1, 2)] == [list(range(6))] * 2
+    assert caplog.messages == []
+
+
+def test_an_epoch_that_gives_these_ranks_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = InterruptableDistributedSampler(range(5), 7, 3, drop_last=True)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == []
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "an epoch of 5 gives 7 ranks nothing"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -385,12 +417,14 @@ def test_an_epoch_whose_rest_drop_last_leaves_out_is_finished_where_it_is_loaded
         sampler.load_state_dict(one.state_dict())
         # As a framework that owns the loop: nothing comes, so nothing is advanced.
         assert len(sampler) == 0
-        assert [list(sampler), list(sampler)] == [[], []]
+        batches = sampler.micro_batches() if options else sampler
+        assert [list(batches), list(batches)] == [[], []]
         sampler.set_epoch(1)
-        assert len(list(sampler)) == sampler.full_length > 0
-    assert (
-        caplog.messages
-        == ["epoch 0 was finished when it was saved: nothing is left in it for these ranks"] * 8
+        assert list(batches)
+        assert sampler.full_length > 0
+    assert len(caplog.messages) == 8
+    assert all(
+        m.startswith("epoch 0 was finished when it was saved: nothing is left") for m in caplog.messages
     )
 
 
@@ -522,3 +556,33 @@ def test_a_global_batch_of_nothing_is_refused() -> None:
         GlobalBatch(4, -1)
     with pytest.raises(ConfigError, match="no global batch to split"):
         InterruptableDistributedSampler(range(4), 1, 0).micro_batches()
+
+
+def test_with_a_global_batch_samples_one_by_one_are_refused() -> None:
+    sampler = InterruptableDistributedSampler(range(10), 2, 1, global_batch=GlobalBatch(5, 1))
+    with pytest.raises(ConfigError, match=r"taken one by one .* batch_sampler=sampler.micro_batches\(\)"):
+        next(iter(DataLoader(range(10), batch_size=2, sampler=sampler)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the global batch is True"):
+        InterruptableDistributedSampler(range(10), 2, 1, global_batch=True)
+    assert InterruptableDistributedSampler(range(10), 2, 1, global_batch=np.int64(4)).left == 5  # type: ignore[arg-type]
+
+
+def test_the_largest_seed_goes_through_the_epochs() -> None:
+    sampler = InterruptableDistributedSampler(range(5), 1, 0, seed=2**64 - 1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert sorted(sampler) == list(range(5))
+    sampler = InterruptableDistributedSampler(range(5), 1, 0)
+    assert EpochOrder(5, seed=2**64 - 1, epoch=1).at(torch.arange(5)).tolist() == list(sampler)  # as seed 0
+
+
+def test_a_sampler_that_was_made_before_the_process_group_is_refused_in_it() -> None:
+    early, told = InterruptableDistributedSampler(range(8)), InterruptableDistributedSampler(range(8), 1, 0)
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ConfigError, match="made for rank 0 of 1, and the process group says rank 1 of 2"):
+            next(iter(early))
+        assert len(list(told)) == 8
+        assert len(list(InterruptableDistributedSampler(range(8)))) == 4
+    finally:
+        dist.destroy_process_group()

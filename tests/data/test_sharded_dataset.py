@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from resiliency.data import DistributedShardedDataset, InterruptableSampler
 from resiliency.errors import ConfigError, DataError
@@ -277,3 +277,23 @@ def test_shares_that_move_with_the_epoch_resume_from_the_state_of_any_rank(roots
     sampler.load_state_dict(old)
     with pytest.raises(ConfigError, match="another share of the data: 'none'"):
         list(sampler)
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_persistent_workers_do_not_go_on_with_a_share_that_was_changed(
+    persists: bool, roots: dict[int, str]
+) -> None:
+    dataset = shares(roots[8], 2, 0.5)[0]
+    sampler = InterruptableSampler(dataset)
+    loader = DataLoader(dataset, sampler=sampler, num_workers=1, persistent_workers=persists)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert sorted(sample.item() for sample, _ in loader) == sorted(dataset.samples)
+        sampler.advance(4)
+    dataset.reshard(1, 2)
+    sampler.set_epoch(2)
+    if persists:
+        with pytest.raises(ConfigError, match="workers of the loader persist and hold a copy of the dataset"):
+            next(iter(loader))
+        loader = DataLoader(dataset, sampler=sampler)
+    assert sorted(sample.item() for sample, _ in loader) == sorted(dataset.samples)
