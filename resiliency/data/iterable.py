@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from resiliency.data._compat import has_unsaved_buffer
 from resiliency.data.optimizer_steps import StepListener
 from resiliency.data.progress import check_whole
-from resiliency.data.resumable import world_of
+from resiliency.data.resumable import check_world, world_of
 from resiliency.data.worker_states import Reader, Tag, TaggingCollate, WorkerStart, WorkerState
 from resiliency.errors import ConfigError
 
@@ -86,6 +86,7 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
     def __init__(
         self, dataset: IterableDataset[T], num_replicas: int | None = None, rank: int | None = None
     ) -> None:
+        self._asked = num_replicas, rank
         self.num_replicas, self.rank = world_of(num_replicas, rank)
         if has_unsaved_buffer(dataset):
             raise ConfigError(
@@ -115,7 +116,7 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
     @property
     def epoch(self) -> int:
         """The epoch that the next sample is of."""
-        return self._start.epoch
+        return self._start.epoch + (self._loaded_finished and self._start.is_finished)
 
     @property
     def _start(self) -> _Position:
@@ -140,6 +141,7 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
         now = self._start
         if check_whole("epoch", epoch) == now.epoch:
             return
+        self._refuse_doubt()
         if now.is_under_way:
             raise ConfigError(
                 f"epoch {now.epoch} is under way, and epoch {epoch} was asked for: its rest would be "
@@ -177,12 +179,7 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
                 loop was left: what is in hand may be in the model or not.
         """
         if self._in_hand:
-            raise ConfigError(
-                "the dataset cannot tell whether the batch in hand is in the model.",
-                hint="Pass the optimizer: advancing(loader, optimizer), and make its step before the loop is "
-                "left. Else say first how many batches in hand are in the model: data.advance(1), or "
-                "advance(0).",
-            )
+            raise self._in_doubt()
         now = self._counted
         return {
             "version": _VERSION,
@@ -192,6 +189,28 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
             "turn": now.turn,
             "workers": [worker and dict(vars(worker)) for worker in now.workers],
         }
+
+    def _in_doubt(self) -> ConfigError:
+        return ConfigError(
+            "the dataset cannot tell whether the batch in hand is in the model.",
+            hint="Pass the optimizer: advancing(loader, optimizer), and make its step before the loop is "
+            "left. Else say first how many batches in hand are in the model: data.advance(1), or "
+            "advance(0).",
+        )
+
+    def _refuse_doubt(self) -> None:
+        """Raises ConfigError: what was handed out may be in the model or in the gradients, and would be
+        handed out again, or left out."""
+        if self._in_hand:
+            raise self._in_doubt()
+        if self._loop is not None and self._loop.was_left and self._pending:
+            raise ConfigError(
+                f"{self._pending} batches were handed out in epoch {self._counted.epoch}, and no optimizer "
+                "step came after them: they would come again while the gradients may have them, or never.",
+                hint="Leave a loop after a step, and before the next batch is asked for. Else zero the "
+                "gradients and say data.advance(0) when the loop is left, or data.advance(that many) if "
+                "they are in the model.",
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that this rank saved, in a job of as many ranks.
@@ -233,7 +252,10 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
                 raise ConfigError(
                     f"epoch {self.epoch} is finished.", hint=f"Call set_epoch({self.epoch + 1})."
                 )
-            log.warning("epoch %d was finished when it was saved: nothing is left in it", self.epoch)
+            log.warning(
+                "epoch %d was finished when it was saved: nothing is left in it; begin with epoch %d",
+                *(self._start.epoch, self.epoch),
+            )
             return
         batches, count = self._begin(loader), max(1, loader.num_workers)
         self._loop = loop = _Loop(self, optimizer)
@@ -258,6 +280,8 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
 
     def _begin(self, loader: DataLoader[T]) -> Iterator[tuple[T, Tag]]:
         """An iterator of the loader, whose workers start where the loop starts."""
+        check_world((self.num_replicas, self.rank), self._asked)
+        self._refuse_doubt()
         now, has_workers = self._start, loader.num_workers > 0
         if now.workers and len(now.workers) != max(1, loader.num_workers):
             raise ConfigError(
@@ -275,8 +299,6 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
             )
         if self._loop is not None:
             self._loop.release()
-            if self._loop.was_left:
-                self._pending = 0
         if not has_workers and not now.workers:
             # No worker gets a copy: what the dataset is now is gone with its first sample.
             now = replace(now, workers=(self._reader.initial_state(),))

@@ -391,7 +391,7 @@ class ResumableSampler(Sampler[Item]):
                 may be in the model, or the process group is another one than that of the constructor.
         """
         start = self.start
-        self._check_group()
+        check_world((self.num_replicas, self.rank), self._asked)
         if self.loop is not None and self.loop.left:
             self._refuse_doubt()
         refuse_foreign_loaders(at_start=not start.position)
@@ -446,18 +446,6 @@ class ResumableSampler(Sampler[Item]):
         else:
             self._next_epoch = start
         return start
-
-    def _check_group(self) -> None:
-        if None not in self._asked or not (dist.is_available() and dist.is_initialized()):
-            return
-        here = world_of(*self._asked)
-        if here != (self.num_replicas, self.rank):
-            raise ConfigError(
-                f"the sampler was made for rank {self.rank} of {self.num_replicas}, and the process group "
-                f"says rank {here[1]} of {here[0]}.",
-                hint="Construct the sampler after init_process_group, or pass num_replicas and rank; a state "
-                "goes on with any number of ranks.",
-            )
 
     def _finished(self) -> ConfigError:
         epoch = self.start.epoch
@@ -534,3 +522,21 @@ def world_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         rank = (dist.get_rank() if in_group else 0) if rank is None else rank
     check_rank(rank, num_replicas)
     return num_replicas, rank
+
+
+def check_world(made_for: tuple[int, int], asked: tuple[int | None, int | None]) -> None:
+    """Raises ConfigError: ranks were counted before the process group was there, and it counts others.
+
+    Args:
+        made_for: number of ranks, and the rank.
+        asked: what the program gave for them; None: what the group says.
+    """
+    if None not in asked or not (dist.is_available() and dist.is_initialized()):
+        return
+    here = world_of(*asked)
+    if here != made_for:
+        raise ConfigError(
+            f"this was made for rank {made_for[1]} of {made_for[0]}, and the process group says rank "
+            f"{here[1]} of {here[0]}.",
+            hint="Construct it after init_process_group, or pass num_replicas and rank.",
+        )

@@ -227,10 +227,19 @@ def test_a_loop_that_was_left_begins_again_behind_the_last_step() -> None:
         if number == 2:
             break
         steps.step()
+    for begin in (partial(next, loop()), partial(data.set_epoch, 1)):
+        with pytest.raises(ConfigError, match=r"1 batches were handed out in epoch 0.*data.advance\(0\)"):
+            begin()
+    data.advance(0)
     assert [batch for batch in loop() if steps.step() is None] == [[4, 5], [6, 7], [8, 9]]
     assert data.epoch == 0
     with pytest.raises(ConfigError, match=r"epoch 0 is finished.*set_epoch\(1\)"):
         list(loop())
+    resumed, _, resumed_loop = begun()
+    resumed.load_state_dict(data.state_dict())
+    assert resumed.epoch == 1, "a program that was killed between two epochs begins with the next"
+    resumed.set_epoch(resumed.epoch)
+    assert len(list(resumed_loop())) == 5
 
 
 def test_a_step_after_a_loop_was_left_leaves_doubt_that_the_program_resolves() -> None:
@@ -240,8 +249,9 @@ def test_a_step_after_a_loop_was_left_leaves_doubt_that_the_program_resolves() -
             if number == 1:
                 break
         steps.step()
-        with pytest.raises(ConfigError, match="cannot tell whether the batch in hand is in the model"):
-            data.state_dict()
+        for doubtful in (data.state_dict, partial(next, loop()), partial(data.set_epoch, 1)):
+            with pytest.raises(ConfigError, match="cannot tell whether the batch in hand is in the model"):
+                doubtful()
         with pytest.raises(ConfigError, match=r"advance\(1\), and 2 batches are in hand"):
             data.advance(1)
         data.advance(count)
