@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from resiliency.data.foreign_loaders import refuse_foreign_loaders, refuse_persisting_workers
+from resiliency.data._compat import refuse_foreign_loaders, refuse_persisting_workers
 from resiliency.data.order import EpochOrder
 from resiliency.data.progress import Progress, check_rank, check_whole
 from resiliency.errors import ConfigError
