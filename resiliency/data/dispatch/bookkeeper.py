@@ -207,7 +207,7 @@ class Bookkeeper:
         step = check_whole("step", request.get("step"))
         if waiting := self.book.unfinished(step, self._attempt(request)):
             return {"answer": Answer.WAIT.value, "workers": waiting[:10]}
-        self.book.commit(step, self._attempt(request))
+        self.book.commit(step, self._attempt(request), _text(request, "worker"))
         return {"answer": "ok", "state_of": step}
 
     def _rollback(self, request: Mapping[str, object]) -> Plain:
@@ -223,7 +223,7 @@ class Bookkeeper:
     def _go_back(self, worker: str, state: Mapping[str, object] | None) -> Plain:
         known = self._workers[worker]
         attempt = self.book.attempt_for_rollback(state, worker) if known.is_counted else known.attempt
-        self.book.rollback(attempt, state, worker)
+        self._note_returned(worker, self.book.rollback(attempt, state, worker))
         self._workers[worker] = replace(known, attempt=attempt)
         return {"answer": "ok", "attempt": attempt}
 
