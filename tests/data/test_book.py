@@ -109,6 +109,8 @@ def test_partitions_are_read_in_turn_as_they_grow_and_end_when_they_are_closed_d
     assert book.grant("b", 0) is Answer.WAIT  # what is held may come back
     book.done("a", 0, last, step=2)
     assert book.grant("b", 0) is Answer.END
+    with pytest.raises(ConfigError, match="the end of partition 'x' is None"):
+        book.extend({"x": None})  # type: ignore[dict-item]
     book.rollback(1, state)
     assert granted(book, attempt=1) == last  # once, not with what was granted before
     with pytest.raises(ConfigError, match="SampleRanges has no partitions"):
@@ -418,6 +420,7 @@ def test_a_process_that_was_replaced_is_refused_when_it_wakes_up() -> None:
         {"op": "extend", "seq": 1, "attempt": 0, "stops": 3},
         {"op": "join", "attempt": 0, "life": ""},
         {"op": "join", "attempt": -1, "life": "x"},
+        {"op": "join", "attempt": 2**32, "life": "x"},
     ],
 )
 def test_a_bad_request_is_refused_with_a_text_and_changes_nothing(request_: dict[str, object]) -> None:
