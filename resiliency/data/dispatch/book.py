@@ -270,7 +270,7 @@ class Book:
     def fall_silent(self, worker: str) -> list[SampleRange]:
         """The same for a worker that may live: it may go on, but not with what it held, nor with a model of
         steps that are not committed."""
-        is_ahead = max(self.used.over, self.used.step_of(worker)) > self.committed
+        is_ahead = max(self.used.over, self.used.begun) > self.committed
         if is_ahead and worker not in self._unplaced:
             self._lost.add(worker)
             return self._forget_worker(worker)

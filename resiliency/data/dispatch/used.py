@@ -42,12 +42,15 @@ class UsedRanges:
         #: be used in it.
         self.over = -1
         self.over_on = _GONE
+        #: The last step in which a range was used, which may be over on workers that did not say so.
+        self.begun = -1
 
     def add_range(self, worker: str, step: int, part: SampleRange) -> None:
         """A worker uses a range in a step; those before are over for it."""
         if worker in self._within and step > self._said[worker]:
             self._note_over(worker, self._said[worker])
         self._ranges.append(_UsedRange(step, part, worker))
+        self.begun = max(self.begun, step)
         self._said[worker] = step
         self._within.add(worker)
 
@@ -103,7 +106,7 @@ class UsedRanges:
         self._ranges.clear()
         self._said.clear()
         self._within.clear()
-        self.over, self.over_on = -1, _GONE
+        self.over, self.over_on, self.begun = -1, _GONE, -1
 
     def to_plain(self) -> Plain:
         return {
@@ -112,6 +115,7 @@ class UsedRanges:
             "within": sorted(self._within),
             "over": self.over,
             "over_on": self.over_on,
+            "begun": self.begun,
         }
 
     @classmethod
@@ -122,6 +126,7 @@ class UsedRanges:
         used._said = dict(cast("dict[str, int]", plain["said"]))
         used._within = set(cast("list[str]", plain["within"]))
         used.over, used.over_on = cast(int, plain["over"]), cast(str, plain["over_on"])
+        used.begun = cast(int, plain["begun"])
         return used
 
     def _note_over(self, worker: str, step: int) -> None:
