@@ -9,9 +9,11 @@ ranges, cursors or leases: it adds the positions of a range when a step uses it,
 checkpoint, and takes a copy back when the job goes back. Three kinds of jobs:
 
 - `Preparation`: workers without a model, which come, go, hang, are replaced, and some of which are broken.
-- `Ranks`: ranks that reduce gradients together. When one dies at any point of a step, all are started again,
-  in any order, some late and some never, in any number. They pass no attempt, or count them by hand, and
-  sometimes wrongly. They restore a checkpoint, or start from scratch and say so or not.
+- `Ranks`: ranks that reduce gradients together, in steps from 0 or from 1. When one dies at any point of a
+  step, all are started again, in any order, some late and some never, in any number; or they go back in their
+  processes. They pass no attempt, or count them by hand, and sometimes wrongly. They restore a checkpoint, or
+  start from scratch and say so or not. The server hears nothing of living ranks for a time. At the end some
+  leave before the others commit.
 - `Replicas`: the others go on when one dies, and a new one gets its model from them.
 
 At the end each position is in the model once per epoch, but for what was skipped. A range of a replica that
@@ -172,6 +174,8 @@ class Worker:
         self.seq = 0
         self.parts: list[SampleRange] = []
         self.attempt = attempt
+        #: What it used in a step that it did not say is over.
+        self.unsaid: tuple[int, Seen] = (-1, Counter())
         self.ask("join")
 
     def send(self, op: str, *, is_held: bool = False, **fields: object) -> Future[Plain]:
@@ -202,10 +206,17 @@ class Worker:
         if used != part:
             self.parts.insert(0, SampleRange(used.stop, part.stop, part.epoch, part.partition))
         draw.shuffle(self.parts)
+        if step is not None:
+            before = self.unsaid[1] if self.unsaid[0] == step else Counter()
+            self.unsaid = step, before + Counter(positions(used))
         return Counter(positions(used))
 
-    def commit(self, step: int) -> Future[Plain]:
+    def finish(self, step: int) -> None:
         self.ask("finish", step=step)
+        self.unsaid = (-1, Counter())
+
+    def commit(self, step: int) -> Future[Plain]:
+        self.finish(step)
         return self.send("commit", is_held=True, step=step)
 
 
@@ -219,11 +230,12 @@ class History:
         self.policy = PoisonPolicy(tries=draw.choice([1, 2, 3]), skip=True, in_a_row=draw.choice([2, 1000]))
         self.server = Server(self.source, self.policy, draw)
 
-    def check(self, seen: Seen) -> None:
+    def check(self, seen: Seen, in_doubt: Seen | None = None) -> None:
         """What the model saw is what it should have, or what was skipped."""
         for part in self.server.book.skipped:
             seen.update(positions(part))
-        assert seen == self.expected, f"lost {self.expected - seen}, twice {seen - self.expected}"
+        is_exact = not self.expected - seen and not seen - self.expected - (in_doubt or Counter())
+        assert is_exact, f"lost {self.expected - seen}, twice {seen - self.expected}"
 
     def grow(self, worker: Worker, *, closed: bool = False) -> None:
         if isinstance(self.source, PartitionRanges):
@@ -365,7 +377,15 @@ class Ranks(History):
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__(draw)
-        self.step = 0
+        #: The number of the first step.
+        self.first = draw.choice([0, 1])
+        self.step = self.first - 1
+        #: Whether the server heard nothing of living ranks in this attempt, after a step that is not
+        #: committed.
+        self.was_away = False
+        #: Used by ranks of which the server heard nothing between a collective and the word that it is over,
+        #: while others lived.
+        self.in_doubt: Seen = Counter()
         #: Step -> what it used; what the model saw up to here is that of the steps before.
         self.model: dict[int, Seen] = {}
         self.checkpoints: list[tuple[int, Any, dict[int, Seen]]] = []
@@ -400,16 +420,18 @@ class Ranks(History):
                     self.silence(name)
         else:
             raise AssertionError("the job never ends")
-        self.check(sum(self.model.values(), Counter()))
+        self.check(sum(self.model.values(), Counter()), self.in_doubt & self.server.returned)
 
     def _check_refusal(self, refused: Refused, last: int) -> None:
         assert refused.kind in ("ConfigError", "StaleRange"), refused.text
         assert last < 4, f"it is refused for ever: {refused.text}"
         # Ranks whose attempts the server counts, and that say where their model is, are never refused.
-        assert self.numbering != "server" or not self.says_rollback, refused.text
+        # But for those of which the server heard nothing.
+        is_away = self.was_away and "was silent for too long" in refused.text
+        assert self.numbering != "server" or not self.says_rollback or is_away, refused.text
         # Nor, before the first commit, those of a job that has the same ranks in each start.
         is_first = not self.server.book.to_plain()["has_models"]
-        assert not (self.numbering == "server" and self.world and is_first), refused.text
+        assert not (self.numbering == "server" and self.world and is_first and not is_away), refused.text
         self.refusals[re.sub(r"[\d.']+", "#", refused.text)[:40]] += 1
 
     def _heed(self) -> None:
@@ -427,6 +449,8 @@ class Ranks(History):
         if self.draw.random() < 0.1 and not self.world:
             names = [f"{name}-{self.draw.random()}" for name in names]  # such as pods
         self.draw.shuffle(names)
+        in_process = {worker.name: worker for worker in self.workers} if self.numbering == "server" else {}
+        is_mixed = self.draw.random() < 0.3
         self.workers = []
         if self.numbering == "hand" or (self.numbering == "equal" and self.draw.random() < 0.3):
             self.by_hand += 1
@@ -439,7 +463,8 @@ class Ranks(History):
             number, step, state, model = -1, -1, None, {}
         says = state is not None or is_scratch or self.says_scratch or self.draw.random() < 0.5
         self.says_scratch, self.says_rollback = False, says
-        self.step, self.model = max(step, 0), {at: Counter(seen) for at, seen in model.items()}
+        self.was_away = False
+        self.step, self.model = max(step, self.first - 1), {at: Counter(seen) for at, seen in model.items()}
         self.checkpoints = self.checkpoints[: number + 1] if not is_scratch else []
         late = names[self.draw.randint(1, len(names)) :]
         for name in names:
@@ -447,7 +472,11 @@ class Ranks(History):
                 for worker in self.workers:
                     self._take(worker)
             self._die()
-            worker = Worker(name, self.server, None if self.numbering == "server" else self.by_hand)
+            if name in in_process and says and is_mixed and self.draw.random() < 0.5:
+                worker = in_process[name]
+                worker.parts = []
+            else:
+                worker = Worker(name, self.server, None if self.numbering == "server" else self.by_hand)
             self.workers.append(worker)
             if says:
                 worker.ask("rollback", state=state)
@@ -458,14 +487,39 @@ class Ranks(History):
     def _train(self) -> None:
         self.grow(self.workers[0], closed=True)
         lag: dict[int, tuple[Worker, Future[Plain]]] = {}
+        if self.first and self.step < self.first and not self.checkpoints and self.draw.random() < 0.2:
+            for worker in self.workers:  # they save before their first step
+                worker.commit(0)
         while True:
+            self._lose_network()
             at_end = self._make_step()
+            self._lose_network()
             self._answered_late(lag)
+            if at_end and self.draw.random() < 0.5:
+                self._leave_early()
             if at_end or self.draw.random() < 0.3:
                 self._commit(lag, alone=not at_end and self.draw.random() < 0.3)
             self._die()
             if at_end and all(worker.grant() == "end" for worker in self.workers):
                 return
+
+    def _lose_network(self) -> None:
+        """The server hears nothing of some ranks, or of all, for longer than the lease; they live."""
+        if self.draw.random() > 0.2 * self.mortality:
+            return
+        # A step that was begun and died counts too.
+        self.was_away |= max(self.step, self.server.book.used.begun) > self.server.book.committed
+        away = self.draw.sample(self.workers, self.draw.randint(1, len(self.workers)))
+        for worker in away:
+            self.silence(worker.name)
+            worker.parts = []  # which is what their next `done` tells them
+            self.in_doubt += worker.unsaid[1] if len(away) < len(self.workers) else Counter()
+
+    def _leave_early(self) -> None:
+        """Ranks end, which says that their last step is over; others commit it."""
+        for worker in self.workers[self.draw.randint(1, len(self.workers)) :]:
+            worker.send("leave", finished=True)  # which may arrive twice
+            self.workers.remove(worker)
 
     def _make_step(self) -> bool:
         """One step of all ranks; whether none of them has data."""
@@ -487,14 +541,16 @@ class Ranks(History):
         return False
 
     def _commit(self, lag: dict[int, tuple[Worker, Future[Plain]]], *, alone: bool) -> None:
-        if not self.step or lag:
+        if self.step < self.first or lag:
             return
         step = self.step
         if alone:  # rank 0 waits while the others are in the next step
             lag[step] = (self.workers[0], self.workers[0].commit(step))
+            if lag[step][1].done() and self.was_away:  # it does not wait, and its checkpoint is written
+                self._answered_late(lag)
             for worker in self.workers[1:]:
                 self._die(0.3)
-                worker.ask("finish", step=step)
+                worker.finish(step)
             self._answered_late(lag)
             return
         answers = []
@@ -577,8 +633,18 @@ class Replicas(History):
             worker.send("leave", finished=False)
         if how != "silent" or not self.workers:
             self.workers.append(Worker(worker.name, self.server, 0))
+            if self.draw.random() < 0.2:
+                self._check_unplaced(self.workers[-1])
             if self.says_finish:
                 self.workers[-1].ask("finish", step=self.step)
+
+    def _check_unplaced(self, worker: Worker) -> None:
+        """A new replica that must say where its model is must say so after it was silent, too."""
+        try:
+            worker.grant()
+        except Refused:
+            self.silence(worker.name)
+            assert "error" in worker.send("grant").result(0), "silence said where a model is"
 
     def _wake(self) -> None:
         """A replica that was taken for dead learns that its model has what comes again."""

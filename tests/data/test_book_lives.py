@@ -201,7 +201,7 @@ def test_a_replica_that_dies_between_done_and_the_collective_has_its_samples_not
     assert a.train(2) == [10]
     # It wakes up, and its model has what comes again.
     for op, fields in (("grant", {}), ("finish", {"step": 1})):
-        with pytest.raises(LookupError, match=r"StaleRange: worker 'b' was silent for too long, and ranges"):
+        with pytest.raises(LookupError, match=r"StaleRange: worker 'b' was silent for too long while steps"):
             b.ask(op, **fields)
 
 
@@ -248,7 +248,7 @@ def test_a_late_done_of_a_step_that_is_over_elsewhere_is_refused(keeper: Bookkee
     a, b = replicas(keeper)
     part = b.take()
     a.train(1, 2)
-    with pytest.raises(LookupError, match="was used in step 1, and step 1 is over on another worker"):
+    with pytest.raises(LookupError, match=r"was used in step 1, and step 1 is over on worker 'a'\."):
         b.ask("done", range=part, step=1)
     b.ask("done", range=part, step=2)
 
@@ -264,6 +264,138 @@ def test_a_worker_that_closes_with_a_model_that_is_not_committed_makes_the_next_
         second.take()
     second.ask("rollback", state=None)
     assert second.train(1) == [0]
+
+
+def test_a_finished_range_stays_in_the_model_of_members_that_used_none_d21(keeper: Bookkeeper) -> None:
+    a, b = replicas(keeper)
+    b.train(1, 2)
+    b.ask("leave", finished=True)  # the end of its block, after the collective of step 2
+    assert keeper.take_returned() == {}
+    assert a.commit(2)["state"]["free"] == []
+    c = Process(keeper, "c", 0)
+    c.ask("finish", step=2)
+    a.train(3)
+    a.ask("finish", step=3)
+    keeper.apply({"op": "silent", "worker": "a"})
+    assert keeper.take_returned() == {}
+    keeper = restarted(keeper)
+    Process(keeper, "c", 0)  # the last one that had it
+    assert [part.start for part in keeper.take_returned()["c"]] == [20]
+
+
+# -- workers that live, of which the server hears nothing
+
+
+def test_all_ranks_of_an_outage_are_told_that_their_steps_come_back(keeper: Bookkeeper) -> None:
+    """A commit of one of them would give a state that lacks what its model has."""
+    ranks = [Process(keeper, f"rank{number}") for number in range(2)]
+    for rank in ranks:
+        rank.train(1)
+    for rank in ranks:
+        rank.ask("finish", step=1)
+    for rank in ranks:
+        keeper.apply({"op": "silent", "worker": rank.name})
+    for rank in ranks:
+        with pytest.raises(LookupError, match=r"was silent for too long while steps were not committed"):
+            rank.commit(1)
+    assert [rank.ask("rollback", state=None)["attempt"] for rank in ranks] == [0, 0]
+    assert ranks[0].train(1) == [0]
+
+
+def test_an_outage_after_a_commit_costs_only_what_was_held(keeper: Bookkeeper) -> None:
+    ranks = [Process(keeper, f"rank{number}") for number in range(2)]
+    for rank in ranks:
+        rank.train(1)
+    for rank in reversed(ranks):
+        rank.commit(1)
+    held = ranks[1].take()
+    for rank in ranks:
+        keeper.apply({"op": "silent", "worker": rank.name})
+    with pytest.raises(LookupError, match="does not hold range"):
+        ranks[1].ask("done", range=held, step=2)
+    keeper = restarted(keeper)
+    for rank in ranks:
+        rank.keeper = keeper
+    assert ranks[0].train(2) + ranks[1].train(2) == [20, 30]
+
+
+def test_a_new_replica_that_is_silent_has_still_to_say_where_its_model_is(keeper: Bookkeeper) -> None:
+    a, b = replicas(keeper)
+    for step in (1, 2):
+        a.train(step)
+        b.train(step)
+    b = Process(keeper, "b", 0)
+    keeper.apply({"op": "silent", "worker": "b"})
+    with pytest.raises(LookupError, match="worker 'b' did not say where its model is"):
+        b.take()
+    b.ask("finish", step=2)
+    assert b.take()
+
+
+# -- steps from 0, and wrong ones
+
+
+def test_steps_from_0_are_gone_back_from_like_others(keeper: Bookkeeper) -> None:
+    ranks = [Process(keeper, f"rank{number}") for number in range(2)]
+    for rank in ranks:
+        rank.train(0)
+    for rank in reversed(ranks):
+        rank.commit(0)  # and they are killed before the checkpoint is written
+    again = []
+    for rank in ranks:
+        again.append(Process(keeper, rank.name))
+        again[-1].ask("rollback", state=None)
+    assert again[0].train(0) + again[1].train(0) == [0, 10]
+
+
+def test_a_model_that_is_saved_before_its_first_step_has_not_gone_on(keeper: Bookkeeper) -> None:
+    ranks = [Process(keeper, f"rank{number}") for number in range(2)]
+    ranks[0].commit(0)
+    ranks[0].train(1)
+    assert ranks[1].ask("rollback", state=None)["attempt"] == 0  # a late rank
+    assert ranks[1].train(1) == [10]
+
+
+@pytest.mark.parametrize("op", ["finish", "commit"])
+def test_a_worker_that_counts_other_steps_is_named(keeper: Bookkeeper, op: str) -> None:
+    a, b = replicas(keeper)
+    part = a.take()
+    b.ask("finish", step=4000)
+    if op == "commit":
+        b.ask("commit", step=4000)
+    said = {"finish": "over on worker 'b'", "commit": "committed without it, as worker 'b' said"}
+    with pytest.raises(LookupError, match=rf"was used in step 1, and step 4000 is {said[op]}"):
+        a.ask("done", range=part, step=1)
+
+
+# -- jobs that come back with other ranks, or in part in their processes
+
+
+def test_a_new_rank_that_joins_first_waits_for_nothing_once_the_old_model_is_gone(keeper: Bookkeeper) -> None:
+    Process(keeper, "rank0").train(1, 2)
+    rank1, rank0 = Process(keeper, "rank1"), Process(keeper, "rank0")
+    assert rank1.train(1) + rank0.train(1) == [0, 20]
+
+
+def test_a_rank_that_goes_back_in_its_process_throws_out_no_new_process_of_another(
+    keeper: Bookkeeper,
+) -> None:
+    ranks = [Process(keeper, f"rank{number}") for number in range(2)]
+    for rank in ranks:
+        rank.train(1)
+    for rank in reversed(ranks):
+        state = rank.commit(1)
+    ranks[0].train(2)
+    ranks[1].take()  # and dies
+    rank1 = Process(keeper, "rank1")
+    rank1.ask("rollback", state=state["state"])
+    ranks[0].ask("rollback", state=state["state"])
+    rank1.take()  # and dies again
+    rank1 = Process(keeper, "rank1")
+    rank1.ask("rollback", state=state["state"])
+    ranks[0].take()
+    ranks[0].ask("rollback", state=state["state"])
+    assert rank1.train(2) + ranks[0].train(2) == [20, 30]
 
 
 # -- what the journal holds

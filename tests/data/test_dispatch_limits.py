@@ -17,12 +17,23 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from resiliency.data import Answer, BrokenWorker, DispatchedSampler, PoisonPolicy, StaleRange
+from resiliency.data import (
+    Answer,
+    BrokenWorker,
+    DataServer,
+    DispatchedSampler,
+    PartitionRanges,
+    PoisonPolicy,
+    StaleRange,
+)
+from resiliency.data.dispatch import client as client_module
 from resiliency.data.dispatch import server as server_module
+from resiliency.data.dispatch import wire as wire_module
 from resiliency.data.dispatch.client import DataClient
 from resiliency.data.dispatch.wire import DOOR_BYTES
 from resiliency.errors import ConfigError, DataError
 from tests.data.data_servers import PATIENCE_S, client_of, holders, serving
+from tests.data.dispatch_programs import TOKEN
 from tests.waiting import wait_until
 
 SOON = timedelta(seconds=0.3)
@@ -191,6 +202,62 @@ def test_a_failed_range_does_not_wait_for_a_client_that_asks_for_nothing(
         assert a.next_range() == part
 
 
+def test_a_process_that_was_replaced_takes_no_watch_from_the_new_one_when_it_leaves(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, client_of(server, "a") as old, client_of(server, "a"):
+        with pytest.raises(StaleRange, match="another process is worker 'a' now"):
+            old.next_range()
+        old.close()
+        wait_until(lambda: len(server._connections) == 1, "the old process is still connected")
+        assert "a" in server._heard
+
+
+def test_a_wait_for_others_that_is_longer_than_the_timeout_is_no_lost_server(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, size=10) as server,
+        client_of(server, "a") as a,
+        client_of(server, "b", timeout=timedelta(seconds=1.5), max_wait=timedelta(seconds=1.6)) as b,
+    ):
+        a.next_range()
+        with pytest.raises(DataError, match=r"no range within 1\.6 s: other workers hold the last ones"):
+            b.next_range()
+
+
+def test_messages_that_are_too_long_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (server_module, client_module, wire_module):
+        monkeypatch.setattr(module, "LINE_BYTES", 20_000)
+    source = PartitionRanges(range_size=1, stops={f"{number:0200}": 1 for number in range(100)})
+    with DataServer(source, tmp_path / "book", token=TOKEN) as server, client_of(server) as client:
+        for _ in range(100):
+            used(client, 1)
+        with pytest.raises(ConfigError, match=r"the answer has 2\d+ bytes, and a message at most 20000"):
+            client.commit(1)
+        with pytest.raises(ConfigError, match=r"the request 'extend' has 2\d+ bytes, and a message at most"):
+            client.extend({f"x{number:0200}": 1 for number in range(100)})
+        client.extend({}, closed=True)
+        assert client.next_range() is None
+
+
+def test_a_number_that_is_too_large_is_refused_and_the_server_serves_on(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, client_of(server) as client:
+        refused = pytest.raises(ConfigError, match="is no message of texts and of numbers below")
+        for number in (10**30, 10**4300 - 1):
+            with refused:
+                client_of(server, "b", attempt=number)
+            with refused:
+                client.finish_step(number)
+        with pytest.raises(ConfigError, match=f"attempt is {2**40}; it must be less than {2**32}"):
+            client_of(server, "b", attempt=2**40)
+        assert client.next_range() is not None
+
+
+def test_a_journal_in_a_directory_that_takes_no_files_is_refused_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "book").write_text("a file")
+    with pytest.raises(ConfigError, match=r"the journal in .*book cannot be written: .*File exists"):
+        serving(tmp_path)
+
+
 # -- connections
 
 
@@ -293,6 +360,28 @@ def test_a_sampler_whose_state_is_asked_for_before_it_is_loaded_commits_nothing(
                 assert again.state_dict() == start
                 again.load_state_dict(saved)
                 assert next(iter(again)) == first
+
+
+def test_a_sampler_without_samples_in_a_step_gives_no_state_of_a_step_before(tmp_path: Path) -> None:
+    with serving(tmp_path, size=20) as server, client_of(server, "a") as a, client_of(server, "b") as b:
+        samplers = [DispatchedSampler(client) for client in (a, b)]
+        iterators = [iter(sampler) for sampler in samplers]
+        for sampler, iterator in zip(samplers, iterators, strict=True):
+            next(iterator)
+            sampler.advance(1, step=1)
+        next(iterators[1])
+        samplers[1].advance(1, step=2)
+        b.finish_step(2)
+        with pytest.raises(
+            ConfigError, match=r"step 1 is the last one of .* 'a' .* step 2 is over on .* 'b'"
+        ):
+            samplers[0].state_dict()
+        samplers[0].advance(0, step=2)
+        assert samplers[0].state_dict() == samplers[1].state_dict()
+        with client_of(server, "c", attempt=0) as c:  # a replica that got its model from another one
+            new = DispatchedSampler(c)
+            c.finish_step(2)
+            assert new.state_dict() == samplers[1].state_dict()
 
 
 def test_a_loader_that_drops_its_last_batch_leaves_out_less_than_a_batch_of_each_worker(

@@ -18,6 +18,10 @@ A range used without a step counts at once: for programs without a model, such a
 `commit(step)` waits until the step is over on each worker that used ranges in it. A worker that is lost
 before has put them into no model for sure, so they are free again: see `resiliency.data.dispatch.used`.
 
+The members of an attempt take part in each step, with ranges or without: a step that is over on one of them
+is in the model of all. A member that is silent while steps are not committed is lost: when the others are
+lost too, these steps come back, and it must not go on with a model that has them.
+
 Attempts: a new attempt frees at once what the attempts before held, or used in a step that was not committed.
 Where a checkpoint may exist, it gets no range before `rollback` says where its model is: the checkpoint, or
 the start. A new process of a worker that was in the attempt begins the next one if the model of the others
@@ -32,6 +36,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import cast
 
 from resiliency.data.dispatch.failures import Failures, PoisonPolicy, Start, start_of
@@ -85,8 +90,9 @@ class Book:
         self.used = UsedRanges()
         #: Left out by policy, or as the rest of a loader with `drop_last`.
         self.skipped: list[SampleRange] = []
-        #: Last committed step; -1 before the first.
+        #: Last committed step, -1 before the first, and the worker that said so.
         self.committed = -1
+        self._committed_by = ""
         self.failures = Failures(policy or PoisonPolicy())
         self._held: dict[tuple[str, Start], _HeldRange] = {}
         self._cursor: Cursor = {}
@@ -96,14 +102,17 @@ class Book:
         self._has_steps = False
         self._has_models = False
         self._placed: Plain | None = None
-        #: Workers that took a range since then, and that named that state or made a step from it.
+        #: Whether a step 0 used ranges: else it is that of a model that was saved before its first step.
+        self._is_from_0 = False
+        #: Workers that took a range since then, and that named that state or were there in a step from it.
         self._took: set[str] = set()
         self._named: set[str] = set()
-        #: Workers that joined in this attempt.
+        #: Workers that joined in this attempt, and those of them that did not leave.
         self._joined: set[str] = set()
+        self._present: set[str] = set()
         #: Those of them that joined when its model had gone on, and did not say that they have it.
         self._unplaced: set[str] = set()
-        #: Silent workers, whose ranges came back after their model had used them.
+        #: Workers that were silent while steps were not committed, which may come back.
         self._lost: set[str] = set()
 
     @property
@@ -153,18 +162,23 @@ class Book:
             if check_whole("step", step) <= self.committed:
                 raise ConfigError(
                     f"range {part} was used in step {step}, and step {self.committed} is committed without "
-                    "it.",
-                    hint="Say done before the collective that ends the step, and commit after it.",
+                    f"it{self._committed_by and f', as worker {self._committed_by!r} said'}.",
+                    hint="Say done before the collective that ends the step, and commit after it. All "
+                    "workers count the same steps, those of the optimizer.",
                 )
             if step <= self.used.over:
                 raise ConfigError(
-                    f"range {part} was used in step {step}, and step {self.used.over} is over on another "
-                    "worker, or on this one.",
-                    hint="Say done before the collective that ends the step. A model that starts again says "
-                    "rollback first: with the state of its checkpoint, or None.",
+                    f"range {part} was used in step {step}, and step {self.used.over} is over on "
+                    f"{f'worker {self.used.over_on!r}' if self.used.over_on else 'a worker that is gone'}.",
+                    hint="Say done before the collective that ends the step. All workers count the same "
+                    "steps, those of the optimizer. A model that starts again says rollback first: with the "
+                    "state of its checkpoint, or None.",
                 )
             self._count_by_steps()
+            over = self.used.over
             self.used.add_range(worker, step, part)
+            self._is_from_0 |= step == 0
+            self._note_members(over)
         del self._held[worker, start_of(part)]
         rest = None
         if part.stop < held.stop:
@@ -176,16 +190,18 @@ class Book:
         """The collective that ends a step is over on a worker: what it used until then is in the model.
 
         Raises:
-            StaleRange: these ranges came back, because the worker was silent for too long.
+            StaleRange: the worker was silent for too long, and its steps may come back.
         """
         self._check_attempt(attempt)
         self._check_not_lost(worker)
         if check_whole("step", step) < self.used.over or worker not in self._unplaced:
             self._check_placed(worker)
         self._count_by_steps()
+        over = self.used.over
         self.used.finish_step(worker, step)
         self._unplaced.discard(worker)
         self._named.add(worker)
+        self._note_members(over)
 
     def failed(self, worker: str, attempt: int, part: SampleRange, reason: str) -> None:
         """A worker could not use a range that it holds: another one tries it, or what the policy says.
@@ -228,6 +244,7 @@ class Book:
         back = self._forget_worker(worker)
         self._lost.discard(worker)
         self._joined.add(worker)
+        self._present.add(worker)
         if self._went_on():
             self._unplaced.add(worker)
         self.failures.add_reader(worker)
@@ -242,38 +259,46 @@ class Book:
             What came back that it had used.
         """
         if is_finished:
+            over = self.used.over
             self.used.finish_step(worker, self.used.step_of(worker))
+            self._note_members(over)
         back = self._forget_worker(worker)
         # Its process may go on with the model, under another name or this one.
         self._has_models |= bool(back)
         return back
 
     def fall_silent(self, worker: str) -> list[SampleRange]:
-        """The same for a worker that may live: it may go on, but not with what it held or used."""
-        back = self._forget_worker(worker)
-        if back:
+        """The same for a worker that may live: it may go on, but not with what it held, nor with a model of
+        steps that are not committed."""
+        is_ahead = max(self.used.over, self.used.begun) > self.committed
+        if is_ahead and worker not in self._unplaced:
             self._lost.add(worker)
-        return back
+            return self._forget_worker(worker)
+        self._free_held(worker)
+        self.failures.forget_worker(worker)
+        if worker in self._took:
+            self._took.discard(worker)
+            self._named.add(worker)
+        return []
 
     # -- what the job says
 
     def attempt_for(self, worker: str) -> int:
         """The attempt of a new process that passes no number: see the module."""
-        others = (self._took | self._named) - {worker}
-        if self._has_steps and worker in self._joined and others and self._went_on():
+        if self._has_steps and worker in self._joined and self._has_others(worker) and self._went_on():
             return self.attempt + 1
         return self.attempt
 
     def attempt_for_rollback(self, state: Mapping[str, object] | None, worker: str) -> int:
         """The attempt of a worker that goes back to a state and passes no number: this one for a late rank of
-        it; the next one, if the model of this one is another or went on, or the worker took ranges.
+        it; the next one, if the model of this one is another or went on.
 
         Raises:
             ConfigError: the state is of other data, or damaged.
         """
         there = state_of_start(self.source.identity()) if state is None else self._checked(state)
-        is_late = self._placed in (None, there) and not self._went_on() and worker not in self._took
-        return self.attempt if is_late else self.attempt + 1
+        is_late = self._placed == there or (self._placed is None and worker not in self._took)
+        return self.attempt if is_late and not self._went_on() else self.attempt + 1
 
     def new_attempt(self, attempt: int, reason: str = "") -> None:
         """Free at once what attempts before this one held, or used without a commit.
@@ -290,6 +315,7 @@ class Book:
         self.free.extendleft(reversed(coalesced(self._lacking(self.committed))))
         self._forget_attempt()
         self._joined.clear()
+        self._present.clear()
         self._unplaced.clear()
         self._lost.clear()
         self.failures.forget_attempt()
@@ -303,12 +329,14 @@ class Book:
         self._check_attempt(attempt)
         return [] if step in self._commits else self.used.unfinished(step)
 
-    def commit(self, step: int, attempt: int) -> Plain:
+    def commit(self, step: int, attempt: int, worker: str = "") -> Plain:
         """The state for the checkpoint of a step: all that was used until then is in its model.
 
         Ranks that ask for the same step get the same state; the last 16 are kept. Say it once `unfinished` is
         empty.
 
+        Args:
+            worker: who says so.
         Raises:
             StaleRange: of an attempt that is over.
             ConfigError: a later step was committed before, or `rollback` has not said where the model of
@@ -325,14 +353,16 @@ class Book:
         self._count_by_steps()
         state = self._state(step)
         self.used.commit_step(step)
-        self.committed = step
+        self.committed, self._committed_by = step, worker
         self._has_models = True
         self._commits[step] = state
         for old in list(self._commits)[:-_COMMITS_KEPT]:
             del self._commits[old]
         return state
 
-    def rollback(self, attempt: int, state: Mapping[str, object] | None, worker: str = "") -> None:
+    def rollback(
+        self, attempt: int, state: Mapping[str, object] | None, worker: str = ""
+    ) -> list[SampleRange]:
         """The model is that of this state: what it was not trained on is free. All workers may say so.
 
         A job that goes back does it in a new attempt, see `attempt_for_rollback`, or passes a higher number.
@@ -340,11 +370,12 @@ class Book:
         Args:
             state: of `commit`; None: the model starts from scratch.
             worker: who says so.
+        Returns:
+            What this worker had used since then in the same attempt, and came back.
         Raises:
             StaleRange: the attempt is over.
-            ConfigError: another state was named in this attempt, or the model of other workers went on
-                from it, or this worker took ranges since; or the state is of other data. The text has both
-                values.
+            ConfigError: another state was named in this attempt, or its model went on from it; or the state
+                is of other data. The text has both values.
         """
         there = state_of_start(self.source.identity()) if state is None else self._checked(state)
         if check_whole("attempt", attempt) == self.attempt and self._placed is not None:
@@ -356,28 +387,24 @@ class Book:
                     "attempt: pass a higher number.",
                 )
             # A late rank cannot be the reason: it takes part in each step. To go on would lose ranges.
-            went_on = f"to step {max(self.committed, self.used.over)}" if self._went_on() else ""
-            if went_on or worker in self._took:
-                went_on = went_on or f"(worker {worker!r} took ranges since)"
+            if self._went_on():
                 raise ConfigError(
-                    f"attempt {attempt} went on from step {there['step']} {went_on}, and step "
-                    f"{there['step']} was named again.",
+                    f"attempt {attempt} went on from step {there['step']} to step {self._last_step()}, and "
+                    f"step {there['step']} was named again.",
                     hint="To go back, begin a new attempt: pass a higher number, or none in new processes.",
                 )
-            self._named.add(worker)
-            self._lost.discard(worker)
-            self._unplaced.discard(worker)
-            return
+            back = self._forget_worker(worker)  # as another process of that name does
+            self._placed = there
+            self._add_member(worker)
+            return back
         self.new_attempt(attempt, f"worker {worker!r} said rollback to step {there['step']}")
         self._forget_attempt()
         self._placed = there
-        self._named.add(worker)
-        self._joined.add(worker)
-        self._lost.discard(worker)
         self._unplaced.clear()
+        self._add_member(worker)
         self._has_steps = True
         self._has_models |= state is not None
-        self.committed = cast(int, there["step"])
+        self.committed, self._committed_by = cast(int, there["step"]), ""
         if self._commits.get(self.committed) == there:
             self._commits = {step: kept for step, kept in self._commits.items() if step <= self.committed}
         else:  # what is kept may be of another lineage
@@ -385,14 +412,15 @@ class Book:
         self._cursor = dict(cast(Cursor, there["cursor"]))
         self.free = deque(map(SampleRange.of_plain, cast("list[object]", there["free"])))
         self.skipped = [SampleRange.of_plain(plain) for plain in cast("list[object]", there["skipped"])]
+        return []
 
-    def rollback_to(self, attempt: int, step: int, worker: str = "") -> None:
+    def rollback_to(self, attempt: int, step: int, worker: str = "") -> list[SampleRange]:
         """`rollback` to the state of a step that was committed here, for jobs that keep no state of the book.
 
         Raises:
             ConfigError: its state is not kept; the text says which are.
         """
-        self.rollback(attempt, self.state_of(step), worker)
+        return self.rollback(attempt, self.state_of(step), worker)
 
     def has_state(self, state: Mapping[str, object]) -> bool:
         """Whether `rollback_to` its step is the same as `rollback` to it."""
@@ -435,6 +463,7 @@ class Book:
             "attempt": self.attempt,
             "reason": self._reason,
             "committed": self.committed,
+            "committed_by": self._committed_by,
             "cursor": self._cursor,
             "free": [part.to_plain() for part in self.free],
             "held": [[held.worker, held.part.to_plain()] for held in self.held],
@@ -445,9 +474,11 @@ class Book:
             "has_steps": self._has_steps,
             "has_models": self._has_models,
             "placed": self._placed,
+            "is_from_0": self._is_from_0,
             "took": sorted(self._took),
             "named": sorted(self._named),
             "joined": sorted(self._joined),
+            "present": sorted(self._present),
             "unplaced": sorted(self._unplaced),
             "lost": sorted(self._lost),
         }
@@ -466,7 +497,7 @@ class Book:
             stops = cast("dict[str, int]", plain["stops"])
             book.source = replace(source, stops=stops, closed=bool(plain["closed"]))
         book.attempt, book._reason = cast(int, plain["attempt"]), cast(str, plain["reason"])
-        book.committed = cast(int, plain["committed"])
+        book.committed, book._committed_by = cast(int, plain["committed"]), cast(str, plain["committed_by"])
         book._cursor = cast(Cursor, plain["cursor"])
         book.free = deque(map(SampleRange.of_plain, cast("list[object]", plain["free"])))
         for worker, held in cast("list[tuple[str, object]]", plain["held"]):
@@ -479,9 +510,11 @@ class Book:
         book._has_steps = bool(plain["has_steps"])
         book._has_models = bool(plain["has_models"])
         book._placed = cast("Plain | None", plain["placed"])
+        book._is_from_0 = bool(plain["is_from_0"])
         book._took = set(cast("list[str]", plain["took"]))
         book._named = set(cast("list[str]", plain["named"]))
         book._joined = set(cast("list[str]", plain["joined"]))
+        book._present = set(cast("list[str]", plain["present"]))
         book._unplaced = set(cast("list[str]", plain["unplaced"]))
         book._lost = set(cast("list[str]", plain["lost"]))
         return book
@@ -512,23 +545,48 @@ class Book:
 
     def _forget_worker(self, worker: str) -> list[SampleRange]:
         """All that a worker holds is free, and what no model has of what it used; returns the latter."""
-        back = self.used.forget_worker(worker)
-        held: list[SampleRange] = []
+        has_others = self._has_others(worker)
+        self._free_held(worker)
+        back = self.used.forget_worker(worker, has_others=has_others)
+        self.free.extendleft(reversed(coalesced(back)))
+        for members in (self._took, self._named, self._present, self._unplaced):
+            members.discard(worker)
+        self.failures.forget_worker(worker)
+        if not has_others:  # the model of this attempt is gone
+            self._placed, self._is_from_0 = None, False
+            if not self._has_models:
+                self._unplaced.clear()
+        return back
+
+    def _free_held(self, worker: str) -> None:
         if worker in self._took:
             held = [held.part for held in self._held.values() if held.worker == worker]
             for part in held:
                 del self._held[worker, start_of(part)]
-        self.free.extendleft(reversed(coalesced(back) + held))
-        self._took.discard(worker)
-        self._named.discard(worker)
+            self.free.extendleft(reversed(held))
+
+    def _has_others(self, worker: str) -> bool:
+        """Whether another worker may have the model of this attempt."""
+        return any(other != worker for other in chain(self._took, self._named))
+
+    def _add_member(self, worker: str) -> None:
+        """A worker has the state that this attempt began with."""
+        for members in (self._named, self._joined, self._present):
+            members.add(worker)
+        self._lost.discard(worker)
         self._unplaced.discard(worker)
-        self.failures.forget_worker(worker)
-        if not self._took and not self._named:  # the model of this attempt is gone
-            self._placed = None
-        return back
+
+    def _note_members(self, over: int) -> None:
+        """A step that is over on one member is in the model of all that were there.
+
+        Args:
+            over: the last step that was over before.
+        """
+        if self.used.over > over:
+            self._named |= self._present - self._unplaced
 
     def _forget_attempt(self) -> None:
-        self._placed = None
+        self._placed, self._is_from_0 = None, False
         self._held.clear()
         self.used.clear()
         self._took.clear()
@@ -539,7 +597,11 @@ class Book:
         if self._placed is None:
             return False
         # A job that saves or loads its state before its first step commits step 0.
-        return max(self.committed, self.used.over) > max(0, cast(int, self._placed["step"]))
+        first = 0 if self._is_from_0 else 1
+        return self._last_step() >= max(first, cast(int, self._placed["step"]) + 1)
+
+    def _last_step(self) -> int:
+        return max(self.committed, self.used.over)
 
     def _state(self, step: int) -> Plain:
         return {
@@ -612,8 +674,8 @@ class Book:
     def _check_not_lost(self, worker: str) -> None:
         if worker in self._lost:
             raise StaleRange(
-                f"worker {worker!r} was silent for too long, and ranges that it had used came back: its "
-                "model has samples that come again.",
+                f"worker {worker!r} was silent for too long while steps were not committed: ranges that its "
+                "model has may come again.",
                 hint="Load the checkpoint again, and say rollback with its state in a new attempt.",
                 worker=worker,
             )
@@ -621,8 +683,8 @@ class Book:
     def _check_placed(self, worker: str) -> None:
         if worker in self._unplaced:
             raise ConfigError(
-                f"worker {worker!r} did not say where its model is, and step {self.used.over} is over on the "
-                f"others of attempt {self.attempt}, as far as is known.",
+                f"worker {worker!r} did not say where its model is, and step {self._last_step()} is over on "
+                f"the others of attempt {self.attempt}, as far as is known.",
                 hint="Call rollback with the state of the checkpoint that was restored, or with None if the "
                 "model starts from scratch. A replica that got its model from another one calls "
                 "finish_step with the step of that model.",

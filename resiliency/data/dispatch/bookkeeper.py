@@ -15,7 +15,7 @@ The standard library only; no clock, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, KeysView, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import cast
 
@@ -24,6 +24,9 @@ from resiliency.data.dispatch.failures import PoisonPolicy
 from resiliency.data.dispatch.ranges import Plain, RangeSource, SampleRange
 from resiliency.data.progress import check_whole
 from resiliency.errors import ConfigError, ResiliencyError
+
+#: Numbers of attempts are less, when they come from outside: the server counts on from them.
+ATTEMPTS = 2**32
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class Bookkeeper:
         }
 
     @property
-    def workers(self) -> list[str]:
+    def workers(self) -> KeysView[str]:
         """Names of all that joined and did not leave."""
-        return list(self._workers)
+        return self._workers.keys()
 
     def is_worker(self, worker: str, life: str) -> bool:
         """Whether this process is the one of that name."""
@@ -139,6 +142,8 @@ class Bookkeeper:
         worker, life = _text(request, "worker"), _text(request, "life")
         wanted = request.get("attempt")
         number = None if wanted is None else check_whole("attempt", wanted)
+        if number is not None and number >= ATTEMPTS:
+            raise ConfigError(f"attempt is {number}; it must be less than {ATTEMPTS}.")
         known = self._workers.get(worker)
         is_new = known is None or known.life != life
         if known and is_new and request.get("again") and (number is None or number <= self.book.attempt):
@@ -189,7 +194,7 @@ class Bookkeeper:
     def _finish(self, request: Mapping[str, object]) -> Plain:
         worker = _text(request, "worker")
         self.book.finish_step(worker, self._attempt(request), check_whole("step", request.get("step")))
-        return {"answer": "ok"}
+        return {"answer": "ok", "over": self.book.used.over, "on": self.book.used.over_on}
 
     def _failed(self, request: Mapping[str, object]) -> Plain:
         self.book.failed(*self._held(request), _text(request, "reason"))
@@ -207,7 +212,7 @@ class Bookkeeper:
         step = check_whole("step", request.get("step"))
         if waiting := self.book.unfinished(step, self._attempt(request)):
             return {"answer": Answer.WAIT.value, "workers": waiting[:10]}
-        self.book.commit(step, self._attempt(request))
+        self.book.commit(step, self._attempt(request), _text(request, "worker"))
         return {"answer": "ok", "state_of": step}
 
     def _rollback(self, request: Mapping[str, object]) -> Plain:
@@ -223,7 +228,7 @@ class Bookkeeper:
     def _go_back(self, worker: str, state: Mapping[str, object] | None) -> Plain:
         known = self._workers[worker]
         attempt = self.book.attempt_for_rollback(state, worker) if known.is_counted else known.attempt
-        self.book.rollback(attempt, state, worker)
+        self._note_returned(worker, self.book.rollback(attempt, state, worker))
         self._workers[worker] = replace(known, attempt=attempt)
         return {"answer": "ok", "attempt": attempt}
 

@@ -37,6 +37,7 @@ from resiliency.data.dispatch.wire import (
     decoded,
     encoded,
     proof_of,
+    too_long,
 )
 from resiliency.data.progress import check_whole
 from resiliency.errors import ConfigError, DataError, PeerError, ResiliencyError
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 _ERRORS: dict[str, type[ResiliencyError]] = {
     error.__name__: error for error in (ConfigError, DataError, StaleRange, PoisonedRange, BrokenWorker)
 }
-#: They free what the worker holds, or are refused if it took a range: one that is not delivered yet as well.
+#: They free what the worker holds: a range that is not delivered yet as well.
 _ROLLBACKS = ("rollback", "rollback_to")
 #: Between two attempts to reach the server.
 _PAUSE_S = 0.2
@@ -93,6 +94,10 @@ class DataClient:
             check_whole("attempt", attempt)
         self.worker = worker
         self._timeout_s, self._max_wait_s = timeout.total_seconds(), max_wait.total_seconds()
+        #: Longest time in which the server holds a request: its answer comes within the timeout.
+        self._hold_s = min(HOLD.total_seconds(), self._timeout_s / 2)
+        #: The step of which this worker spoke last, or that it restored; -1: of none.
+        self.step = -1
         self._requests = _ServerConnection(address, token, worker, attempt, secrets.token_hex(8))
         self._lock = threading.Lock()
         self._seq = 0
@@ -160,6 +165,8 @@ class DataClient:
             ConfigError: the step is over for another worker, or committed.
         """
         self._ask("done", range=part.to_plain(), step=step)
+        if step is not None:
+            self.step = max(self.step, step)
 
     def failed(self, part: SampleRange, reason: str) -> None:
         """This worker could not use a range: another one tries it, until the policy of the server takes
@@ -176,32 +183,56 @@ class DataClient:
 
     def finish_step(self, step: int) -> None:
         """The collective that ends a step is over on this worker; `commit` says so too, and `done` with a
-        later step. For workers that leave the commit to another one, and have no range to say done of."""
-        self._ask("finish", step=step)
+        later step.
 
-    def commit(self, step: int, *, timeout: timedelta = timedelta(minutes=10)) -> Plain:
+        A worker that leaves the commit to another one says it right after each collective: before its `done`
+        it may wait for a range that the worker holds which waits for it in `commit`.
+
+        Raises:
+            StaleRange: this worker was silent for too long, and its steps may come back.
+        """
+        self._finish(step)
+
+    def _finish(self, step: int) -> Plain:
+        answer = self._ask("finish", step=step)
+        self.step = max(self.step, step)
+        return answer
+
+    def commit(
+        self, step: int, *, timeout: timedelta = timedelta(minutes=10), is_last: bool = False
+    ) -> Plain:
         """Plain values for the checkpoint of a step; the same on each rank that asks. See `Book.commit`.
 
         Say it after the collective that ends the step. It waits until the step is over on each worker that
         used ranges in it: what a worker used that is lost before is in no model for sure, and is free again.
 
+        Args:
+            is_last: refuse it where a later step is over on any worker.
         Raises:
             DataError: workers did not say within `timeout` that the step is over; the text names them.
-            StaleRange: ranges that this worker used came back, because it was silent for too long.
-            ConfigError: a later step was committed.
+            StaleRange: this worker was silent for too long, and its steps may come back.
+            ConfigError: a later step was committed, or is over; or the state is too large for a message.
         """
-        self.finish_step(step)
+        said = self._finish(step)
+        if is_last and cast(int, said["over"]) > step:
+            raise ConfigError(
+                f"step {step} is the last one of which worker {self.worker!r} spoke, and step "
+                f"{said['over']} is over on worker {said['on']!r}.",
+                hint="In a step without samples say sampler.advance(0, step=n), or client.finish_step(n) "
+                "after its collective.",
+            )
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            answer = self._ask("commit", step=step, hold_s=min(left_s, HOLD.total_seconds()))
+            answer = self._ask("commit", step=step, hold_s=min(left_s, self._hold_s))
             if answer["answer"] != Answer.WAIT.value:
                 break
             if time.monotonic() > deadline:
                 raise DataError(
                     f"step {step} cannot be committed: workers {answer['workers']} used ranges in it, and "
                     f"did not say within {timeout.total_seconds():g} s that it is over.",
-                    hint="All ranks commit after the collective, or say finish_step; or they hang.",
+                    hint="All ranks commit right after the collective, or say finish_step before they ask "
+                    "for their next range; or they hang.",
                     step=step,
                 )
         state = cast(Plain, answer["state"])
@@ -216,14 +247,14 @@ class DataClient:
     def rollback(self, state: Mapping[str, object] | None) -> None:
         """Say where the model of this attempt is: the state in its checkpoint, or None if it starts from
         scratch. All ranks may say it. See `Book.rollback`."""
-        self._go_back(self._ask("rollback", state=state))
+        self._go_back(self._ask("rollback", state=state), -1 if state is None else state["step"])
 
     def rollback_to(self, step: int) -> None:
         """`rollback` to a step whose state the server keeps; see `Book.rollback_to`."""
-        self._go_back(self._ask("rollback_to", step=step))
+        self._go_back(self._ask("rollback_to", step=step), step)
 
-    def _go_back(self, answer: Plain) -> None:
-        self.attempt = cast(int, answer["attempt"])
+    def _go_back(self, answer: Plain, step: object) -> None:
+        self.attempt, self.step = cast(int, answer["attempt"]), cast(int, step)
         self._undelivered, self._is_at_end = None, False
 
     def extend(self, stops: Mapping[str, int], *, closed: bool = False) -> None:
@@ -264,7 +295,7 @@ class DataClient:
 
     def _grant(self, *, hold_s: float) -> SampleRange | Answer:
         undelivered, self._undelivered = self._undelivered, None
-        answer = undelivered or self._ask("grant", hold_s=min(hold_s, HOLD.total_seconds()))
+        answer = undelivered or self._ask("grant", hold_s=min(hold_s, self._hold_s))
         self.skipped = cast(int, answer.get("skipped", self.skipped))
         self._is_at_end = answer["answer"] == Answer.END.value
         if answer["answer"] == "range":
@@ -405,10 +436,13 @@ class _ServerConnection:
             ResiliencyError: the server refused it.
         """
         assert self._socket is not None
+        line = encoded(message)
+        if len(line) > LINE_BYTES:
+            raise too_long(f"the request {message['op']!r}", line)
         try:
             self._socket.settimeout(_left(deadline))
             with self._sending:
-                self._socket.sendall(encoded(message))
+                self._socket.sendall(line)
             answer = self._receive(deadline)
         except BaseException:  # such as Ctrl-C: the answer may still come, and is not the next request's
             self.close()

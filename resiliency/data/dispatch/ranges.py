@@ -221,10 +221,12 @@ class PartitionRanges:
         Raises:
             DataError: a partition became shorter, so that offsets have another meaning.
         """
+        for name, stop in stops.items():
+            check_whole(f"the end of partition {name!r}", stop)
         if self.closed and any(stop > self.stops.get(name, 0) for name, stop in stops.items()):
             raise DataError("partitions grew after they were closed.")
         for name, stop in stops.items():
-            if check_whole(f"the end of partition {name!r}", stop) < self.stops.get(name, 0):
+            if stop < self.stops.get(name, 0):
                 raise DataError(
                     f"partition {name!r} reaches {stop}, and reached {self.stops[name]} before.",
                     hint="A partition that was made again is another one: give it another name.",

@@ -56,8 +56,6 @@ class DispatchedSampler(Sampler[int]):
                 hint="Loop over client.ranges().",
             )
         self.client = client
-        #: The step that `advance` said last.
-        self.step = 0
         #: Whether the server said that the data end.
         self.ended = False
         self._shuffled = source["order"] == "samples"
@@ -73,6 +71,11 @@ class DispatchedSampler(Sampler[int]):
         self._is_new = True
         #: Whether samples counted at once, so that no step says whether a model has them.
         self._without_step = False
+
+    @property
+    def step(self) -> int:
+        """The step of which this worker spoke last, or that was loaded; 0: of none."""
+        return max(0, self.client.step)
 
     def __iter__(self) -> Iterator[int]:
         if self._held and not self._advanced:
@@ -125,8 +128,8 @@ class DispatchedSampler(Sampler[int]):
         """Say that the next `count` samples that were handed out are used.
 
         Args:
-            step: of the optimizer that uses them, to be said before the collective that ends it; None: they
-                count at once.
+            step: of the optimizer that uses them, to be said before the collective that ends it, with a
+                count of 0 where this worker has no samples in it; None: they count at once.
         Raises:
             ConfigError: fewer were handed out.
             StaleRange: they belong to another worker now, or an iteration in which that was said goes on.
@@ -141,7 +144,8 @@ class DispatchedSampler(Sampler[int]):
             raise ConfigError(f"advance({count}), and {held} samples were handed out.")
         self._advanced = True
         self._without_step |= step is None and count > 0
-        self.step = self.step if step is None else check_whole("step", step)
+        if step is not None:
+            self.client.step = max(self.client.step, check_whole("step", step))
         while count:
             part = self._held[0]
             used = part.first(min(count, len(part)))
@@ -158,25 +162,25 @@ class DispatchedSampler(Sampler[int]):
     def state_dict(self) -> Plain:
         """Plain values for the checkpoint of the step that was advanced last; the same on all ranks.
 
-        Before the first iteration it is the state of a model from scratch, and the server is not asked:
-        loaders of checkpoints ask for it to learn its form.
+        Before the first iteration or step it is the state of a model from scratch, and the server is not
+        asked: loaders of checkpoints ask for it to learn its form.
 
         Raises:
-            ConfigError: samples were advanced without a step, so that all states would be that of step 0.
+            ConfigError: samples were advanced without a step, so that all states would be that of step 0; or
+                a later step is over on another worker, so that this would not be the state of the model.
         """
         if self._without_step:
             raise ConfigError(
                 "samples were advanced without a step: a checkpoint cannot say whether its model has them.",
                 hint="Pass the optimizer's step: sampler.advance(samples, step=n).",
             )
-        if self._is_new:
+        if self._is_new and self.client.step < 0:
             return state_of_start(self.client.source)
-        return self.client.commit(self.step)
+        return self.client.commit(self.step, is_last=True)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a checkpoint, on all ranks; see `Book.rollback`."""
         self.client.rollback(state)
-        self.step = max(0, cast(int, state["step"]))
         self.ended, self._advanced, self._without_step = False, True, False
         self._held.clear()
         self._is_stale = self._is_new = False

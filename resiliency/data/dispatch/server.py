@@ -48,6 +48,7 @@ from resiliency.data.dispatch.wire import (
     decoded,
     encoded,
     proof_of,
+    too_long,
 )
 from resiliency.errors import ConfigError, DataError, InternalError
 from resiliency.tasks import end_tasks, wait_for
@@ -83,7 +84,7 @@ class DataServer:
         policy: what becomes of ranges that cannot be used.
     Raises:
         ConfigError: the journal is that of another source, or another server has it open, or the address
-            cannot be listened on.
+            cannot be listened on, or the directory takes no files.
         DataError: the journal is damaged, or partitions grew after they were closed.
     """
 
@@ -105,12 +106,15 @@ class DataServer:
             raise ConfigError(f"max_hold is {max_hold}; it must not be shorter than the lease, {lease}.")
         self._token, self._lease_s, self._wanted = token, lease.total_seconds(), address
         self._max_hold_s = max_hold.total_seconds()
-        self._journal = Journal(directory)
         try:
-            self._recover(source, policy or PoisonPolicy())
-        except BaseException:
-            self._journal.close()
-            raise
+            self._journal = Journal(directory)
+            try:
+                self._recover(source, policy or PoisonPolicy())
+            except BaseException:
+                self._journal.close()
+                raise
+        except OSError as error:
+            raise ConfigError(f"the journal in {directory} cannot be written: {error}") from error
         self._requests = PendingRequests(self._keeper)
         #: When a worker said last that it lives, and when it asked for something.
         self._heard: dict[str, float] = {}
@@ -264,7 +268,7 @@ class DataServer:
         Args:
             last: when this process was surely running: a stop since then counts for no worker.
         """
-        tick_s = min(self._lease_s / 10, 1.0)
+        tick_s = min(self._lease_s / 10, 0.25)
         while True:
             await asyncio.sleep(tick_s)
             now = time.monotonic()
@@ -399,14 +403,21 @@ class DataServer:
             if answered.cancelled():  # its request was given up for a later one
                 writer.close()
             elif not writer.is_closing():
-                writer.write(encoded(answered.result()))
+                line = encoded(answered.result())
+                if len(line) > LINE_BYTES - DOOR_BYTES:  # its state must fit into a rollback
+                    line = encoded(refusal(too_long("the answer", line)))
+                writer.write(line)
 
         while True:
             await writer.drain()
             line = await reader.readline()
             if not line.endswith(b"\n"):
                 return
-            request = decoded(line)
+            try:
+                request = decoded(line)
+            except ConfigError as error:
+                writer.write(encoded(refusal(error)))
+                raise
             is_worker = self._keeper.is_worker(worker, life)
             if is_worker:
                 self._heard[worker] = time.monotonic()
@@ -427,7 +438,8 @@ class DataServer:
             pending.add_done_callback(reply)
             if request.get("op") == "leave":
                 await asyncio.wait([pending])
-                self._heard.pop(worker, None)
+                if worker not in self._keeper.workers:  # else it was refused, or another process has the name
+                    self._heard.pop(worker, None)
                 return
 
 

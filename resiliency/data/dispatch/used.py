@@ -5,8 +5,8 @@ A worker says `done` before the collective that ends a step, and what it says ne
 was passed: `done` with a later step, or that the step is over. Until then its ranges are in no model for
 sure. When the worker is lost, they come back.
 
-What a lost worker used in steps that were over stays used while a worker lives that took part in them: its
-model has them. When the last of these is gone, the model is gone.
+What a lost worker used in steps that were over stays used while another member of the attempt is left: its
+model has them, whether it used ranges itself or not. When the last member is gone, the model is gone.
 
 A pure machine, part of the book (`resiliency.data.dispatch.book`). The standard library only.
 """
@@ -38,14 +38,19 @@ class UsedRanges:
         self._said: dict[str, int] = {}
         #: Workers that used ranges in that step, which is not over for them.
         self._within: set[str] = set()
-        #: The last step that is over for any worker, as far as is known: no more ranges can be used in it.
+        #: The last step that is over for any worker, as far as is known, and that worker: no more ranges can
+        #: be used in it.
         self.over = -1
+        self.over_on = _GONE
+        #: The last step in which a range was used, which may be over on workers that did not say so.
+        self.begun = -1
 
     def add_range(self, worker: str, step: int, part: SampleRange) -> None:
         """A worker uses a range in a step; those before are over for it."""
         if worker in self._within and step > self._said[worker]:
-            self.over = max(self.over, self._said[worker])
+            self._note_over(worker, self._said[worker])
         self._ranges.append(_UsedRange(step, part, worker))
+        self.begun = max(self.begun, step)
         self._said[worker] = step
         self._within.add(worker)
 
@@ -54,7 +59,7 @@ class UsedRanges:
         if step >= self._said.get(worker, -1):
             self._said[worker] = step
             self._within.discard(worker)
-            self.over = max(self.over, step)
+            self._note_over(worker, step)
 
     def step_of(self, worker: str) -> int:
         """The step of which a worker spoke last; -1: of none."""
@@ -68,25 +73,29 @@ class UsedRanges:
         """What was used later than in this step."""
         return [used.part for used in self._ranges if used.step > step]
 
-    def forget_worker(self, worker: str) -> list[SampleRange]:
-        """A worker is gone; returns what no model has for sure, and is not used any more."""
+    def forget_worker(self, worker: str, *, has_others: bool) -> list[SampleRange]:
+        """A worker is gone; returns what no model has for sure, and is not used any more.
+
+        Args:
+            has_others: whether other members of the attempt are left, which have what it finished.
+        """
+        if not has_others:
+            back = [used.part for used in self._ranges]
+            self.clear()
+            return back
         if worker not in self._said:
             return []
-        kept: list[_UsedRange] = []
-        back: list[SampleRange] = []
-        alive = max((step for other, step in self._said.items() if other != worker), default=-1)
-        for used in self._ranges:
-            mine = used.worker == worker
-            if (mine and self._is_open(used)) or ((mine or used.worker == _GONE) and used.step > alive):
-                back.append(used.part)
-            else:
-                kept.append(replace(used, worker=_GONE) if mine else used)
-        self._ranges = kept
+        back = [used.part for used in self._ranges if used.worker == worker and self._is_open(used)]
+        self._ranges = [
+            replace(used, worker=_GONE) if used.worker == worker else used
+            for used in self._ranges
+            if used.worker != worker or not self._is_open(used)
+        ]
         del self._said[worker]
         self._within.discard(worker)
-        sure = (used.step for used in kept if not self._is_open(used))
-        over = (step for other, step in self._said.items() if other not in self._within)
-        self.over = max([*sure, *over], default=-1)
+        sure = [(used.step, used.worker) for used in self._ranges if not self._is_open(used)]
+        over = [(step, other) for other, step in self._said.items() if other not in self._within]
+        self.over, self.over_on = max([*sure, *over], default=(-1, _GONE))
         return back
 
     def commit_step(self, step: int) -> None:
@@ -97,7 +106,7 @@ class UsedRanges:
         self._ranges.clear()
         self._said.clear()
         self._within.clear()
-        self.over = -1
+        self.over, self.over_on, self.begun = -1, _GONE, -1
 
     def to_plain(self) -> Plain:
         return {
@@ -105,6 +114,8 @@ class UsedRanges:
             "said": dict(self._said),
             "within": sorted(self._within),
             "over": self.over,
+            "over_on": self.over_on,
+            "begun": self.begun,
         }
 
     @classmethod
@@ -114,8 +125,13 @@ class UsedRanges:
         used._ranges = [_UsedRange(step, SampleRange.of_plain(part), worker) for step, part, worker in ranges]
         used._said = dict(cast("dict[str, int]", plain["said"]))
         used._within = set(cast("list[str]", plain["within"]))
-        used.over = cast(int, plain["over"])
+        used.over, used.over_on = cast(int, plain["over"]), cast(str, plain["over_on"])
+        used.begun = cast(int, plain["begun"])
         return used
+
+    def _note_over(self, worker: str, step: int) -> None:
+        if step > self.over:
+            self.over, self.over_on = step, worker
 
     def _is_open(self, used: _UsedRange) -> bool:
         return used.worker in self._within and used.step == self._said[used.worker]

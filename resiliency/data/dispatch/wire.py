@@ -27,8 +27,11 @@ from resiliency.data.dispatch.ranges import Plain
 from resiliency.errors import ConfigError
 
 VERSION = 2
-#: Longest line; a request has some hundred bytes, but for the state of a checkpoint.
-LINE_BYTES = 4 * 1024 * 1024
+#: Longest line; a request has some hundred bytes, but for the state of a checkpoint, which has some tens of
+#: bytes for each partition.
+LINE_BYTES = 16 * 1024 * 1024
+#: Whole numbers are smaller: larger ones cannot be written as texts at some length.
+NUMBERS = 2**63
 #: Longest line before the token is shown, and longest name of a worker in it.
 DOOR_BYTES = 8 * 1024
 NAME_CHARS = 256
@@ -42,14 +45,30 @@ def encoded(message: Mapping[str, object]) -> bytes:
 
 
 def decoded(line: bytes) -> Plain:
-    """Raises ConfigError: the line is no JSON object."""
+    """Raises ConfigError: the line is no JSON object, or has a number that is too large."""
     try:
-        message = json.loads(line)
+        message = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
-        raise ConfigError(f"{line[:80]!r} is no message.")
+        raise ConfigError(f"{line[:80]!r} is no message of texts and of numbers below {NUMBERS}.")
     return message
+
+
+def too_long(what: str, line: bytes) -> ConfigError:
+    return ConfigError(
+        f"{what} has {len(line)} bytes, and a message at most {LINE_BYTES}.",
+        hint="Name partitions with shorter names or in several calls, or give each group of them a server.",
+    )
+
+
+def _number(text: str) -> int:
+    if not -NUMBERS < (number := int(text)) < NUMBERS:
+        raise ValueError(text)
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_int=_number)
 
 
 def proof_of(token: str, nonce: str, worker: str, life: str) -> str:
