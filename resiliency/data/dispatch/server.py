@@ -428,9 +428,9 @@ class DataServer:
             if request.get("op") in ("join", "silent", "idle") or (
                 pending is not None and not pending.done()
             ):
-                error = ConfigError(f"request {request['op']!r} is not a worker's, or comes too early.")
-                writer.write(encoded(refusal(error)))
-                raise error
+                refused = ConfigError(f"request {request['op']!r} is not a worker's, or comes too early.")
+                writer.write(encoded(refusal(refused)))
+                raise refused
             self._asked[worker] = time.monotonic()
             wanted = request.pop("hold_s", 0.0)
             hold_s = min(wanted, HOLD.total_seconds()) if isinstance(wanted, float) else 0.0
