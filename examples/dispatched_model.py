@@ -36,6 +36,11 @@ def serve(options: argparse.Namespace) -> None:
         server.wait()
 
 
+def say(line: str) -> None:
+    """Print a line in one write: all ranks share the terminal."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def train(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -51,8 +56,8 @@ def train(options: argparse.Namespace) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         trained, step, ranges = saved["trained"], saved["step"], saved["ranges"]
-    print(f"rank {rank} of {dist.get_world_size()} starts after step {step}", flush=True)
-    print(f"rank {rank} is process {os.getpid()}", flush=True)
+    say(f"rank {rank} of {dist.get_world_size()} starts after step {step}")
+    say(f"rank {rank} is process {os.getpid()}")
 
     address, token = (options.host, options.port), os.environ["DATA_TOKEN"]
     with DataClient(address, f"rank{rank}", token=token) as client:
@@ -88,13 +93,13 @@ def train(options: argparse.Namespace) -> None:
             trained += counts
             step += 1
             if rank == 0:
-                print(f"step {step}: {int(counts.sum())} samples", flush=True)
+                say(f"step {step}: {int(counts.sum())} samples")
             if step % options.every == 0:
                 save(options.checkpoint, client, step, model, optimizer, trained)
         save(options.checkpoint, client, step, model, optimizer, trained)
     if not bool((trained == 1).all()):
         raise SystemExit(f"samples were trained on {trained.unique().tolist()} times")
-    print(f"rank {rank} done: every sample once", flush=True)
+    say(f"rank {rank} done: every sample once")
     del ddp  # with gloo it must not outlive its group: the end of both may wait for each other
     dist.destroy_process_group()
 
