@@ -172,9 +172,11 @@ class _Counter(Loop):
 
     def begin(self, loader: DataLoader[T]) -> Iterator[T]:
         """An iterator of the loader, which draws the seed of its workers from torch's default generator. A
-        run that was not interrupted drew it at the start of the epoch only."""
+        run that was not interrupted drew it at the start of the epoch only, and for workers that persist at
+        that of its first one."""
         sampler = self._sampler
-        drawn = loader.generator is None and sampler.start.position
+        was_drawn = sampler.start.position or (loader.persistent_workers and sampler.is_resumed)
+        drawn = loader.generator is None and was_drawn
         before = torch.get_rng_state() if drawn else None
         if type(loader).__module__.partition(".")[0] == "accelerate":  # else it sets the number of its loops
             loader.set_epoch(sampler.start.epoch)  # type: ignore[attr-defined]
@@ -231,10 +233,7 @@ class _Counter(Loop):
         else:
             warn_of_no_step(self._sampler.epoch, self._batches, self._optimizer)
 
-    def _stepped(self, optimizer: Optimizer) -> None:
-        # Fused optimizers are called for a step that a gradient scaler skips, too, and are told so by this.
-        if getattr(optimizer, "found_inf", None):
-            return
+    def _stepped(self) -> None:
         if self.left and self.handed_out:
             self.release()
             self._sampler.in_hand = True

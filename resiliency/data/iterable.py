@@ -103,6 +103,8 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
         self._in_hand = False
         self._loop: _Loop[T] | None = None
         self._loaded_finished = False
+        #: A state was loaded of a training that had begun.
+        self._is_resumed = False
         #: The loader whose workers read last, where they persist.
         self._persisting: weakref.ref[DataLoader[T]] | None = None
         #: Whether what read last is where the next iteration starts.
@@ -234,6 +236,7 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
         workers = tuple(worker and WorkerState(**worker) for worker in state["workers"])
         self._move_to(_Position(state["epoch"], state["turn"], workers))
         self._loaded_finished = self._counted.is_finished
+        self._is_resumed = bool(self._counted.epoch or workers)
 
     def loop(self, loader: DataLoader[T], optimizer: Optimizer | None) -> Iterator[T]:
         """The batches of a loader over this dataset, for `advancing`, which says the rest.
@@ -322,9 +325,10 @@ class ResumableIterable(IterableDataset[T], Generic[T]):
             batches: Iterator[Any] = iter(loader)
         finally:
             loader.collate_fn, self._reader.start = collate, None
-        if now.is_under_way and loader.generator is None:
+        was_drawn = now.is_under_way or (loader.persistent_workers and self._is_resumed)
+        if was_drawn and loader.generator is None:
             # The loader draws a seed for its workers from torch's generator. A run that was not interrupted
-            # drew one at the start of the epoch only.
+            # drew one at the start of the epoch only, and for workers that persist at that of its first one.
             torch.set_rng_state(state)
         return batches
 
@@ -389,10 +393,7 @@ class _Loop(Generic[T]):
         if self._hook is not None:
             self._hook.remove()
 
-    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
-        # Fused optimizers are called for a step that a gradient scaler skips, too, and are told so by this.
-        if getattr(optimizer, "found_inf", None):
-            return
+    def _stepped(self) -> None:
         if self.was_left:
             self._data.doubt()
         else:

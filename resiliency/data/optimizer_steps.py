@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-Listener = Callable[[Optimizer], None]
+Listener = Callable[[], None]
 
 _LISTENERS: WeakKeyDictionary[Optimizer, list[Listener]] = WeakKeyDictionary()
 
 
 class StepListener:
-    """Calls `called` after each step of an optimizer, until `remove`."""
+    """Calls `called` after each step that an optimizer makes, until `remove`."""
 
     def __init__(self, optimizer: Optimizer, called: Listener) -> None:
         if optimizer not in _LISTENERS:
@@ -36,5 +36,8 @@ class StepListener:
 
 
 def _call(listeners: list[Listener], optimizer: Optimizer, *_: object) -> None:
+    # Fused optimizers are called for a step that a gradient scaler skips, too, and are told so by this.
+    if getattr(optimizer, "found_inf", None):
+        return
     for called in tuple(listeners):
-        called(optimizer)
+        called()

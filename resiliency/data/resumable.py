@@ -89,6 +89,8 @@ class ResumableSampler(Sampler[Item]):
         #: What a state said: epochs before it are in the model.
         self._loaded_epoch = 0
         self._loaded_finished = False
+        #: A state was loaded of a training that had begun.
+        self.is_resumed = False
         self._said_finished = self._said_empty = False
         #: The share of the dataset that the iteration before was of.
         self._last_share: str | None = None
@@ -366,6 +368,7 @@ class ResumableSampler(Sampler[Item]):
         self._move_to(progress)
         self._loaded_epoch = progress.epoch
         self._loaded_finished = not self.left
+        self.is_resumed = bool(progress.epoch or progress.position)
 
     def _move_to(self, progress: Progress) -> None:
         """Go where the program says, whatever a loop handed out."""

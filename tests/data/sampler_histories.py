@@ -274,6 +274,8 @@ class History:
             for sampler, (_, count, _) in zip(ranks, found, strict=True):
                 refused(sampler.set_epoch, epoch + 1, text="cannot tell whether the batch in hand")
                 sampler.advance(count)
+                if self.loader_drops:
+                    sampler.finish_epoch()
         if self.by_hand or (self.flush == "after" and self.trained.gradients):
             self.step(ranks, optimizers, skip=0.0)
         if self.by_hand:
@@ -325,7 +327,7 @@ class History:
         if how == 0:
             refused(sampler.set_epoch, sampler.epoch + 1, text=text)
         elif how == 1:
-            refused(next, iter(loader), text=text)
+            refused(lambda: next(iter(loader)), text=text)  # workers ask where they begin
         else:
             refused(next, self.batches(loader, optimizer), text=text)
 

@@ -365,6 +365,18 @@ def test_a_job_that_counts_from_0_uses_step_0_after_a_save_without_a_range(keepe
     assert rank.commit(0)["state"]["free"] == []
 
 
+def test_ranks_that_count_from_0_use_step_0_after_one_without_a_range(keeper: Bookkeeper) -> None:
+    ranks = [Process(keeper, f"rank{number}") for number in range(2)]
+    for rank in ranks:
+        rank.ask("rollback", state=None)
+        rank.ask("finish", step=0)
+    used = []
+    for rank in ranks:  # one after the other
+        rank.ask("rollback", state=None)
+        used += rank.train(0)
+    assert used == [0, 10]
+
+
 @pytest.mark.parametrize("op", ["finish", "commit"])
 def test_a_worker_that_counts_other_steps_is_named(keeper: Bookkeeper, op: str) -> None:
     a, b = replicas(keeper)

@@ -464,6 +464,7 @@ class StreamWithState(IterableDataset[int]):
         while self.at < SIZE:
             self.at += 1
             yield self.at - 1
+        self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
@@ -518,8 +519,10 @@ def dropout_after(
     state: dict[str, Any] | None, batches: int, **options: Any
 ) -> tuple[list[int], dict[str, Any]]:
     """Numbers that are drawn as by dropout in each batch of two epochs, and a state after `batches`."""
-    sampler, optimizer = plain(), an_optimizer()
-    loader = loader_of(sampler, **options)
+    optimizer = an_optimizer()
+    sampler: Any = ResumableIterable(StreamWithState()) if options.pop("is_iterable", False) else plain()
+    is_iterable = isinstance(sampler, ResumableIterable)
+    loader = DataLoader(sampler, 4, **options) if is_iterable else loader_of(sampler, **options)
     torch.manual_seed(7)
     if state is not None:
         sampler.load_state_dict(state["sampler"])
@@ -537,11 +540,17 @@ def dropout_after(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_workers": 1}, {"generator": torch.Generator()}],
-    ids=["plain", "a worker", "its own generator"],
+    [
+        {},
+        {"num_workers": 1},
+        {"num_workers": 1, "persistent_workers": True},
+        {"num_workers": 1, "persistent_workers": True, "is_iterable": True},
+        {"generator": torch.Generator()},
+    ],
+    ids=["plain", "a worker", "a persistent worker", "a stream", "its own generator"],
 )
 def test_a_resumed_loop_draws_the_random_numbers_of_an_undisturbed_one(options: dict[str, Any]) -> None:
-    for batches in (2, 6, 8) if not options else (2,):
+    for batches in (2, 6, 8) if not options else (2, 6):
         whole, saved = dropout_after(None, batches, **options)
         assert dropout_after(saved, 0, **options)[0] == whole[batches:], batches
 

@@ -395,11 +395,13 @@ class Book:
                 )
             back = self._forget_worker(worker)  # as another process of that name does
             self._placed = there
-            # Of a save before the first step, which a job that counts from 0 makes anew.
+            # Of a save before the first step, and of a step 0 without a range, which a job that counts from 0
+            # makes anew.
             self._commits = {
                 step: kept for step, kept in self._commits.items() if step <= cast(int, there["step"])
             }
             self.committed = min(self.committed, cast(int, there["step"]))
+            self.used.begin_after(cast(int, there["step"]))
             self._add_member(worker)
             return back
         self.new_attempt(attempt, f"worker {worker!r} said rollback to step {there['step']}")

@@ -98,6 +98,14 @@ class UsedRanges:
         self.over, self.over_on = max([*sure, *over], default=(-1, _GONE))
         return back
 
+    def begin_after(self, step: int) -> None:
+        """The model is that of this step again: later ones that are over, without a range, stand in no way."""
+        for worker, said in self._said.items():
+            if worker not in self._within:
+                self._said[worker] = min(said, step)
+        if self.over > step:
+            self.over, self.over_on = step, _GONE
+
     def commit_step(self, step: int) -> None:
         """What was used until this step is in a checkpoint."""
         self._ranges = [used for used in self._ranges if used.step > step]
