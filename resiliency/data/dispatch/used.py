@@ -99,7 +99,7 @@ class UsedRanges:
         return back
 
     def begin_after(self, step: int) -> None:
-        """The model is that of this step again: later ones that are over, without a range, stand in no way."""
+        """The model is that of this step: later ones that are over, without a range, stand in no way."""
         for worker, said in self._said.items():
             if worker not in self._within:
                 self._said[worker] = min(said, step)
