@@ -228,11 +228,15 @@ class Checkpointer:
         def fill(shard: Shard) -> Callable[[], object]:
             return plan_restore(state, shard, allow=self._options.allow, partial=partial)
 
-        restored = self._restore(fill, step=step, inventory=inventory, partial=partial)
-        # Else the first step prepares, whose state an optimizer has made larger, or of which this is a part.
-        self._is_prepared = bool(restored.step) and not partial
-        self._prepare(state)
-        if not self._is_prepared:  # also for programs that do not call `step`
+        if not partial:
+            restored = self.restore_with(fill, step=step, inventory=inventory)
+        else:
+            restored = self._restore(fill, step=step, inventory=inventory, partial=True)
+        if not restored.step or partial:
+            # The first step prepares as well, whose state an optimizer has made larger, or of which this is a
+            # part; also for programs that do not call `step`.
+            self._is_prepared = False
+            self._prepare(state)
             self._saver.after_first_steps(state, lambda: self._prepare(state))
         return restored
 

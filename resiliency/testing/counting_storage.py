@@ -124,8 +124,8 @@ class _CountingReader:
     def size_bytes(self) -> int:
         return self._inner.size_bytes
 
-    def read_into(self, offset: int, target: memoryview) -> int:
-        count = self._inner.read_into(offset, target)
+    def read_into(self, offset: int, *targets: memoryview) -> int:
+        count = self._inner.read_into(offset, *targets)
         self._storage.count("read", read=count)
         return count
 

@@ -178,10 +178,13 @@ class _MemoryReader:
     def size_bytes(self) -> int:
         return len(self._content)
 
-    def read_into(self, offset: int, target: memoryview) -> int:
-        piece = self._content[offset : offset + target.nbytes]
-        target.cast("B")[: len(piece)] = piece
-        return len(piece)
+    def read_into(self, offset: int, *targets: memoryview) -> int:
+        begin = offset
+        for target in targets:
+            piece = self._content[offset : offset + target.nbytes]
+            target.cast("B")[: len(piece)] = piece
+            offset += len(piece)
+        return offset - begin
 
     def close(self) -> None:
         pass
@@ -539,12 +542,13 @@ class _FaultyReader:
     def size_bytes(self) -> int:
         return self._inner.size_bytes
 
-    def read_into(self, offset: int, target: memoryview) -> int:
+    def read_into(self, offset: int, *targets: memoryview) -> int:
         storage = self._storage
         kind = storage._count(f"read {self._name}") if storage._count_reads else None
-        count = self._inner.read_into(offset, target)
+        count = self._inner.read_into(offset, *targets)
         if kind is StorageFaultKind.BIT_FLIP and count:
-            target.cast("B")[:count] = _flipped(target.cast("B")[:count])
+            first = targets[0].cast("B")[:count]
+            first[:] = _flipped(first)
         return count
 
     def close(self) -> None:

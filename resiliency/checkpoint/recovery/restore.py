@@ -11,10 +11,11 @@ else an older save.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,6 +153,12 @@ class Restorer:
             ConfigError: the ranks were given different inventories.
             PeerError: another rank could not restore, or died.
         """
+        with _no_garbage_collection():
+            return self._restore(fill, step, inventory, leases)
+
+    def _restore(
+        self, fill: Fill, step: int | None, inventory: Inventory | None, leases: ExitStack | None
+    ) -> Restored:
         inventory = self._agreed(inventory)
         self._overwritten = False
         plan = self._choose(inventory, step)
@@ -390,6 +397,19 @@ class Restorer:
             return None
         source = rank if self._replicated else location.rank
         return Complaint(source) if self._own is None else complaint_of(self._storage, source, self._own)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Objects for thousands of tensors are made at once.  They would start a full collection, which looks at
+    all that torch and the program have imported: 0.14 s on a host that copies a gigabyte in 0.1 s."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _not_taken(inventory: Inventory, *, above: int, step: int | None) -> list[ShardLocation]:

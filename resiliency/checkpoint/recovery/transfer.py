@@ -33,7 +33,7 @@ from resiliency.checkpoint.state.layout import Shard, StateLayout
 from resiliency.checkpoint.storage.checksums import digest_function
 from resiliency.checkpoint.storage.chunked_file import FileRecord, check_size
 from resiliency.checkpoint.storage.interface import ReadableFile, read_file
-from resiliency.checkpoint.storage.memory import PAGE_BYTES, copy_bytes, page_memory
+from resiliency.checkpoint.storage.memory import copy_bytes, page_memory
 from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.threads import helper_thread
 from resiliency.errors import (
@@ -141,10 +141,8 @@ class Outgoing:
             low, high = max(begin, start), min(begin + record.size_bytes, end)
             if low >= high or self._error:
                 continue
-            # Whole pages are asked for, so that the end of the file can be read directly as well.
-            asked = -(-(high - low) // PAGE_BYTES) * PAGE_BYTES if high == end else high - low
             try:
-                count = file.read_into(low - begin, buffer[low - start :][:asked])
+                count = file.read_into(low - begin, buffer[low - start : high - start])
             except CheckpointError as error:
                 self._error = str(error)
             else:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from resiliency.checkpoint.state.values import (
     dtype_called,
     load_values,
 )
-from resiliency.checkpoint.storage.memory import address_of, populate
+from resiliency.checkpoint.storage.memory import address_of, is_populated, populate
 from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch, ResourceShortage
 
@@ -37,14 +38,15 @@ _POPULATE_FROM_BYTES = 1 << 20
 
 @dataclass
 class RestoreJob:
-    """Where the bytes of one entry go."""
+    """Where the bytes of one entry go.  What it says of its targets holds once it has them all."""
 
     entry: TensorEntry
     targets: list[tuple[TensorEntry | TensorView, torch.Tensor]] = field(default_factory=list)
 
+    @cached_property
     def memory(self) -> memoryview | None:
         """Host memory that the entry's bytes may be read straight into; None: go through a buffer."""
-        raw = self.direct()
+        raw = self.direct
         if raw is None:
             return None
         return memoryview((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr())).cast("B")
@@ -54,11 +56,12 @@ class RestoreJob:
         if not self.entry.size_bytes:
             return
         flat = torch.frombuffer(data, dtype=torch.uint8)
-        direct = self.direct() if filled else None
+        direct = self.direct if filled else None
         for item, raw in self.targets:
             if raw is not direct:
                 yield from pieces(raw.detach(), stored_as(item, flat))
 
+    @cached_property
     def direct(self) -> torch.Tensor | None:
         """The target whose memory is exactly the entry's bytes."""
         for item, raw in self.targets:
@@ -147,9 +150,10 @@ class Targets:
                 f"the checkpoint's tree names tensor {key!r}, its table does not."
             ) from None
 
-    @property
+    @cached_property
     def jobs(self) -> list[RestoreJob]:
-        """What has to be filled, by entry; entries that nobody wants are left out."""
+        """What has to be filled, by entry, once all targets are named; entries that nobody wants are left
+        out."""
         jobs: dict[str, RestoreJob] = {}
         seen: set[Any] = set()
         for item, raw in self._targets:
@@ -335,8 +339,8 @@ def _populate_beside(targets: Targets) -> Callable[[], None]:
     New tensors, such as the state of an optimizer that has not stepped, are memory that the kernel still has
     to find and clear, which takes longer than to fill it from memory or from a fast disk.
     """
-    memories = [memory for job in targets.jobs if (memory := job.memory()) is not None]
-    large = [memory for memory in memories if memory.nbytes >= _POPULATE_FROM_BYTES]
+    memories = [memory for job in targets.jobs if (memory := job.memory) is not None]
+    large = [each for each in memories if each.nbytes >= _POPULATE_FROM_BYTES and not is_populated(each)]
     if not large:
         return lambda: None
 
@@ -373,14 +377,14 @@ def _fill(targets: Targets, shard: Shard, threads: int, timeout: timedelta) -> N
 
 def _place(job: RestoreJob, buffer: memoryview) -> tuple[int, memoryview]:
     """Which bytes a job needs, and where they come first: into the tensor itself where that is possible."""
-    entry, memory = job.entry, job.memory()
+    entry, memory = job.entry, job.memory
     return entry.offset_bytes, buffer[entry.offset_bytes : entry.end_bytes] if memory is None else memory
 
 
 def _work(jobs: list[RestoreJob], shard: Shard, buffer: memoryview) -> Iterable[Piece]:
     base = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() if buffer.nbytes else 0
     for job in jobs:
-        entry, memory = job.entry, job.memory()
+        entry, memory = job.entry, job.memory
         data = buffer[entry.offset_bytes : entry.end_bytes]
         if memory is not None and shard.load is not None:
             data = memory  # where it was loaded to

@@ -2,8 +2,8 @@
 """Large files in checksummed chunks: written and read by several threads, copied at most once.
 
 A file is a row of chunks of `CHUNK_BYTES`; each has its own digest, computed from the very memory
-that is handed to the storage (write) or that came from it (read).  Within a chunk, long runs of
-whole pages that lie aligned in memory go straight to or from the device; only what is between
+that is handed to the storage (write) or that came from it (read).  Within a chunk, long runs go
+straight to or from where they lie, written ones as far as they are whole pages; only what is between
 them passes through a page-aligned buffer.  Nothing is read without being verified.
 """
 
@@ -287,7 +287,7 @@ class _Writer:
         """The bytes of a chunk: where they lie, or in `buffer`."""
         first = bisect.bisect_right(self._ends, start)
         ranges = self._ranges[first : bisect.bisect_left(self._starts, end)]
-        segments = _segments(start, end, ranges, buffer)
+        segments = _segments(start, end, ranges, buffer, unit=PAGE_BYTES)
         for segment in segments:
             if not segment.in_place:
                 _gather(segment, ranges)
@@ -320,21 +320,23 @@ class _Segment:
 
 
 def _segments(
-    start: int, end: int, ranges: Sequence[tuple[int, memoryview]], buffer: memoryview
+    start: int, end: int, ranges: Sequence[tuple[int, memoryview]], buffer: memoryview, *, unit: int
 ) -> list[_Segment]:
-    """Cut a chunk into long page-aligned runs of single ranges, and what is between them.
+    """Cut a chunk into long runs of single ranges, and what is between them.
 
-    All cuts are on pages, so the parts in `buffer` (page-aligned itself) are aligned as well.
+    Args:
+        unit: all cuts are at multiples of it, and so are the addresses of runs; the parts in `buffer`
+            (page-aligned itself) are aligned as well.
     """
     segments: list[_Segment] = []
     at = start
     for number, (offset, view) in enumerate(ranges):
-        low = max(-(-max(offset, start) // PAGE_BYTES) * PAGE_BYTES, at)
-        high = min(offset + view.nbytes, end) // PAGE_BYTES * PAGE_BYTES
+        low = max(-(-max(offset, start) // unit) * unit, at)
+        high = min(offset + view.nbytes, end) // unit * unit
         if high - low < _DIRECT_FROM_BYTES or _is_shared(ranges, number, low, high):
             continue
         run = view[low - offset : high - offset]
-        if not is_page_aligned(run, low):
+        if unit > 1 and not is_page_aligned(run, low):
             continue
         if low > at:
             segments.append(_Segment(at, buffer[at - start : low - start], in_place=False))
@@ -376,9 +378,9 @@ class _Reader:
         if self._pace is not None:
             self._pace(length)
         wants = self._overlapping(start, start + length)
-        segments = _segments(start, start + length, [(want.offset, want.target) for want in wants], buffer)
-        for segment in segments:
-            self._fill(segment, segment.view if segment.in_place else buffer[segment.start - start :])
+        ranges = [(want.offset, want.target) for want in wants]
+        segments = _segments(start, start + length, ranges, buffer, unit=1)
+        self._fill(number, segments)
         self._verify(number, segments, wants)
         for segment in segments:
             if not segment.in_place:
@@ -389,17 +391,15 @@ class _Reader:
         last = bisect.bisect_left(self._starts, end)
         return [want for want in self._wants[first:last] if want.end > start]
 
-    def _fill(self, segment: _Segment, place: memoryview) -> None:
-        length = segment.view.nbytes
-        # Whole pages are asked for, so that the end of the file can be read directly as well.
-        ask = min(-(-length // PAGE_BYTES) * PAGE_BYTES, place.nbytes)
-        count = self._file.read_into(segment.start, place[:ask])
+    def _fill(self, number: int, segments: Sequence[_Segment]) -> None:
+        start, length = self.extent(number)
+        count = self._file.read_into(start, *(segment.view for segment in segments))
         if count < length:
             raise CheckpointCorrupt(
-                f"{self._path} ends at byte {segment.start + count}, expected {self._record.size_bytes}.",
+                f"{self._path} ends at byte {start + count}, expected {self._record.size_bytes}.",
                 hint="The file was cut while it was read; restore another checkpoint.",
                 path=self._path,
-                offset=segment.start + count,
+                offset=start + count,
                 is_short=True,
             )
 

@@ -38,8 +38,9 @@ class ReadableFile(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
-    def read_into(self, offset: int, target: memoryview) -> int:
-        """Fill `target` from `offset`; returns the bytes read, short only at the end of the file."""
+    def read_into(self, offset: int, *targets: memoryview) -> int:
+        """Fill `targets`, one after the other, from `offset`; returns the bytes read, short only at the end
+        of the file."""
         ...
 
     def close(self) -> None: ...

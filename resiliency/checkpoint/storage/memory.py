@@ -103,6 +103,15 @@ def populate(memory: memoryview, *, threads: int = 1) -> bool:
     return all(run_parallel([functools.partial(_populate, part) for part in parts], "resiliency-populate"))
 
 
+def is_populated(memory: memoryview) -> bool:
+    """Whether no page of `memory` has a fault to take; False where the kernel does not say."""
+    begin = address_of(memory) // PAGE_BYTES * PAGE_BYTES
+    pages = -(-(address_of(memory) + memory.nbytes - begin) // PAGE_BYTES)
+    resident = ctypes.create_string_buffer(pages)
+    failed = _libc().mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * PAGE_BYTES), resident)
+    return not failed and b"\0" not in resident.raw
+
+
 def _populate(memory: memoryview) -> bool:
     begin = address_of(memory) // PAGE_BYTES * PAGE_BYTES
     end = address_of(memory) + memory.nbytes

@@ -171,9 +171,9 @@ class _WatchedReader:
     def size_bytes(self) -> int:
         return self._inner.size_bytes
 
-    def read_into(self, offset: int, target: memoryview) -> int:
+    def read_into(self, offset: int, *targets: memoryview) -> int:
         with self._storage.noted("read", self._name):
-            return self._inner.read_into(offset, target)
+            return self._inner.read_into(offset, *targets)
 
     def close(self) -> None:
         with self._storage.noted("close", self._name):

@@ -41,7 +41,13 @@ from resiliency.checkpoint.capture.limits import (
     rooms,
 )
 from resiliency.checkpoint.locks import FileLock
-from resiliency.errors import CheckpointError, CheckpointMissing, CheckpointWriteFailed, ConfigError
+from resiliency.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointWriteFailed,
+    ConfigError,
+)
 from resiliency.testing import warm
 from resiliency.testing.processes import Command
 from tests.checkpoint.capture_builders import SOON, save
@@ -321,7 +327,10 @@ def test_a_slot_that_was_cut_short_is_no_capture(tmp_path: Path) -> None:
     directory = job_directory("job", tmp_path)
     save({"w": torch.ones(5000)}, directory)
     ((path, _),) = peek(directory, 0)
-    os.truncate(path, 5000)
+    with open_captured(directory, 0) as slot:
+        os.truncate(path, 5000)
+        with pytest.raises(CheckpointCorrupt, match="ends at byte 5000"):
+            materialize(slot.shard)
     assert try_open_slot(path) is None
     with pytest.raises(CheckpointMissing):
         open_captured(directory, 0)

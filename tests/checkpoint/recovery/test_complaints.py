@@ -189,10 +189,10 @@ class _BadMiddle:
         self.inner, self.path = inner, path
         self.size_bytes = inner.size_bytes
 
-    def read_into(self, offset: int, target: memoryview) -> int:
+    def read_into(self, offset: int, *targets: memoryview) -> int:
         if offset // CHUNK_BYTES in (1, 2):
             raise read_failed(OSError(errno.EIO, "fails"), self.path)
-        return self.inner.read_into(offset, target)
+        return self.inner.read_into(offset, *targets)
 
     def close(self) -> None:
         self.inner.close()

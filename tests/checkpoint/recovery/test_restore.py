@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +62,9 @@ def test_the_sources_are_listed_best_first_and_any_step_can_be_asked_for(tmp_pat
         assert checkpoints.restore_with(filling(target), step=7) == Restored(step=0, tier=Tier.NONE)
         assert torch.equal(target["weights"], torch.full((1000,), 1.0))  # type: ignore[arg-type]
         # Who only looks at a shard returns nothing to do.
-        checkpoints.restore_with(lambda shard: seen.append(shard.step))
-    assert seen == [1]  # the newest of the branch that the first restore began
+        checkpoints.restore_with(lambda shard: seen.append((shard.step, gc.isenabled())))
+    assert seen == [(1, False)]  # the newest of the branch that the first restore began
+    assert gc.isenabled()
 
 
 #: So many numbers that the first of them and the values at the end of the file are in different chunks.

@@ -273,6 +273,8 @@ def test_memory_that_is_to_be_filled_is_mapped_while_ranks_agree_and_holds_what_
     assert (target["w"][0], target["w"][-1]) == (7, 0)
     act()
     assert bool(target["w"].eq(1).all())
+    plan_restore(target, shard)  # it is mapped
+    assert not [thread for thread in threading.enumerate() if thread.name == "resiliency-restore-memory"]
 
 
 def test_memory_is_filled_as_well_where_no_thread_can_begin_to_map_it_ahead(

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.checkpoint.storage.interface import Storage, read_file, write_file
+from resiliency.checkpoint.storage.memory import is_populated
 from resiliency.checkpoint.storage.posix import LocalStorage, write_failed
 from resiliency.errors import CheckpointCorrupt, CheckpointMissing, CheckpointWriteFailed, ResiliencyError
 from resiliency.testing import warm
@@ -83,6 +84,9 @@ def test_aligned_and_odd_pieces_of_one_file_read_back_the_same(storage: Storage,
     assert reader.read_into(0, target) == size
     assert target[:size] == content
     assert reader.read_into(size, target) == 0
+    parts = [memoryview(bytearray(length)) for length in (3, 0, 4097, 5 * 4096)]
+    assert reader.read_into(0, *parts) == size
+    assert b"".join(parts)[:size] == content
     reader.close()
 
 
@@ -280,3 +284,42 @@ def test_a_bit_flip_changes_one_bit() -> None:
     storage = FaultyStorage(MemoryStorage(), StorageFault(operation=1, kind=StorageFaultKind.BIT_FLIP))
     write_file(storage, "a", bytes(9))
     assert sorted(read_file(storage, "a")) == [0] * 8 + [0x10]
+
+
+def is_cached(path: Path) -> bool:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
+        view = memoryview(memory)
+        try:
+            return is_populated(view)
+        finally:
+            view.release()
+
+
+@pytest.mark.parametrize("kernel", ["this", "older"])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
+def test_a_large_read_leaves_the_page_cache_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, is_warm: bool
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(256)) * 4096)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if is_cached(path):
+            pytest.skip("this file system has its files in memory alone")
+        if is_warm:
+            file.read()
+    preadv = os.preadv
+
+    def older(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags & ~os.RWF_NOWAIT:
+            raise OSError(errno.EOPNOTSUPP, "unknown flag")
+        return preadv(fd, buffers, offset, flags)
+
+    if kernel == "older":
+        monkeypatch.setattr(os, "preadv", older)
+    target = memoryview(bytearray(1 << 20))
+    with closing(LocalStorage(tmp_path).open("f")) as reader:
+        assert reader.read_into(0, target[:-5], target[-5:]) == 1 << 20
+    assert is_cached(path) == is_warm
+    assert target == path.read_bytes()
