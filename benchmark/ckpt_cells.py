@@ -156,6 +156,10 @@ def _save_and_restore(
     rounds = task.rounds if name in READERS else 1
     from_storage = _restores(groups, replace(loader, rounds=rounds), env, Tier.PERSISTENT)
     outcome.series |= _prefixed("disk_", from_storage)
+    if name in READERS:
+        progress(f"{name}: restore from the page cache")
+        warm = _restores(groups, replace(loader, is_warm=True), env, Tier.PERSISTENT)
+        outcome.series |= _prefixed("warm_", warm)
 
 
 def _last_words(directory: Path) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our checkpoints beside torch.save, torch.distributed.checkpoint, NVRx, DLRover and the machine's limits.
+"""Our checkpoints beside torch.save, torch.distributed.checkpoint, three libraries and the machine's limits.
 
     python3 benchmark/ckpt_compare.py --directory /mnt/disk
     python3 benchmark/ckpt_compare.py --directory /mnt/disk --cells 1x2 --contestants ours "NVRx async"
@@ -7,13 +7,15 @@
 For each cell (GiB of state per rank x ranks) the limits of the machine come first: memory copy, raw
 write with fsync, raw read.  Then every contestant trains, saves and restores in fresh processes.
 Reported per save: how long training was held, how much longer the next ten steps took, when the
-checkpoint was durable, and the memory it took; then the first save, and restores from memory and disk.
+checkpoint was durable, and the memory it took; then the first save, and restores from memory, from a
+disk, and from files that the page cache has.
 Where the engine misses a bar, the report says by how much.
 
 Run it on a machine that does nothing else, on the disk that checkpoints go to.  Beyond the state
 itself a rank needs up to three times its size in memory and three times on disk.  A contestant that
-fails is listed with its error, makes the exit code 1, and does not stop the others.  DLRover and NVRx's
-local checkpoints take part where they are installed (pip install -e '.[compare]' -c constraints.txt).
+fails is listed with its error, makes the exit code 1, and does not stop the others.  DLRover,
+lm-resiliency and NVRx's local checkpoints take part where they are installed
+(pip install -e '.[compare]' -c constraints.txt).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pathlib import Path
 
 import psutil
 from ckpt_cells import Cell, CellResult, run_cell
-from ckpt_contestants import CONTESTANTS, DLROVER, FROM_MEMORY, NVRX_LOCAL, OURS, is_installed
+from ckpt_contestants import CONTESTANTS, DLROVER, FROM_MEMORY, LM_RESILIENCY, NVRX_LOCAL, OURS, is_installed
 from ckpt_groups import Groups, RankFailed
 from ckpt_report import Report, as_markdown, as_png, as_text
 from measuring import count, file_system, machine
@@ -45,7 +47,7 @@ DEFAULT_PLAN = {
     "0.25x1": tuple(CONTESTANTS),
     "0.25x2": (
         *(OURS, "DCP async, thread, tuned", "DCP async, process, tuned", "NVRx async", "torch.save"),
-        *(DLROVER, NVRX_LOCAL),
+        *(DLROVER, NVRX_LOCAL, LM_RESILIENCY),
     ),
     "1x1": (OURS, "DCP async, thread, tuned"),
     "2x1": (OURS,),

@@ -394,7 +394,14 @@ def _nvrx_local(directory: Path, *, persistent: bool) -> Contestant:
     return NvrxLocal(directory, persistent=persistent)
 
 
+def _lm_resiliency(directory: Path) -> Contestant:
+    from ckpt_memory_rivals import LmResiliency
+
+    return LmResiliency(directory)
+
+
 OURS, DLROVER, NVRX_LOCAL, NVRX_FORKED = "ours", "DLRover flash", "NVRx local", "NVRx local, forked"
+LM_RESILIENCY = "lm-resiliency"
 CONTESTANTS: dict[str, Callable[[Path], Contestant]] = {
     OURS: Ours,
     "torch.save": TorchSave,
@@ -407,17 +414,19 @@ CONTESTANTS: dict[str, Callable[[Path], Contestant]] = {
     DLROVER: _dlrover,
     NVRX_LOCAL: functools.partial(_nvrx_local, persistent=True),
     NVRX_FORKED: functools.partial(_nvrx_local, persistent=False),
+    LM_RESILIENCY: _lm_resiliency,
 }
 #: Those that take part where this package can be imported, and whose absence is no failure.
 OPTIONAL = {
     DLROVER: "dlrover",
     NVRX_LOCAL: "nvidia_resiliency_ext",
     NVRX_FORKED: "nvidia_resiliency_ext",
+    LM_RESILIENCY: "lm_resiliency",
 }
 #: They hold training until the checkpoint is durable, so nothing is left to slow the next steps.
 BLOCKING = frozenset({"torch.save", "DCP save"})
 #: One reader for each format; the other contestants are restored once, to see that the bytes are right.
-READERS = frozenset({OURS, "torch.save", "DCP save", DLROVER, NVRX_LOCAL})
+READERS = frozenset({OURS, "torch.save", "DCP save", DLROVER, NVRX_LOCAL, LM_RESILIENCY})
 #: A new process finds in the host's memory what the one before it saved.
 FROM_MEMORY = frozenset({OURS, DLROVER})
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional contestants that keep checkpoints on the host: DLRover in its memory, NVRx on its own disk.
+"""Optional contestants that keep checkpoints on the host: DLRover in its memory, NVRx and lm-resiliency on
+its own disk.
 
 They take part where their distribution is installed (`OPTIONAL` in ckpt_contestants); nothing here imports
 one before it is used.  Each is used as its documentation says, on one host, and is measured as the others:
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -232,6 +234,62 @@ class NvrxLocal(Nvrx):
         manager.find_latest()
         loaded, _ = manager.load()
         copy_into(self._training, loaded.state)
+
+
+class LmResiliency(Rival):
+    """lm-resiliency: a copy in the memory of the process, flushed to the host's disk, with its checksums.
+
+    As its hook does it after `optimizer.step()`; each save is flushed.  Its copies to other hosts are off, as
+    no contestant makes any here.
+    """
+
+    def prepare(self, training: Trained) -> None:
+        super().prepare(training)
+        self._manager = self._open()
+
+    def save(self, step: int) -> Save:
+        self._manager.save(self._training.state_dict(), step)
+        self._manager.flush_to_disk(step)
+        files = self._manager._disk
+        save = Save(files._folder / f"step-{step}")
+
+        def watch() -> None:
+            error = None
+            try:
+                files.wait()
+            except RuntimeError as failure:
+                error = failure
+            save.done(error)
+
+        threading.Thread(target=watch, daemon=True).start()
+        return save
+
+    def prepare_restore(self, training: Trained, saved: Path) -> None:
+        super().prepare_restore(training, saved)
+        self._manager = self._open()
+
+    def restore(self) -> None:
+        found = self._manager.load()
+        if found is None:
+            raise RuntimeError("lm-resiliency found nothing to load")
+        copy_into(self._training, found[0])
+
+    def close(self, *, keep_memory: bool = False) -> None:
+        self._manager.close()
+
+    def _open(self) -> Any:
+        from lm_resiliency import InMemoryCkptConfig
+        from lm_resiliency.checkpointing.manager import InMemoryCheckpointManager
+
+        config = InMemoryCkptConfig(
+            disk_flush_interval=0,
+            disk_folder=str(self._directory),
+            run_id="compare",
+            verify_integrity=True,
+            pin_memory=False,
+        )
+        # Its switch for jobs whose replicas are copies already.
+        return InMemoryCheckpointManager(config, SimpleNamespace(has_natural_replicas=True))
 
 
 class HostState:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ckpt_cells import Cell, run_cell
-from ckpt_contestants import DLROVER, FROM_MEMORY, NVRX_FORKED, NVRX_LOCAL, OPTIONAL
+from ckpt_contestants import DLROVER, FROM_MEMORY, LM_RESILIENCY, NVRX_FORKED, NVRX_LOCAL, OPTIONAL
 from ckpt_groups import Groups
 from ckpt_memory_rivals import launcher
 
@@ -30,7 +30,9 @@ def skip_unless_installed(contestant: str) -> None:
 # The one that starts a Python of its own for each rank has one rank, since the imports take their time.
 @pytest.mark.thorough("rivals of a benchmark")
 @pytest.mark.slow
-@pytest.mark.parametrize(("contestant", "ranks"), [(DLROVER, 2), (NVRX_LOCAL, 1), (NVRX_FORKED, 2)])
+@pytest.mark.parametrize(
+    ("contestant", "ranks"), [(DLROVER, 2), (NVRX_LOCAL, 1), (NVRX_FORKED, 2), (LM_RESILIENCY, 2)]
+)
 def test_a_new_process_gets_the_bytes_that_were_saved(
     contestant: str, ranks: int, groups: Groups, tmp_path: Path
 ) -> None:
