@@ -407,45 +407,19 @@ class CapturedSlot:
         size = header.tensor_bytes
         # A private mapping: writable, as torch wants it, and yet no reader can change the capture.
         self._map = mapped(lock.path, values_offset(size), private=True)
+        buffer = memoryview(self._map)[PAGE_BYTES : PAGE_BYTES + size]
         self.shard = Shard(
             layout=layout,
             values=os.pread(lock.fd, header.values_bytes, values_offset(size)),
             step=header.step,
             rank=header.rank,
             world_size=header.world_size,
-            buffer=memoryview(self._map)[PAGE_BYTES : PAGE_BYTES + size],
+            buffer=buffer,
             run_id=header.run_id,
             group=header.group,
-            load=self._load,
+            # No method: a cycle would keep the mapping, and removed memory with it, until it is collected.
+            load=functools.partial(_load, lock, buffer),
         )
-
-    def _load(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Copy from the file, for that takes half as long as to map its pages, copy them, and unmap them."""
-        begin = address_of(self.shard.buffer) if self.shard.buffer else 0
-        pieces = [
-            (PAGE_BYTES + offset + at, memory[at : at + _PIECE_BYTES])
-            for offset, memory in ranges
-            if memory.nbytes and address_of(memory) != begin + offset  # else it is where it is wanted
-            for at in range(0, memory.nbytes, _PIECE_BYTES)
-        ]
-        left = iter(pieces)  # one for all threads
-
-        def run() -> None:
-            for offset, view in left:
-                self._read(offset, view)
-
-        run_parallel([run] * min(_THREADS, len(pieces)), "resiliency-captured")
-
-    def _read(self, offset: int, view: memoryview) -> None:
-        done = 0
-        while done < view.nbytes:
-            count = os.preadv(self._lock.fd, [view[done:]], offset + done)
-            if not count:
-                raise CheckpointCorrupt(
-                    f"{self._lock.path} ends at byte {offset + done}, which its header contradicts.",
-                    path=str(self._lock.path),
-                )
-            done += count
 
     def close(self) -> None:
         """Give the slot back; the shard must not be used any more."""
@@ -456,6 +430,36 @@ class CapturedSlot:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _load(lock: FileLock, buffer: memoryview, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    """Copy from the file, for that takes half as long as to map its pages, copy them, and unmap them."""
+    begin = address_of(buffer) if buffer else 0
+    pieces = [
+        (PAGE_BYTES + offset + at, memory[at : at + _PIECE_BYTES])
+        for offset, memory in ranges
+        if memory.nbytes and address_of(memory) != begin + offset  # else it is where it is wanted
+        for at in range(0, memory.nbytes, _PIECE_BYTES)
+    ]
+    left = iter(pieces)  # one for all threads
+
+    def run() -> None:
+        for offset, view in left:
+            _read(lock, offset, view)
+
+    run_parallel([run] * min(_THREADS, len(pieces)), "resiliency-captured")
+
+
+def _read(lock: FileLock, offset: int, view: memoryview) -> None:
+    done = 0
+    while done < view.nbytes:
+        count = os.preadv(lock.fd, [view[done:]], offset + done)
+        if not count:
+            raise CheckpointCorrupt(
+                f"{lock.path} ends at byte {offset + done}, which its header contradicts.",
+                path=str(lock.path),
+            )
+        done += count
 
 
 def try_open_slot(path: Path) -> CapturedSlot | None:

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
@@ -334,6 +336,21 @@ def test_a_slot_that_was_cut_short_is_no_capture(tmp_path: Path) -> None:
     assert try_open_slot(path) is None
     with pytest.raises(CheckpointMissing):
         open_captured(directory, 0)
+
+
+def test_a_reader_that_closed_its_slot_keeps_no_memory_until_garbage_is_collected(tmp_path: Path) -> None:
+    directory = job_directory("job", tmp_path)
+    save({"w": torch.ones(5000)}, directory)
+    gc.disable()
+    try:
+        with open_captured(directory, 0) as slot:
+            materialize(slot.shard)
+        shard = weakref.ref(slot.shard)
+        del slot
+        assert shard() is None
+        assert str(directory) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 def test_running_out_of_shared_memory_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
