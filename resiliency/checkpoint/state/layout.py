@@ -216,6 +216,7 @@ class StateLayout:
             CheckpointCorrupt: not a layout, of another version, or its fingerprint does not match.
         """
         try:
+            text = text if isinstance(text, str) else text.decode()
             document = json.loads(text)
             version = document["version"]
         except (ValueError, KeyError, TypeError) as error:
@@ -237,7 +238,6 @@ class StateLayout:
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"state layout has wrong or missing fields: {error!r}.") from error
         # Digest what was read, as `to_json` wrote it: to write it anew takes as long as all the rest.
-        text = text if isinstance(text, str) else text.decode()
         start = _head(str(expected))
         if text.startswith(start) and text.endswith("}"):
             layout.__dict__["fingerprint"] = _digest(text[len(start) : -1])

@@ -643,3 +643,5 @@ def test_an_altered_layout_is_refused() -> None:
         StateLayout.from_json(json.dumps({**json.loads(text), "layout": {"entries": [{}], "views": []}}))
     with pytest.raises(CheckpointCorrupt, match="not a state layout"):
         StateLayout.from_json(text[:-5])
+    with pytest.raises(CheckpointCorrupt, match="not a state layout"):
+        StateLayout.from_json(text.encode().replace(b'"name":"', b'"name":"\xed\xa0\x80'))
