@@ -31,6 +31,8 @@ _PREALLOCATE_FROM_BYTES = 1 << 20
 _LARGE_READ_BYTES = 256 << 10
 #: A read leaves the page cache as it was (Linux 6.14).
 _RWF_DONTCACHE = 0x80
+#: A read of what the page cache has, and of nothing else (Linux 4.14); not every Python names it.
+_RWF_NOWAIT = 0x08
 #: What kernels and file systems answer that do not know it.
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
@@ -253,18 +255,21 @@ class _LocalReader:
         if is_large and self._flags:
             try:
                 return os.preadv(self._fd, views, offset, self._flags)
+            except NotImplementedError:  # of a Python for systems with an old C library, such as conda's
+                self._flags = 0
             except OSError as error:  # of a kernel before 6.14, or of a file system that cannot do it
                 if error.errno not in _UNSUPPORTED:
                     raise
                 self._drops, self._flags = not self._is_cached(offset), 0
         count = os.preadv(self._fd, views, offset)
         if is_large and self._drops:
-            os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # it says nothing of the bytes that were read
+                os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
         return count
 
     def _is_cached(self, offset: int) -> bool:
         try:
-            return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+            return os.preadv(self._fd, [bytearray(1)], offset, _RWF_NOWAIT) == 1
         except BlockingIOError:
             return False
         except OSError:  # it does not say

@@ -323,3 +323,26 @@ def test_a_large_read_leaves_the_page_cache_as_it_was(
         assert reader.read_into(0, target[:-5], target[-5:]) == 1 << 20
     assert is_cached(path) == is_warm
     assert target == path.read_bytes()
+
+
+@pytest.mark.parametrize("lacking", ["flags", "advice"])
+def test_a_large_read_needs_nothing_of_what_spares_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(1 << 20))
+    preadv = os.preadv
+
+    def lacks(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags and lacking == "flags":  # as Python says that was built for an old C library
+            raise NotImplementedError("preadv2: flags unavailable on this platform")
+        if flags:
+            raise (BlockingIOError if flags == 8 else OSError)(errno.EOPNOTSUPP, "unknown flag")
+        return preadv(fd, buffers, offset)
+
+    def no_advice(*_: int) -> None:
+        raise OSError(errno.ENOSYS, "not of this kernel")
+
+    monkeypatch.setattr(os, "preadv", lacks)
+    monkeypatch.setattr(os, "posix_fadvise", no_advice)
+    with closing(LocalStorage(tmp_path).open("f")) as reader:
+        assert reader.read_into(0, memoryview(bytearray(1 << 20))) == 1 << 20
