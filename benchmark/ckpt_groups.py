@@ -134,8 +134,8 @@ def _end(ranks: Sequence[warm.Process], pipes: Sequence[Connection]) -> None:
 class _Memory:
     """Private and shared memory of the marked processes: growth from a baseline to the peak.
 
-    Shared memory is counted for the whole machine, because segments that are unlinked or lent to
-    another process belong to none: nothing else may use much of it meanwhile.
+    Shared memory counts by its mappings, so that what else runs on the machine does not; every contestant has
+    mapped, in some process, what it has filled.
     """
 
     def __init__(self, mark: str) -> None:
@@ -164,24 +164,16 @@ class _Memory:
             # What ranks share with the interpreter is split with it: all parts together tell what is new.
             self._seen = [*warm.pids(), *(process.pid for process in processes_marked(self._mark))]
             self._listed = time.monotonic()
-        return _shared_bytes() + sum(_private_bytes(pid) for pid in self._seen)
+        return sum(_memory_bytes(pid) for pid in self._seen)
 
 
-def _private_bytes(pid: int) -> int:
-    """Memory that is in no file and not shared; what forked processes share is split among them."""
+def _memory_bytes(pid: int) -> int:
+    """Memory that is in no file of a disk; what several processes have mapped is split among them."""
     with contextlib.suppress(OSError):
-        return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Anon:")
-    return 0
-
-
-def _shared_bytes() -> int:
-    return _field(Path("/proc/meminfo"), "Shmem:")
-
-
-def _field(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) << 10
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(
+            int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+        )
     return 0
 
 
