@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt_cells import CellResult, Outcome, Series
-from ckpt_contestants import BLOCKING, OURS
+from ckpt_contestants import BLOCKING, ONE_SLOT, OURS, OWN
 
 #: Two runs of the same ten steps differ by that much, in percent of them.
 EXCESS_NOISE = 1.0
-#: From that size on the fixed cost of a process says little about the memory that a save takes.
-LARGE_BYTES = 2**30
+#: Below that size the fixed cost of a process is most of the memory that a save takes.
+LARGE_BYTES = 2**28
+#: States of memory, by the slots that hold one each.
+MEMORY_LIMITS = {OURS: 2.1, ONE_SLOT: 1.15}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def bars(result: CellResult) -> list[Bar]:
     ours = result.outcomes.get(OURS)
     if ours is None:
         return []
-    rivals = [other for name, other in result.outcomes.items() if name != OURS]
+    rivals = [other for name, other in result.outcomes.items() if name not in OWN]
     found = [
         Bar(name="held without overlap / copy", value=_paired(ours, "held_alone_s", copy_limit), limit=1.15),
         Bar(name="held with overlap / copy", value=_paired(ours, "held_s", copy_limit), limit=0.15),
@@ -64,7 +66,7 @@ def bars(result: CellResult) -> list[Bar]:
         _against_rivals("held with overlap / best rival", ours, rivals, "held_s", 0.7),
         _excess(ours, [rival for rival in rivals if rival.contestant not in BLOCKING]),
         _lost(result, ours, rivals),
-        Bar(name="durable, from the call / write", value=_paired(ours, "durable_s", "write_s"), limit=1.15),
+        Bar(name="durable, from the call / write", value=_paired(ours, "durable_s", "write_s"), limit=1.2),
         Bar(name="durable, after the copy / write", value=_paired(ours, "commit_s", "write_s"), limit=1.15),
         Bar(
             name="restore from memory / copy",
@@ -85,9 +87,11 @@ def bars(result: CellResult) -> list[Bar]:
         Bar(name="first saves / later ones, or 0.15 s", value=_first(ours), limit=1.5),
     ]
     if result.cell.size_bytes >= LARGE_BYTES:
-        extra = median(ours, "extra_bytes")
-        states = None if extra is None else extra / result.size_bytes
-        found.append(Bar(name="extra memory, one tier / state", value=states, limit=2.2))
+        found += [
+            Bar(name=f"extra memory of {name} / state", value=_states(result, name), limit=limit)
+            for name, limit in MEMORY_LIMITS.items()
+            if name in result.outcomes
+        ]
     return found
 
 
@@ -100,6 +104,11 @@ def copy_limit(series: Series, prefix: str = "") -> list[float]:
 def median(outcome: Outcome | None, name: str) -> float | None:
     values = outcome.series.get(name) if outcome else None
     return statistics.median(values) if values else None
+
+
+def _states(result: CellResult, contestant: str) -> float | None:
+    extra = median(result.outcomes[contestant], "extra_bytes")
+    return None if extra is None else extra / result.size_bytes
 
 
 def excess_percent(outcome: Outcome) -> float | None:
@@ -130,7 +139,7 @@ def _paired(ours: Outcome, name: str, limit: str | Callable[[Series], list[float
 def _lost(result: CellResult, ours: Outcome, rivals: Sequence[Outcome]) -> Bar:
     free = result.cell.ranks < result.cores
     name = f"time lost / best rival, {'a core is' if free else 'no core is'} free"
-    return _against_rivals(name, ours, rivals, lost, 0.35 if free else 0.7)
+    return _against_rivals(name, ours, rivals, lost, 0.35 if free else 0.6)
 
 
 def _against_rivals(

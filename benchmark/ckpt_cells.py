@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckpt_contestants import ARENA_ENV, FROM_MEMORY, READERS
 from ckpt_groups import Groups, RankFailed, arena
-from ckpt_memory_rivals import launcher
+from ckpt_launchers import launcher
 from ckpt_rank import Figures, Task
 
 from resiliency.checkpoint import Tier

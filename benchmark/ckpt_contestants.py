@@ -338,8 +338,9 @@ def _clone_buckets(buckets: list[Any]) -> list[Any]:
 class Ours:
     """`resiliency.checkpoint.Checkpointer`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, slots: int = 0) -> None:
         self._directory = directory
+        self._slots = slots
 
     def prepare(self, training: Trained) -> None:
         self._training = training
@@ -378,8 +379,8 @@ class Ours:
 
     def _open(self) -> Checkpointer:
         # The benchmark deletes old checkpoints itself, for all contestants, while no clock runs.
-        root = Path(os.environ[ARENA_ENV])
-        return Checkpointer(self._directory, keep=1000, options=CheckpointerOptions(arena_root=root))
+        options = CheckpointerOptions(arena_root=Path(os.environ[ARENA_ENV]), slots=self._slots)
+        return Checkpointer(self._directory, keep=1000, options=options)
 
 
 def _dlrover(directory: Path) -> Contestant:
@@ -400,10 +401,12 @@ def _lm_resiliency(directory: Path) -> Contestant:
     return LmResiliency(directory)
 
 
+ONE_SLOT = "ours, one slot"
 OURS, DLROVER, NVRX_LOCAL, NVRX_FORKED = "ours", "DLRover flash", "NVRx local", "NVRx local, forked"
 LM_RESILIENCY = "lm-resiliency"
 CONTESTANTS: dict[str, Callable[[Path], Contestant]] = {
     OURS: Ours,
+    ONE_SLOT: functools.partial(Ours, slots=1),
     "torch.save": TorchSave,
     "DCP save": DcpSave,
     "DCP async, thread": functools.partial(DcpAsync, process=False),
@@ -416,6 +419,8 @@ CONTESTANTS: dict[str, Callable[[Path], Contestant]] = {
     NVRX_FORKED: functools.partial(_nvrx_local, persistent=False),
     LM_RESILIENCY: _lm_resiliency,
 }
+#: Ours are no rivals of each other.
+OWN = frozenset({OURS, ONE_SLOT})
 #: Those that take part where this package can be imported, and whose absence is no failure.
 OPTIONAL = {
     DLROVER: "dlrover",
@@ -426,9 +431,9 @@ OPTIONAL = {
 #: They hold training until the checkpoint is durable, so nothing is left to slow the next steps.
 BLOCKING = frozenset({"torch.save", "DCP save"})
 #: One reader for each format; the other contestants are restored once, to see that the bytes are right.
-READERS = frozenset({OURS, "torch.save", "DCP save", DLROVER, NVRX_LOCAL, LM_RESILIENCY})
+READERS = frozenset({*OWN, "torch.save", "DCP save", DLROVER, NVRX_LOCAL, LM_RESILIENCY})
 #: A new process finds in the host's memory what the one before it saved.
-FROM_MEMORY = frozenset({OURS, DLROVER})
+FROM_MEMORY = frozenset({*OWN, DLROVER})
 
 
 def is_installed(contestant: str) -> bool:

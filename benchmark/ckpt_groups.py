@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -28,6 +29,8 @@ from resiliency.testing.processes import MARKER_ENV, processes_marked
 #: A contestant that says nothing for that long has failed.
 SILENCE_S = 240.0
 _LOOK_S = 0.02
+#: Where captures belong, and where the rivals' segments are.
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _PRELOAD = ("torch.distributed.checkpoint", "resiliency.checkpoint")
 
 
@@ -132,10 +135,10 @@ def _end(ranks: Sequence[warm.Process], pipes: Sequence[Connection]) -> None:
 
 
 class _Memory:
-    """Private and shared memory of the marked processes: growth from a baseline to the peak.
+    """Private memory of the marked processes, and shared memory: growth from a baseline to the peak.
 
-    Shared memory is counted for the whole machine, because segments that are unlinked or lent to
-    another process belong to none: nothing else may use much of it meanwhile.
+    Shared memory is what /dev/shm holds, segments that are unlinked or lent to another process included.
+    Nothing else must use that meanwhile; `unshare --mount` gives a job one of its own.
     """
 
     def __init__(self, mark: str) -> None:
@@ -164,29 +167,19 @@ class _Memory:
             # What ranks share with the interpreter is split with it: all parts together tell what is new.
             self._seen = [*warm.pids(), *(process.pid for process in processes_marked(self._mark))]
             self._listed = time.monotonic()
-        return _shared_bytes() + sum(_private_bytes(pid) for pid in self._seen)
+        return shutil.disk_usage(SHARED_MEMORY).used + sum(_private_bytes(pid) for pid in self._seen)
 
 
 def _private_bytes(pid: int) -> int:
     """Memory that is in no file and not shared; what forked processes share is split among them."""
     with contextlib.suppress(OSError):
-        return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Anon:")
-    return 0
-
-
-def _shared_bytes() -> int:
-    return _field(Path("/proc/meminfo"), "Shmem:")
-
-
-def _field(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) << 10
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
     return 0
 
 
 @contextlib.contextmanager
-def arena(root: Path = Path("/dev/shm")) -> Iterator[Path]:  # noqa: S108 (captures belong into memory)
+def arena(root: Path = SHARED_MEMORY) -> Iterator[Path]:
     """A directory in shared memory that is gone afterwards, whatever was left in it."""
     with tempfile.TemporaryDirectory(prefix="ckpt-compare-", dir=root, ignore_cleanup_errors=True) as path:
         yield Path(path)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckpt_contestants import DLROVER, WAIT, Nvrx, Rival, Save, Trained, copy_into
+from ckpt_contestants import WAIT, Nvrx, Rival, Save, Trained, copy_into
 from ckpt_groups import RankFailed
 
 from resiliency.checkpoint import Tier
@@ -42,9 +42,9 @@ _LOOK_S = 0.005
 class DlroverFlash(Rival):
     """DLRover's flash checkpoint: a rank copies its state into shared memory, and a saver writes that.
 
-    The saver runs where `dlrover-run` has it, in a process that outlives the ranks (`launcher`); all ranks
-    are told to save a shard of their own.  A save to storage is its save to memory plus a message to the
-    saver, so one contestant shows both: training is held for the first, and the second makes it durable.
+    The saver runs where `dlrover-run` has it, in a process that outlives the ranks (`dlrover_saver`); all
+    ranks are told to save a shard of their own.  A save to storage is its save to memory plus a message to
+    the saver, so one contestant shows both: training is held for the first, and the second makes it durable.
     """
 
     def prepare(self, training: Trained) -> None:
@@ -148,15 +148,12 @@ class SyncedStorage:
 
 
 @contextlib.contextmanager
-def launcher(contestant: str, directory: Path) -> Iterator[Mapping[str, str]]:
-    """What a contestant needs beside its ranks, from the first to the last; yields what to tell the ranks.
+def dlrover_saver(directory: Path) -> Iterator[Mapping[str, str]]:
+    """DLRover's saver, from the first rank to the last; yields what to tell the ranks.
 
     Raises:
         RankFailed: it did not start; why is in `directory`.
     """
-    if contestant != DLROVER:
-        yield {}
-        return
     # As dlrover-run names itself and the job.  Both make the names of sockets and segments.
     env = {"ROLE_NAME": "dlrover-trainer", "TORCHELASTIC_RUN_ID": directory.name}
     with (directory / "output-saver").open("ab") as output:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_bars import Bar, bars, copy_limit, excess_percent, lost, median
 from ckpt_cells import CellResult, Outcome
-from ckpt_contestants import BLOCKING, FROM_MEMORY, OURS
+from ckpt_contestants import BLOCKING, FROM_MEMORY, OWN
 from ckpt_rank import ROOM, STEPS, STEPS_BEFORE_FIRST
 
 from resiliency.events import JsonValue
@@ -245,6 +245,8 @@ slowest rank of each round.  Training: linear layers under AdamW, gloo, one torc
   {STEPS_BEFORE_FIRST} steps.
 - *extra memory*: peak during a save beyond training's own memory, processes and shared memory included,
   in states per rank.  Small states show the fixed cost: a writer process with torch takes 0.2 GB or more.
+- *ours*: the agent comes from the launcher, which has torch imported; one that a rank starts by itself
+  takes 0.2 GB more per host.  *One slot*: with `CheckpointerOptions(slots=1)`.
 - *from memory*, *from disk*: into the trained tensors, in a fresh process; before a read from disk the
   files were dropped from the page cache (`posix_fadvise`); *warm*: they were all in it.  Every
   contestant's last checkpoint, saved with steps running beside it, was loaded back and compared bit by
@@ -340,7 +342,7 @@ def _draw_durable(axes: Any, result: CellResult, shown: Sequence[Outcome]) -> No
 
 
 def _color(outcome: Outcome) -> str:
-    return _OURS_COLOR if outcome.contestant == OURS else _RIVAL_COLOR
+    return _OURS_COLOR if outcome.contestant in OWN else _RIVAL_COLOR
 
 
 def _dress(axes: Any, shown: Sequence[Outcome], title: str) -> None:

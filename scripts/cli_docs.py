@@ -33,6 +33,7 @@ COMMANDS = {
         ["benchmark/data_dispatch_dlrover.py"],
     ),
     "data_samplers": ("python3 benchmark/data_samplers.py", ["benchmark/data_samplers.py"]),
+    "every_step": ("python3 benchmark/every_step.py", ["benchmark/every_step.py"]),
     "first_saves": ("python3 benchmark/first_saves.py", ["benchmark/first_saves.py"]),
     "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),
     "scale": ("python3 benchmark/scale.py", ["benchmark/scale.py"]),

@@ -11,7 +11,7 @@ import pytest
 from ckpt_cells import Cell, run_cell
 from ckpt_contestants import DLROVER, FROM_MEMORY, LM_RESILIENCY, NVRX_FORKED, NVRX_LOCAL, OPTIONAL
 from ckpt_groups import Groups
-from ckpt_memory_rivals import launcher
+from ckpt_launchers import launcher
 
 SEGMENTS, SOCKETS = Path("/dev/shm"), Path("/tmp/ckpt_sock")  # noqa: S108
 

@@ -19,7 +19,8 @@ A slot is *free*, *capturing* or *captured*, as its header says; it is *lent* as
 a shared lock on it (the writer, a replicator, a restore).  To capture, the owner takes the exclusive
 lock and marks the header before the first byte moves.  Invariant: a header that says captured,
 with a good checksum, belongs to complete tensors and values of one step; and the owner never takes
-the slot with the newest capture, so a crash at any time leaves one slot whole.
+the slot with the newest capture, so a crash at any time leaves one slot whole (of a rank with one slot:
+at any time but during a capture).
 
 `RankArena` is the owner's side, `open_captured` the reader's; one slot is in
 `resiliency.checkpoint.capture.slots`, the life of the whole directory in
@@ -88,7 +89,8 @@ class RankArena:
 
     Args:
         directory: of the job, see `job_directory`.
-        slots: two suffice; a third lets captures go on while one is slowly written.
+        slots: two suffice; a third lets captures go on while one is slowly written.  With one, a capture
+            takes the place of the one before, which is gone from memory as soon as this one begins.
         group: names the ranks whose captures are interchangeable, see `Shard.group`.
     Raises:
         ConfigError: another living process owns the rank.
@@ -104,8 +106,8 @@ class RankArena:
         run_id: str = "",
         group: str = "",
     ) -> None:
-        if slots < 2:
-            raise ConfigError(f"a rank needs at least 2 slots, found {slots}: one is always kept whole.")
+        if slots < 1:
+            raise ConfigError(f"a rank needs at least 1 slot, found {slots}.")
         if len(group.encode()) > GROUP_BYTES:
             raise ConfigError(
                 f"the name of a group has at most {GROUP_BYTES} bytes, found {group!r}.", rank=rank
@@ -189,7 +191,9 @@ class RankArena:
             slot.replace_removed()
 
     def try_take(self, is_ready: Callable[[SlotFile], bool] = lambda slot: True) -> SlotFile | None:
-        """A slot to capture into, held exclusively: never the newest capture; None if all are lent.
+        """A slot to capture into, held exclusively; None if all are lent.
+
+        Never the newest capture, unless there is no other slot.
 
         Args:
             is_ready: a slot of which this is true is preferred.
@@ -197,7 +201,7 @@ class RankArena:
         captured = [s for s in self.slots if s.header and s.header.state == SlotState.CAPTURED]
         newest = max(captured, key=_sequence, default=None)
         for slot in sorted(self.slots, key=lambda s: (not is_ready(s), _sequence(s))):
-            if slot is not newest and slot.try_take():
+            if (slot is not newest or len(self.slots) == 1) and slot.try_take():
                 return slot
         return None
 

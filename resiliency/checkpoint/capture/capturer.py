@@ -67,7 +67,7 @@ class CaptureOptions:
     """How captures are made.
 
     Attributes:
-        threads: copy host memory with that many.
+        threads: copy host memory with that many where training waits for it, and with one behind training.
         when_full: SKIP counts and reports the save; WAIT holds training for up to `wait_timeout`, then
             skips.
         eager: entries to copy before `begin` returns, besides those below `eager_below_bytes`.
@@ -126,8 +126,12 @@ class _HostRun:
 
     def __init__(self, run: CopyRun) -> None:
         self._run = run
-        self.wait = self.fence = run.wait
+        self.wait = run.wait
         self.stop = run.stop
+
+    def fence(self, timeout: timedelta | None) -> bool:
+        self._run.hurry()
+        return self._run.wait(timeout)
 
 
 class Capture:
@@ -550,7 +554,7 @@ class Capturer:
             capture._eager = _HostRun(self._copier.start(plan.first, keep=snapshot.sources, paced=False))
             runs.append(capture._eager)
         if plan.later:
-            runs.append(_HostRun(self._copier.start(plan.later, keep=snapshot.sources)))
+            runs.append(_HostRun(self._copier.start(plan.later, keep=snapshot.sources, behind=True)))
 
     def _snapshot(self, state: object) -> Snapshot:
         with self._walking:

@@ -131,13 +131,25 @@ class CopyRun:
         self._next = itertools.count()  # its next() is atomic
         self._lock = threading.Lock()
         self._running = 0
+        self._spare: Sequence[TaskThread | CallerThread] = ()
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._stopped = False
 
-    def _start(self, threads: Sequence[TaskThread | CallerThread]) -> None:
-        self._running = max(1, min(len(threads), len(self._work)))
+    def _start(self, threads: Sequence[TaskThread | CallerThread], at_first: int) -> None:
+        self._running = max(1, min(at_first, len(threads), len(self._work)))
+        self._spare = threads[self._running : len(self._work)]
         for thread in threads[: self._running]:
+            thread.submit(self._take)
+
+    def hurry(self) -> None:
+        """Copy with all threads from here on: the caller waits.  Any thread may say so, and several times."""
+        with self._lock:
+            spare, self._spare = self._spare, ()
+            if not self._running:
+                return
+            self._running += len(spare)
+        for thread in spare:
             thread.submit(self._take)
 
     def _take(self) -> None:
@@ -190,15 +202,19 @@ class Copier:
         self._before = before_piece
         self._threads = [helper_thread(f"resiliency-copy_{number}") for number in range(threads)]
 
-    def start(self, work: Sequence[Piece], *, keep: object, paced: bool = True) -> CopyRun:
+    def start(
+        self, work: Sequence[Piece], *, keep: object, paced: bool = True, behind: bool = False
+    ) -> CopyRun:
         """Begin to copy.
 
         Args:
             keep: owns the memory of the pieces and is held until they are done.
             paced: call `before_piece`; False for what somebody waits for.
+            behind: what trains meanwhile needs the cores and the memory bus: one thread copies, until
+                `CopyRun.hurry`.
         """
         run = CopyRun(work, keep, self._before if paced else None)
-        run._start(self._threads)
+        run._start(self._threads, at_first=1 if behind else len(self._threads))
         return run
 
     def close(self, timeout: timedelta | None = None) -> bool:

@@ -264,12 +264,13 @@ class _Writer:
         start = first * self._chunk
         length = min(_CHUNKS_PER_WRITE * self._chunk, self._size - start)
         views: list[memoryview] = []
+        free = buffer
         for chunk in range(first, min(first + _CHUNKS_PER_WRITE, len(self.digests))):
             low = chunk * self._chunk
             high = min(low + self._chunk, self._size)
             if self._pace is not None:  # by chunks, or a file of two would be free
                 self._pace(high - low)
-            gathered = self._gathered(low, high, buffer[low - start :])
+            gathered, free = self._gathered(low, high, buffer, free)
             self.digests[chunk] = self._digest(*gathered)
             views += gathered
         return _Part(start, length, views)
@@ -283,15 +284,26 @@ class _Writer:
         if rest:
             self._file.write_at(part.start + part.length - rest, last[last.nbytes - rest :])
 
-    def _gathered(self, start: int, end: int, buffer: memoryview) -> list[memoryview]:
-        """The bytes of a chunk: where they lie, or in `buffer`."""
+    def _gathered(
+        self, start: int, end: int, buffer: memoryview, free: memoryview
+    ) -> tuple[list[memoryview], memoryview]:
+        """The bytes of a chunk, where they lie or in `free`, a part of `buffer`; and what of it is left.
+
+        One after the other: pages of a buffer that nothing is gathered in take no memory.
+        """
         first = bisect.bisect_right(self._ends, start)
         ranges = self._ranges[first : bisect.bisect_left(self._starts, end)]
-        segments = _segments(start, end, ranges, buffer, unit=PAGE_BYTES)
-        for segment in segments:
-            if not segment.in_place:
-                _gather(segment, ranges)
-        return [segment.view for segment in segments]
+        views = []
+        for segment in _segments(start, end, ranges, buffer, unit=PAGE_BYTES):
+            if segment.in_place:
+                views.append(segment.view)
+                continue
+            length = segment.view.nbytes
+            gathered = replace(segment, view=free[:length])
+            _gather(gathered, ranges)
+            views.append(gathered.view)
+            free = free[length:]  # whole pages, but for the end of the file
+        return views, free
 
 
 def _gather(segment: _Segment, ranges: Sequence[tuple[int, memoryview]]) -> None:

@@ -97,7 +97,7 @@ class Delivery:
     @property
     def why_full(self) -> str:
         """Why no slot is free for a capture."""
-        # As few as two slots: one lent to a call that does not return, in the other the newest capture.
+        # Of two slots, say: one is lent to a call that does not return, in the other is the newest capture.
         if hangs := dict(self._hangs):
             return f"no slot is free: {'; '.join(hangs.values())}"
         return "storage is slower than the interval: all slots still wait to be written"

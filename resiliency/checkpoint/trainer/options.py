@@ -58,8 +58,10 @@ class CheckpointerOptions:
         overlap: copy what optimizers own while the next forward and backward run, and hold training only
             where one is about to write.  Needs the optimizers: those in the state are found, others are
             passed to `Checkpointer`.  Without any, or with False, a save returns when the copy is done.
-        slots: captures that fit into memory, at least 2; 0: 2, or 3 with two tiers, so that one may write
-            as slowly as it likes and leaves room for the other.
+        slots: captures that fit into memory; 0: 2, or 3 with two tiers, so that one may write as slowly as
+            it likes and leaves room for the other.  1 halves the memory, and gives up this: a save that is
+            due while the one before is still being written is skipped (or waits, with `wait=`), and a crash
+            in the middle of a copy leaves only what is on disks and peers.
         capture: see `CaptureOptions`.
         bytes_per_s: bandwidth cap of what this host writes to the persistent tier; 0 means none.
         save_timeout: longest wait of a save for the agents of other hosts, and for one call of the storage:

@@ -404,6 +404,22 @@ def test_a_slot_more_than_a_rank_wants_goes_with_its_next_capture_and_serves_a_r
         ]
 
 
+def test_a_rank_with_one_slot_captures_over_a_capture_that_nobody_needs_any_more(tmp_path: Path) -> None:
+    directory = job_directory("job", tmp_path)
+    with RankArena(directory, rank=0, slots=1) as arena:
+        slot = arena.try_take()
+        assert slot is not None
+        arena.begin(slot, LAYOUT, b"", 1)
+        arena.publish(slot, b"", lend=True)
+        assert arena.try_take() is None  # still being written
+        arena.end_lend(slot)
+        with open_captured(directory, 0):
+            assert arena.try_take() is None  # a reader has it
+        assert [header.step for _, header in peek(directory, 0)] == [1]
+        capture(arena, 2)
+        assert [header.step for _, header in peek(directory, 0)] == [2]
+
+
 def test_ranks_that_ask_for_memory_at_once_are_refused_what_only_one_of_them_could_have(
     tmp_path: Path,
 ) -> None:

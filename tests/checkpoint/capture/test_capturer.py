@@ -97,6 +97,19 @@ def test_the_optimizer_waits_for_the_capture(make: Make) -> None:
         capturer.install_fence(object())
 
 
+@pytest.mark.leaks("variables", reason="the first torch optimizer sets TORCHINDUCTOR_CACHE_DIR")
+def test_one_thread_copies_behind_training_and_all_do_once_it_waits(make: Make) -> None:
+    both = threading.Barrier(2)
+    _, capturer = make(before_piece=lambda index: both.wait(30), eager_below_bytes=0, threads=2)
+    weights = [torch.nn.Parameter(torch.ones(1000)) for _ in range(2)]
+    capture = capturer.begin({"w": weights}, 1, writers=[torch.optim.SGD(weights)])
+    assert capture is not None
+    assert not capture.wait(timedelta(seconds=0.05))  # the one thread waits for another
+    assert capturer.fence(SOON)
+    assert capture.wait(SOON)
+    assert capture.outcome is Outcome.CAPTURED
+
+
 def test_a_capture_that_misses_its_fence_is_dropped_and_never_published(make: Make) -> None:
     gate = Gate()
     arena, capturer = make(before_piece=gate, eager_below_bytes=0, threads=1)
