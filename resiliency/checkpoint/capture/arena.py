@@ -67,6 +67,7 @@ from resiliency.checkpoint.capture.slots import (
 from resiliency.checkpoint.locks import FileLock
 from resiliency.checkpoint.state.layout import Shard, StateLayout
 from resiliency.checkpoint.storage.memory import address_of
+from resiliency.checkpoint.storage.posix import read_failed
 from resiliency.checkpoint.threads import run_parallel
 from resiliency.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 from resiliency.files import matching
@@ -457,7 +458,10 @@ def _load(lock: FileLock, buffer: memoryview, ranges: Sequence[tuple[int, memory
 def _read(lock: FileLock, offset: int, view: memoryview) -> None:
     done = 0
     while done < view.nbytes:
-        count = os.preadv(lock.fd, [view[done:]], offset + done)
+        try:
+            count = os.preadv(lock.fd, [view[done:]], offset + done)
+        except OSError as error:  # such as of memory that the machine found bad
+            raise read_failed(error, str(lock.path)) from error
         if not count:
             raise CheckpointCorrupt(
                 f"{lock.path} ends at byte {offset + done}, which its header contradicts.",

@@ -325,11 +325,21 @@ def test_a_torn_header_is_no_capture(tmp_path: Path) -> None:
     assert try_open_slot(path) is None
 
 
-def test_a_slot_that_was_cut_short_is_no_capture(tmp_path: Path) -> None:
+def test_a_slot_that_was_cut_short_or_fails_is_no_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = job_directory("job", tmp_path)
     save({"w": torch.ones(5000)}, directory)
     ((path, _),) = peek(directory, 0)
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "memory that the machine found bad")
+
     with open_captured(directory, 0) as slot:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fails)
+            with pytest.raises(CheckpointCorrupt, match="EIO"):
+                materialize(slot.shard)
         os.truncate(path, 5000)
         with pytest.raises(CheckpointCorrupt, match="ends at byte 5000"):
             materialize(slot.shard)
