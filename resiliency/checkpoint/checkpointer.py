@@ -228,15 +228,17 @@ class Checkpointer:
         def fill(shard: Shard) -> Callable[[], object]:
             return plan_restore(state, shard, allow=self._options.allow, partial=partial)
 
-        if not partial:
-            restored = self.restore_with(fill, step=step, inventory=inventory)
+        # Where a device is in use, only a look through the state tells whether captures need pinned memory.
+        has_device = self._options.capture.registry.current_device() is not None
+        if partial or has_device:
+            restored = self._restore(fill, step=step, inventory=inventory, partial=partial)
         else:
-            restored = self._restore(fill, step=step, inventory=inventory, partial=True)
-        if not restored.step or partial:
-            # The first step prepares as well, whose state an optimizer has made larger, or of which this is a
-            # part; also for programs that do not call `step`.
-            self._is_prepared = False
+            restored = self.restore_with(fill, step=step, inventory=inventory)
+        # Else the first step prepares, whose state an optimizer has made larger, or of which this is a part.
+        self._is_prepared = bool(restored.step) and not partial
+        if has_device or not self._is_prepared:
             self._prepare(state)
+        if not self._is_prepared:  # also for programs that do not call `step`
             self._saver.after_first_steps(state, lambda: self._prepare(state))
         return restored
 
