@@ -17,9 +17,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmark" / "every_step.py"
 WAIT = 300.0
 
 
-@pytest.mark.parametrize(("saved", "verdict"), [(0.51, "met"), (0.52, "MISSED")])
+@pytest.mark.parametrize(("saved", "outcome"), [(0.51, "met"), (0.52, "MISSED")])
 def test_steps_with_saves_are_compared_with_those_without_in_the_same_round(
-    saved: float, verdict: str
+    saved: float, outcome: str
 ) -> None:
     found = Found(
         size_bytes=2**30,
@@ -28,9 +28,9 @@ def test_steps_with_saves_are_compared_with_those_without_in_the_same_round(
         held_s=[0.001],
         outcomes=Counter(committed=20, skipped=10),
     )
-    assert found.is_met is (verdict == "met")
+    assert found.is_met is (outcome == "met")
     text = as_text(found)
-    assert text.endswith(verdict)
+    assert text.endswith(outcome)
     assert "saves: 20 committed, 10 skipped" in text
 
 

@@ -130,7 +130,7 @@ class _HostRun:
         self.stop = run.stop
 
     def fence(self, timeout: timedelta | None) -> bool:
-        self._run.hurry()
+        self._run.use_all_threads()
         return self._run.wait(timeout)
 
 

@@ -615,10 +615,10 @@ class _Save(Generic[ShardT]):
         # A vote counts as soon as the leader finds it: what may fail comes before.
         suffix = "" if self._leads else _NO_VOTE
         with self._claimed.changing():
-            for rank in self._shards:
-                index = replace(self._indexes[rank], try_number=self._ticket.try_number)
-                self._digests[rank] = write_index(self._storage, self._place, index, suffix=suffix)
-                self._indexes[rank] = index
+            # Side by side: the syncs of many ranks take little longer than that of one.
+            votes = [partial(self._write_vote, rank, suffix) for rank in self._shards]
+            for index, digest in run_parallel(votes, "resiliency-vote"):
+                self._indexes[index.rank], self._digests[index.rank] = index, digest
             if self._leads:  # it syncs the names once, with that of the manifest
                 return Event.DONE
             self._storage.sync_dir(self._place)
@@ -626,6 +626,10 @@ class _Save(Generic[ShardT]):
                 name = index_name(self._place, rank)
                 self._storage.replace(name + suffix, name)
         return Event.DONE
+
+    def _write_vote(self, rank: int, suffix: str) -> tuple[RankIndex, str]:
+        index = replace(self._indexes[rank], try_number=self._ticket.try_number)
+        return index, write_index(self._storage, self._place, index, suffix=suffix)
 
     def _give_up(self) -> Event:
         for pause_s in _TELL_AGAIN_S:

@@ -142,7 +142,7 @@ class CopyRun:
         for thread in threads[: self._running]:
             thread.submit(self._take)
 
-    def hurry(self) -> None:
+    def use_all_threads(self) -> None:
         """Copy with all threads from here on: the caller waits.  Any thread may say so, and several times."""
         with self._lock:
             spare, self._spare = self._spare, ()
@@ -211,7 +211,7 @@ class Copier:
             keep: owns the memory of the pieces and is held until they are done.
             paced: call `before_piece`; False for what somebody waits for.
             behind: what trains meanwhile needs the cores and the memory bus: one thread copies, until
-                `CopyRun.hurry`.
+                `CopyRun.use_all_threads`.
         """
         run = CopyRun(work, keep, self._before if paced else None)
         run._start(self._threads, at_first=1 if behind else len(self._threads))
