@@ -617,7 +617,8 @@ class _Save(Generic[ShardT]):
         with self._claimed.changing():
             # Side by side: the syncs of many ranks take little longer than that of one.
             votes = [partial(self._write_vote, rank, suffix) for rank in self._shards]
-            for index, digest in run_parallel(votes, "resiliency-vote"):
+            done = [votes[0]()] if len(votes) == 1 else run_parallel(votes, "resiliency-vote")
+            for index, digest in done:
                 self._indexes[index.rank], self._digests[index.rank] = index, digest
             if self._leads:  # it syncs the names once, with that of the manifest
                 return Event.DONE
