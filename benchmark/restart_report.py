@@ -141,7 +141,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 def own_spans(report: Report) -> str:
     """What our launcher says of its own part; the others write nothing that can be compared."""
-    told = []
+    reported = []
     for launcher in (SUPERVISED, OURS):
         runs = list(report.of(launcher).values())
         stages = {
@@ -149,8 +149,8 @@ def own_spans(report: Report) -> str:
             for stage in (runs[0].own_spans_s if runs else ())
         }
         parts = [f"{stage} {_spread(values, '{:.3f}')}" for stage, values in stages.items()]
-        told += [f"{launcher}: {', '.join(parts)}"] if parts else []
-    return "; ".join(told)
+        reported += [f"{launcher}: {', '.join(parts)}"] if parts else []
+    return "; ".join(reported)
 
 
 def counts(report: Report) -> str:

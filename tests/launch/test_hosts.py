@@ -17,7 +17,7 @@ from resiliency.events import EventType, RunEvent
 from resiliency.launch import standby
 from resiliency.template.program import PythonCommand
 from resiliency.testing.processes import Command
-from tests.launch.settings import FAST
+from tests.launch.settings import FAST, SLOW
 from tests.launch.several_hosts import rank_of, together
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -98,9 +98,10 @@ def join(
     index: int,
     join_timeout: int,
     nnodes: str = "2",
+    signs: str = FAST,
     **options: Any,
 ) -> Command:
-    conf = f"{FAST},join_timeout={join_timeout},last_call_timeout=2"
+    conf = f"{signs},join_timeout={join_timeout},last_call_timeout=2"
     place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--node-rank={index}", "--rdzv-id=pair"]
     flags = [conf, f"--nnodes={nnodes}", *place, "--local-addr=127.0.0.1"]
     return launch(*flags, WORKER, "wait", run_dir=tmp_path / f"run{index}", **options)
@@ -142,8 +143,10 @@ def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
     # Long enough for the second to come after the first, and short enough to wait for nobody.
     hosts = start_ordered(launch, tmp_path, join_timeout=10)
     survivor = hosts[1 - victim]
-    hosts[victim].signal(signal.SIGKILL)
+    # One that stands still closes no connection: its missing signs of life are noticed.
+    hosts[victim].signal(signal.SIGSTOP if victim else signal.SIGKILL)
     assert survivor.wait(timeout=WAIT) == 1
+    hosts[victim].signal(signal.SIGKILL)
     ended = events(tmp_path / f"run{1 - victim}", EventType.JOB_TERMINATED)
     assert [event.fields["outcome"] for event in ended] == [outcome]
     for host in hosts:
@@ -153,7 +156,8 @@ def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
 def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
     launch: Launch, tmp_path: Path
 ) -> None:
-    port, auto = free_port(), {"PET_STANDBY": "auto"}
+    """At once: nothing waits for the signs of life of a launcher that has ended."""
+    port, auto = free_port(), {"PET_STANDBY": "auto", "signs": SLOW}
     first, second = (join(launch, tmp_path, port, index, 60, "1:2", **auto) for index in range(2))
     attempt, ranks = together(first, second)
     assert ranks == [0, 1]
