@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A measured run in which a whole host is lost: daemon, launcher and ranks end by SIGKILL, a spare is there.
 
-Two hosts of one rank train and a third is spare; the store in which they meet is on none of them.  With a
-supervisor the spare is a daemon; without one it is a launcher that waits for a place.  All hosts are
-processes of this machine.  Zero is the moment of the kill.
+Two hosts of one rank train and a third is spare; the store in which they meet is on none of them.  On the
+spare a launcher waits for a place, or, with a cold spare, the supervisor starts one.  All hosts are processes
+of this machine.  Zero is the moment of the kill.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from restart_runs import (
     RANKS,
     ROOT,
     SUPERVISED,
+    SUPERVISED_COLD,
     Launcher,
     WorkerEnds,
     Workload,
@@ -123,7 +124,9 @@ class Hosts:
     ) -> None:
         self._launcher, self._workload, self._directory = launcher, workload, directory
         self._state_dir = directory / "state"
-        self._supervised, self._ours = name == SUPERVISED, name in (SUPERVISED, OURS)
+        supervised = (SUPERVISED, SUPERVISED_COLD)
+        self._supervised, self._ours = name in supervised, name in (*supervised, OURS)
+        self._waiting = int(name == SUPERVISED)
         self._own = {host: directory / host for host in _NAMES}
         for own in self._own.values():
             own.mkdir()
@@ -158,6 +161,7 @@ class Hosts:
         started = {
             "workload": JOB,
             "replicas": RANKS,
+            "waiting": self._waiting,
             "command": [*self._launcher.argv, *self._meet, *job, *self._workload.argv(self._directory)],
             "environment": {**self._launcher.env, **environment, "NODE_NAME": "{host}"},
         }

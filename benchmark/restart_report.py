@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from restart_runs import OURS, RANKS, SUPERVISED, Failure, Workload, rendezvous_flags
+from restart_runs import OURS, RANKS, SUPERVISED, SUPERVISED_COLD, Failure, Workload, rendezvous_flags
 from restart_spans import LAUNCHER_SPANS, SPANS, Restart
 
 from resiliency.errors import ConfigError
@@ -142,7 +142,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 def own_spans(report: Report) -> str:
     """What our launcher says of its own part; the others write nothing that can be compared."""
     reported = []
-    for launcher in (SUPERVISED, OURS):
+    for launcher in (SUPERVISED, SUPERVISED_COLD, OURS):
         runs = list(report.of(launcher).values())
         stages = {
             stage: [run.own_spans_s[stage] for run in runs if stage in run.own_spans_s]
@@ -240,8 +240,8 @@ def _rendezvous(work: Workload) -> str:
         return "torchrun and ft_launcher with `--standalone`"
     flags = " ".join(rendezvous_flags("PORT", silent=""))
     return (
-        f"all with `{flags}`, in a store of its own, and with a third, spare host: `{SUPERVISED}` starts a "
-        "launcher there, those of the others wait"
+        f"all with `{flags}`, in a store of its own, and with a third, spare host, on which a launcher waits "
+        f"(`{SUPERVISED_COLD}` starts one there)"
     )
 
 

@@ -37,8 +37,8 @@ TEMPLATE = str(Path("resiliency") / "template")
 OURS = "launcher.py"
 
 
-#: Ours with a supervisor, where a host is lost.
-SUPERVISED = "supervisor"
+#: Ours with a supervisor, where a host is lost: a launcher waits on the spare, or has to be started there.
+SUPERVISED, SUPERVISED_COLD = "supervisor", "supervisor, cold spare"
 
 
 #: SIGKILL of the last rank; SIGSTOP, where time counts from its end, when it was found hung; SIGKILL of all
@@ -61,6 +61,8 @@ class Workload:
     fault_step: int
     deadline_s: float
     description: str
+    #: Saves in the time that the imports of two more launchers take on two busy cores.
+    imports_saves: int = 0
     failure: Failure = "killed"
 
     @property
@@ -85,6 +87,11 @@ class Workload:
     def restored_step(self) -> int:
         """The step that every launcher must come back to, or the runs did not do the same work."""
         return self.fault_step // self.save_every * self.save_every
+
+    def for_hosts(self) -> Workload:
+        """The loss of a host comes later: launchers import one after the other what they prepare."""
+        more = self.save_every * self.imports_saves
+        return replace(self, failure="host", steps=self.steps + more, fault_step=self.fault_step + more)
 
     def quick(self) -> Workload:
         """The same with a fifth of the steps: it shows that all runs, and measures nothing."""
@@ -126,6 +133,7 @@ WORKLOADS = {
             save_every=50,
             fault_step=360,
             deadline_s=240,
+            imports_saves=24,
             description="NeMo 2 and Megatron-core on gloo, model `tiny`, a sharded persistent checkpoint",
         ),
     )
@@ -151,7 +159,7 @@ def launchers(monitor_interval_s: float, hosts: int = 1) -> dict[str, Launcher]:
     torchrun = (str(programs / "torchrun"), *alone, *flags)
     ours = Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags))
     return {
-        **({SUPERVISED: ours} if hosts > 1 else {}),
+        **({SUPERVISED: ours, SUPERVISED_COLD: ours} if hosts > 1 else {}),
         OURS: ours,
         "standby off": Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags, "--standby", "off")),
         # As shipped, its workers meet in a store that outlives the restart; half of the restarts
@@ -171,7 +179,7 @@ def launchers(monitor_interval_s: float, hosts: int = 1) -> dict[str, Launcher]:
 #: What is compared when nothing is asked for.
 DEFAULT_LAUNCHERS = (OURS, "standby off", "torchrun", "ft_launcher")
 #: The same where a host is lost.
-HOST_LAUNCHERS = (SUPERVISED, OURS, "torchrun", "ft_launcher")
+HOST_LAUNCHERS = (SUPERVISED, SUPERVISED_COLD, OURS, "torchrun", "ft_launcher")
 #: Those that notice a rank that hangs.
 WATCHFUL = (OURS, "standby off", "ft_launcher")
 

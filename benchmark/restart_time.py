@@ -104,7 +104,8 @@ def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
-    workload = replace(workload.quick() if args.quick else workload, failure=args.fault)
+    workload = workload.for_hosts() if args.fault == "host" else replace(workload, failure=args.fault)
+    workload = workload.quick() if args.quick else workload
     args.runs = args.runs or (1 if args.quick else 5)
     args.launchers = args.launchers or _COMPARED[args.fault]
     chosen = {

@@ -192,8 +192,8 @@ LEAVE_S = 15.0
 #: Pause between two looks whether hosts of an ended job live, and how much longer than the time after which
 #: a host counts as silent a start of the job waits for them.
 LOOK, BEYOND_SILENCE = timedelta(seconds=1), timedelta(seconds=2)
-#: Pause between two looks at a meeting: at least, and for each host that takes part.
-LEAST_LOOK_S, LOOK_PER_HOST_S = 0.1, 0.005
+#: Pause between two looks at a meeting: at least, for each host that takes part, and at most (upstream's).
+LEAST_LOOK_S, LOOK_PER_HOST_S, MOST_LOOK_S = 0.1, 0.005, 1.0
 NVIDIA_DRIVER = "/dev/nvidiactl"
 #: Seconds, for --rdzv-conf keys that are not given; NVRx's own, larger than torch's.
 RENDEZVOUS_DEFAULTS = {"timeout": "900", "join_timeout": "900", "close_timeout": "600", "read_timeout": "600"}
@@ -364,8 +364,8 @@ class TracedLogs(LogsSpecs):
 
 
 @contextmanager
-def _paced(hosts: int) -> Iterator[None]:
-    """How long upstream waits between two looks at the meeting of so many hosts.
+def _paced(hosts: int, on_wait: Callable[[], None]) -> Iterator[None]:
+    """How long upstream waits between two looks at the meeting of so many hosts; `on_wait` is called before.
 
     It also waits a random 0 to 0.3 s at the first start and restart, so that hosts arrive spread.  One host
     has nobody to be spread from, and pays it in every first incident.
@@ -374,6 +374,7 @@ def _paced(hosts: int) -> Iterator[None]:
 
     def wait(seconds: float | tuple[float, float]) -> None:
         if not isinstance(seconds, tuple):
+            on_wait()
             delay(min(seconds, look_s))
         elif hosts > 1:
             delay(seconds)
@@ -387,7 +388,7 @@ def _paced(hosts: int) -> Iterator[None]:
 
 def _look_s(hosts: int) -> float:
     """Upstream looks once a second; a small job more often, so that its store has no more work."""
-    return min(max(LEAST_LOOK_S, hosts * LOOK_PER_HOST_S), 1.0)
+    return min(max(LEAST_LOOK_S, hosts * LOOK_PER_HOST_S), MOST_LOOK_S)
 
 
 class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
@@ -395,8 +396,17 @@ class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
 
     def __init__(self, backend: Any, settings: Any) -> None:
         super().__init__(backend, settings)
-        self._cache_duration = _look_s(settings.max_nodes)
+        self._cache_duration: float = MOST_LOOK_S
         self._ended: frozenset[Any] = frozenset()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, each look asks the store, and not only one a second."""
+        self._cache_duration = 0.0
+        try:
+            yield
+        finally:
+            self._cache_duration = MOST_LOOK_S
 
     def drop(self, node: Any) -> None:
         """At the next look, for which the store is asked.  From any thread."""
@@ -526,6 +536,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     _members: frozenset[Any] = frozenset()
     #: Called when other hosts force a restart: how many want in, and which ones left.
     on_change: Callable[[int, list[str]], None] | None = None
+    #: Called again and again while this host waits for others, or for a place.
+    on_wait: Callable[[], None] = staticmethod(lambda: None)
     #: Tells how many restarts this host has counted; upstream counts on each host apart.
     restarts_used: Callable[[], int] = staticmethod(lambda: 0)
     _restart_asked = False
@@ -613,7 +625,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             logger.debug("other launchers cannot watch this one at %s: %s", address, error)
 
     def next_rendezvous(self) -> tuple[Any, int, int]:
-        with _paced(self._settings.max_nodes):
+        with _paced(self._settings.max_nodes, self.on_wait), self._state_holder.watched():
             store, rank, size = super().next_rendezvous()
             while self._members and self._state_holder.state.round <= self.attempt:
                 # Another launcher put back a state in which this host had not left the round yet.
