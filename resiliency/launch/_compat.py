@@ -194,6 +194,9 @@ LEAVE_S = 15.0
 LOOK, BEYOND_SILENCE = timedelta(seconds=1), timedelta(seconds=2)
 #: Pause between two looks at a meeting: at least, for each host that takes part, and at most (upstream's).
 LEAST_LOOK_S, LOOK_PER_HOST_S, MOST_LOOK_S = 0.1, 0.005, 1.0
+#: Ranks whose peers are gone fail by themselves, as a rule.  Only after this they are told to end, which they
+#: would take for a wish to save a last step together with all others.
+FAIL_ALONE_S = 1.0
 NVIDIA_DRIVER = "/dev/nvidiactl"
 #: Seconds, for --rdzv-conf keys that are not given; NVRx's own, larger than torch's.
 RENDEZVOUS_DEFAULTS = {"timeout": "900", "join_timeout": "900", "close_timeout": "600", "read_timeout": "600"}
@@ -552,6 +555,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     outside: ReconnectingStore | None = None
     _first_round: int | None = None
     _links: LauncherLinks | None = None
+    _lost_since = 0.0
 
     @classmethod
     def connect(
@@ -631,6 +635,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
                 # Another launcher put back a state in which this host had not left the round yet.
                 store, rank, size = super().next_rendezvous()
         self._members = frozenset(self._state_holder.state.participants)
+        self._lost_since = 0.0
         self._restart_asked = False  # a failure came first, and has had the same effect
         self.attempt = self._state_holder.state.round
         if self._first_round is None:
@@ -779,6 +784,9 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         waiting, lost = int(super().num_nodes_waiting()), []
         if self.sees_losses:
             lost = self.lost_hosts()
+            self._lost_since = (self._lost_since or time.monotonic()) if lost else 0.0
+            if lost and time.monotonic() < self._lost_since + FAIL_ALONE_S:
+                return 0
             if (waiting or lost) and self.on_change is not None:
                 self.on_change(waiting, lost)
         return waiting or len(lost)
