@@ -125,7 +125,7 @@ class Site:
     def launcher(self, *, nnodes: str, job: str = JOB) -> list[str]:
         """A launcher with one rank."""
         launcher = launchers(0.1, hosts=RANKS)[self.contestant.launcher]
-        meet = rendezvous_flags(self.store_port, serves=False, nnodes=nnodes, job=job)
+        meet = rendezvous_flags(self.store_port, nnodes=nnodes, job=job)
         return [*patient(launcher), *meet]
 
     def script(self, host: str) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from restart_runs import OURS, RANKS, Failure, Workload, rendezvous_flags
+from restart_runs import OURS, RANKS, SUPERVISED, SUPERVISED_COLD, Failure, Workload, rendezvous_flags
 from restart_spans import LAUNCHER_SPANS, SPANS, Restart
 
 from resiliency.errors import ConfigError
@@ -90,7 +90,7 @@ class Report:
 _FROM: dict[Failure, str] = {
     "killed": "From a killed rank",
     "hung": "From a hang that was found",
-    "host-lost": "From a killed host that is replaced",
+    "host": "From a killed host with a spare",
 }
 
 
@@ -141,13 +141,16 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 def own_spans(report: Report) -> str:
     """What our launcher says of its own part; the others write nothing that can be compared."""
-    runs = list(report.of(OURS).values())
-    stages = runs[0].own_spans_s if runs else {}
-    parts = [
-        f"{stage} {_spread([run.own_spans_s[stage] for run in runs if stage in run.own_spans_s], '{:.3f}')}"
-        for stage in stages
-    ]
-    return ", ".join(parts)
+    reported = []
+    for launcher in (SUPERVISED, SUPERVISED_COLD, OURS):
+        runs = list(report.of(launcher).values())
+        stages = {
+            stage: [run.own_spans_s[stage] for run in runs if stage in run.own_spans_s]
+            for stage in (runs[0].own_spans_s if runs else ())
+        }
+        parts = [f"{stage} {_spread(values, '{:.3f}')}" for stage, values in stages.items()]
+        reported += [f"{launcher}: {', '.join(parts)}"] if parts else []
+    return "; ".join(reported)
 
 
 def counts(report: Report) -> str:
@@ -167,7 +170,7 @@ def as_text(report: Report) -> str:
     lines.insert(1, "-" * len(lines[0]))
     lines += ["", f"Runs measured: {counts(report)}."]
     if own := own_spans(report):
-        lines.append(f"What {OURS} reports of its own part, after the fault: {own}.")
+        lines.append(f"What ours reports of its own part, after the fault: {own}.")
     lines += [_failure(result) for result in report.failures]
     return "\n".join(lines)
 
@@ -211,7 +214,11 @@ def as_markdown(report: Report) -> str:
             "",
             f"Runs measured: {counts(report)}.  Ratios are taken within a round, so both sides saw the same",
             "machine; below 1 means that ours is faster.",
-            *([f"What `{OURS}` reports of its own part: {own}."] if (own := own_spans(report)) else []),
+            *(
+                [f"What ours reports of its own part, after the fault: {own}."]
+                if (own := own_spans(report))
+                else []
+            ),
             *(["", "Runs that failed:", "", *failures] if failures else []),
             "",
             "Limits: one machine, CPU and gloo, so no CUDA or NCCL start-up; the kernel tells the start of a",
@@ -231,7 +238,11 @@ def _place(work: Workload) -> str:
 def _rendezvous(work: Workload) -> str:
     if work.hosts == 1:
         return "torchrun and ft_launcher with `--standalone`"
-    return f"all with `{' '.join(rendezvous_flags('PORT', serves=True))}` (`is_host=0` on later hosts)"
+    flags = " ".join(rendezvous_flags("PORT", silent=""))
+    return (
+        f"all with `{flags}`, in a store of its own, and with a third, spare host, on which a launcher waits "
+        f"(`{SUPERVISED_COLD}` starts one there)"
+    )
 
 
 def as_png(report: Report) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured run: a launcher, a training script, one killed rank or host, and what was seen of it.
+"""One measured run: a launcher, a training script, one killed rank, and what was seen of it.
 
 Launchers differ in their command line and in nothing else: same script, same environment, same
 number of ranks, same monitor interval, each run in a directory of its own.
@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from measuring import free_ports
 from restart_spans import Restart, Unmeasured, measure
 
-from resiliency.events import RunEvent, events_path
+from resiliency.events import events_path
 from resiliency.goodput_measure.reader import read_events
 from resiliency.launch.standby import CACHE_DIR_ENV
 from resiliency.runtime import JOB_ENV, RUN_DIR_ENV, RunInfo
@@ -38,9 +37,13 @@ TEMPLATE = str(Path("resiliency") / "template")
 OURS = "launcher.py"
 
 
+#: Ours with a supervisor, where a host is lost: a launcher waits on the spare, or has to be started there.
+SUPERVISED, SUPERVISED_COLD = "supervisor", "supervisor, cold spare"
+
+
 #: SIGKILL of the last rank; SIGSTOP, where time counts from its end, when it was found hung; SIGKILL of all
-#: processes of one of two hosts, in whose place another comes at once.
-Failure = Literal["killed", "hung", "host-lost"]
+#: processes of one of two hosts, beside which there is a spare (`restart_hosts`).
+Failure = Literal["killed", "hung", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,8 @@ class Workload:
     fault_step: int
     deadline_s: float
     description: str
+    #: Saves in the time that the imports of two more launchers take on two busy cores.
+    imports_saves: int = 0
     failure: Failure = "killed"
 
     @property
@@ -66,7 +71,7 @@ class Workload:
 
     @property
     def hosts(self) -> int:
-        return 2 if self.failure == "host-lost" else 1
+        return 2 if self.failure == "host" else 1
 
     @property
     def fault(self) -> str:
@@ -82,6 +87,11 @@ class Workload:
     def restored_step(self) -> int:
         """The step that every launcher must come back to, or the runs did not do the same work."""
         return self.fault_step // self.save_every * self.save_every
+
+    def for_hosts(self) -> Workload:
+        """The loss of a host comes later: launchers import one after the other what they prepare."""
+        more = self.save_every * self.imports_saves
+        return replace(self, failure="host", steps=self.steps + more, fault_step=self.fault_step + more)
 
     def quick(self) -> Workload:
         """The same with a fifth of the steps: it shows that all runs, and measures nothing."""
@@ -123,6 +133,7 @@ WORKLOADS = {
             save_every=50,
             fault_step=360,
             deadline_s=240,
+            imports_saves=24,
             description="NeMo 2 and Megatron-core on gloo, model `tiny`, a sharded persistent checkpoint",
         ),
     )
@@ -138,7 +149,7 @@ class Launcher:
 
 
 def launchers(monitor_interval_s: float, hosts: int = 1) -> dict[str, Launcher]:
-    """Name -> launcher of one of so many hosts, ours first."""
+    """Name -> launcher of one of so many hosts, ours first; with a supervisor, too, for several."""
     flags = [
         *("--nproc-per-node", str(RANKS // hosts), "--max-restarts", "1"),
         *("--monitor-interval", f"{monitor_interval_s:g}"),
@@ -146,8 +157,10 @@ def launchers(monitor_interval_s: float, hosts: int = 1) -> dict[str, Launcher]:
     programs = Path(sys.executable).parent
     alone = ("--standalone",) if hosts == 1 else ()
     torchrun = (str(programs / "torchrun"), *alone, *flags)
+    ours = Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags))
     return {
-        OURS: Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags)),
+        **({SUPERVISED: ours, SUPERVISED_COLD: ours} if hosts > 1 else {}),
+        OURS: ours,
         "standby off": Launcher(argv=(sys.executable, str(ROOT / "launcher.py"), *flags, "--standby", "off")),
         # As shipped, its workers meet in a store that outlives the restart; half of the restarts
         # failed with "connection refused", most likely from the address of a dead rank.
@@ -165,13 +178,21 @@ def launchers(monitor_interval_s: float, hosts: int = 1) -> dict[str, Launcher]:
 
 #: What is compared when nothing is asked for.
 DEFAULT_LAUNCHERS = (OURS, "standby off", "torchrun", "ft_launcher")
+#: The same where a host is lost.
+HOST_LAUNCHERS = (SUPERVISED, SUPERVISED_COLD, OURS, "torchrun", "ft_launcher")
 #: Those that notice a rank that hangs.
 WATCHFUL = (OURS, "standby off", "ft_launcher")
 
 
-def rendezvous_flags(port: int | str, *, serves: bool, nnodes: str = "2", job: str = JOB) -> list[str]:
-    """How launchers of several hosts meet: at the one that serves; a lost host is noticed in 6 s, not 15."""
-    conf = f"is_host={int(serves)},keep_alive_interval=1,keep_alive_max_attempt=6"
+#: A host that is silent is noticed in 6 s, not 15.
+SOON_SILENT = ",keep_alive_interval=1,keep_alive_max_attempt=6"
+
+
+def rendezvous_flags(
+    port: int | str, *, nnodes: str = "2", job: str = JOB, silent: str = SOON_SILENT
+) -> list[str]:
+    """How launchers of several hosts meet: in a store that none of them serves."""
+    conf = f"is_host=0{silent}"
     where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--rdzv-conf", conf]
     return ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", job, *where]
 
@@ -187,87 +208,27 @@ def run_once(launcher: Launcher, workload: Workload, directory: Path) -> Restart
     """
     directory.mkdir(parents=True)
     started = time.monotonic()
-    with ExitStack() as stack:
-        hosts = Hosts(launcher, workload, directory, stack)
-        first = hosts.commands[0]
-        first.wait_for_line(r"\bstep 1\b", timeout=workload.deadline_s)
+    env = {**launcher.env, **run_environment(directory, directory)}
+    argv = [*launcher.argv, *workload.launcher_flags, *workload.argv(directory)]
+    with Command(argv, env=env, cwd=directory, log=directory / "output.txt") as command:
+        command.wait_for_line(r"\bstep 1\b", timeout=workload.deadline_s)
         first_step_s = time.monotonic() - started
-        with WorkerEnds.of(hosts.commands) as ends:
-            zero = hosts.replace_last() if workload.hosts > 1 else None
+        with WorkerEnds.of([command]) as ends:
             ended = ends.wait(timeout=workload.deadline_s)
-        first.wait_for_line(rf"\bstep {workload.fault_step + 1}\b", timeout=workload.deadline_s)
-        memory_bytes = _memory_bytes(hosts.commands)
-        for command in hosts.commands:
-            if (code := command.wait(timeout=workload.deadline_s)) != 0:
-                tail = "\n".join(command.lines[-20:])
-                raise Unmeasured(f"a launcher ended with exit code {code}, not 0.  Its last lines:\n{tail}")
+        command.wait_for_line(rf"\bstep {workload.fault_step + 1}\b", timeout=workload.deadline_s)
+        memory = memory_bytes([command])
+        if (code := command.wait(timeout=workload.deadline_s)) != 0:
+            tail = "\n".join(command.lines[-20:])
+            raise Unmeasured(f"the launcher ended with exit code {code}, not 0.  Its last lines:\n{tail}")
+    events = list(read_events(events_path(RunInfo(job_name=JOB, run_dir=str(directory))), progress=False))
     restart = replace(
-        measure(hosts.events(), ended, zero=min(ended.values()) if workload.hung else zero),
+        measure(events, ended, zero=min(ended.values()) if workload.hung else None),
         first_step_s=first_step_s,
-        memory_bytes=memory_bytes,
+        memory_bytes=memory,
     )
     if restart.restored_step != workload.restored_step:
         raise Unmeasured(f"restored step {restart.restored_step}, expected {workload.restored_step}.")
     return restart
-
-
-class Hosts:
-    """The launchers of one job, one for each host: all on this machine, each in a directory of its own."""
-
-    def __init__(self, launcher: Launcher, workload: Workload, directory: Path, stack: ExitStack) -> None:
-        self._launcher = launcher
-        self._workload = workload
-        self._directory = directory
-        self._stack = stack
-        (self._port,) = free_ports(1)
-        self._infos: list[RunInfo] = []
-        self.commands = [self._start() for _ in range(workload.hosts)]
-
-    def _start(self) -> Command:
-        number, alone = len(self._infos), self._workload.hosts == 1
-        own = self._directory if alone else self._directory / f"host{number}"
-        own.mkdir(exist_ok=True)
-        self._infos.append(RunInfo(job_name=JOB, run_dir=str(own)))
-        environment = {
-            **self._launcher.env,
-            JOB_ENV: JOB,
-            RUN_DIR_ENV: str(own),
-            "GOODPUT_USE_FILE_TRACKING": "1",
-            "OMP_NUM_THREADS": "1",
-            # Of all runs: after the first one, our launcher knows the script's imports.
-            CACHE_DIR_ENV: str(self._directory.parent / "cache"),
-        }
-        meet = [] if alone else rendezvous_flags(self._port, serves=number == 0)
-        # torchrun counts attempts by host: in another host's first one the same fault would come again.
-        script = self._workload.argv(self._directory, fault=number < self._workload.hosts)
-        argv = [*self._launcher.argv, *meet, *self._workload.launcher_flags, *script]
-        return self._stack.enter_context(Command(argv, env=environment, cwd=own, log=own / "output.txt"))
-
-    def replace_last(self) -> datetime:
-        """Kill the last host once its rank has stopped, and start another; returns when it was killed."""
-        last = self.commands.pop()
-        deadline = time.monotonic() + self._workload.deadline_s
-        ranks = [psutil.Process(pid) for _, pid in _workers([last])]
-        while not any(rank.status() == psutil.STATUS_STOPPED for rank in ranks):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the last host's rank did not come to its fault: has it rank 0?")
-            time.sleep(0.01)
-        processes = processes_marked(last.id)
-        killed = datetime.now(timezone.utc)
-        for process in processes:
-            process.kill()
-        self.commands.append(self._start())
-        return killed
-
-    def events(self) -> list[RunEvent]:
-        """Of all hosts."""
-        found = []
-        for number, info in enumerate(self._infos):
-            for event in read_events(events_path(info), progress=False):
-                # See above: what a host that came later calls its first attempt is the job's second.
-                late = number >= self._workload.hosts and event.rank is not None
-                found.append(replace(event, attempt=1) if late else event)
-        return found
 
 
 class WorkerEnds:
@@ -329,7 +290,19 @@ class WorkerEnds:
         self.close()
 
 
-def _memory_bytes(commands: Sequence[Command]) -> int:
+def run_environment(own: Path, directory: Path) -> dict[str, str]:
+    """Of a launcher that writes its events to `own`; `directory` is the run's."""
+    return {
+        JOB_ENV: JOB,
+        RUN_DIR_ENV: str(own),
+        "GOODPUT_USE_FILE_TRACKING": "1",
+        "OMP_NUM_THREADS": "1",
+        # Of all runs: after the first one, our launcher knows the script's imports.
+        CACHE_DIR_ENV: str(directory.parent / "cache"),
+    }
+
+
+def memory_bytes(commands: Sequence[Command]) -> int:
     """Memory of the ranks, and of the template that they were forked from: what is shared counts once."""
     total = 0
     for process in chain.from_iterable(processes_marked(command.id) for command in commands):

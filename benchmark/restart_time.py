@@ -6,8 +6,8 @@
 The same training script runs under each launcher in turn (A B C A B C ...); its last rank kills
 itself after a checkpoint, and the restart is measured span by span.  With ``--fault hung`` it stops
 itself, and the restart is measured from the moment at which a launcher has found that out and ends it.
-With ``--fault host-lost`` each of two launchers has one rank; all processes of one are killed, and a launcher
-that takes its place is started at once: a restart is measured from that kill.
+With ``--fault host`` each of two hosts has one rank, and a third is spare; all processes of one are killed,
+and the restart is measured from that kill.
 A run that fails is reported, makes the exit code 1, and does not stop the others.
 """
 
@@ -25,10 +25,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import get_args
 
+import restart_hosts
 from measuring import count, machine
 from restart_report import Report, Result, as_markdown, as_png, as_text
 from restart_runs import (
     DEFAULT_LAUNCHERS,
+    HOST_LAUNCHERS,
     OURS,
     WATCHFUL,
     WORKLOADS,
@@ -42,6 +44,7 @@ from tqdm import tqdm
 
 from resiliency.errors import ResiliencyError
 
+_COMPARED = {"killed": DEFAULT_LAUNCHERS, "hung": WATCHFUL, "host": HOST_LAUNCHERS}
 #: What a run may fail with without a bug of ours: it is reported, and the next one starts.
 _RUN_ERRORS = (ResiliencyError, TimeoutError, EOFError, OSError)
 
@@ -52,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = list(launchers(0.1))
+    known = list(launchers(0.1, hosts=2))
     parser.add_argument(
         "--workload",
         choices=list(WORKLOADS),
@@ -64,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--fault",
         choices=get_args(Failure),
         default="killed",
-        help="what happens to the last rank; hung: for nemo, and for launchers that notice; host-lost: two "
-        "hosts of one rank, one of which is killed as a whole and replaced (default: %(default)s)",
+        help="what happens to the last rank; hung: for nemo, and for launchers that notice; host: two "
+        "hosts of one rank, one of which is killed as a whole, and a spare (default: %(default)s)",
     )
     parser.add_argument("--runs", type=count, metavar="N", help="rounds (default: 5)")
     parser.add_argument(
@@ -75,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--launchers", nargs="+", choices=known, metavar="NAME",
-        help=f"which of {', '.join(known)} (default: the first four, or those that notice the fault)",
+        help=f"which of {', '.join(known)} (default: those of the fault)",
     )  # fmt: skip
     parser.add_argument(
         "--monitor-interval", type=_seconds, default=0.1, metavar="SECONDS",
@@ -101,9 +104,10 @@ def main() -> int:
     parser = build_parser()
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
-    workload = replace(workload.quick() if args.quick else workload, failure=args.fault)
+    workload = workload.for_hosts() if args.fault == "host" else replace(workload, failure=args.fault)
+    workload = workload.quick() if args.quick else workload
     args.runs = args.runs or (1 if args.quick else 5)
-    args.launchers = args.launchers or (WATCHFUL if workload.hung else DEFAULT_LAUNCHERS)
+    args.launchers = args.launchers or _COMPARED[args.fault]
     chosen = {
         name: launcher
         for name, launcher in launchers(args.monitor_interval, workload.hosts).items()
@@ -177,7 +181,12 @@ def run_all(chosen: dict[str, Launcher], workload: Workload, rounds: int, root: 
                 bar.set_description(f"round {number}, {name}")
                 begin = time.monotonic()
                 try:
-                    restart, error = run_once(launcher, workload, root / f"{number}-{name}"), ""
+                    directory = root / f"{number}-{name}"
+                    if workload.hosts > 1:
+                        restart = restart_hosts.run_once(name, launcher, workload, directory)
+                    else:
+                        restart = run_once(launcher, workload, directory)
+                    error = ""
                 except _RUN_ERRORS as failure:
                     restart, error = None, str(failure)
                 wall_s = time.monotonic() - begin

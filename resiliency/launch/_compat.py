@@ -18,6 +18,7 @@ import logging
 import os
 import pickle
 import re
+import secrets
 import signal
 import sys
 import tempfile
@@ -104,7 +105,9 @@ with _root_logger_kept():
     from nvidia_resiliency_ext.fault_tolerance.config import FaultToleranceConfig
     from nvidia_resiliency_ext.shared_utils import health_check
 
-    from resiliency.launch.reconnecting_store import ReconnectingStore, is_served_by_process
+    from resiliency.launch.rendezvous.launcher_links import WATCHED, LauncherLinks, PeerLauncher
+    from resiliency.launch.rendezvous.reconnecting_store import ReconnectingStore, is_served_by_process
+    from resiliency.launch.rendezvous_wait import address_for_others
 
 logger = logging.getLogger(__name__)
 
@@ -165,9 +168,11 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
         "_BackendRendezvousStateHolder",
         "RendezvousSettings",
         "_delay",
+        "_NodeDesc",
         "_RendezvousState",
         "get_method_name",
     ),
+    _ft_rendezvous._BackendRendezvousStateHolder: ("sync", "_sanitize"),
     _ft_rendezvous.FtRendezvousHandler: (
         *("_node_desc_generator", "num_nodes_waiting", "next_rendezvous", "_get_store", "_keep_alive"),
         *("try_set_worker_state", "get_worker_states", "round"),
@@ -187,6 +192,11 @@ LEAVE_S = 15.0
 #: Pause between two looks whether hosts of an ended job live, and how much longer than the time after which
 #: a host counts as silent a start of the job waits for them.
 LOOK, BEYOND_SILENCE = timedelta(seconds=1), timedelta(seconds=2)
+#: Pause between two looks at a meeting: at least, for each host that takes part, and at most (upstream's).
+LEAST_LOOK_S, LOOK_PER_HOST_S, MOST_LOOK_S = 0.1, 0.005, 1.0
+#: Ranks whose peers are gone fail by themselves, as a rule.  Only after this they are told to end, which they
+#: would take for a wish to save a last step together with all others.
+FAIL_ALONE_S = 1.0
 NVIDIA_DRIVER = "/dev/nvidiactl"
 #: Seconds, for --rdzv-conf keys that are not given; NVRx's own, larger than torch's.
 RENDEZVOUS_DEFAULTS = {"timeout": "900", "join_timeout": "900", "close_timeout": "600", "read_timeout": "600"}
@@ -357,17 +367,62 @@ class TracedLogs(LogsSpecs):
 
 
 @contextmanager
-def _no_spread() -> Iterator[None]:
-    """Upstream waits a random 0 to 0.3 s at the first start and restart, so that hosts arrive spread.
+def _paced(hosts: int, on_wait: Callable[[], None]) -> Iterator[None]:
+    """How long upstream waits between two looks at the meeting of so many hosts; `on_wait` is called before.
 
-    One host has nobody to be spread from, and pays it in every first incident.
+    It also waits a random 0 to 0.3 s at the first start and restart, so that hosts arrive spread.  One host
+    has nobody to be spread from, and pays it in every first incident.
     """
-    delay = _ft_rendezvous._delay
-    _ft_rendezvous._delay = lambda seconds: None if isinstance(seconds, tuple) else delay(seconds)
+    delay, look_s = _ft_rendezvous._delay, _look_s(hosts)
+
+    def wait(seconds: float | tuple[float, float]) -> None:
+        if not isinstance(seconds, tuple):
+            on_wait()
+            delay(min(seconds, look_s))
+        elif hosts > 1:
+            delay(seconds)
+
+    _ft_rendezvous._delay = wait
     try:
         yield
     finally:
         _ft_rendezvous._delay = delay
+
+
+def _look_s(hosts: int) -> float:
+    """Upstream looks once a second; a small job more often, so that its store has no more work."""
+    return min(max(LEAST_LOOK_S, hosts * LOOK_PER_HOST_S), MOST_LOOK_S)
+
+
+class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
+    """Upstream's, which also drops hosts whose launchers are known to have ended: they count as silent."""
+
+    def __init__(self, backend: Any, settings: Any) -> None:
+        super().__init__(backend, settings)
+        self._cache_duration: float = MOST_LOOK_S
+        self._ended: frozenset[Any] = frozenset()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, each look asks the store, and not only one a second."""
+        self._cache_duration = 0.0
+        try:
+            yield
+        finally:
+            self._cache_duration = MOST_LOOK_S
+
+    def drop(self, node: Any) -> None:
+        """At the next look, for which the store is asked.  From any thread."""
+        state = self._state
+        if node in state.participants and state.worker_states.get(node) != _launcher.WorkerState.SUCCEEDED:
+            logger.warning("launcher %s has ended: it closed its connection; hosts meet without it", node)
+        self._ended |= {node}
+        self._last_sync_time = -1
+
+    def _sanitize(self) -> None:
+        heartbeats = self._state.last_heartbeats
+        heartbeats.update(dict.fromkeys(self._ended & heartbeats.keys(), datetime.min))
+        super()._sanitize()
 
 
 class _RendezvousValue:
@@ -484,6 +539,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     _members: frozenset[Any] = frozenset()
     #: Called when other hosts force a restart: how many want in, and which ones left.
     on_change: Callable[[int, list[str]], None] | None = None
+    #: Called again and again while this host waits for others, or for a place.
+    on_wait: Callable[[], None] = staticmethod(lambda: None)
     #: Tells how many restarts this host has counted; upstream counts on each host apart.
     restarts_used: Callable[[], int] = staticmethod(lambda: 0)
     _restart_asked = False
@@ -497,6 +554,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     #: Set where the store is a process of its own, which may go away and come back.
     outside: ReconnectingStore | None = None
     _first_round: int | None = None
+    _links: LauncherLinks | None = None
+    _lost_since = 0.0
 
     @classmethod
     def connect(
@@ -551,19 +610,32 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             outside = ReconnectingStore(host, port, first=store, shared=value, wait=settings.timeout.join)
             value.begin_next_run(outside, settings.keep_alive_interval * settings.keep_alive_max_attempt)
             backend = _c10d.C10dRendezvousBackend(outside, run_id)
-        holder = _ft_rendezvous._BackendRendezvousStateHolder(backend, settings)
-        handler = cls(cls._node_desc_generator.generate(local_addr), settings, backend.name, store, holder)
+        holder = _StateHolder(backend, settings)
+        node = cls._node_desc_generator.generate(local_addr)
+        # In a container each start has the same host name and process number: it is another launcher.
+        node = replace(node, local_id=secrets.randbits(31))
+        handler = cls(node, settings, backend.name, store, holder)
         handler._asked_rank = node_rank
         handler.outside = outside
+        if max_nodes > 1 and handler.sees_losses:
+            handler._listen(local_addr or address_for_others(store_place(endpoint)[0]) or node.addr)
         return handler, serves
 
+    def _listen(self, address: str) -> None:
+        """Without it, other hosts find the end of this launcher by its missing signs of life."""
+        try:
+            self._links = LauncherLinks(address, self._state_holder.drop)
+        except OSError as error:
+            logger.debug("other launchers cannot watch this one at %s: %s", address, error)
+
     def next_rendezvous(self) -> tuple[Any, int, int]:
-        with _no_spread() if self._settings.max_nodes == 1 else nullcontext():
+        with _paced(self._settings.max_nodes, self.on_wait), self._state_holder.watched():
             store, rank, size = super().next_rendezvous()
             while self._members and self._state_holder.state.round <= self.attempt:
                 # Another launcher put back a state in which this host had not left the round yet.
                 store, rank, size = super().next_rendezvous()
         self._members = frozenset(self._state_holder.state.participants)
+        self._lost_since = 0.0
         self._restart_asked = False  # a failure came first, and has had the same effect
         self.attempt = self._state_holder.state.round
         if self._first_round is None:
@@ -572,9 +644,11 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         asked, last = ("" if one is None else str(one) for one in (self._asked_rank, self._last_rank))
         # An id that hosts have agreed on goes before one that a host has just made.
         run = f"0{self.run}" if self.run else f"1{uuid.uuid4().hex}"
-        mine = f"{asked},{last},{used},{self._first_round},{run}"
+        place = self._links.place if self._links is not None else ""
+        mine = f"{asked},{last},{used},{self._first_round},{run},{place}"
         answers = [answer.split(",") for answer in _exchange(store, rank, size, mine)]
-        all_asked, all_last, all_used, all_first, all_run = zip(*answers, strict=True)
+        all_asked, all_last, all_used, all_first, all_run, all_places = zip(*answers, strict=True)
+        self._watch_others(rank, all_places)
         self.job_restarts = max(map(int, all_used))
         # A replacement learns from the others when the job began, and which it is.
         self._first_round = min(map(int, all_first))
@@ -582,13 +656,29 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         self._last_rank = _place(all_asked, all_last, rank)
         return store, self._last_rank, size
 
+    def _watch_others(self, rank: int, places: Sequence[str]) -> None:
+        """Those behind this host, by the rank that the meeting assigned."""
+        if self._links is None:
+            return
+        nodes = {number: node for node, number in self._state_holder.state.participants.items()}
+        behind = [(rank + step) % len(places) for step in range(1, min(len(places), WATCHED + 1))]
+        self._links.watch(
+            [
+                PeerLauncher(node=nodes[one], place=places[one])
+                for one in behind
+                if one in nodes and places[one]
+            ]
+        )
+
     @property
     def first_attempt(self) -> int:
         """Number of the first meeting of this start of the job."""
         return self._first_round or 0
 
     def close(self) -> None:
-        """Drop the connection to a store that is a process of its own."""
+        """Drop the connections to other launchers, and to a store that is a process of its own."""
+        if self._links is not None:
+            self._links.close()
         if self.outside is not None:
             self.outside.close()
 
@@ -694,6 +784,9 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         waiting, lost = int(super().num_nodes_waiting()), []
         if self.sees_losses:
             lost = self.lost_hosts()
+            self._lost_since = (self._lost_since or time.monotonic()) if lost else 0.0
+            if lost and time.monotonic() < self._lost_since + FAIL_ALONE_S:
+                return 0
             if (waiting or lost) and self.on_change is not None:
                 self.on_change(waiting, lost)
         return waiting or len(lost)

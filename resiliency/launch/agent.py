@@ -112,6 +112,7 @@ class ResilientAgent(HookedAgent):
         #: Whether the supervisor has another host for the job in the place of this one.
         self.leaving = False
         rendezvous.on_change = self._others_changed
+        rendezvous.on_wait = standby.prepare
         rendezvous.restarts_used = lambda: self.restarts_used
 
     @property

@@ -108,7 +108,7 @@ def serve_until_signal(host: str, port: int) -> None:
     # After all that can be refused without it.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from resiliency.launch.reconnecting_store import BY_PROCESS, SERVED_BY
+    from resiliency.launch.rendezvous.reconnecting_store import BY_PROCESS, SERVED_BY
 
     store = TCPStore(
         host or "localhost",

@@ -106,6 +106,8 @@ class Standby:
         #: When this attempt has waited for long enough; 0: it has not waited yet.
         self._wait_until = 0.0
         self._first_start = True
+        #: What was kept of the imports when `prepare` started a template.
+        self._prepared: tuple[int, int] | None = None
         #: Readable when the launcher is asked to end: no more waiting then.
         self.wake_fd: int | None = None
         #: How many workers of the current attempt were forked.
@@ -137,6 +139,23 @@ class Standby:
     def begin_attempt(self) -> None:
         self.forked = 0
         self._wait_until = 0.0
+
+    def prepare(self) -> None:
+        """While this launcher waits for a place: repeat the imports that those which run have kept.
+
+        They keep them in a cache directory of one host, or of hosts that share it.
+        """
+        if self._command is None or self._known is None or self._preload or not self._first_start:
+            return
+        with suppress(OSError):  # nobody has run the script yet
+            kept = self._known.stat()
+            stamp = kept.st_mtime_ns, kept.st_size
+            is_old = time.time() - kept.st_mtime > _SETTLED_S
+            if is_old and stamp != self._prepared and (self._template is None or self._prepared is not None):
+                self._drop_template()
+                self._prepared = stamp
+                self._start(background=True)
+        self.look()
 
     def start_worker(
         self,
@@ -240,7 +259,11 @@ class Standby:
 
     def close(self) -> None:
         """End the template; idempotent."""
+        self._drop_template()
+
+    def _drop_template(self) -> None:
         if self._template is not None:
+            self._protection.exempt.discard(self._template.pid)
             self._template.close()
             self._template = None
 

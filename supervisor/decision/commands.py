@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from supervisor.decision.incidents import downtime_s, open_incident, pay_back
+from supervisor.decision.incidents import downtime_s, is_still_lost, open_incident, pay_back
 from supervisor.decision.state import MOST_EPOCH, Account, Flight, Incident
 from supervisor.decision.turn import Turn
 from supervisor.decision.verdicts import condemn, forgive
@@ -13,7 +13,6 @@ from supervisor.values import (
     Change,
     Command,
     CommandKind,
-    DeviceState,
     Event,
     EventType,
     Evidence,
@@ -171,17 +170,6 @@ def take_back(turn: Turn, command: Command) -> None:
     account = turn.account(command.workload)
     if command.kind.restarts and account.fruitless:
         turn.put("accounts", command.workload, replace(account, fruitless=account.fruitless - 1))
-
-
-def is_still_lost(turn: Turn, event: Event, workload: str) -> bool:
-    """Whether an event told of a host that the job holds, or of ranks there, and they are not back."""
-    host = turn.state.hosts.get(event.host)
-    return (
-        event.type in (EventType.WORKER_HB, EventType.HOST_HB, EventType.ORCHESTRATOR)
-        and host is not None
-        and host.state is DeviceState.FAILED
-        and host.workload == workload
-    )
 
 
 def take_effect(turn: Turn, command: Command, took: str = "") -> None:

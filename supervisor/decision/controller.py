@@ -17,6 +17,7 @@ from supervisor.decision.commands import charge, obey, send_command, take_outcom
 from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal
 from supervisor.decision.incidents import (
     downtime_s,
+    lost_hosts,
     note_absence,
     note_refusal,
     open_incident,
@@ -389,8 +390,11 @@ class BaseController:
     def _is_replaced(self, report: EventReport) -> bool:
         """Whether the job has all its hosts without the report's: a JobSet makes a pod again by itself."""
         job, view = report.workload, self._turn.view
+        lost = lost_hosts(self._turn, report.incident)
         fit = [
-            host for host in self._others_of_job(report) if not (host.cordoned or view.is_condemned(host.id))
+            host
+            for host in self._others_of_job(report)
+            if not (host.cordoned or host.id in lost or view.is_condemned(host.id))
         ]
         return job is not None and len(fit) >= job.replicas * job.nodes_per_replica
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 from supervisor.decision.state import Incident, Mark
 from supervisor.decision.turn import EventReport, Turn
-from supervisor.values import Command, CommandKind, Event, EventType, HostInfo, LauncherState, Progress
+from supervisor.values import (
+    Command,
+    CommandKind,
+    DeviceState,
+    Event,
+    EventType,
+    HostInfo,
+    LauncherState,
+    Progress,
+)
 
 
 def take_progress(turn: Turn, progress: Progress) -> None:
@@ -45,9 +54,29 @@ def close_if_advancing(turn: Turn, name: str) -> None:
         replaced = all(each.is_of_ranks and each.attempt < mark.attempt for each in incident.reports)
         fine_after = max(fine_after, incident.reported_at + turn.limits.advancing_s * (not replaced))
     if mark.at > fine_after:
+        for host in lost_hosts(turn, incident):  # the job goes on without them
+            turn.put("hosts", host, replace(turn.state.hosts[host], workload=""))
         turn.put("incidents", name, None)
         turn.put("accounts", name, replace(turn.account(name), quiet_since=turn.now))
         turn.notes.append(f"incident {incident.id} closed: {name} finished step {mark.step}")
+
+
+def is_still_lost(turn: Turn, event: Event, workload: str) -> bool:
+    """Whether an event told of a host that the job holds, or of ranks there, and they are not back."""
+    host = turn.state.hosts.get(event.host)
+    return (
+        event.type in (EventType.WORKER_HB, EventType.HOST_HB, EventType.ORCHESTRATOR)
+        and host is not None
+        and host.state is DeviceState.FAILED
+        and host.workload == workload
+    )
+
+
+def lost_hosts(turn: Turn, incident: Incident) -> set[str]:
+    """Hosts that its job lost in this incident, and that are not back."""
+    reports = (*incident.past, *incident.reports)
+    lost = [each for each in reports if not each.is_of_ranks]
+    return {each.host for each in lost if is_still_lost(turn, each, incident.subject)}
 
 
 def note_absence(turn: Turn) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from supervisor.decision.commands import is_still_lost
-from supervisor.decision.incidents import downtime_s
+from supervisor.decision.incidents import downtime_s, is_still_lost
 from supervisor.decision.state import Incident, Seen
 from supervisor.decision.turn import EventReport, Turn
 from supervisor.decision.verdicts import forgive

@@ -488,7 +488,9 @@ class Detector:
         host.missed_at = math.inf
         job = self._jobs.get(host.info.workload)
         attempt = job.attempt if job is not None else 0
-        if job is not None and not self._unread_s:  # else it may be as old as this process was late
+        # Else it may be as old as this process was late, or of a host that waits and knows no step.
+        knows = report.workers or host.states or (job is not None and not self._has_workers(job))
+        if job is not None and not self._unread_s and knows:
             job.answered = True
         for worker in report.workers:
             if why := host.take_worker(worker, time, self._limits.heartbeat_timeout_s):
@@ -524,6 +526,10 @@ class Detector:
             self._conditions.note_loss(event, time)
             said += [event, *self.poll(host.info.workload)]
         return said
+
+    def _has_workers(self, job: SeenJob) -> bool:
+        there = (self._hosts[name] for name in self._job_watch.hosts_there(job))
+        return any(host.connected and host.states for host in there)
 
     def _release_left(self, job: SeenJob) -> list[Output]:
         """Free the hosts whose launchers gave up, and that the job has finished a later step without."""
@@ -580,6 +586,8 @@ class Detector:
         job.answered = not there
         # One that has no stream cannot be asked, and while none answers nobody can tell.
         there = [name for name in there if self._hosts[name].connected]
+        # Nor does one that waits for a place know a step.
+        there = [name for name in there if self._hosts[name].states] or there
         return [Poll(host=name) for name in heapq.nsmallest(_POLLED, there)]
 
     def holds(self, command: Command, now: float) -> bool | None:

@@ -92,8 +92,9 @@ class JobWatch:
 
     def _hang(self, name: str, job: SeenJob, time: float) -> list[Output]:
         # A host that was lost and replaced, or whose launcher died alone, may never have said that it left.
+        # One that waits for a place has no ranks.
         known = (self._hosts[name] for name in job.hosts)
-        hosts = [host for host in known if not host.lost and host.attempt >= job.attempt]
+        hosts = [host for host in known if not host.lost and host.attempt >= job.attempt and host.states]
         calm = (LauncherState.RUNNING, LauncherState.UNKNOWN)
         if len(hosts) < job.info.hosts:
             return []

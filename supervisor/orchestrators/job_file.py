@@ -34,6 +34,8 @@ class LocalJob:
     """How one job is started.
 
     Attributes:
+        waiting: launchers beyond the size, where there are hosts for them: they wait for a place, and take
+            one as soon as a host is lost.
         grace_s: between SIGTERM and SIGKILL when its launchers are stopped.
     """
 
@@ -41,8 +43,13 @@ class LocalJob:
     command: tuple[str, ...]
     replicas: int = 1
     nodes_per_replica: int = 1
+    waiting: int = 0
     environment: Mapping[str, str]
     grace_s: float = 10.0
+
+    def hosts(self, replicas: int) -> int:
+        """That train, with so many replicas."""
+        return replicas * self.nodes_per_replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +112,7 @@ def read_job_file(path: Path) -> JobFile:
     names = [job.workload for job in file.jobs]
     if len(set(names)) < len(names):
         raise refuse("jobs", f"name a workload twice, found {names}")
-    needed = sum(job.replicas * job.nodes_per_replica for job in file.jobs)
+    needed = sum(job.hosts(job.replicas) for job in file.jobs)
     if needed > len(hosts):
         raise refuse("hosts", f"are {len(hosts)}, and the jobs need {needed}")
     return file
@@ -123,7 +130,7 @@ def _resources(data: Any, refuse: Any) -> dict[str, float]:
 
 def _job(data: Any, number: int, refuse: Any) -> LocalJob:
     where = f"jobs[{number}]"
-    known = {"workload", "command", "replicas", "nodes_per_replica", "environment", "grace_s"}
+    known = {"workload", "command", "replicas", "nodes_per_replica", "waiting", "environment", "grace_s"}
     fields = _fields(data, where, known, refuse)
     workload, command = fields.get("workload"), fields.get("command")
     environment, grace_s = fields.get("environment", {}), fields.get("grace_s", LocalJob.grace_s)
@@ -131,6 +138,9 @@ def _job(data: Any, number: int, refuse: Any) -> LocalJob:
         raise refuse(f"{where}.workload", f"must be a name, found {workload!r:.40}")
     if not (command := _words(command, f"{where}.command", refuse)):
         raise refuse(f"{where}.command", "must not be empty")
+    waiting = _whole(fields, "waiting", 0, 0, 10_000, refuse)
+    if waiting and any("{node_rank}" in word for word in command):
+        raise refuse(f"{where}.waiting", "needs a command without {node_rank}: hosts get ranks as they meet")
     if not isinstance(environment, dict) or not all(isinstance(text, str) for text in environment.values()):
         raise refuse(f"{where}.environment", "must be a table of texts")
     if not isinstance(grace_s, (int, float)) or isinstance(grace_s, bool) or not 0 <= grace_s <= 3600:
@@ -140,6 +150,7 @@ def _job(data: Any, number: int, refuse: Any) -> LocalJob:
         command=command,
         replicas=_whole(fields, "replicas", 1, 1, 10_000, refuse),
         nodes_per_replica=_whole(fields, "nodes_per_replica", 1, 1, 10_000, refuse),
+        waiting=waiting,
         environment=environment,
         grace_s=float(grace_s),
     )

@@ -297,7 +297,7 @@ class WantedOrchestrator:
             return self._drain(state, host)
         if kind is CommandKind.UNCORDON_HOST:
             cordoned = tuple(one for one in state.cordoned if one != host)
-            return replace(state, cordoned=cordoned, gone=tuple(one for one in state.gone if one != host))
+            return self._bring_back(replace(state, cordoned=cordoned), host)
         job = state.job(command.workload)
         if job is None:
             raise _Refusal(f"the job file has no job {command.workload}")
@@ -313,6 +313,16 @@ class WantedOrchestrator:
         if kind in (CommandKind.SCALE_DOWN, CommandKind.SCALE_UP) and command.replicas is not None:
             return self._resize(state, job, host, command.replicas, seen)
         raise _Refusal(f"the {self._machines.name} orchestrator has no {kind.value}")
+
+    def _bring_back(self, state: WantedState, host: str) -> WantedState:
+        """A lost host is used again; the launcher that a job still wants there is another one."""
+        if host not in state.gone:
+            return state
+        state = replace(state, gone=tuple(one for one in state.gone if one != host))
+        for job in state.jobs:
+            if any(seat.host == host and seat.start for seat in job.seats):
+                return state.with_seats(job, job.hosts, keep=set(job.hosts) - {host})
+        return state
 
     def _revive(self, state: WantedState, job: JobState, seen: Seen) -> WantedState:
         """A launcher that ended alone is started again, and meets the others in their rendezvous."""
@@ -353,7 +363,8 @@ class WantedOrchestrator:
 
     def _resize(self, state: WantedState, job: JobState, host: str, replicas: int, seen: Seen) -> WantedState:
         """The whole job starts again, because its launchers are told the size when they start."""
-        wanted = replicas * self._jobs[job.workload].nodes_per_replica
+        settings = self._jobs[job.workload]
+        wanted = settings.hosts(replicas)
         hosts = [one for one in job.hosts if one != host]
         if replicas > job.replicas:
             hosts = [one for one in hosts if not self._is_closed(one)] + self._free(state, seen)
@@ -364,7 +375,7 @@ class WantedOrchestrator:
         if host:
             state = self._without(state, host, seen)
         resized = replace(job, replicas=replicas, generation=job.generation + 1)
-        return state.with_seats(resized, hosts[:wanted])
+        return state.with_seats(resized, hosts[: wanted + settings.waiting])
 
     def _without(self, state: WantedState, host: str, seen: Seen) -> WantedState:
         """A host that a job is taken from; if nothing of it is left it counts as gone."""
@@ -485,7 +496,7 @@ class WantedOrchestrator:
             "host": seat.host,
             "address": seen.addresses.get(seat.host, "127.0.0.1"),
             "node_rank": rank,
-            "nnodes": len(job.seats),
+            "nnodes": min(settings.hosts(job.replicas), len(job.seats)),
             "replicas": job.replicas,
             "generation": job.generation,
             "daemon_port": port,
@@ -572,7 +583,7 @@ class WantedOrchestrator:
             elif host not in seen.absent:
                 if host in self._state.gone:
                     logger.warning("host %s has a machine again", host)
-                    self._save(replace(self._state, gone=tuple(o for o in self._state.gone if o != host)))
+                    self._save(self._bring_back(self._state, host))
                 try:
                     await self._start_daemon(host, seen)
                 except OSError as error:
@@ -619,7 +630,7 @@ class WantedOrchestrator:
         for settings in self._file.jobs:
             if state.job(settings.workload) is None:
                 free = [host for host in self._file.hosts if host not in state.busy | set(state.gone)]
-                hosts = free[: settings.replicas * settings.nodes_per_replica]
+                hosts = free[: settings.hosts(settings.replicas) + settings.waiting]
                 job = JobState(workload=settings.workload, seats=(), replicas=settings.replicas)
                 state = state.with_seats(job, hosts)
         return state

@@ -54,6 +54,22 @@ def test_a_quick_round_measures_every_span_under_each_launcher(tmp_path: Path, l
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"report.{kind}" for kind in files)
 
 
+@pytest.mark.slow
+@pytest.mark.thorough("tests/supervisor_plane and tests/launch lose hosts")
+def test_a_lost_host_is_measured_with_a_supervisor_and_without_one(tmp_path: Path) -> None:
+    exported = tmp_path / "report.json"
+    flags = ["--fault", "host", "--quick", "--launchers", "supervisor", "--directory", str(tmp_path)]
+    with Command([sys.executable, SCRIPT, *flags, "--export", exported], cwd=tmp_path) as command:
+        assert command.wait(timeout=WAIT) == 0, command.output
+        command.assert_no_orphans(timeout=60)
+    runs = json.loads(exported.read_text())["runs"]
+    assert [run["launcher"] for run in runs] == ["supervisor", "launcher.py"]
+    for run in runs:
+        assert (run["restart"]["restored_step"], run["restart"]["lost_steps"]) == (50, 2)
+        assert {"old ranks ended", "met", "ranks created"} <= set(run["restart"]["own_spans_s"])
+    assert "incident opened" in runs[0]["restart"]["own_spans_s"]
+
+
 @pytest.mark.thorough("the run that is measured is near")
 @pytest.mark.slow
 def test_a_run_that_fails_is_reported_and_makes_the_exit_code_1(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from resiliency.events import EventType, RunEvent
 from resiliency.launch import standby
 from resiliency.template.program import PythonCommand
 from resiliency.testing.processes import Command
-from tests.launch.settings import FAST
+from tests.launch.settings import FAST, SLOW
 from tests.launch.several_hosts import rank_of, together
 from tests.ports import free_port
 from tests.waiting import wait_until
 
-from .conftest import WAIT, WORKER, Launch, events, ready
+from .conftest import WAIT, WORKER, Launch, children, events, ready
 
 pytestmark = pytest.mark.slow
 
@@ -98,16 +98,17 @@ def join(
     index: int,
     join_timeout: int,
     nnodes: str = "2",
+    signs: str = FAST,
     **options: Any,
 ) -> Command:
-    conf = f"{FAST},join_timeout={join_timeout},last_call_timeout=2"
+    conf = f"{signs},join_timeout={join_timeout},last_call_timeout=2"
     place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--node-rank={index}", "--rdzv-id=pair"]
     flags = [conf, f"--nnodes={nnodes}", *place, "--local-addr=127.0.0.1"]
     return launch(*flags, WORKER, "wait", run_dir=tmp_path / f"run{index}", **options)
 
 
 def test_a_launcher_that_vanishes_is_noticed_and_its_replacement_takes_its_place(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, tmp_path: Path
 ) -> None:
     """And forks its ranks from what is known of the script, at its first start."""
     first, second = start_ordered(launch, tmp_path, join_timeout=60)
@@ -115,13 +116,7 @@ def test_a_launcher_that_vanishes_is_noticed_and_its_replacement_takes_its_place
     assert port is not None
     second.signal(signal.SIGKILL)
     first.wait_for_line("hosts left", timeout=WAIT)
-    monkeypatch.setenv(standby.CACHE_DIR_ENV, str(tmp_path / "cache"))
-    command = PythonCommand.parse([sys.executable, "-u", str(WORKER), "wait"])
-    assert command is not None
-    known = standby._cache_file(command)
-    assert known is not None
-    known.parent.mkdir(parents=True)
-    known.write_text(f"m json\t{json.__file__}\n")
+    keep_imports(tmp_path / "cache")
     replacement = join(launch, tmp_path, int(port[1]), 1, 60, cold=True, PET_STANDBY="auto")
     assert (rank_of(first, 1), rank_of(replacement, 1)) == (0, 1)
     (_, joined) = starts(tmp_path / "run1", 2)
@@ -142,8 +137,10 @@ def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
     # Long enough for the second to come after the first, and short enough to wait for nobody.
     hosts = start_ordered(launch, tmp_path, join_timeout=10)
     survivor = hosts[1 - victim]
-    hosts[victim].signal(signal.SIGKILL)
+    # One that stands still closes no connection: its missing signs of life are noticed.
+    hosts[victim].signal(signal.SIGSTOP if victim else signal.SIGKILL)
     assert survivor.wait(timeout=WAIT) == 1
+    hosts[victim].signal(signal.SIGKILL)
     ended = events(tmp_path / f"run{1 - victim}", EventType.JOB_TERMINATED)
     assert [event.fields["outcome"] for event in ended] == [outcome]
     for host in hosts:
@@ -153,7 +150,8 @@ def test_the_survivor_of_a_launcher_that_vanished_does_not_hang(
 def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
     launch: Launch, tmp_path: Path
 ) -> None:
-    port, auto = free_port(), {"PET_STANDBY": "auto"}
+    """At once: nothing waits for the signs of life of a launcher that has ended."""
+    port, auto = free_port(), {"PET_STANDBY": "auto", "signs": SLOW}
     first, second = (join(launch, tmp_path, port, index, 60, "1:2", **auto) for index in range(2))
     attempt, ranks = together(first, second)
     assert ranks == [0, 1]
@@ -167,3 +165,36 @@ def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
     joined = starts(tmp_path / "run1", attempt + 2)
     # Of a smaller job, of a larger one, and of a host that joins: each launcher was forked itself.
     assert {event.fields["forked"] for event in (*started, *joined)} == {1}
+
+
+def test_a_launcher_that_waits_takes_the_place_of_one_that_ended_with_the_imports_of_the_others(
+    launch: Launch, tmp_path: Path
+) -> None:
+    place = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=pair", "--local-addr=127.0.0.1"]
+
+    def begin(index: int, **options: Any) -> Command:
+        words = [f"{SLOW},join_timeout=60", "--nnodes=2", *place, WORKER, "wait"]
+        return launch(*words, run_dir=tmp_path / f"run{index}", **options)
+
+    hosts = [begin(0), begin(1)]
+    together(*hosts)
+    waiting = begin(2, cold=True, PET_STANDBY="auto", RESILIENCY_CACHE_DIR=str(tmp_path / "cache"))
+    waiting.wait_for_line("meeting other hosts", timeout=WAIT)
+    keep_imports(tmp_path / "cache")
+    wait_until(lambda: children(waiting, str(Path("resiliency") / "template")), "nothing is prepared")
+    hosts[1].signal(signal.SIGKILL)
+    assert together(hosts[0], waiting) == (1, [0, 1])
+    (joined,) = starts(tmp_path / "run2", 1)
+    assert joined.fields["forked"] == 1, waiting.output
+
+
+def keep_imports(cache: Path) -> None:
+    """As a launcher whose ranks run the script does, a moment ago."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(standby.CACHE_DIR_ENV, str(cache))
+        command = PythonCommand.parse([sys.executable, "-u", str(WORKER), "wait"])
+        assert command is not None
+        known = standby._cache_file(command)
+    assert known is not None
+    known.parent.mkdir(parents=True)
+    known.write_text(f"m json\t{json.__file__}\n")

@@ -19,9 +19,14 @@ import pytest
 from torch.distributed import TCPStore
 
 from resiliency.events import EventType
-from resiliency.launch import _compat, reconnecting_store
+from resiliency.launch import _compat
 from resiliency.launch.job import KUBERNETES_ENV
-from resiliency.launch.reconnecting_store import ReconnectingStore, StoreUnreachable, is_served_by_process
+from resiliency.launch.rendezvous import reconnecting_store
+from resiliency.launch.rendezvous.reconnecting_store import (
+    ReconnectingStore,
+    StoreUnreachable,
+    is_served_by_process,
+)
 from resiliency.testing.processes import Command
 from tests.ports import free_port
 from tests.waiting import WAIT_S, wait_until, wait_until_equal
@@ -356,7 +361,8 @@ REPLACEMENT = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import TCPStore
-from resiliency.launch import _compat, reconnecting_store
+from resiliency.launch import _compat
+from resiliency.launch.rendezvous import reconnecting_store
 
 server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 server.set(reconnecting_store.SERVED_BY, reconnecting_store.BY_PROCESS)

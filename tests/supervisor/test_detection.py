@@ -549,6 +549,19 @@ def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
     assert sensor.detector.holds(_command(event), sensor.now) is False
 
 
+def test_a_host_that_waits_for_a_place_neither_answers_for_its_job_nor_hides_a_hang() -> None:
+    sensor = Sensor()
+    sensor.take(sensor.detector.register_host(_host("h2", "train"), sensor.now))
+    said = sensor.run(70, workers=_worker(0, step=7, step_age_s=0.0))
+    stuck = {"step": 7, "step_age_s": 70.0}
+    (hang,) = events(said + sensor.run(70, workers=_worker(0, **stuck)), EventType.HANG)
+    assert set(sensor.detector.poll("train")) == {Poll(host="h0"), Poll(host="h1")}
+    sensor.beat("h2")
+    assert sensor.detector.holds(_command(hang), sensor.now) is None
+    sensor.beat("h0", workers=_worker(0, **stuck))
+    assert sensor.detector.holds(_command(hang), sensor.now) is True
+
+
 def test_answers_that_may_be_as_old_as_the_sensor_was_stopped_do_not_tell_whether_a_job_advances() -> None:
     sensor = Sensor()
     sensor.run(5, workers=_worker(0, step=7, step_age_s=0.1), attempt=1)
@@ -570,7 +583,7 @@ def test_what_another_sensor_concluded_of_a_host_is_answered_by_how_the_host_is_
     assert sensor.detector.holds(_command_of("h1", "i1/stuck1", "s0:7/0"), sensor.now) is True
     assert sensor.detector.holds(_command_of("h1", "h1/nvml/b-ecc-2"), sensor.now) is True
     sensor.beat("h1", workers=_worker(1, state=DeviceState.FAILED))
-    sensor.beat("h0")  # it is polled then
+    sensor.beat("h0", workers=_worker(0))  # it is polled then
     assert sensor.detector.holds(swap, sensor.now) is True
     sensor.beat("h1", workers=_worker(1))
     sensor.run(26, silent=["h1"])

@@ -35,6 +35,7 @@ class Rooms:
         self.unseen: set[str] = set()
         self.full: set[str] = set()
         self.asked_to_end: list[int] = []
+        self.started: list[tuple[str, ...]] = []
         self.hangs: set[str] = set()
         self._pids = itertools.count(1)
 
@@ -47,10 +48,11 @@ class Rooms:
         return Seen(processes=seen, unseen=frozenset(self.unseen))
 
     async def start(self, argv: Sequence[str], mark: Mark, environment: Mapping[str, str], log: Path) -> None:
-        del argv, environment, log
+        del environment, log
         if mark.host in self.full | self.unseen:
             raise OSError(f"nothing starts on {mark.host}")
         self.processes.append(Marked(pid=next(self._pids), parent=0, mark=mark))
+        self.started.append((mark.host, *argv))
 
     async def signal_roots(self, processes: Sequence[Marked], number: Signals) -> None:
         del number
@@ -75,9 +77,11 @@ class Rooms:
 class Watched:
     """An orchestrator of three hosts, `replicas` of which train, on `rooms`."""
 
-    def __init__(self, path: Path, rooms: Rooms, *, replicas: int = 2) -> None:
+    def __init__(self, path: Path, rooms: Rooms, *, replicas: int = 2, waiting: int = 0) -> None:
         self.path = path
-        job = LocalJob(workload="job", command=("train",), replicas=replicas, environment={})
+        job = LocalJob(
+            workload="job", command=("{nnodes}",), replicas=replicas, waiting=waiting, environment={}
+        )
         file = JobFile(hosts=("a", "b", "c"), jobs=(job,))
         self.rooms = rooms
         self.told: list[str] = []
@@ -186,6 +190,27 @@ def test_a_lost_host_gets_no_launcher_from_a_reset_until_it_is_uncordoned(watche
             done = await watched.do(CommandKind.UNCORDON_HOST, host="b")
             assert done.text == "started on b"
             await watched.are_up("ab", "abc")
+
+    run(work())
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_launcher_that_waits_is_beyond_the_size_and_a_lost_host_waits_when_it_is_back(
+    tmp_path: Path, returns: bool
+) -> None:
+    async def work() -> None:
+        rooms = Rooms()
+        rooms.returns = returns
+        watched = Watched(tmp_path, rooms, waiting=1)
+        async with watched.running():
+            await watched.are_up("abc", "abc")
+            assert {one for one in rooms.started if one[1] == "2"} == {("a", "2"), ("b", "2"), ("c", "2")}
+            await watched.lose("b")
+            if not returns:
+                await watched.are_up("ac", "ac")
+                done = await watched.do(CommandKind.UNCORDON_HOST, host="b")
+                assert done.text == "started on b"
+            await watched.are_up("abc", "abc")
 
     run(work())
 

@@ -35,10 +35,10 @@ PATIENT = ("--launcher-grace-s=60", "--workload-downtime-threshold-s=180", "--sp
 
 
 @contextmanager
-def journey(tmp_path: Path, *, max_restarts: int = 3) -> Iterator[tuple[Training, Status]]:
+def journey(tmp_path: Path, **options: int) -> Iterator[tuple[Training, Status]]:
     """A job on hosts a and b that trains, with two spares; afterwards its losses are checked."""
     hosts = ("a", "b", "s1", "s2")
-    with open_training(tmp_path, hosts=hosts, replicas=2, max_restarts=max_restarts) as training:
+    with open_training(tmp_path, hosts=hosts, replicas=2, **options) as training:
         training.plane.start("all", *training.flags, *PATIENT)
         yield training, training.goes_on(2, -1, "it does not train")
         assert check_losses(training.launcher_log("a")) == {2}
@@ -85,16 +85,18 @@ def test_a_living_host_whose_gpu_is_gone_is_swapped_at_once(tmp_path: Path) -> N
         assert "all ranks stop" not in training.launcher_log("a") + training.launcher_log("b")
 
 
-def test_two_hosts_are_lost_in_a_row_and_both_spares_take_their_places(tmp_path: Path) -> None:
-    with journey(tmp_path) as (training, status):
+def test_two_hosts_are_lost_and_a_launcher_that_waits_and_a_spare_take_their_places(tmp_path: Path) -> None:
+    with journey(tmp_path, waiting=1) as (training, status):
         survivor = {one.pid for one in training.processes("a")}
+        training.let_in("s1")
         training.lose("b")
-        status = training.goes_on(2, job_of(status).attempt, "it does not go on with a spare")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with the one that waits")
         assert hosts_of(training, status) == {"a", "s1"}
+        assert done(status) == []
         training.lose("s1")
-        status = training.goes_on(2, job_of(status).attempt, "it does not go on with the other spare")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with the spare")
         assert hosts_of(training, status) == {"a", "s2"}
-        assert done(status) == [CommandKind.HOT_SWAP, CommandKind.HOT_SWAP]
+        assert done(status) == [CommandKind.HOT_SWAP]
         assert survivor & {one.pid for one in training.processes("a")}
 
 

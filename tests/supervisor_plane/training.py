@@ -36,6 +36,7 @@ class Training:
 
     Args:
         max_restarts: of each launcher.
+        waiting: launchers beyond the size; they begin when they are let in.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Training:
         hosts: Sequence[str],
         replicas: int,
         max_restarts: int = 3,
+        waiting: int = 0,
     ) -> None:
         self.plane, self.tmp_path = plane, tmp_path
         self.fleet = str(plane.state_dir.resolve())
@@ -77,9 +79,15 @@ class Training:
             "RESILIENCY_PEER_ADDRESS": "127.0.0.1",
             "RESILIENCY_RUN_DIR": f"{tmp_path}/run-{{host}}",
         }
+        beyond = hosts[replicas : replicas + waiting]
+        for host in beyond:
+            self._door(host).touch()
+        held = ["sh", "-c", 'while [ -e "$0" ]; do sleep 0.1; done; exec "$@"', str(self._door("{host}"))]
+        command = [*(held if beyond else []), *command]
         job = {
             "workload": "demo",
             "replicas": replicas,
+            "waiting": waiting,
             "grace_s": 120,  # for the save of the step that ranks stop at
             "command": command,
             "environment": environment,
@@ -96,6 +104,14 @@ class Training:
         self.job_file.write_text(json.dumps(file))
         store.wait_for_line("rendezvous store listens", timeout=PATIENCE_S)
         self.flags = ("--orchestrator=local", f"--job-file={self.job_file}")
+
+    def _door(self, host: str) -> Path:
+        return self.tmp_path / f"closed-{host}"
+
+    def let_in(self, host: str) -> None:
+        """A launcher beyond the size begins; the job has its hosts, so it waits for a place."""
+        self._door(host).unlink()
+        wait_until(lambda: "meeting other hosts" in self.launcher_log(host), f"{host} begins nothing")
 
     def processes(self, host: str) -> list[Marked]:
         return [one for one in marked_processes(self.fleet) if one.mark.host == host]
@@ -172,10 +188,10 @@ def break_gpu(launcher_log: str, kernel_log: Path) -> None:
 
 @contextmanager
 def open_training(
-    tmp_path: Path, *, hosts: Sequence[str], replicas: int, max_restarts: int = 3
+    tmp_path: Path, *, hosts: Sequence[str], replicas: int, **options: int
 ) -> Iterator[Training]:
     with open_plane(tmp_path) as (plane, stack):
-        training = Training(plane, stack, tmp_path, hosts=hosts, replicas=replicas, max_restarts=max_restarts)
+        training = Training(plane, stack, tmp_path, hosts=hosts, replicas=replicas, **options)
         try:
             yield training
         finally:
