@@ -487,7 +487,7 @@ def test_while_hosts_are_apart_the_newest_complete_step_stays_and_later_ones_fol
     "operation",
     [
         pytest.param(0, id="taking stock", marks=pytest.mark.thorough("one that is sending is near")),
-        pytest.param(3, id="sending"),
+        pytest.param(2, id="sending"),
     ],
 )
 def test_a_host_lost_in_the_middle_of_a_restore_costs_another_start_and_no_step(
