@@ -421,8 +421,11 @@ class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
 
     def _sanitize(self) -> None:
         heartbeats = self._state.last_heartbeats
-        heartbeats.update(dict.fromkeys(self._ended & heartbeats.keys(), datetime.min))
+        known = self._ended & heartbeats.keys()
+        heartbeats.update(dict.fromkeys(known, datetime.min))
         super()._sanitize()
+        if known:  # told at once: a newcomer, which watches nobody, would complete a meeting with them
+            self.mark_dirty()
 
 
 class _RendezvousValue:

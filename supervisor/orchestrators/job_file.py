@@ -138,11 +138,14 @@ def _job(data: Any, number: int, refuse: Any) -> LocalJob:
         raise refuse(f"{where}.workload", f"must be a name, found {workload!r:.40}")
     if not (command := _words(command, f"{where}.command", refuse)):
         raise refuse(f"{where}.command", "must not be empty")
-    waiting = _whole(fields, "waiting", 0, 0, 10_000, refuse)
-    if waiting and any("{node_rank}" in word for word in command):
-        raise refuse(f"{where}.waiting", "needs a command without {node_rank}: hosts get ranks as they meet")
     if not isinstance(environment, dict) or not all(isinstance(text, str) for text in environment.values()):
         raise refuse(f"{where}.environment", "must be a table of texts")
+    waiting = _whole(fields, "waiting", 0, 0, 10_000, refuse)
+    if waiting and any("{node_rank}" in text for text in (*command, *environment.values())):
+        raise refuse(
+            f"{where}.waiting",
+            "needs a command and an environment without {node_rank}: hosts get ranks as they meet",
+        )
     if not isinstance(grace_s, (int, float)) or isinstance(grace_s, bool) or not 0 <= grace_s <= 3600:
         raise refuse(f"{where}.grace_s", f"must be 0 to 3600 seconds, found {grace_s!r:.40}")
     return LocalJob(

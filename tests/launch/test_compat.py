@@ -10,9 +10,11 @@ import inspect
 import logging
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from resiliency.errors import UntestedVersion
 from resiliency.launch import _compat, cli
@@ -69,6 +71,28 @@ def test_a_host_that_the_others_have_met_without_can_still_say_that_it_is_done(
     monkeypatch.setattr(_compat._ft_rendezvous.FtRendezvousHandler, "try_set_worker_state", unknown)
     host = _compat.HostRendezvous.__new__(_compat.HostRendezvous)
     assert host.try_report_success(0)
+
+
+def test_the_end_of_a_launcher_is_told_to_those_that_watch_nobody_yet() -> None:
+    """A newcomer would complete a meeting with one that has ended: hosts would not agree on their number."""
+    rendezvous = _compat._ft_rendezvous
+    settings = rendezvous.RendezvousSettings(
+        *("job", 2, 2, rendezvous.RendezvousTimeout()),
+        keep_alive_interval=timedelta(seconds=5),
+        keep_alive_max_attempt=3,
+    )
+    backend = _compat._c10d.C10dRendezvousBackend(HashStore(), "job")
+    one, newcomer = (_compat._StateHolder(backend, settings) for _ in range(2))
+    node = rendezvous._NodeDesc("host", 1, 1)
+    one.state.participants[node] = 0
+    one.state.last_heartbeats[node] = _compat._utc_now()
+    one.mark_dirty()
+    one.sync()
+    one.drop(node)
+    one.sync()
+    one.sync()
+    newcomer.sync()
+    assert not newcomer.state.participants
 
 
 def test_only_tested_versions_are_accepted_and_the_message_says_what_to_install(

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -90,3 +91,25 @@ def test_a_connection_that_closes_alone_is_no_evidence_and_neither_is_another_pr
     os.kill(killed.pid, signal.SIGKILL)
     wait_until(lambda: told, "a launcher that was killed is not told", timeout=WAIT)
     assert told == ["killed"]
+
+
+def test_hosts_that_are_cut_off_do_not_hold_up_the_end_of_a_launcher_one_by_one(
+    links: LauncherLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over, asked = threading.Event(), threading.Event(), []
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(address)
+        begun.set()
+        over.wait(WAIT)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    links.watch([PeerLauncher(node=port, place=f"192.0.2.1|{port}|{'0' * 32}") for port in range(1, 9)])
+    assert begun.wait(WAIT)
+    closing = threading.Thread(target=links.close)
+    closing.start()
+    wait_until(lambda: links._closed, "it is not told to end", timeout=WAIT)
+    over.set()
+    closing.join()
+    assert asked == [("192.0.2.1", 1)]

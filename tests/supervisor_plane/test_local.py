@@ -448,8 +448,12 @@ GOOD = {"hosts": ["a"], "jobs": [{"workload": "j", "command": ["x"]}]}
         ({"jobs": [{"workload": "j", "command": ["x"], "replicas": 2}]}, "hosts are 1, and the jobs need 2."),
         ({"jobs": [{"workload": "j", "command": ["x"], "grace_s": -1}]}, "grace_s must be 0 to 3600 seconds"),
         (
-            {"jobs": [{"workload": "j", "command": ["x={node_rank}"], "waiting": 1}]},
-            "jobs[0].waiting needs a command without {node_rank}",
+            {
+                "jobs": [
+                    {"workload": "j", "command": ["x"], "environment": {"R": "{node_rank}"}, "waiting": 1}
+                ]
+            },
+            "jobs[0].waiting needs a command and an environment without {node_rank}",
         ),
         (
             {"jobs": [{"workload": "j", "command": ["x"], "environment": {"A": 1}}]},

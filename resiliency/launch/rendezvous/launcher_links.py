@@ -12,6 +12,7 @@ Invariant: `on_gone` is called only for a launcher that has shown its token, onc
 
 from __future__ import annotations
 
+import errno
 import logging
 import select
 import socket
@@ -36,6 +37,8 @@ _MOST_ACCEPTED = 256
 _CONNECT_S = 2.0
 #: How often, and how long after the last time, the port of a launcher is asked that closed its connection.
 _LOOKS, _LOOK_S = 50, 0.02
+#: Pause where this process has no descriptor for one connection more.
+_FULL_S = 0.2
 _TOKEN_BYTES = 32
 
 
@@ -97,7 +100,7 @@ class LauncherLinks:
         with self._lock:
             self._closed = True
         self._wake.wake()
-        self._thread.join(2 * _CONNECT_S * WATCHED)
+        self._thread.join(2 * _CONNECT_S)
 
     # ------------------------------------------------------------------------------------- the thread
 
@@ -130,6 +133,8 @@ class LauncherLinks:
             connection.close()
         self._watches.clear()
         for peer in wanted:
+            if self._closed:  # hosts that are cut off would hold up the end of this launcher, one by one
+                return
             host, port, token = peer.place.split("|")
             self._connect(_Watch(peer=peer, address=(host, int(port)), token=token.encode()))
 
@@ -148,8 +153,13 @@ class LauncherLinks:
         return True
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             connection, _ = self._server.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # it stays where it is, and the port readable
+                time.sleep(_FULL_S)
+            return
+        with suppress(OSError):
             if len(self._accepted) >= _MOST_ACCEPTED:
                 connection.close()
                 return
