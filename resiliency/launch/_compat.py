@@ -648,10 +648,10 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         # An id that hosts have agreed on goes before one that a host has just made.
         run = f"0{self.run}" if self.run else f"1{uuid.uuid4().hex}"
         place = self._links.place if self._links is not None else ""
-        mine = f"{asked},{last},{used},{self._first_round},{run},{place}"
+        mine = f"{asked},{last},{used},{self._first_round},{run},{place},{self._this_node.local_id}"
         answers = [answer.split(",") for answer in _exchange(store, rank, size, mine)]
-        all_asked, all_last, all_used, all_first, all_run, all_places = zip(*answers, strict=True)
-        self._watch_others(rank, all_places)
+        all_asked, all_last, all_used, all_first, all_run, all_places, all_ids = zip(*answers, strict=True)
+        self._watch_others(rank, all_places, all_ids)
         self.job_restarts = max(map(int, all_used))
         # A replacement learns from the others when the job began, and which it is.
         self._first_round = min(map(int, all_first))
@@ -659,8 +659,12 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         self._last_rank = _place(all_asked, all_last, rank)
         return store, self._last_rank, size
 
-    def _watch_others(self, rank: int, places: Sequence[str]) -> None:
-        """Those behind this host, by the rank that the meeting assigned."""
+    def _watch_others(self, rank: int, places: Sequence[str], ids: Sequence[str]) -> None:
+        """Those behind this host, by the rank that the meeting assigned.
+
+        Args:
+            ids: of their launchers: the state may be of another meeting by now.
+        """
         if self._links is None:
             return
         nodes = {number: node for node, number in self._state_holder.state.participants.items()}
@@ -669,7 +673,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             [
                 PeerLauncher(node=nodes[one], place=places[one])
                 for one in behind
-                if one in nodes and places[one]
+                if one in nodes and places[one] and str(nodes[one].local_id) == ids[one]
             ]
         )
 
