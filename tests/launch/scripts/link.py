@@ -15,6 +15,6 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 print(f"place {links.place}", flush=True)
 while True:
     signal.sigwait({signal.SIGUSR1})
-    for connection in links._accepted.values():
+    for connection in list(links._accepted.values()):  # the thread takes them out
         connection.shutdown(2)
     print("dropped", flush=True)
