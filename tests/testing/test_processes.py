@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from resiliency.testing.leaks import open_descriptors
-from resiliency.testing.processes import MARKER_ENV, Command, is_alive
+from resiliency.testing.processes import MARKER_ENV, Command, is_alive, processes_marked
 from tests.waiting import wait_until
 
 Python = Callable[..., Command]
@@ -217,3 +217,10 @@ def test_a_python_program_is_forked_unless_a_cold_start_is_asked_for(cold: bool)
     with Command([sys.executable, "-c", code], cold=cold) as cmd:
         assert cmd.wait(timeout=60) == 0
     assert cmd.output == f"{not cold}\n"
+
+
+def test_a_program_that_was_just_started_is_found_by_its_mark() -> None:
+    """`Popen` returns before the kernel has put the environment where others can read it."""
+    for _ in range(50):
+        with Command(["sleep", "600"]) as cmd:
+            assert [process.pid for process in processes_marked(cmd.id)] == [cmd.pid]
