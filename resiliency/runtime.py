@@ -3,18 +3,20 @@
 
 `RunInfo` is the only place that reads the environment variables which torchrun and our launcher
 set; every other module is handed a value.  Clocks are objects so that a test can own time:
-monotonic seconds measure durations, aware UTC stamps events.
+monotonic seconds measure durations, aware UTC stamps events.  Beside them, what a process does without for
+a while.
 """
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -233,3 +235,15 @@ def addresses_of(name: str) -> list[str]:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError:
         return []
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Look for no cycles meanwhile, as it would cost more than it finds; as it was afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -11,7 +11,6 @@ Exit codes: 0 calculated, 1 the logs hold no event of this job, 2 a flag or a so
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
@@ -33,7 +32,7 @@ from resiliency.goodput_measure.reader import ReadStats, read_cloud, read_events
 from resiliency.goodput_measure.report import fleet_text, job_text, live_text
 from resiliency.goodput_measure.timeline.file import SUFFIXES, write_timeline
 from resiliency.goodput_measure.tracker import GOODPUT_TYPES, published_record
-from resiliency.runtime import SystemClock
+from resiliency.runtime import SystemClock, no_garbage_collection
 
 __all__ = ["GoodputReport", "calculate", "main"]
 
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the calculator; returns the exit code."""
     try:
         arguments = _checked(_parser().parse_args(argv))
-        with _no_collections():
+        with no_garbage_collection():  # millions of small values are kept, and none refers to itself
             code = OK if _run(arguments) else MOSTLY_DAMAGED
         sys.stdout.flush()  # a closed pipe shows here, not at the interpreter's end
         return code
@@ -62,18 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `| head` has seen enough.  The interpreter would flush once more and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without looking for cycles: millions of small values are kept, and none refers to itself."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,11 +11,10 @@ else an older save.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +57,7 @@ from resiliency.errors import (
     PeerError,
     ResiliencyError,
 )
+from resiliency.runtime import no_garbage_collection
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,9 @@ class Restorer:
             ConfigError: the ranks were given different inventories.
             PeerError: another rank could not restore, or died.
         """
-        with _no_garbage_collection():
+        # Objects for thousands of tensors are made at once.  They would start a full collection, which looks
+        # at all that torch and the program have imported: 0.14 s on a host that copies a gigabyte in 0.1 s.
+        with no_garbage_collection():
             return self._restore(fill, step, inventory, leases)
 
     def _restore(
@@ -397,19 +399,6 @@ class Restorer:
             return None
         source = rank if self._replicated else location.rank
         return Complaint(source) if self._own is None else complaint_of(self._storage, source, self._own)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Objects for thousands of tensors are made at once.  They would start a full collection, which looks at
-    all that torch and the program have imported: 0.14 s on a host that copies a gigabyte in 0.1 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _not_taken(inventory: Inventory, *, above: int, step: int | None) -> list[ShardLocation]:
