@@ -101,8 +101,8 @@ def helper_thread(name: str) -> TaskThread | CallerThread:
 def run_parallel(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
     """Do all `tasks` at once, each in a thread of its own; returns what they returned, in their order.
 
-    Where this process may have no more threads the caller does what is left: no task may wait for another
-    one to begin.
+    The caller itself does a single task, and where this process may have no more threads what is left: no
+    task may wait for another one to begin.
 
     All have ended when this returns, and when it raises the error of the first that failed.  Interrupted
     (by Ctrl-C), it waits for them before it raises as well, since they use the caller's memory.  Only a
@@ -111,6 +111,8 @@ def run_parallel(tasks: Sequence[Callable[[], _T]], name: str) -> list[_T]:
     Args:
         name: of the threads; their number follows.
     """
+    if len(tasks) == 1:
+        return [tasks[0]()]
     threads: list[TaskThread | CallerThread] = []
     futures: list[Future[_T]] = []
     try:

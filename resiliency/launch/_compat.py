@@ -192,7 +192,7 @@ LEAVE_S = 15.0
 #: Pause between two looks whether hosts of an ended job live, and how much longer than the time after which
 #: a host counts as silent a start of the job waits for them.
 LOOK, BEYOND_SILENCE = timedelta(seconds=1), timedelta(seconds=2)
-#: Pause between two looks at a meeting: at least, for each host that takes part, and at most (upstream's).
+#: Pause between two looks at a rendezvous: at least, for each host that takes part, and at most (upstream's).
 LEAST_LOOK_S, LOOK_PER_HOST_S, MOST_LOOK_S = 0.1, 0.005, 1.0
 #: Ranks whose peers are gone fail by themselves, as a rule.  Only after this they are told to end, which they
 #: would take for a wish to save a last step together with all others.
@@ -226,7 +226,7 @@ def prepare(
     logging.getLogger(_processes.__name__).setLevel(logging.CRITICAL)
     _launcher.logger.addFilter(lambda record: "death signal" not in str(record.msg))
     if not os.path.exists(NVIDIA_DRIVER):
-        # Upstream warns for each rank and each meeting that it checks no GPUs.
+        # Upstream warns for each rank and each rendezvous that it checks no GPUs.
         logging.getLogger(health_check.__name__).setLevel(logging.ERROR)
     _note_hangs(private_dir)
     if page is not None:
@@ -368,7 +368,7 @@ class TracedLogs(LogsSpecs):
 
 @contextmanager
 def _paced(hosts: int, on_wait: Callable[[], None]) -> Iterator[None]:
-    """How long upstream waits between two looks at the meeting of so many hosts; `on_wait` is called before.
+    """How long upstream waits between two looks at the state of so many hosts; `on_wait` is called before.
 
     It also waits a random 0 to 0.3 s at the first start and restart, so that hosts arrive spread.  One host
     has nobody to be spread from, and pays it in every first incident.
@@ -424,7 +424,7 @@ class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
         known = self._ended & heartbeats.keys()
         heartbeats.update(dict.fromkeys(known, datetime.min))
         super()._sanitize()
-        if known:  # told at once: a newcomer, which watches nobody, would complete a meeting with them
+        if known:  # told at once: a newcomer, which watches nobody, would complete a rendezvous with them
             self.mark_dirty()
 
 
@@ -536,8 +536,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     """
 
     _asked_rank: int | None = None
-    #: In the meeting before.  Upstream keeps ranks only where the host that completes a meeting was in the
-    #: one before it, and a replacement, which comes last, often completes it.
+    #: In the rendezvous before.  Upstream keeps ranks only where the host that completes one was in that
+    #: before it, and a replacement, which comes last, often completes it.
     _last_rank: int | None = None
     _members: frozenset[Any] = frozenset()
     #: Called when other hosts force a restart: how many want in, and which ones left.
@@ -549,7 +549,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     _restart_asked = False
     #: The most that a host has counted: a host whose workers were healthy counts on with the others.
     job_restarts = 0
-    #: Number of the current meeting: the attempt, the same on all hosts.  It grows; the first is 0 unless
+    #: Number of the current rendezvous: the attempt, the same on all hosts.  It grows; the first is 0 unless
     #: the store has seen an earlier start of the job.
     attempt = 0
     #: Id of this start of the job, the same on all hosts and for all its attempts; empty before the first.
@@ -660,10 +660,10 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         return store, self._last_rank, size
 
     def _watch_others(self, rank: int, places: Sequence[str], ids: Sequence[str]) -> None:
-        """Those behind this host, by the rank that the meeting assigned.
+        """Those behind this host, by the rank that the rendezvous assigned.
 
         Args:
-            ids: of their launchers: the state may be of another meeting by now.
+            ids: of their launchers: the state may be of another rendezvous by now.
         """
         if self._links is None:
             return
@@ -679,7 +679,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
 
     @property
     def first_attempt(self) -> int:
-        """Number of the first meeting of this start of the job."""
+        """Number of the first rendezvous of this start of the job."""
         return self._first_round or 0
 
     def close(self) -> None:
@@ -938,7 +938,7 @@ class HookedAgent(_launcher.LocalElasticAgent):
     def _waits_for_others(self) -> bool:
         """Whether it is still open if the job ends, or only another host, for whose sake ranks here ended.
 
-        A launcher that is told to end leaves the meeting; others say that they are done, as this one does.
+        A launcher that is told to end leaves the rendezvous; others say that they are done, as this one does.
         """
         rendezvous = self._rdzv_handler
         if not rendezvous.sees_losses or self.host_count == 1 or not self.were_asked_to_end():

@@ -99,7 +99,7 @@ RENDEZVOUS = (
         type=int,
         metavar="RANK",
         help="Fixed place of this host, from 0.  When every host is given one, ranks follow it; otherwise "
-        "hosts are ordered at the first meeting and keep their order through restarts.",
+        "hosts are ordered at the first rendezvous and keep their order through restarts.",
     ),
     Flag(
         name="--rdzv-endpoint",
@@ -112,7 +112,7 @@ RENDEZVOUS = (
         name="--rdzv-id",
         default=UNNAMED,
         metavar="ID",
-        help="Name of the meeting; the same on all hosts, different for each job.",
+        help="Name of the rendezvous; the same on all hosts, different for each job.",
     ),
     Flag(
         name="--rdzv-backend",

@@ -55,7 +55,7 @@ class JobOutcome:
 
     exit_code: int = 1
     name: str = "error"
-    #: Whether the meeting is over for all hosts; else they may go on without this one.
+    #: Whether the rendezvous is over for all hosts; else they may go on without this one.
     final: bool = True
 
     @property

@@ -617,8 +617,7 @@ class _Save(Generic[ShardT]):
         with self._claimed.changing():
             # Side by side: the syncs of many ranks take little longer than that of one.
             votes = [partial(self._write_vote, rank, suffix) for rank in self._shards]
-            done = [votes[0]()] if len(votes) == 1 else run_parallel(votes, "resiliency-vote")
-            for index, digest in done:
+            for index, digest in run_parallel(votes, "resiliency-vote"):
                 self._indexes[index.rank], self._digests[index.rank] = index, digest
             if self._leads:  # it syncs the names once, with that of the manifest
                 return Event.DONE

@@ -459,7 +459,7 @@ def _in_parallel(
 
     def run() -> None:
         # Not closed by hand: the frames of an error may still refer to it.
-        buffer = page_memory(buffer_bytes + PAGE_BYTES)
+        buffer = page_memory(buffer_bytes)
         while not stop.is_set():
             with lock:
                 number = next(numbers, None)
@@ -471,9 +471,4 @@ def _in_parallel(
                 stop.set()
                 raise
 
-    workers = min(max(threads, 1), count)
-    if workers <= 1:
-        if count:
-            run()
-        return
-    run_parallel([run] * workers, "resiliency-shard")
+    run_parallel([run] * min(max(threads, 1), count), "resiliency-shard")

@@ -40,11 +40,7 @@ def prepare_and_move(transfer: Transfer[PreparedT]) -> None:
     caller's memory once this has returned (but see `run_parallel` for a second Ctrl-C).
     """
     parts = _Parts(transfer)
-    threads = min(parts.movers + 1, transfer.count)
-    if threads <= 1:
-        parts.work()
-        return
-    run_parallel([parts.work] * threads, "resiliency-shard")
+    run_parallel([parts.work] * min(parts.movers + 1, transfer.count), "resiliency-shard")
 
 
 class _Parts(Generic[PreparedT]):

@@ -138,13 +138,13 @@ def _preallocate(fd: int, size_bytes: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _open_direct(path: Path, flags: int) -> int:
-    """A second descriptor that bypasses the page cache, or -1 where the file system has none."""
+def _open_direct(path: Path) -> int:
+    """A second descriptor, to write past the page cache, or -1 where the file system has none."""
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return -1
     try:
-        return os.open(path, flags | flag | os.O_CLOEXEC)
+        return os.open(path, os.O_WRONLY | flag | os.O_CLOEXEC)
     except OSError:
         return -1
 
@@ -168,7 +168,7 @@ class _LocalWriter:
                     self.close()
                     raise
         if direct:
-            self._direct = _open_direct(path, os.O_WRONLY)
+            self._direct = _open_direct(path)
 
     def write_at(self, offset: int, *data: Buffer) -> None:
         views = [view for part in data if (view := memoryview(part).cast("B")).nbytes]
