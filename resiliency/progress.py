@@ -13,23 +13,17 @@ is gone with the last process that has it, however that ends.
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
 import os
-import signal
 import struct
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from resiliency import inspection
 from resiliency.runtime import STOP_NOTES_ENV
 
 #: Where a rank finds its slot: ``/proc/<launcher>/fd/<n>:<slot>``.
 STEP_PAGE_ENV = "RESILIENCY_STEP_PAGE"
-
-#: On this one a rank that has finished a step writes its stacks into its file.
-STACK_SIGNAL = signal.SIGRTMIN + 7
 
 _STEP = struct.Struct("=Qd")
 _TIME = struct.Struct("=d")
@@ -91,17 +85,26 @@ class StepPage:
 
 
 _slot: tuple[mmap.mmap, int] | None = None
-#: Whether there is a page is found out at the first step of a process.
+#: Whether there is a page is found out once in a process.
 _looked = False
 
 
-def report_step(step: int) -> None:
-    """Say that this rank has finished `step`.  Without a launcher that asks, this does nothing."""
+def watch_rank() -> None:
+    """Let the launcher, if there is one, see the steps of this rank and inspect it.  The first step does it too.
+
+    Call it when the job is set up: a rank that hangs before its first step can be inspected then.
+    """
     global _slot, _looked
     if not _looked:
         _slot, _looked = _open_slot(os.environ.get(STEP_PAGE_ENV, "")), True
         if _slot is not None:
-            _offer_stacks(os.environ.get(STOP_NOTES_ENV, ""))
+            inspection.offer(os.environ.get(STOP_NOTES_ENV, ""))
+
+
+def report_step(step: int) -> None:
+    """Say that this rank has finished `step`.  Without a launcher that asks, this does nothing."""
+    if not _looked:
+        watch_rank()
     if _slot is not None:
         _STEP.pack_into(_slot[0], _slot[1], step + 1, time.monotonic())
 
@@ -122,17 +125,3 @@ def _open_slot(text: str) -> tuple[mmap.mmap, int] | None:
         os.close(fd)
     start = int(slot) * _SLOT_BYTES
     return (memory, start) if start + _SLOT_BYTES <= len(memory) else None
-
-
-def stacks_file(directory: str, pid: int) -> Path:
-    """Where process `pid` writes its stacks; it is there when the process can."""
-    return Path(directory, f"stacks-{pid}")
-
-
-def _offer_stacks(directory: str) -> None:
-    """Let a signal write the stacks of all threads, from a handler in C that needs no free interpreter."""
-    if directory and signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
-        with suppress(OSError):
-            # Open for the life of the process, as faulthandler wants it.
-            file = stacks_file(directory, os.getpid()).open("w")
-            faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)

@@ -52,7 +52,7 @@ from resiliency.checkpoint.trainer.schedule import Schedule
 from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import CheckpointError, ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
-from resiliency.progress import report_step
+from resiliency.progress import report_step, watch_rank
 from resiliency.runtime import RunInfo
 
 __all__ = ["Checkpointer", "CheckpointerOptions", "LocalTier"]
@@ -147,6 +147,7 @@ class Checkpointer:
             options=options,
             emit=self._emit,
         )
+        watch_rank()
         self._replica_hosts = ReplicaHosts(context, self._delivery.link)
         self._closed = False
         #: Whether room for captures of the whole state has been asked for.

@@ -210,7 +210,7 @@ def prepare(
     private_dir: Path,
     on_signal: Callable[[int, FrameType | None], None],
     start_worker: StartWorker,
-    page: StepPage | None = None,
+    page: StepPage,
 ) -> None:
     """Make NVRx's module state this launcher's own: sockets, signal handler, hang notes, start of workers.
 
@@ -229,8 +229,7 @@ def prepare(
         # Upstream warns for each rank and each rendezvous that it checks no GPUs.
         logging.getLogger(health_check.__name__).setLevel(logging.ERROR)
     _note_hangs(private_dir)
-    if page is not None:
-        _note_heartbeats(page)
+    _note_heartbeats(page)
 
     class Handler(_subprocess_handler.SubprocessHandler):
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:

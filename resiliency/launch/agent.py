@@ -39,12 +39,14 @@ from resiliency.launch.fleet.link import (
     WorkerStateReporter,
 )
 from resiliency.launch.guardian import Process
+from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.incident import RankFault, cause_of
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
 from resiliency.launch.reaction import waits_natively
 from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox, WorkerWatch
+from resiliency.progress import StepPage
 from resiliency.runtime import StopNote, name_ranks
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ class ResilientAgent(HookedAgent):
         protection: Protection,
         standby: Standby,
         signals: SignalBox,
+        page: StepPage,
+        hangs: HangWatch,
     ) -> None:
         in_process = options.args.run_path
         spec = WorkerSpec(
@@ -104,6 +108,8 @@ class ResilientAgent(HookedAgent):
         self._protection = protection
         self._standby = standby
         self._signals = signals
+        self._page = page
+        self._hangs = hangs
         self._watch: WorkerWatch | None = None
         self._seen_pids: set[int] = set()
         self._stops: list[StopNote] = []
@@ -128,6 +134,7 @@ class ResilientAgent(HookedAgent):
         self._stops.clear()
         self._logs.attempt = self.attempt
         rendezvous = self._rendezvous_handler
+        self._page.clear()
         self._reporter.begin_attempt(self.attempt, run=rendezvous.run, first_attempt=rendezvous.first_attempt)
         self._standby.begin_attempt()
         self._events.info = replace(self._events.info, node_rank=self.node_rank)
@@ -158,6 +165,8 @@ class ResilientAgent(HookedAgent):
             _brief(self.pids.values()),
         )
         self._standby.workers_started()
+        pids = self.pids
+        self._hangs.begin(self.attempt, {local: (rank, pids[local]) for local, rank in ranks.items()})
 
     def monitors_started(self, pids: Sequence[int]) -> None:
         self._protection.helpers(pids)
@@ -232,6 +241,7 @@ class ResilientAgent(HookedAgent):
         running = self._watch is not None
         ends = self._signals.first is not None
         self._reporter.launcher_is(LauncherState.STOPPING if ends else LauncherState.RESTARTING)
+        self._hangs.end()
         if self._watch is not None:
             self._watch.close()
             self._watch = None

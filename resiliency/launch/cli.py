@@ -325,6 +325,18 @@ FAULT_TOLERANCE = (
     ),
 )
 
+HEALTH = (
+    Flag(
+        name="--hang-timeout-s",
+        default="auto",
+        metavar="auto|off|SECONDS",
+        help="How long a job may stand still before its launcher ends the ranks that it holds to blame, which "
+        "counts as their failure.  auto (default): a minute or 8 usual steps where it is certain who is to blame, "
+        "else 30 minutes or 4 times the longest step.  Within seconds, ranks that stand still are named in the log "
+        "with what they do, whatever this says.",
+    ),
+)
+
 SUPERVISOR = (
     Flag(name="--use-supervisor", switch=True, help="Report workers to the host daemon of the supervisor."),
     Flag(name="--host-daemon-port", type=int, default=61000, metavar="PORT", help="Its port (61000)."),
@@ -389,6 +401,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ("workers", WORKERS),
     ("logging", LOGGING),
     ("fault tolerance", FAULT_TOLERANCE),
+    ("health", HEALTH),
     ("supervisor", SUPERVISOR),
     ("events", EVENTS),
 )

@@ -24,6 +24,7 @@ from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agents.host import AgentHost
 from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
 from resiliency.launch.fleet.reporter import DaemonReporter
+from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
@@ -80,7 +81,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
     with AgentHost(
         options.info, protection, stop_timeout=options.term_timeout, start=standby.start_helper
     ) as agents:
-        page = StepPage(options.workers) if options.args.use_supervisor else None
+        page = StepPage(options.workers)
 
         def start_worker(*what: Any) -> Any:
             # Upstream has just handled all signals that it knows; ranks inherit what is ignored (nohup).
@@ -96,8 +97,16 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
             handler, serves, options = _meet(options, signals)
-            if page is not None:
+            if options.args.use_supervisor:
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
+            hangs = HangWatch(
+                page,
+                directory=protection.private_dir,
+                host=options.info.host,
+                events=events,
+                timeout=options.hang_timeout,
+                end_rank=lambda pid, why: _note_hang(protection, pid, why),
+            )
             agent = ResilientAgent(
                 options,
                 rendezvous=handler,
@@ -109,6 +118,8 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 protection=protection,
                 standby=standby,
                 signals=signals,
+                page=page,
+                hangs=hangs,
             )
             try:
                 _run_agent(agent, options, outcome)
@@ -125,8 +136,10 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                         # By who ends it now: a pod that ends by itself before counts as a failure of its Job.
                         signals.wait(LEFT_S)
                     signals.close()
+                    hangs.close()
                     agent.shutdown_rank_monitors()
                     reporter.close()
+                    page.close()
         return outcome.exit_code
 
 
@@ -149,6 +162,10 @@ def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -
     finally:
         signals.close()
         events.emit(EventType.JOB_TERMINATED, exit_code=outcome.exit_code, outcome=outcome.name)
+
+
+def _note_hang(protection: Protection, pid: int, why: str) -> None:
+    _compat.hang_note(protection.private_dir, pid).write_text(why)
 
 
 def _leave_last_words(protection: Protection, options: LaunchOptions) -> None:
@@ -265,15 +282,14 @@ def _adjust(
     options: LaunchOptions,
     agents: AgentHost,
     protection: Protection,
-    page: StepPage | None,
+    page: StepPage,
     reporter: WorkerStateReporter,
 ) -> None:
     """What a worker's environment has beyond torchrun's."""
     # What the user says goes first.
     if not os.environ.get(FAILURE_DOMAINS_ENV) and (domains := reporter.failure_domains()):
         env[FAILURE_DOMAINS_ENV] = domains
-    if page is not None:
-        env[STEP_PAGE_ENV] = page.variable(int(env["LOCAL_RANK"]))
+    env[STEP_PAGE_ENV] = page.variable(int(env["LOCAL_RANK"]))
     env[AGENT_HOST_ENV] = agents.address
     env[STOP_NOTES_ENV] = str(protection.private_dir)
     env[JOB_ENV] = options.info.job_name

@@ -24,6 +24,7 @@ from pathlib import Path
 from resiliency.errors import ConfigError
 from resiliency.launch.cli import UNNAMED
 from resiliency.launch.fleet.link import SupervisorOptions
+from resiliency.launch.health.patience import HangTimeout
 from resiliency.runtime import RunInfo
 
 #: Where torchrun's static rendezvous meets by default.
@@ -57,6 +58,7 @@ class LaunchOptions:
     monitor_interval: timedelta
     term_timeout: timedelta
     stop_timeout: timedelta
+    hang_timeout: HangTimeout
     signals: tuple[signal.Signals, ...]
     virtual_local_rank: bool
     #: Program and arguments; run_path: the script and its arguments.
@@ -93,6 +95,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchOptions:
         monitor_interval=timedelta(seconds=args.monitor_interval),
         term_timeout=timedelta(seconds=args.term_timeout if both is None else both),
         stop_timeout=timedelta(seconds=args.workers_stop_timeout if both is None else both),
+        hang_timeout=HangTimeout.parse(args.hang_timeout_s),
         signals=_signals(args.signals_to_handle),
         virtual_local_rank=args.virtual_local_rank,
         command=command,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks of ranks, without their help where they cannot give it.
 
-A rank that has finished a step has offered its stacks (`resiliency.progress`): on a signal, the interpreter
+A rank that has finished a step has offered its stacks (`resiliency.inspection`): on a signal, the interpreter
 writes them into a file, also when the main thread waits in native code.  Of another rank, or one that does
 not answer, the kernel tells the state and where it waits.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from resiliency.progress import STACK_SIGNAL, stacks_file
+from resiliency.inspection import STACK_SIGNAL, stacks_file
 
 ANSWER_TIMEOUT_S = 5.0
 #: A rank writes its stacks in many pieces, and a busy host may stop it between two of them.
@@ -23,8 +23,10 @@ _POLL_S = 0.02
 _MOST_CHARS = 16_384
 
 
-def dump_stacks(pids: Mapping[int, int], directory: str) -> dict[int, str]:
-    """Stacks by rank of the processes `pids`, within about five seconds for all together."""
+def dump_stacks(
+    pids: Mapping[int, int], directory: str, timeout_s: float = ANSWER_TIMEOUT_S
+) -> dict[int, str]:
+    """Stacks by rank of the processes `pids`, within about `timeout_s` for all together."""
     sizes = {}
     for rank, pid in pids.items():
         file = stacks_file(directory, pid)
@@ -32,7 +34,7 @@ def dump_stacks(pids: Mapping[int, int], directory: str) -> dict[int, str]:
             size = file.stat().st_size
             os.kill(pid, STACK_SIGNAL)
             sizes[rank] = size
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     answers = {}
     for rank, size in sizes.items():
         answers[rank] = _new_text(stacks_file(directory, pids[rank]), size, deadline)

@@ -80,7 +80,6 @@ class DaemonReporter:
         )
 
     def begin_attempt(self, attempt: int, *, run: str = "", first_attempt: int = 0) -> None:
-        self._page.clear()
         with self._lock:
             self._attempt, self._first_attempt, self._run = attempt, first_attempt, run
             self._workers = {}

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look at the ranks of this host: what each shows of itself, and whether it did anything meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from resiliency.inspection import GroupState, answer_file, questions_file, read_groups
+from resiliency.launch.hangs.activity import activity, is_stopped
+from resiliency.launch.health.hangs import RankView
+from resiliency.launch.health.phases import Phase, main_thread, phase_of, telling_frame
+from resiliency.launch.reaction import waits_natively
+from resiliency.launch.stacks import dump_stacks
+
+#: For this long a rank has to have done nothing to count as idle.
+WINDOW_S = 1.0
+#: Ranks that can answer do so within milliseconds, also on a busy host within this.
+ANSWER_S = 1.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A rank that stands still, as far as the step page and the kernel have told so far."""
+
+    pid: int
+    step: int | None
+    still_s: float
+    stopped_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Views, and the stacks that they come from, by rank."""
+
+    views: tuple[RankView, ...]
+    stacks: Mapping[int, str]
+
+
+def look(
+    ranks: Mapping[int, Watched], directory: str, host: str, wait: Callable[[float], bool]
+) -> Look | None:
+    """Inspect `ranks` for about two seconds.  None: `wait`, which waits so many seconds, said to stop.
+
+    What a rank has begun is asked before and after: one that has gone on meanwhile is not idle.
+    """
+    running = {rank: seen.pid for rank, seen in ranks.items() if not is_stopped(seen.pid)}
+    before = {rank: activity(pid) for rank, pid in running.items()}
+    begun_before = _ask(running, directory)
+    began = time.monotonic()
+    if wait(WINDOW_S):
+        return None
+    after = {rank: activity(pid) for rank, pid in running.items()}
+    seconds = time.monotonic() - began
+    stacks = dump_stacks(running, directory, ANSWER_S)
+    begun = _ask(running, directory)
+    views = []
+    for rank, seen in ranks.items():
+        frames = main_thread(stacks.get(rank, ""))
+        phase = phase_of(frames)
+        idle = None
+        if rank in running:
+            idle = before[rank].is_idle_until(after[rank], seconds)
+            if begun_before.get(rank) != begun.get(rank):
+                idle = False
+        views.append(
+            RankView(
+                rank=rank,
+                host=host,
+                step=seen.step,
+                still_s=seen.still_s,
+                stopped_s=seen.stopped_s,
+                phase=Phase.STARTING if seen.step is None and phase is not Phase.COLLECTIVE else phase,
+                frame=telling_frame(frames),
+                waits=rank in running and (phase is Phase.COLLECTIVE or waits_natively(seen.pid)),
+                idle=idle,
+                groups=begun.get(rank, ()),
+            )
+        )
+    return Look(views=tuple(views), stacks=stacks)
+
+
+def _ask(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupState, ...]]:
+    """The process groups of those that answer in time."""
+    asked = {}
+    for rank, pid in pids.items():
+        answer = answer_file(directory, pid)
+        with suppress(OSError):  # it offers none, or has ended
+            answer.unlink(missing_ok=True)
+            fd = os.open(questions_file(directory, pid), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(fd, b"?")
+            finally:
+                os.close(fd)
+            asked[rank] = answer
+    deadline = time.monotonic() + ANSWER_S
+    found: dict[int, tuple[GroupState, ...]] = {}
+    while len(found) < len(asked) and time.monotonic() < deadline:
+        for rank, answer in asked.items():
+            if rank not in found:
+                with suppress(OSError, ValueError):
+                    found[rank] = read_groups(answer.read_text())
+        if len(found) < len(asked):
+            time.sleep(_POLL_S)
+    return found

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds up a job that stands still, decided from what its ranks show at one moment.
+
+Ranks are compared with each other, not with a clock.  A rank waits for those of its process group that have begun
+fewer collectives; whoever is waited for, waits for nobody and does nothing is why the job stands still.  A rank is
+accused of nothing else: one that works, or saves, evaluates or compiles, holds the others up and is named as
+such, and where nobody can be named the verdict says what all of them do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from resiliency.inspection import GroupState
+from resiliency.launch.health.phases import Phase
+from resiliency.runtime import name_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankView:
+    """What one rank shows.
+
+    `step`: last finished one; None before the first.
+    `still_s`: seconds since it finished it, or since the attempt began.
+    `stopped_s`: seconds for which the kernel has shown the process as stopped.
+    `waits`: its main thread waits in a collective, or in native code.
+    `idle`: neither it nor its children took processor time or read or wrote, for a second; None: not known.
+    """
+
+    rank: int
+    host: str
+    step: int | None
+    still_s: float
+    stopped_s: float = 0.0
+    phase: Phase = Phase.UNKNOWN
+    frame: str = ""
+    waits: bool = False
+    idle: bool | None = None
+    groups: tuple[GroupState, ...] = ()
+
+
+class HangKind(Enum):
+    STOPPED = "stopped"  # processes that the kernel does not run: SIGSTOP, a debugger
+    BEHIND = "behind"  # ranks that do nothing and have not begun what all others wait in
+    HELD_UP = "held_up"  # ranks that others wait for, for a reason that may be good
+    CROSSED = "crossed"  # ranks that wait for each other: collectives in different orders
+    TOGETHER = "together"  # nobody is behind
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangVerdict:
+    """Why a job stands still.  `ranks`: those that are named; all that were seen for TOGETHER."""
+
+    kind: HangKind
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    phase: Phase
+    frame: str
+    waiting: tuple[int, ...] = ()
+    sentence: str = field(compare=False)
+
+    @property
+    def is_accusation(self) -> bool:
+        """Whether the ranks are to blame beyond doubt."""
+        return self.kind in (HangKind.STOPPED, HangKind.BEHIND)
+
+
+def hang_verdict(views: Sequence[RankView], after_s: float) -> HangVerdict | None:
+    """Why nothing moves; None while something may move.
+
+    Args:
+        views: of one moment.  Ranks that are missing make the verdict weaker, never wrong.
+        after_s: how long a rank has to stand still.
+    """
+    by_rank = {view.rank: view for view in views}
+    waits_for = _waits_for(views)
+    waiting = tuple(sorted(waits_for))
+    stopped = [view for view in views if view.stopped_s >= after_s]
+    if stopped:
+        return _verdict(HangKind.STOPPED, stopped, waiting)
+    moving = [view for view in views if view.still_s < after_s]
+    if not views or (moving and not waits_for):
+        return None
+    if not waits_for:
+        return _verdict(HangKind.TOGETHER, list(views), ())
+    roots = {other for others in waits_for.values() for other in others if not waits_for.get(other)}
+    if not roots:
+        return _verdict(HangKind.CROSSED, [by_rank[rank] for rank in waiting], ())
+    found = [by_rank[rank] for rank in sorted(roots)]
+    if any(view.still_s < after_s for view in found):
+        return None  # it has just finished a step: the others wait for it no longer than usual
+    guilty = [view for view in found if _does_nothing(view)]
+    if guilty:
+        return _verdict(HangKind.BEHIND, guilty, waiting)
+    return _verdict(HangKind.HELD_UP, found, waiting)
+
+
+def _waits_for(views: Iterable[RankView]) -> dict[int, set[int]]:
+    """Rank -> ranks that have not begun a collective that it has begun."""
+    groups: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for view in views:
+        for group in view.groups:
+            groups[group.name, group.members][view.rank] = group.begun
+    found: dict[int, set[int]] = {}
+    for begun in groups.values():
+        least = min(begun.values())
+        behind = {rank for rank, count in begun.items() if count == least}
+        for rank, count in begun.items():
+            if count > least:
+                found.setdefault(rank, set()).update(behind)
+    return found
+
+
+def _does_nothing(view: RankView) -> bool:
+    return view.idle is True and not view.waits and not view.phase.has_no_usual_time
+
+
+def _verdict(kind: HangKind, named: Sequence[RankView], waiting: Sequence[int]) -> HangVerdict:
+    named = sorted(named, key=lambda view: view.rank)
+    first = named[0]
+    ranks = tuple(view.rank for view in named)
+    waiting = tuple(rank for rank in waiting if rank not in ranks)
+    hosts = tuple(dict.fromkeys(view.host for view in named))
+    return HangVerdict(
+        kind=kind,
+        ranks=ranks,
+        hosts=hosts,
+        phase=first.phase,
+        frame=first.frame,
+        waiting=waiting,
+        sentence=_sentence(kind, named, hosts, waiting),
+    )
+
+
+def _sentence(kind: HangKind, named: Sequence[RankView], hosts: Sequence[str], waiting: Sequence[int]) -> str:
+    ranks = name_ranks([view.rank for view in named])
+    one = len(named) == 1
+    if kind is HangKind.TOGETHER:
+        return f"no rank is behind: {_phases(named)}"
+    where = f"{ranks} (host {', '.join(hosts)})"
+    wait = f"; {name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}" if waiting else ""
+    first = named[0]
+    place = f"in {first.phase.value}" + (f": {first.frame}" if first.frame else "")
+    if kind is HangKind.STOPPED:
+        seconds = max(view.stopped_s for view in named)
+        verb = "is" if one else "are"
+        return f"{where} {verb} stopped for {seconds:.0f} s (SIGSTOP or a debugger){wait}"
+    if kind is HangKind.CROSSED:
+        return f"{where} wait for each other: they began collectives in different orders; {_phases(named)}"
+    seconds = max(view.still_s for view in named)
+    if kind is HangKind.BEHIND:
+        verb = "does" if one else "do"
+        return (
+            f"{where} {verb} nothing for {seconds:.0f} s, {place}{wait} in a collective that it has not begun"
+        )
+    return f"{where} {'holds' if one else 'hold'} up the job for {seconds:.0f} s, {place}{wait}"
+
+
+def _phases(views: Sequence[RankView]) -> str:
+    """``ranks 0 and 1 in a collective: train.py:9 in main; rank 2 in the data loader``"""
+    clusters: Mapping[tuple[str, str], list[int]] = defaultdict(list)
+    for view in views:
+        clusters[view.phase.value, view.frame].append(view.rank)
+    ordered = sorted(clusters.items(), key=lambda item: item[1])
+    return "; ".join(
+        f"{name_ranks(ranks)} in {phase}" + (f": {frame}" if frame else "")
+        for (phase, frame), ranks in ordered[:8]
+    )
