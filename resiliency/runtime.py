@@ -14,6 +14,7 @@ import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -237,13 +238,27 @@ def addresses_of(name: str) -> list[str]:
         return []
 
 
+_collection_lock = threading.Lock()
+#: How many ask for no collections now, and whether there were any before.
+_without_collection, _collected_before = 0, True
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Look for no cycles meanwhile, as it would cost more than it finds; as it was afterwards."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """Look for no cycles meanwhile, as it would cost more than it finds; as it was afterwards.
+
+    Several threads may ask for it at once: the last one to leave restores what the first one found.
+    """
+    global _without_collection, _collected_before
+    with _collection_lock:
+        if not _without_collection:
+            _collected_before = gc.isenabled()
+            gc.disable()
+        _without_collection += 1
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _collection_lock:
+            _without_collection -= 1
+            if not _without_collection and _collected_before:
+                gc.enable()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.runtime import RunInfo, name_ranks, process_start_time
+from resiliency.runtime import RunInfo, name_ranks, no_garbage_collection, process_start_time
 
 WORKER = {
     "RANK": "9",
@@ -129,3 +130,14 @@ def test_the_start_of_a_young_process_lies_between_its_launch_and_its_first_stat
 )
 def test_ranks_are_named_shortly(ranks: Iterable[int], text: str) -> None:
     assert name_ranks(ranks) == text
+
+
+def test_collections_begin_again_once_the_last_of_several_threads_needs_none() -> None:
+    first, second = no_garbage_collection(), no_garbage_collection()
+    assert gc.isenabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
