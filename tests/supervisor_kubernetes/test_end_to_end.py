@@ -331,8 +331,10 @@ def test_a_host_whose_gpu_is_gone_leaves_at_once_and_the_others_meet_its_replace
     (swap,) = _swaps(status)
     assert (swap.outcome, swap.text) == (OutcomeStatus.DONE, "moved to n3; 2 pods run")
     assert _host(status, "n2").cordoned
-    # Nobody waited for a step to stop at together with a rank that hangs.
-    assert "all ranks stop" not in training.log("n1") + training.log("n2")
+    # Nobody waited for a step to stop at together with a rank that hangs.  The other one may be told to stop
+    # when that one has just been killed, and finds out at once.
+    log = training.log("n1") + training.log("n2")
+    assert log.count("all ranks stop") == log.count("no common stop: lost contact with rank 1")
     assert training.restored() == {"memory", "peers"}
 
 
