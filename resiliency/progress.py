@@ -19,7 +19,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from resiliency import inspection
+from resiliency.rank import inspection
 from resiliency.runtime import STOP_NOTES_ENV
 
 #: Where a rank finds its slot: ``/proc/<launcher>/fd/<n>:<slot>``.
@@ -90,7 +90,7 @@ _looked = False
 
 
 def watch_rank() -> None:
-    """Let the launcher, if there is one, see the steps of this rank and inspect it.  The first step does it too.
+    """Let the launcher, if there is one, see the steps of this rank and inspect it; the first step does, too.
 
     Call it when the job is set up: a rank that hangs before its first step can be inspected then.
     """

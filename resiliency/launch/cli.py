@@ -330,10 +330,10 @@ HEALTH = (
         name="--hang-timeout-s",
         default="auto",
         metavar="auto|off|SECONDS",
-        help="How long a job may stand still before its launcher ends the ranks that it holds to blame, which "
-        "counts as their failure.  auto (default): a minute or 8 usual steps where it is certain who is to blame, "
-        "else 30 minutes or 4 times the longest step.  Within seconds, ranks that stand still are named in the log "
-        "with what they do, whatever this says.",
+        help="How long a job may stand still before its launcher ends the ranks that are to blame, which "
+        "counts as their failure.  auto (default): a minute or 8 usual steps where that is certain, else 30 "
+        "minutes or 4 times the longest step.  Within seconds, the log names ranks that stand still, and "
+        "what they do, whatever this says.",
     ),
 )
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from resiliency.errors import ConfigError
 from resiliency.launch.cli import UNNAMED
 from resiliency.launch.fleet.link import SupervisorOptions
-from resiliency.launch.health.patience import HangTimeout
+from resiliency.launch.health.hang_times import HangTimeout
 from resiliency.runtime import RunInfo
 
 #: Where torchrun's static rendezvous meets by default.

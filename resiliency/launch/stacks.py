@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks of ranks, without their help where they cannot give it.
 
-A rank that has finished a step has offered its stacks (`resiliency.inspection`): on a signal, the interpreter
+A rank that has finished a step has offered its stacks (`resiliency.rank.inspection`): on a signal, the interpreter
 writes them into a file, also when the main thread waits in native code.  Of another rank, or one that does
 not answer, the kernel tells the state and where it waits.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from resiliency.inspection import STACK_SIGNAL, stacks_file
+from resiliency.rank.inspection import STACK_SIGNAL, stacks_file
 
 ANSWER_TIMEOUT_S = 5.0
 #: A rank writes its stacks in many pieces, and a busy host may stop it between two of them.

@@ -302,7 +302,7 @@ def test_stacks_of_a_rank_that_offers_none_come_from_the_kernel(tmp_path: Path) 
 #: Writes its stacks piece by piece, as the interpreter does, and is stopped between two of them.
 SLOW = """
 import os, signal, sys, time
-from resiliency.inspection import STACK_SIGNAL, stacks_file
+from resiliency.rank.inspection import STACK_SIGNAL, stacks_file
 
 def write(*_):
     for piece in ("Thread 0x1 (most recent call first):\\n", "  File a\\n", "  File b\\n"):

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from resiliency.inspection import GroupState, answer_file, questions_file, read_groups
 from resiliency.launch.hangs.activity import activity, is_stopped
 from resiliency.launch.health.hangs import RankView
-from resiliency.launch.health.phases import Phase, main_thread, phase_of, telling_frame
+from resiliency.launch.health.phases import RankPhase, main_thread, phase_of, telling_frame
 from resiliency.launch.reaction import waits_natively
 from resiliency.launch.stacks import dump_stacks
+from resiliency.rank.inspection import GroupState, answer_file, questions_file, read_groups
 
 #: For this long a rank has to have done nothing to count as idle.
 WINDOW_S = 1.0
@@ -74,9 +74,11 @@ def look(
                 step=seen.step,
                 still_s=seen.still_s,
                 stopped_s=seen.stopped_s,
-                phase=Phase.STARTING if seen.step is None and phase is not Phase.COLLECTIVE else phase,
+                phase=RankPhase.STARTING
+                if seen.step is None and phase is not RankPhase.COLLECTIVE
+                else phase,
                 frame=telling_frame(frames),
-                waits=rank in running and (phase is Phase.COLLECTIVE or waits_natively(seen.pid)),
+                waits=rank in running and (phase is RankPhase.COLLECTIVE or waits_natively(seen.pid)),
                 idle=idle,
                 groups=begun.get(rank, ()),
             )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that finds out when ranks of this host stand still, says why, and ends them if that lasts.
 
-It reads the step page and the states of processes twice a second, which ranks do not notice.  Ranks that have
-stood still for longer than steps of this job take are inspected; while that lasts, after twice the time again.
+It reads the step page and the states of processes twice a second, which ranks do not notice.  Ranks that
+have stood still for longer than steps of this job take are inspected; while that lasts, after twice the time
+again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 from resiliency.events import EventStream, EventType
 from resiliency.launch.hangs.activity import is_stopped
 from resiliency.launch.hangs.looking import Look, Watched, look
-from resiliency.launch.health.hangs import HangKind, HangVerdict, hang_verdict
-from resiliency.launch.health.patience import HangTimeout, Patience
+from resiliency.launch.health.hang_times import HangTimeout, HangTimes
+from resiliency.launch.health.hangs import HangFinding, HangKind, explain_hang
 from resiliency.launch.health.phases import main_thread
 from resiliency.progress import StepPage
 from resiliency.runtime import name_ranks
@@ -35,7 +36,7 @@ _STACK_LINES = 30
 
 
 @dataclass(kw_only=True)
-class _Rank:
+class _Seen:
     """What is known of a rank of the current attempt.  Times are monotonic."""
 
     local_rank: int
@@ -48,10 +49,10 @@ class _Rank:
 @dataclass(kw_only=True)
 class _Attempt:
     number: int
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    ranks: dict[int, _Seen] = field(default_factory=dict)
     #: When the ranks are inspected next, as seconds of standing still.
     next_look_s: float = 0.0
-    verdict: HangVerdict | None = None
+    finding: HangFinding | None = None
 
 
 class HangWatch:
@@ -78,7 +79,7 @@ class HangWatch:
         self._host = host
         self._events = events
         self._end_rank = end_rank
-        self._patience = Patience(timeout)
+        self._times = HangTimes(timeout)
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
         #: Set when the attempt ends, or this.
@@ -97,7 +98,7 @@ class HangWatch:
             self._attempt = _Attempt(
                 number=attempt,
                 ranks={
-                    rank: _Rank(local_rank=local_rank, pid=pid, since=now)
+                    rank: _Seen(local_rank=local_rank, pid=pid, since=now)
                     for local_rank, (rank, pid) in ranks.items()
                 },
             )
@@ -143,11 +144,11 @@ class HangWatch:
             last = now
             self._sample(attempt, now)
             still_s = self._longest_still_s(attempt, now)
-            look_s = self._patience.look_s
+            look_s = self._times.look_s
             if still_s < look_s:
-                if attempt.verdict is not None:
+                if attempt.finding is not None:
                     logger.warning("attempt %d goes on: it had stood still", attempt.number)
-                attempt.next_look_s, attempt.verdict = 0.0, None
+                attempt.next_look_s, attempt.finding = 0.0, None
             elif still_s >= max(attempt.next_look_s, look_s):
                 attempt.next_look_s = 2 * still_s
                 self._inspect(attempt, over, now)
@@ -158,7 +159,7 @@ class HangWatch:
             seen = self._page.read(rank.local_rank)
             if seen.step is not None and seen.step_time is not None and seen.step != rank.count:
                 if rank.count is not None and seen.step > rank.count:
-                    self._patience.learn((seen.step_time - rank.since) / (seen.step - rank.count))
+                    self._times.learn((seen.step_time - rank.since) / (seen.step - rank.count))
                 rank.count, rank.since = seen.step, seen.step_time
             if not is_stopped(rank.pid):
                 rank.stopped_since = None
@@ -166,8 +167,8 @@ class HangWatch:
                 rank.stopped_since = now
 
     def _longest_still_s(self, attempt: _Attempt, now: float) -> float:
-        """Before its first step a rank may import and compile for as long as it takes, unless it is stopped."""
-        uncertain_s = self._patience.act_s(certain=False)
+        """Before its first step a rank may import and compile for long, but not be stopped."""
+        uncertain_s = self._times.act_s(certain=False)
         longest = 0.0
         for rank in attempt.ranks.values():
             if rank.stopped_since is not None:
@@ -193,44 +194,44 @@ class HangWatch:
         self._sample(attempt, time.monotonic())
         if before != {number: rank.count for number, rank in attempt.ranks.items()}:
             return  # it moves
-        verdict = hang_verdict(found.views, self._patience.look_s)
-        if verdict is None:
+        finding = explain_hang(found.views, self._times.look_s)
+        if finding is None:
             return
-        if verdict != attempt.verdict:
-            attempt.verdict = verdict
-            self._tell(attempt, verdict, found)
-        act_s = self._patience.act_s(certain=verdict.is_accusation)
-        still_s = max(max(view.still_s, view.stopped_s) for view in found.views if view.rank in verdict.ranks)
+        if finding != attempt.finding:
+            attempt.finding = finding
+            self._tell(attempt, finding, found)
+        act_s = self._times.act_s(certain=finding.is_accusation)
+        still_s = max(max(view.still_s, view.stopped_s) for view in found.views if view.rank in finding.ranks)
         if still_s >= act_s:
-            self._act(attempt, verdict, over)
+            self._act(attempt, finding, over)
         else:
             attempt.next_look_s = min(attempt.next_look_s, max(act_s, still_s + _LOOK_EVERY_S))
 
-    def _tell(self, attempt: _Attempt, verdict: HangVerdict, found: Look) -> None:
-        log = logger.error if verdict.is_accusation else logger.warning
-        log("attempt %d stands still: %s", attempt.number, verdict.sentence)
+    def _tell(self, attempt: _Attempt, finding: HangFinding, found: Look) -> None:
+        log = logger.error if finding.is_accusation else logger.warning
+        log("attempt %d stands still: %s", attempt.number, finding.sentence)
         for ranks, text in _clusters(found):
             logger.warning("stacks of %s:\n%s", name_ranks(ranks), text)
         self._events.emit(
             EventType.HANG_DETECTED,
             attempt=attempt.number,
-            cause=verdict.sentence,
-            kind=verdict.kind.value,
-            ranks=list(verdict.ranks),
-            hosts=list(verdict.hosts),
-            phase=verdict.phase.name.lower(),
-            frame=verdict.frame,
-            waiting=list(verdict.waiting),
+            cause=finding.sentence,
+            kind=finding.kind.value,
+            ranks=list(finding.ranks),
+            hosts=list(finding.hosts),
+            phase=finding.phase.name.lower(),
+            frame=finding.frame,
+            waiting=list(finding.waiting),
         )
 
-    def _act(self, attempt: _Attempt, verdict: HangVerdict, over: threading.Event) -> None:
-        named = [attempt.ranks[rank] for rank in verdict.ranks if rank in attempt.ranks]
-        if verdict.kind is HangKind.STOPPED and len(named) == len(attempt.ranks) > 1:
+    def _act(self, attempt: _Attempt, finding: HangFinding, over: threading.Event) -> None:
+        named = [attempt.ranks[rank] for rank in finding.ranks if rank in attempt.ranks]
+        if finding.kind is HangKind.STOPPED and len(named) == len(attempt.ranks) > 1:
             return  # the whole job was suspended by its owner: this is how it is resumed, too
         if over.is_set():
             return
-        for rank in named[:1] if not verdict.is_accusation else named:
-            self._end_rank(rank.pid, verdict.sentence)
+        for rank in named[:1] if not finding.is_accusation else named:
+            self._end_rank(rank.pid, finding.sentence)
             with suppress(OSError):
                 os.kill(rank.pid, signal.SIGKILL)
 

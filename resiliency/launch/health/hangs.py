@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who holds up a job that stands still, decided from what its ranks show at one moment.
 
-Ranks are compared with each other, not with a clock.  A rank waits for those of its process group that have begun
-fewer collectives; whoever is waited for, waits for nobody and does nothing is why the job stands still.  A rank is
-accused of nothing else: one that works, or saves, evaluates or compiles, holds the others up and is named as
-such, and where nobody can be named the verdict says what all of them do.
+Ranks are compared with each other, not with a clock.  A rank waits for those of its process group that have
+begun fewer collectives.  A rank that is waited for, waits for no other and does nothing is why the job stands
+still.  No other is accused: a rank that works, saves, evaluates or compiles holds the others up and is named
+as such, and where no rank is behind the finding says what all of them do.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from resiliency.inspection import GroupState
-from resiliency.launch.health.phases import Phase
+from resiliency.launch.health.phases import RankPhase
+from resiliency.rank.inspection import GroupState
 from resiliency.runtime import name_ranks
 
 
@@ -35,7 +35,7 @@ class RankView:
     step: int | None
     still_s: float
     stopped_s: float = 0.0
-    phase: Phase = Phase.UNKNOWN
+    phase: RankPhase = RankPhase.UNKNOWN
     frame: str = ""
     waits: bool = False
     idle: bool | None = None
@@ -51,13 +51,13 @@ class HangKind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HangVerdict:
+class HangFinding:
     """Why a job stands still.  `ranks`: those that are named; all that were seen for TOGETHER."""
 
     kind: HangKind
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    phase: Phase
+    phase: RankPhase
     frame: str
     waiting: tuple[int, ...] = ()
     sentence: str = field(compare=False)
@@ -68,34 +68,34 @@ class HangVerdict:
         return self.kind in (HangKind.STOPPED, HangKind.BEHIND)
 
 
-def hang_verdict(views: Sequence[RankView], after_s: float) -> HangVerdict | None:
+def explain_hang(views: Sequence[RankView], after_s: float) -> HangFinding | None:
     """Why nothing moves; None while something may move.
 
     Args:
-        views: of one moment.  Ranks that are missing make the verdict weaker, never wrong.
+        views: of one moment.  Ranks that are missing make the finding weaker, never wrong.
         after_s: how long a rank has to stand still.
     """
     by_rank = {view.rank: view for view in views}
     waits_for = _waits_for(views)
     waiting = tuple(sorted(waits_for))
     stopped = [view for view in views if view.stopped_s >= after_s]
-    if stopped:
-        return _verdict(HangKind.STOPPED, stopped, waiting)
+    if stopped:  # they cannot say what they have begun
+        return _finding(HangKind.STOPPED, stopped, [view.rank for view in views if view.waits])
     moving = [view for view in views if view.still_s < after_s]
     if not views or (moving and not waits_for):
         return None
     if not waits_for:
-        return _verdict(HangKind.TOGETHER, list(views), ())
+        return _finding(HangKind.TOGETHER, list(views), ())
     roots = {other for others in waits_for.values() for other in others if not waits_for.get(other)}
     if not roots:
-        return _verdict(HangKind.CROSSED, [by_rank[rank] for rank in waiting], ())
+        return _finding(HangKind.CROSSED, [by_rank[rank] for rank in waiting], ())
     found = [by_rank[rank] for rank in sorted(roots)]
     if any(view.still_s < after_s for view in found):
         return None  # it has just finished a step: the others wait for it no longer than usual
     guilty = [view for view in found if _does_nothing(view)]
     if guilty:
-        return _verdict(HangKind.BEHIND, guilty, waiting)
-    return _verdict(HangKind.HELD_UP, found, waiting)
+        return _finding(HangKind.BEHIND, guilty, waiting)
+    return _finding(HangKind.HELD_UP, found, waiting)
 
 
 def _waits_for(views: Iterable[RankView]) -> dict[int, set[int]]:
@@ -118,13 +118,13 @@ def _does_nothing(view: RankView) -> bool:
     return view.idle is True and not view.waits and not view.phase.has_no_usual_time
 
 
-def _verdict(kind: HangKind, named: Sequence[RankView], waiting: Sequence[int]) -> HangVerdict:
+def _finding(kind: HangKind, named: Sequence[RankView], waiting: Sequence[int]) -> HangFinding:
     named = sorted(named, key=lambda view: view.rank)
     first = named[0]
     ranks = tuple(view.rank for view in named)
     waiting = tuple(rank for rank in waiting if rank not in ranks)
     hosts = tuple(dict.fromkeys(view.host for view in named))
-    return HangVerdict(
+    return HangFinding(
         kind=kind,
         ranks=ranks,
         hosts=hosts,
@@ -146,16 +146,15 @@ def _sentence(kind: HangKind, named: Sequence[RankView], hosts: Sequence[str], w
     place = f"in {first.phase.value}" + (f": {first.frame}" if first.frame else "")
     if kind is HangKind.STOPPED:
         seconds = max(view.stopped_s for view in named)
-        verb = "is" if one else "are"
-        return f"{where} {verb} stopped for {seconds:.0f} s (SIGSTOP or a debugger){wait}"
+        verb = "has" if one else "have"
+        return f"{where} {verb} been stopped for {seconds:.0f} s, by SIGSTOP or a debugger{wait}"
     if kind is HangKind.CROSSED:
         return f"{where} wait for each other: they began collectives in different orders; {_phases(named)}"
     seconds = max(view.still_s for view in named)
     if kind is HangKind.BEHIND:
-        verb = "does" if one else "do"
-        return (
-            f"{where} {verb} nothing for {seconds:.0f} s, {place}{wait} in a collective that it has not begun"
-        )
+        verb, whose = ("has", "it has") if one else ("have", "they have")
+        wait += f" in a collective that {whose} not begun"
+        return f"{where} {verb} done nothing for {seconds:.0f} s, {place}{wait}"
     return f"{where} {'holds' if one else 'hold'} up the job for {seconds:.0f} s, {place}{wait}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does, read from the stack of its main thread: no mark in the user's loop, no cost until it is asked.
+"""What a rank does, read from the stack of its main thread: no mark in the user's loop, and no cost before.
 
 The innermost frame that is known decides.  Saves, evaluations and compilations are known by any frame: what
 they call may load data or compute a loss, and takes as long as it takes.
@@ -14,7 +14,7 @@ from enum import Enum
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 
 
-class Phase(Enum):
+class RankPhase(Enum):
     """The value is the word for people."""
 
     STARTING = "before its first step"
@@ -35,12 +35,14 @@ class Phase(Enum):
         return self in _LONG
 
 
-_LONG = frozenset({Phase.STARTING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILATION, Phase.UNKNOWN})
+_LONG = frozenset(
+    {RankPhase.STARTING, RankPhase.CHECKPOINT, RankPhase.EVALUATION, RankPhase.COMPILATION, RankPhase.UNKNOWN}
+)
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
 )
-#: Parts of paths.  torch._dynamo's own frames are in each call of compiled code; these are in compilations alone.
+#: Parts of paths.  Other frames of torch._dynamo are in each call of compiled code; these in compilations.
 _COMPILERS = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/async_compile.py",
@@ -49,15 +51,15 @@ _COMPILERS = (
 _CHECKPOINTS = ("resiliency/checkpoint/", "torch/distributed/checkpoint/", "torch/serialization.py")
 _EVALUATION = re.compile(r"(?:^|_)(?:eval(?:uate|uation)?|val(?:id|idate|idation)?|predict|generate)(?:_|$)")
 _BY_FILE = (
-    ("torch/utils/data/", Phase.DATA),
-    ("torch/optim/", Phase.OPTIMIZER),
-    ("torch/autograd/", Phase.BACKWARD),
-    ("torch/nn/", Phase.FORWARD),
+    ("torch/utils/data/", RankPhase.DATA),
+    ("torch/optim/", RankPhase.OPTIMIZER),
+    ("torch/autograd/", RankPhase.BACKWARD),
+    ("torch/nn/", RankPhase.FORWARD),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class StackCall:
     """One line of a stack."""
 
     file: str
@@ -68,37 +70,37 @@ class Call:
         return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}"
 
 
-def main_thread(stacks: str) -> tuple[Call, ...]:
+def main_thread(stacks: str) -> tuple[StackCall, ...]:
     """The main thread's calls, innermost first, from what `faulthandler` writes; empty without any.
 
     It writes threads from the youngest to the oldest, so the main one is last.
     """
     _, _, last = stacks.rpartition("(most recent call first)")
-    return tuple(Call(**match.groupdict()) for match in map(_FRAME.match, last.splitlines()) if match)
+    return tuple(StackCall(**match.groupdict()) for match in map(_FRAME.match, last.splitlines()) if match)
 
 
-def phase_of(frames: tuple[Call, ...]) -> Phase:
+def phase_of(frames: tuple[StackCall, ...]) -> RankPhase:
     """What a main thread with these calls, innermost first, is in."""
     if not frames:
-        return Phase.UNKNOWN
+        return RankPhase.UNKNOWN
     # A collective calls into few frames of its own, so a later one is of a rank that waits in a collective.
     if any(_is_of(frame, _COLLECTIVES) for frame in frames[:3]):
-        return Phase.COLLECTIVE
+        return RankPhase.COLLECTIVE
     for frame in frames:
         if _is_of(frame, _COMPILERS):
-            return Phase.COMPILATION
+            return RankPhase.COMPILATION
         if _is_of(frame, _CHECKPOINTS):
-            return Phase.CHECKPOINT
+            return RankPhase.CHECKPOINT
         if _EVALUATION.search(frame.function):
-            return Phase.EVALUATION
+            return RankPhase.EVALUATION
     for frame in frames:
         for part, phase in _BY_FILE:
             if part in frame.file:
                 return phase
-    return Phase.OTHER
+    return RankPhase.OTHER
 
 
-def telling_frame(frames: tuple[Call, ...]) -> str:
+def telling_frame(frames: tuple[StackCall, ...]) -> str:
     """The innermost call of the user's own code, else the innermost one: where a person would look."""
     own = (
         frame for frame in frames if "/site-packages/" not in frame.file and "/lib/python3" not in frame.file
@@ -107,5 +109,5 @@ def telling_frame(frames: tuple[Call, ...]) -> str:
     return str(frame) if frame is not None else ""
 
 
-def _is_of(frame: Call, parts: tuple[str, ...]) -> bool:
+def _is_of(frame: StackCall, parts: tuple[str, ...]) -> bool:
     return any(part in frame.file for part in parts)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank shows of itself when its launcher asks: the stacks of its threads, the collectives it has begun.
+"""What a rank shows when its launcher asks: the stacks of its threads, and the collectives it has begun.
 
-A rank offers both before its first step and pays nothing more.  Stacks are written on a signal, by a handler in
-C that needs no free interpreter.  Everything else is answered by a thread that sleeps until it is asked, so it
-also answers while the main thread waits in a collective: waiting releases the interpreter.
+A rank offers both before its first step and pays nothing more.  Stacks are written on a signal, by a handler
+in C that needs no free interpreter.  Everything else is answered by a thread that sleeps until it is asked.
+It answers while the main thread waits in a collective, too: waiting releases the interpreter.
 
     launcher                                     rank
     STACK_SIGNAL                            ->   stacks-<pid> grows
@@ -58,7 +58,7 @@ def answer_file(directory: str, pid: int) -> Path:
 
 
 def offer(directory: str) -> None:
-    """Let the launcher whose private directory this is inspect this process.  Does nothing the second time.
+    """Let the launcher whose private directory this is inspect this process; called once.
 
     Never raises: a rank trains without being inspected, and the launcher says so when it asks.
     """
@@ -66,7 +66,7 @@ def offer(directory: str) -> None:
         return
     pid = os.getpid()
     with suppress(OSError, RuntimeError):  # RuntimeError: no more threads
-        # Both open for the life of the process: faulthandler wants it, and a pipe without a writer is at its end.
+        # Both open for the life of the process: faulthandler wants it, and so does a pipe that never ends.
         faulthandler.register(STACK_SIGNAL, file=stacks_file(directory, pid).open("w"), all_threads=True)
         questions = questions_file(directory, pid)
         os.mkfifo(questions)
@@ -101,8 +101,8 @@ def _answer(asked: int, directory: str, pid: int) -> None:
 def _groups() -> list[GroupState]:
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     found = []
-    # A group may be destroyed meanwhile, and names that begin with _ may be others in another torch: then less is
-    # known, and verdicts are weaker.
+    # A group may be destroyed meanwhile, and another torch may have other names: then less is known, and
+    # verdicts are weaker.
     with suppress(Exception):
         for group, name in list(distributed._world.pg_names.items()):
             with suppress(Exception):

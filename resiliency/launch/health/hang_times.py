@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long ranks may stand still before they are looked at, and before the launcher acts: learned, with floors.
+"""How long ranks may stand still before a look at them, and before the launcher acts: learned, with floors.
 
-Both times follow from the steps of this job.  A job with steps of a second is looked at after five; one with an
-evaluation of five minutes after every hundred steps is not restarted for it.
+Both times follow from the steps of this job.  A job with steps of a second is looked at after five seconds;
+one with an evaluation of five minutes after every hundred steps is not restarted for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HangTimeout:
         return cls(seconds=seconds)
 
 
-class Patience:
+class HangTimes:
     """Learns from the times between steps of one attempt after the other."""
 
     def __init__(self, timeout: HangTimeout) -> None:

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is named when a job stands still: the rank that all others wait for, and never another one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from resiliency.errors import ConfigError
+from resiliency.launch.health.hang_times import ACT_S, ACT_UNCERTAIN_S, LOOK_S, HangTimeout, HangTimes
+from resiliency.launch.health.hangs import HangKind, RankView, explain_hang
+from resiliency.launch.health.phases import RankPhase, main_thread, phase_of, telling_frame
+from resiliency.rank.inspection import GroupState
+
+from .stuck_jobs import ORDINARY, SLOW, any_job, run_until_stuck, views
+
+AFTER_S = 5.0
+
+
+@pytest.mark.parametrize(("most_ranks", "jobs"), [(32, 1500), (512, 8)])
+def test_in_any_mesh_the_rank_that_does_not_go_on_is_named_and_no_other_one(
+    most_ranks: int, jobs: int
+) -> None:
+    draw = random.Random(most_ranks)  # noqa: S311 (a seeded history, no secret)
+    for number in range(jobs):
+        mesh, program = any_job(draw, most_ranks)
+        stuck, at = draw.randrange(mesh.ranks), draw.randrange(len(program))
+        stopped, slow, busy = draw.random() < 0.2, draw.random() < 0.3, draw.random() < 0.3
+        phase = draw.choice(SLOW) if slow else draw.choice(ORDINARY)
+        culprit = RankView(
+            rank=stuck,
+            host="h",
+            step=0,
+            still_s=7.0,
+            stopped_s=6.0 if stopped else 0.0,
+            phase=RankPhase.UNKNOWN if stopped else phase,
+            idle=None if stopped else not busy,
+        )
+        begun = run_until_stuck(mesh, program, stuck, at)
+        finding = explain_hang(list(views(mesh, program, begun, culprit)), AFTER_S)
+        assert finding is not None
+        assert finding.ranks == (stuck,), (number, finding)
+        expected = HangKind.HELD_UP if slow or busy else HangKind.BEHIND
+        assert finding.kind is (HangKind.STOPPED if stopped else expected), (number, finding)
+        assert finding.is_accusation == (stopped or not (slow or busy))
+
+
+def test_a_job_in_which_ranks_still_finish_steps_has_no_verdict() -> None:
+    draw = random.Random(5)  # noqa: S311 (as above)
+    mesh, program = any_job(draw, 16)
+    waiting = RankView(rank=1, host="h", step=3, still_s=1.0, phase=RankPhase.DATA, idle=True)
+    begun = run_until_stuck(mesh, program, 1, 2)
+    assert explain_hang(list(views(mesh, program, begun, waiting)), AFTER_S) is None
+    assert explain_hang([], AFTER_S) is None
+
+
+def seen(rank: int, begun: int, **more: object) -> RankView:
+    group = GroupState(name="0", members="4-0", begun=begun)
+    view = RankView(
+        rank=rank, host="h1", step=8, still_s=7.0, phase=RankPhase.COLLECTIVE, waits=True, groups=(group,)
+    )
+    return replace(view, **more)  # type: ignore[arg-type]
+
+
+def test_a_rank_behind_that_itself_waits_in_native_code_is_not_accused() -> None:
+    late = seen(2, 4, phase=RankPhase.OTHER, frame="train.py:9 in receive", idle=True)
+    finding = explain_hang([seen(0, 5), seen(1, 5), late], AFTER_S)
+    assert finding is not None
+    assert finding.kind is HangKind.HELD_UP
+    place = "in code of the script: train.py:9 in receive"
+    assert finding.sentence == f"rank 2 (host h1) holds up the job for 7 s, {place}; ranks 0-1 wait"
+
+
+def test_ranks_that_are_all_in_the_same_collective_are_told_apart_by_nothing() -> None:
+    finding = explain_hang([seen(0, 5, frame="a.py:1 in f"), seen(1, 5, frame="a.py:1 in f")], AFTER_S)
+    assert finding is not None
+    assert (finding.kind, finding.is_accusation) == (HangKind.TOGETHER, False)
+    assert finding.sentence == "no rank is behind: ranks 0-1 in a collective: a.py:1 in f"
+
+
+def test_ranks_that_begin_collectives_in_different_orders_are_named_together() -> None:
+    def crossed(rank: int, first: int, second: int) -> RankView:
+        groups = (
+            GroupState(name="a", members="2-0", begun=first),
+            GroupState(name="b", members="2-0", begun=second),
+        )
+        return replace(seen(rank, 0), groups=groups)
+
+    finding = explain_hang([crossed(0, 2, 1), crossed(1, 1, 2)], AFTER_S)
+    assert finding is not None
+    assert (finding.kind, finding.ranks) == (HangKind.CROSSED, (0, 1))
+    assert "they began collectives in different orders" in finding.sentence
+
+
+def test_a_rank_that_shows_nothing_makes_the_verdict_weaker() -> None:
+    silent = RankView(rank=2, host="h1", step=8, still_s=7.0)
+    finding = explain_hang([seen(0, 5), seen(1, 5), silent], AFTER_S)
+    assert finding is not None
+    assert not finding.is_accusation
+
+
+# --------------------------------------------------------------------------------------------------- phases
+
+
+def stack(*calls: str) -> str:
+    lines = [f'  File "{call.partition(":")[0]}", line 7 in {call.partition(":")[2]}' for call in calls]
+    other = 'Thread 0x01 (most recent call first):\n  File "/x/threading.py", line 3 in wait\n\n'
+    return other + "Current thread 0x02 (most recent call first):\n" + "\n".join(lines) + "\n"
+
+
+SITE = "/v/lib/python3.11/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("calls", "phase"),
+    [
+        (
+            [f"{SITE}/torch/distributed/distributed_c10d.py:all_reduce", "/j/train.py:main"],
+            RankPhase.COLLECTIVE,
+        ),
+        (["/j/train.py:main"], RankPhase.OTHER),
+        ([f"{SITE}/torch/autograd/graph.py:_engine_run_backward", "/j/train.py:main"], RankPhase.BACKWARD),
+        (["/j/data.py:__getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:fetch"], RankPhase.DATA),
+        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:main"], RankPhase.FORWARD),
+        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:evaluate"], RankPhase.EVALUATION),
+        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:validation_step"], RankPhase.EVALUATION),
+        (["/j/train.py:retrieval"], RankPhase.OTHER),
+        ([f"{SITE}/torch/utils/data/dataloader.py:__next__", "/j/train.py:evaluate"], RankPhase.EVALUATION),
+        ([f"{SITE}/torch/serialization.py:save", "/j/train.py:main"], RankPhase.CHECKPOINT),
+        (
+            [f"{SITE}/torch/fx/a.py:run", f"{SITE}/torch/_dynamo/convert_frame.py:compile"],
+            RankPhase.COMPILATION,
+        ),
+        ([f"{SITE}/torch/nn/a.py:forward", f"{SITE}/torch/_dynamo/eval_frame.py:fn"], RankPhase.FORWARD),
+        ([f"{SITE}/torch/optim/adamw.py:step", "/j/train.py:main"], RankPhase.OPTIMIZER),
+        (
+            [
+                f"{SITE}/torch/distributed/distributed_c10d.py:gather_object",
+                f"{SITE}/torch/distributed/checkpoint/state_dict_saver.py:save",
+            ],
+            RankPhase.COLLECTIVE,
+        ),
+        ([], RankPhase.UNKNOWN),
+    ],
+)
+def test_a_stack_tells_what_a_rank_is_in(calls: list[str], phase: RankPhase) -> None:
+    frames = main_thread(stack(*calls))
+    assert phase_of(frames) is phase
+    own = [call for call in calls if call.startswith("/j/")]
+    if own:
+        file, _, function = own[0].partition(":")
+        assert telling_frame(frames) == f"{file.removeprefix('/j/')}:7 in {function}"
+
+
+# ------------------------------------------------------------------------------------------------- times
+
+
+def test_ranks_are_looked_at_after_what_is_long_for_this_job() -> None:
+    times = HangTimes(HangTimeout.parse("auto"))
+    assert (times.p99_s, times.look_s, times.act_s(certain=True)) == (0.0, LOOK_S, ACT_S)
+    for _ in range(99):
+        times.learn(1.0)
+    times.learn(400.0)
+    assert (times.p99_s, times.look_s) == (1.0, LOOK_S)
+    assert times.act_s(certain=False) == ACT_UNCERTAIN_S
+    for _ in range(4):
+        times.learn(600.0)
+    assert times.look_s == 2.5 * 600
+    assert times.act_s(certain=True) == 8 * 600
+    assert times.act_s(certain=False) == 4 * 600
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
+def test_a_timeout_that_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--hang-timeout-s must be auto, off or a number"):
+        HangTimeout.parse(text)
