@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks of ranks, without their help where they cannot give it.
 
-A rank that has finished a step has offered its stacks (`resiliency.rank.inspection`): on a signal, the interpreter
-writes them into a file, also when the main thread waits in native code.  Of another rank, or one that does
-not answer, the kernel tells the state and where it waits.
+A rank that has finished a step has offered its stacks (`resiliency.rank.inspection`): on a signal, the
+interpreter writes them into a file, also when the main thread waits in native code.  Of another rank, or one
+that does not answer, the kernel tells the state and where it waits.
 """
 
 from __future__ import annotations

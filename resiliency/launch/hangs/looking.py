@@ -74,11 +74,9 @@ def look(
                 step=seen.step,
                 still_s=seen.still_s,
                 stopped_s=seen.stopped_s,
-                phase=RankPhase.STARTING
-                if seen.step is None and phase is not RankPhase.COLLECTIVE
-                else phase,
+                phase=phase if seen.step is not None or phase.is_collective else RankPhase.STARTING,
                 frame=telling_frame(frames),
-                waits=rank in running and (phase is RankPhase.COLLECTIVE or waits_natively(seen.pid)),
+                waits=rank in running and (phase.is_collective or waits_natively(seen.pid)),
                 idle=idle,
                 groups=begun.get(rank, ()),
             )

@@ -32,12 +32,13 @@ class RankPhase(Enum):
     @property
     def has_no_usual_time(self) -> bool:
         """Whether a rank may be in it for minutes while others wait, and all is well."""
-        return self in _LONG
+        return self.name in ("STARTING", "CHECKPOINT", "EVALUATION", "COMPILATION", "UNKNOWN")
+
+    @property
+    def is_collective(self) -> bool:
+        return self is RankPhase.COLLECTIVE
 
 
-_LONG = frozenset(
-    {RankPhase.STARTING, RankPhase.CHECKPOINT, RankPhase.EVALUATION, RankPhase.COMPILATION, RankPhase.UNKNOWN}
-)
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",

@@ -110,6 +110,7 @@ def stack(*calls: str) -> str:
     return other + "Current thread 0x02 (most recent call first):\n" + "\n".join(lines) + "\n"
 
 
+P = RankPhase
 SITE = "/v/lib/python3.11/site-packages"
 
 
@@ -118,31 +119,31 @@ SITE = "/v/lib/python3.11/site-packages"
     [
         (
             [f"{SITE}/torch/distributed/distributed_c10d.py:all_reduce", "/j/train.py:main"],
-            RankPhase.COLLECTIVE,
+            P.COLLECTIVE,
         ),
-        (["/j/train.py:main"], RankPhase.OTHER),
-        ([f"{SITE}/torch/autograd/graph.py:_engine_run_backward", "/j/train.py:main"], RankPhase.BACKWARD),
-        (["/j/data.py:__getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:fetch"], RankPhase.DATA),
-        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:main"], RankPhase.FORWARD),
-        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:evaluate"], RankPhase.EVALUATION),
-        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:validation_step"], RankPhase.EVALUATION),
-        (["/j/train.py:retrieval"], RankPhase.OTHER),
-        ([f"{SITE}/torch/utils/data/dataloader.py:__next__", "/j/train.py:evaluate"], RankPhase.EVALUATION),
-        ([f"{SITE}/torch/serialization.py:save", "/j/train.py:main"], RankPhase.CHECKPOINT),
+        (["/j/train.py:main"], P.OTHER),
+        ([f"{SITE}/torch/autograd/graph.py:_engine_run_backward", "/j/train.py:main"], P.BACKWARD),
+        (["/j/data.py:__getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:fetch"], P.DATA),
+        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:main"], P.FORWARD),
+        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:evaluate"], P.EVALUATION),
+        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:validation_step"], P.EVALUATION),
+        (["/j/train.py:retrieval"], P.OTHER),
+        ([f"{SITE}/torch/utils/data/dataloader.py:__next__", "/j/train.py:evaluate"], P.EVALUATION),
+        ([f"{SITE}/torch/serialization.py:save", "/j/train.py:main"], P.CHECKPOINT),
         (
             [f"{SITE}/torch/fx/a.py:run", f"{SITE}/torch/_dynamo/convert_frame.py:compile"],
-            RankPhase.COMPILATION,
+            P.COMPILATION,
         ),
-        ([f"{SITE}/torch/nn/a.py:forward", f"{SITE}/torch/_dynamo/eval_frame.py:fn"], RankPhase.FORWARD),
-        ([f"{SITE}/torch/optim/adamw.py:step", "/j/train.py:main"], RankPhase.OPTIMIZER),
+        ([f"{SITE}/torch/nn/a.py:forward", f"{SITE}/torch/_dynamo/eval_frame.py:fn"], P.FORWARD),
+        ([f"{SITE}/torch/optim/adamw.py:step", "/j/train.py:main"], P.OPTIMIZER),
         (
             [
                 f"{SITE}/torch/distributed/distributed_c10d.py:gather_object",
                 f"{SITE}/torch/distributed/checkpoint/state_dict_saver.py:save",
             ],
-            RankPhase.COLLECTIVE,
+            P.COLLECTIVE,
         ),
-        ([], RankPhase.UNKNOWN),
+        ([], P.UNKNOWN),
     ],
 )
 def test_a_stack_tells_what_a_rank_is_in(calls: list[str], phase: RankPhase) -> None:
