@@ -38,8 +38,10 @@ examples:
   restart a rank that sends no heartbeat for a minute (the script uses NVRx's RankMonitorClient):
     launcher.py --nproc-per-node 8 --max-restarts 3 --ft-rank-heartbeat-timeout 60 train.py
 
-exit codes: 0 all workers succeeded; 1 workers failed; 2 refused before anything started;
-128+N ended by signal N.  Each flag also reads PET_<NAME>, for instance PET_MAX_RESTARTS=3."""
+exit codes: 0 all workers succeeded; 1 workers failed; 70 workers failed and would fail again: do
+not requeue; 2 refused before anything started; 128+N ended by signal N.
+
+Each flag also reads PET_<NAME>, for instance PET_MAX_RESTARTS=3."""
 
 
 def _boolean(text: str) -> bool:
@@ -374,6 +376,31 @@ SUPERVISOR = (
     Flag(name="--container-name", default="", metavar="NAME", help="Container that runs the workers."),
 )
 
+HEALTH = (
+    Flag(
+        name="--attempts-without-progress",
+        type=int,
+        default=3,
+        metavar="N",
+        help="End the job when N attempts brought no new step (3; 0: never for that reason), also where "
+        "--max-restarts leaves more.",
+    ),
+    Flag(
+        name="--failure-policy",
+        metavar="MODULE:FUNCTION",
+        help="Called after a failure with the Evidence and the Diagnosis; returns an Advice, or None for the "
+        "launcher's own.  It has 10 s; one that fails changes nothing.",
+    ),
+    Flag(
+        name="--on-nan",
+        default="ignore",
+        choices=("stop", "ignore"),
+        metavar="stop|ignore",
+        help="stop: a loss that is not finite ends the job, where a callback of ours or check_loss sees it.  "
+        "ignore (default): training goes on.",
+    ),
+)
+
 EVENTS = (
     Flag(
         name="--run-dir",
@@ -389,6 +416,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ("workers", WORKERS),
     ("logging", LOGGING),
     ("fault tolerance", FAULT_TOLERANCE),
+    ("health", HEALTH),
     ("supervisor", SUPERVISOR),
     ("events", EVENTS),
 )

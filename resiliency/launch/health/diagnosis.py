@@ -22,7 +22,7 @@ from resiliency.launch.health.evidence import (
     RankError,
     signal_name,
 )
-from resiliency.launch.health.history import signature_of, with_history
+from resiliency.launch.health.history import ATTEMPTS_WITHOUT_PROGRESS, signature_of, with_history
 from resiliency.launch.health.rules import DiagnosisRule, is_disk_fault, is_fatal_xid, rule_for
 
 __all__ = [
@@ -43,13 +43,18 @@ __all__ = [
 ERROR_CHARS, NAMED = 200, 4
 
 
-def diagnose(evidence: Evidence, history: Sequence[Diagnosis] = ()) -> Diagnosis:
+def diagnose(
+    evidence: Evidence, history: Sequence[Diagnosis] = (), *, limit: int = ATTEMPTS_WITHOUT_PROGRESS
+) -> Diagnosis:
     """The verdict on one attempt.
 
     Cause, culprits and confidence follow from `evidence` alone.  `history`, the diagnoses of earlier
     attempts of this run, can only turn the advice into STOP.
+
+    Args:
+        limit: attempts without progress after which the job ends; 0: never for that reason.
     """
-    return with_history(_of_attempt(evidence), history)
+    return with_history(_of_attempt(evidence), history, limit)
 
 
 def _of_attempt(evidence: Evidence) -> Diagnosis:

@@ -79,7 +79,7 @@ class RankError:
 class RankDeath:
     """The end of one rank.
 
-    `exit_code` is negative for a signal.  `ended_by_us`: by the launcher, for a restart.  `hang`: why its monitor
+    `exit_code` is negative for a signal.  `ended_by_us`: by the launcher.  `hang`: why its monitor
     ended it.  `log`: the last lines of its standard error, where that is kept.
     """
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from resiliency.launch.health.causes import Advice, Cause, DecidedBy, Diagnosis
 from resiliency.launch.health.evidence import RankDeath, signal_name
 
-#: Attempts without progress after which a job ends.
+#: Attempts without progress after which a job ends, unless it is told otherwise.
 ATTEMPTS_WITHOUT_PROGRESS = 3
 #: An attempt without known steps that ran longer may have trained: its script does not report steps.
 SETUP_S = 900.0
@@ -45,11 +45,12 @@ def signature_of(death: RankDeath) -> str:
     return f"{error.type} at {place}" if error.user_frame else f"{error.type}: {place}"
 
 
-def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis]) -> Diagnosis:
+def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limit: int) -> Diagnosis:
     """`diagnosis`, with the advice STOP where a rule over attempts says so.
 
     Args:
         history: of earlier attempts of this run, oldest first.
+        limit: attempts without progress after which the job ends; 0: never for that reason.
     """
     if diagnosis.advice is Advice.STOP:
         return diagnosis
@@ -59,11 +60,11 @@ def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis]) -> Diagnosi
             DecidedBy.DETERMINISTIC,
             f"attempt {before.attempt} ended at this step in the same way: a restart would repeat it",
         )
-    if attempts_without_progress([*history, diagnosis]) >= ATTEMPTS_WITHOUT_PROGRESS:
+    if 0 < limit <= attempts_without_progress([*history, diagnosis]):
         return _stop(
             diagnosis,
             DecidedBy.NO_PROGRESS,
-            f"{ATTEMPTS_WITHOUT_PROGRESS} attempts brought no new step and no new checkpoint",
+            f"{limit} attempts brought no new step and no new checkpoint",
         )
     return diagnosis
 
