@@ -304,7 +304,8 @@ class ResilientAgent(HookedAgent):
         hang = note.read_text() if note.exists() else None
         note.unlink(missing_ok=True)  # the process number may come again
         local_rank = failure.local_rank
-        self._failures.evidence.add_death(
+        self._failures.add_death(
+            local_rank,
             rank=self.ranks[local_rank],
             exit_code=failure.exitcode,
             error=failure.error_file_data,

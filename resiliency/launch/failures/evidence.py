@@ -98,12 +98,14 @@ class EvidenceCollector:
         error: Mapping[str, object],
         hang: str | None,
         stderr_file: str | None,
+        step: int | None = None,
     ) -> None:
         """In the order in which deaths are noticed.
 
         Args:
             error: content of torch's error file; empty where there is none.
             hang: what a rank monitor noted before it ended the rank.
+            step: the last one that the rank has finished, by the step page.
         """
         # What a rank has printed explains an exit and an abort; another signal came from outside.
         speaks = exit_code > 0 or exit_code in (-6, -15)
@@ -116,6 +118,7 @@ class EvidenceCollector:
                 error=read_error_file(error) or read_traceback(log),
                 hang=hang or "",
                 log=log[-LOG_LINES:],
+                step=step,
             )
         )
 

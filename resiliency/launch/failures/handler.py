@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,17 +37,37 @@ class FailureHandler:
         self._options, self._events, self._page = options, events, page
         self._policy: str | None = options.args.failure_policy
         directories = (options.info.run_dir, *filter(None, [options.args.log_dir]))
-        self.evidence = EvidenceCollector(options.info.host, directories)
+        self._evidence = EvidenceCollector(options.info.host, directories)
         self._shared = SharedHistory(call_store if options.rendezvous.max_nodes > 1 else None)
 
     def begin_attempt(self) -> None:
-        self.evidence.begin_attempt()
+        self._evidence.begin_attempt()
         if self._page is not None:
             self._page.clear()  # a step of the attempt before is no evidence of this one
 
+    def add_death(
+        self,
+        local_rank: int,
+        *,
+        rank: int,
+        exit_code: int,
+        error: Mapping[str, object],
+        hang: str | None,
+        stderr_file: str | None,
+    ) -> None:
+        """In the order in which deaths are noticed; see `EvidenceCollector.add_death`."""
+        self._evidence.add_death(
+            rank=rank,
+            exit_code=exit_code,
+            error=error,
+            hang=hang,
+            stderr_file=stderr_file,
+            step=self._step_of(local_rank),
+        )
+
     def diagnose(self, *, run: str, attempt: int) -> Diagnosis:
         """Name the cause of the attempt's end, in the log and as an event."""
-        evidence = self.evidence.collect(attempt=attempt, step=self._newest_step())
+        evidence = self._evidence.collect(attempt=attempt, step=self._newest_step())
         found = diagnose(
             evidence, self._shared.before(run, attempt), limit=self._options.args.attempts_without_progress
         )
@@ -77,10 +97,11 @@ class FailureHandler:
         return self._shared.find_stop(run)
 
     def close(self) -> None:
-        self.evidence.close()
+        self._evidence.close()
+
+    def _step_of(self, local_rank: int) -> int | None:
+        return None if self._page is None else self._page.read(local_rank).step
 
     def _newest_step(self) -> int | None:
-        if self._page is None:
-            return None
-        steps = [self._page.read(local_rank).step for local_rank in range(self._options.workers)]
+        steps = map(self._step_of, range(self._options.workers))
         return max((step for step in steps if step is not None), default=None)

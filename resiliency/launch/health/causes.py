@@ -44,7 +44,6 @@ class Advice(str, Enum):
 
     RESTART = "restart"
     REPLACE_HOST = "replace_host"
-    ROLLBACK = "rollback"
     STOP = "stop"
 
 
@@ -72,6 +71,7 @@ class Diagnosis:
         ranks, hosts: the culprits; empty where none is known.
         sentence: the verdict for a reader, with what helps.
         signature: type and place of the error; equal for the same error in another attempt; empty: none.
+        error_step: the last step that the culprit had finished; ranks of a host may differ by one.
         step, committed, uptime_s: as in the evidence, for the rules over attempts.
     """
 
@@ -84,6 +84,7 @@ class Diagnosis:
     hosts: tuple[str, ...] = ()
     decided_by: DecidedBy = DecidedBy.ATTEMPT
     signature: str = ""
+    error_step: int | None = None
     step: int | None = None
     committed: int | None = None
     uptime_s: float | None = None

@@ -87,6 +87,7 @@ def _of_attempt(evidence: Evidence) -> Diagnosis:
         ranks=ranks,
         hosts=tuple(dict.fromkeys(other.host for other in same)),
         signature=signature_of(death),
+        error_step=_step_of(death, evidence),
     )
 
 
@@ -159,6 +160,7 @@ def _diagnosis(
     ranks: tuple[int, ...] = (),
     hosts: tuple[str, ...] = (),
     signature: str = "",
+    error_step: int | None = None,
 ) -> Diagnosis:
     return Diagnosis(
         attempt=evidence.attempt,
@@ -169,6 +171,7 @@ def _diagnosis(
         ranks=ranks,
         hosts=hosts,
         signature=signature,
+        error_step=error_step,
         step=evidence.step,
         committed=evidence.committed,
         uptime_s=evidence.uptime_s,
@@ -180,8 +183,8 @@ def _sentence(rule: DiagnosisRule, death: RankDeath, ranks: Sequence[int], evide
     kernel = next((line for line in facts.kernel or () if is_fatal_xid(line) or is_disk_fault(line)), "")
     others = len(ranks) - 1
     also = f" (and {others} more)" if others else ""
-    step = death.error.step if death.error is not None and death.error.step is not None else evidence.step
-    after = f" after step {step}" if step is not None else ""
+    step = _step_of(death, evidence)
+    after = f" (after step {step})" if step is not None else ""
     what = rule.says.format_map(
         {
             "error": _short(_last_words(death)),
@@ -194,7 +197,14 @@ def _sentence(rule: DiagnosisRule, death: RankDeath, ranks: Sequence[int], evide
             else "",
         }
     )
-    return f"rank {death.rank}{also} on {death.host} {what}{after}"
+    return f"rank {death.rank}{also} on {death.host}{after} {what}"
+
+
+def _step_of(death: RankDeath, evidence: Evidence) -> int | None:
+    """The last step that a rank had finished: by its exception, else by its launcher, else the job's."""
+    noted = death.error.step if death.error is not None else None
+    known = (step for step in (noted, death.step, evidence.step) if step is not None)
+    return next(known, None)
 
 
 def _last_words(death: RankDeath) -> str:

@@ -79,8 +79,8 @@ class RankError:
 class RankDeath:
     """The end of one rank.
 
-    `exit_code` is negative for a signal.  `ended_by_us`: by the launcher.  `hang`: why its monitor
-    ended it.  `log`: the last lines of its standard error, where that is kept.
+    `exit_code` is negative for a signal.  `ended_by_us`: by the launcher.  `hang`: why its monitor ended it.
+    `log`: the last lines of its standard error, where that is kept.  `step`: the last one that it finished.
     """
 
     rank: int
@@ -90,6 +90,7 @@ class RankDeath:
     hang: str = ""
     ended_by_us: bool = False
     log: tuple[str, ...] = ()
+    step: int | None = None
 
     @property
     def signal(self) -> int:

@@ -87,10 +87,10 @@ def attempts_without_progress(diagnoses: Sequence[Diagnosis]) -> int:
 
 def _same_error(diagnosis: Diagnosis, history: Sequence[Diagnosis]) -> Diagnosis | None:
     """An earlier attempt that ended with the same error at the same step; unknown steps are not the same."""
-    if diagnosis.step is None or not diagnosis.signature or diagnosis.cause in FROM_OUTSIDE:
+    if diagnosis.error_step is None or not diagnosis.signature or diagnosis.cause in FROM_OUTSIDE:
         return None
-    key = (diagnosis.cause, diagnosis.signature, diagnosis.step)
-    return next((one for one in history if (one.cause, one.signature, one.step) == key), None)
+    key = (diagnosis.cause, diagnosis.signature, diagnosis.error_step)
+    return next((one for one in history if (one.cause, one.signature, one.error_step) == key), None)
 
 
 def _or(count: int | None) -> int:

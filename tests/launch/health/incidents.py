@@ -99,7 +99,7 @@ INCIDENTS: tuple[Incident, ...] = (
         after(died(3, -9), raised(0, GLOO), facts=HostFacts(host=A, oom_kills=1)),
         Cause.HOST_OOM,
         R,
-        "rank 3 on host-a was killed by the kernel: host memory ran out",
+        "rank 3 on host-a (after step 40) was killed by the kernel: host memory ran out",
     ),
     one(
         "oom kill in the kernel log, after its echo",
@@ -398,7 +398,7 @@ INCIDENTS: tuple[Incident, ...] = (
         after(died(3, -9, hang="no heartbeat within 60 s"), raised(0, GLOO)),
         Cause.HANG,
         R,
-        "rank 3 on host-a hung (no heartbeat within 60 s)",
+        "rank 3 on host-a (after step 40) hung (no heartbeat within 60 s)",
     ),
     Incident(
         name="a verdict names the rank that did not enter",

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,7 @@ from supervisor.policy import xid
 
 from .incidents import GLOO, INCIDENTS, Incident, after, died, raised
 
+ROOT = Path(__file__).parents[3]
 SEEDS = range(1000)
 
 
@@ -41,6 +44,11 @@ def test_an_incident_gets_its_cause_culprits_and_advice(incident: Incident) -> N
 def test_the_corpus_is_large_and_shows_every_cause() -> None:
     assert len(INCIDENTS) >= 40
     assert {incident.cause for incident in INCIDENTS} == set(Cause)
+
+
+def test_the_page_has_a_row_for_each_cause() -> None:
+    table = re.findall(r"^\| (`.+?`) \|", (ROOT / "docs/health.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(table))) == sorted(Cause)
 
 
 def test_an_older_attempt_never_changes_the_verdict_on_this_one() -> None:
@@ -59,7 +67,8 @@ def _check_history(seed: int) -> None:
     if found != alone:
         assert found.advice is Advice.STOP
         assert found.decided_by is not DecidedBy.ATTEMPT
-    repeated = any((one.signature, one.step) == (alone.signature, alone.step) for one in history)
+    same = (alone.signature, alone.error_step)
+    repeated = any((one.signature, one.error_step) == same for one in history)
     assert repeated or found.decided_by is not DecidedBy.DETERMINISTIC
     # The rules look at diagnoses alone: the attempt's own evidence leaves no trace in another one's.
     assert diagnose(evidence) == alone
@@ -132,6 +141,16 @@ def test_the_same_error_at_the_same_step_on_another_rank_ends_the_job_at_the_sec
 )
 def test_what_differs_is_not_deterministic(second: Evidence) -> None:
     assert _attempts(after(raised(3, "ValueError: x"), step=57), second)[-1].advice is Advice.RESTART
+
+
+def test_the_step_of_an_error_is_its_ranks_own() -> None:
+    """Whether another rank of the host has finished one more step is chance."""
+    death = replace(raised(3, "ValueError: x"), step=57)
+    found = _attempts(after(death, step=57), after(death, step=58))[-1]
+    assert found.decided_by is DecidedBy.DETERMINISTIC
+    assert found.sentence.startswith(
+        "rank 3 on host-a (after step 57) raised ValueError: x at /job/train.py:88 in step"
+    )
 
 
 def test_what_comes_from_outside_may_repeat_at_a_step() -> None:
