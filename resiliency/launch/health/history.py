@@ -86,11 +86,19 @@ def attempts_without_progress(diagnoses: Sequence[Diagnosis]) -> int:
 
 
 def _same_error(diagnosis: Diagnosis, history: Sequence[Diagnosis]) -> Diagnosis | None:
-    """An earlier attempt that ended with the same error at the same step; unknown steps are not the same."""
+    """An earlier attempt that ended with the same error at the same step; unknown steps are not the same.
+
+    An attempt after it that passed the step refutes it.
+    """
     if diagnosis.error_step is None or not diagnosis.signature or diagnosis.cause in FROM_OUTSIDE:
         return None
     key = (diagnosis.cause, diagnosis.signature, diagnosis.error_step)
-    return next((one for one in history if (one.cause, one.signature, one.error_step) == key), None)
+    for one in reversed(history):
+        if _or(one.step) > diagnosis.error_step + 1:  # by one, ranks of a host may differ
+            return None
+        if (one.cause, one.signature, one.error_step) == key:
+            return one
+    return None
 
 
 def _or(count: int | None) -> int:

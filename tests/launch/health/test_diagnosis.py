@@ -153,6 +153,12 @@ def test_the_step_of_an_error_is_its_ranks_own() -> None:
     )
 
 
+def test_an_attempt_that_passed_the_step_refutes_that_the_error_is_deterministic() -> None:
+    bad, killed = after(raised(3, "ValueError: x"), step=57), after(died(0, -9), step=90)
+    assert _attempts(bad, killed, bad)[-1].advice is Advice.RESTART
+    assert _attempts(killed, bad, bad)[-1].decided_by is DecidedBy.DETERMINISTIC
+
+
 def test_what_comes_from_outside_may_repeat_at_a_step() -> None:
     assert _attempts(*[after(died(3, -9), step=57)] * 2)[-1].advice is Advice.RESTART
 
