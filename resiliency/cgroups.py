@@ -58,3 +58,24 @@ def _statistic(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
+
+
+def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
+    """How many processes of this process's memory cgroup the kernel has killed for memory; None: unknown.
+
+    Groups above count kills of other jobs, too, and so does the host, which is asked where no group counts.
+    """
+    group = next(_groups(cgroups, proc), None)
+    if group is not None:
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _field(group / name, "oom_kill")) is not None:
+                return count
+    return _field(proc / "vmstat", "oom_kill")
+
+
+def _field(path: Path, name: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), None)

@@ -11,6 +11,7 @@
     │   ├── CheckpointWriteFailed storage refused the bytes (full, read-only, I/O error)
     │   ├── ResourceShortage     this process may have no more memory or threads
     │   └── LayoutMismatch       checkpoint and model disagree about a key, shape or dtype
+    ├── LossNotFinite            the loss is NaN or infinite, and the job is to end then
     ├── DataError                training data cannot be read, or a part of it cannot be accounted for
     ├── PeerError                another rank or host died, hung or broke the protocol
     ├── ControlPlaneError        supervisor, daemon or orchestrator
@@ -88,6 +89,10 @@ class ResourceShortage(CheckpointError):
 
 class LayoutMismatch(CheckpointError):
     """Checkpoint and model disagree about a key, a shape or a dtype."""
+
+
+class LossNotFinite(ResiliencyError):
+    """The loss is NaN or infinite, and the job is to end then (``--on-nan stop``)."""
 
 
 class DataError(ResiliencyError):

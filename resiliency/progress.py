@@ -19,7 +19,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from resiliency.rank import inspection
+from resiliency.rank import crash_note, inspection
 from resiliency.runtime import STOP_NOTES_ENV
 
 #: Where a rank finds its slot: ``/proc/<launcher>/fd/<n>:<slot>``.
@@ -99,6 +99,7 @@ def watch_rank() -> None:
         _slot, _looked = _open_slot(os.environ.get(STEP_PAGE_ENV, "")), True
         if _slot is not None:
             inspection.offer(os.environ.get(STOP_NOTES_ENV, ""))
+            crash_note.install(_last_step)
 
 
 def report_step(step: int) -> None:
@@ -107,6 +108,13 @@ def report_step(step: int) -> None:
         watch_rank()
     if _slot is not None:
         _STEP.pack_into(_slot[0], _slot[1], step + 1, time.monotonic())
+
+
+def _last_step() -> int | None:
+    if _slot is None:
+        return None
+    count, _ = _STEP.unpack_from(*_slot)
+    return count - 1 if count else None
 
 
 def _open_slot(text: str) -> tuple[mmap.mmap, int] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import ipaddress
 import json
+import math
 import os
 import socket
 import threading
@@ -23,7 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol, overload
 
-from resiliency.errors import ConfigError
+from resiliency.errors import ConfigError, LossNotFinite
 from resiliency.proc_stat import read_stat
 
 #: Any port does: nothing is sent to find out by which way another host is reached.
@@ -40,6 +41,9 @@ STOP_NOTES_ENV = "RESILIENCY_STOP_NOTES"
 FAILURE_DOMAINS_ENV = "RESILIENCY_FAILURE_DOMAINS"
 #: Name or address at which the other hosts of the job reach this one; default: found out.
 PEER_ADDRESS_ENV = "RESILIENCY_PEER_ADDRESS"
+
+#: What a rank does about a loss that is not finite: ``stop`` or ``ignore``; the launcher's ``--on-nan``.
+ON_NAN_ENV = "RESILIENCY_ON_NAN"
 
 _STOP_NOTE = "stopped-"
 
@@ -262,3 +266,17 @@ def no_garbage_collection() -> Iterator[None]:
             _without_collection -= 1
             if not _without_collection and _collected_before:
                 gc.enable()
+
+
+def check_loss(loss: float, *, step: int) -> None:
+    """End this rank, and so the job, where its launcher has ``--on-nan stop`` and `loss` is not finite.
+
+    Any one rank may call it: the launcher ends the others.
+
+    Raises:
+        LossNotFinite: the message names the step.
+    """
+    if os.environ.get(ON_NAN_ENV) == "stop" and not math.isfinite(loss):
+        raise LossNotFinite(
+            f"the loss of step {step} is {loss:g}.", hint="Look at the data and the learning rate.", step=step
+        )

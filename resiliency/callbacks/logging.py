@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback
 
 from resiliency.errors import ConfigError
 from resiliency.progress import report_step
+from resiliency.runtime import check_loss
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -155,6 +156,8 @@ class StepLoggingCallback(TensorboardCallback):
             self._tokens_text(seconds, "  "),
             memory_bytes / _GIB,
         )
+        if loss is not None:
+            check_loss(float(loss), step=step)
         scalars = {"step_time_s": seconds, "peak_memory_bytes": memory_bytes}
         if self._tokens_per_step is not None:
             scalars["tokens_per_s"] = self._tokens_per_step / seconds

@@ -44,7 +44,7 @@ from resiliency.checkpoint.trainer.common_end import CommonEnd
 from resiliency.checkpoint.trainer.delivery import Delivery
 from resiliency.checkpoint.trainer.going_on import GoingOn, go_on_from
 from resiliency.checkpoint.trainer.handles import SaveHandle
-from resiliency.checkpoint.trainer.intervals import Advice
+from resiliency.checkpoint.trainer.intervals import IntervalAdvice
 from resiliency.checkpoint.trainer.join import ReplicaHosts, join
 from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier, intervals_of, settings_of
 from resiliency.checkpoint.trainer.saver import Saver
@@ -449,7 +449,7 @@ class Checkpointer:
         """Wait until no save is under way; False at the timeout."""
         return self._delivery.wait(timeout)
 
-    def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
+    def advice(self, tier: TierName, *, mtbf_s: float) -> IntervalAdvice:
         """How often to save into `tier`, from what saves of this job have cost training so far.
 
         No more often than saves of this rank became durable there, or some would be skipped.  At the end

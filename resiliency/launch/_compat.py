@@ -557,6 +557,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     outside: ReconnectingStore | None = None
     _first_round: int | None = None
     _links: LauncherLinks | None = None
+    _plain_store: Any = None
     _lost_since = 0.0
 
     @classmethod
@@ -619,6 +620,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         handler = cls(node, settings, backend.name, store, holder)
         handler._asked_rank = node_rank
         handler.outside = outside
+        handler._plain_store = store
         if max_nodes > 1 and handler.sees_losses:
             handler._listen(local_addr or address_for_others(store_place(endpoint)[0]) or node.addr)
         return handler, serves
@@ -687,6 +689,10 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             self._links.close()
         if self.outside is not None:
             self.outside.close()
+
+    def call_store(self, function: Callable[[Any], T]) -> T:
+        """`function` of the rendezvous store, for keys that belong to no single rendezvous."""
+        return function(self._plain_store) if self.outside is None else self.outside.call(function)
 
     def wait_at_most(self, seconds: float) -> AbstractContextManager[None]:
         """Within, wait at most `seconds` for a store that is away."""
@@ -897,6 +903,12 @@ class HookedAgent(_launcher.LocalElasticAgent):
     @property
     def restarts_used(self) -> int:
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    def use_no_more_restarts(self) -> None:
+        """A failure ends the job now, on all hosts, as if its restarts were used up."""
+        # What is compared with is lowered, too: the min-healthy policy counts what is left again.
+        self._worker_group.spec.max_restarts = self.restarts_used
+        self._remaining_restarts = 0
 
     @property
     def all_succeeded(self) -> bool:

@@ -31,6 +31,7 @@ from resiliency.launch._compat import (
     hang_note,
     run_script_path,
 )
+from resiliency.launch.failures.handler import FailureHandler
 from resiliency.launch.fleet.link import (
     HostCommand,
     HostCommandKind,
@@ -40,13 +41,13 @@ from resiliency.launch.fleet.link import (
 )
 from resiliency.launch.guardian import Process
 from resiliency.launch.hangs.watch import HangWatch
+from resiliency.launch.health.diagnosis import Advice, Diagnosis
 from resiliency.launch.incident import RankFault, cause_of
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
 from resiliency.launch.reaction import waits_natively
 from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox, WorkerWatch
-from resiliency.progress import StepPage
 from resiliency.runtime import StopNote, name_ranks
 
 logger = logging.getLogger(__name__)
@@ -72,10 +73,10 @@ class ResilientAgent(HookedAgent):
         logs: TracedLogs,
         events: EventStream,
         reporter: WorkerStateReporter,
+        failures: FailureHandler,
         protection: Protection,
         standby: Standby,
         signals: SignalBox,
-        page: StepPage,
         hangs: HangWatch,
     ) -> None:
         in_process = options.args.run_path
@@ -105,10 +106,10 @@ class ResilientAgent(HookedAgent):
         self._logs = logs
         self._events = events
         self._reporter = reporter
+        self._failures = failures
         self._protection = protection
         self._standby = standby
         self._signals = signals
-        self._page = page
         self._hangs = hangs
         self._watch: WorkerWatch | None = None
         self._seen_pids: set[int] = set()
@@ -132,9 +133,9 @@ class ResilientAgent(HookedAgent):
         self.faults = []
         StopNote.take_all(self._protection.private_dir)  # of an attempt before
         self._stops.clear()
+        self._failures.begin_attempt()
         self._logs.attempt = self.attempt
         rendezvous = self._rendezvous_handler
-        self._page.clear()
         self._reporter.begin_attempt(self.attempt, run=rendezvous.run, first_attempt=rendezvous.first_attempt)
         self._standby.begin_attempt()
         self._events.info = replace(self._events.info, node_rank=self.node_rank)
@@ -203,10 +204,19 @@ class ResilientAgent(HookedAgent):
     def failed(self, failures: Sequence[Any]) -> None:
         if self._watch is None:
             return  # these ended because we stopped them
-        for failure in failures:
-            if failure.pid not in self._seen_pids:
-                self._seen_pids.add(failure.pid)
-                self._record(self._fault(failure))
+        new = [failure for failure in failures if failure.pid not in self._seen_pids]
+        for failure in new:
+            self._seen_pids.add(failure.pid)
+            self._record(self._fault(failure))
+        if new and self._signals.first is None:
+            found = self._failures.diagnose(run=self._rendezvous_handler.run, attempt=self.attempt)
+            if found.advice is Advice.STOP:
+                self.use_no_more_restarts()
+                self._reporter.launcher_is(LauncherState.GAVE_UP)
+
+    def find_stop(self) -> Diagnosis | None:
+        """The diagnosis that ended the job although restarts may have been left; None: none did."""
+        return self._failures.find_stop(self._rendezvous_handler.run)
 
     def were_asked_to_end(self) -> bool:
         return self._watch is not None and bool(self.stops)
@@ -300,6 +310,14 @@ class ResilientAgent(HookedAgent):
         hang = note.read_text() if note.exists() else None
         note.unlink(missing_ok=True)  # the process number may come again
         local_rank = failure.local_rank
+        self._failures.add_death(
+            local_rank,
+            rank=self.ranks[local_rank],
+            exit_code=failure.exitcode,
+            error=failure.error_file_data,
+            hang=hang,
+            stderr_file=self._logs.stderr_files.get(local_rank),
+        )
         return RankFault(
             rank=self.ranks[local_rank],
             local_rank=local_rank,

@@ -38,8 +38,10 @@ examples:
   restart a rank that sends no heartbeat for a minute (the script uses NVRx's RankMonitorClient):
     launcher.py --nproc-per-node 8 --max-restarts 3 --ft-rank-heartbeat-timeout 60 train.py
 
-exit codes: 0 all workers succeeded; 1 workers failed; 2 refused before anything started;
-128+N ended by signal N.  Each flag also reads PET_<NAME>, for instance PET_MAX_RESTARTS=3."""
+exit codes: 0 all workers succeeded; 1 workers failed; 70 workers failed and would fail again: do
+not requeue; 2 refused before anything started; 128+N ended by signal N.
+
+Each flag also reads PET_<NAME>, for instance PET_MAX_RESTARTS=3."""
 
 
 def _boolean(text: str) -> bool:
@@ -334,6 +336,28 @@ HEALTH = (
         "counts as their failure.  auto (default): a minute or 8 usual steps where that is certain, else 30 "
         "minutes or 4 times the longest step.  Within seconds, the log names ranks that stand still, and "
         "what they do, whatever this says.",
+    ),
+    Flag(
+        name="--attempts-without-progress",
+        type=int,
+        default=3,
+        metavar="N",
+        help="End the job when N attempts brought no new step (3; 0: never for that reason), also where "
+        "--max-restarts leaves more.",
+    ),
+    Flag(
+        name="--failure-policy",
+        metavar="MODULE:FUNCTION",
+        help="Called after a failure with the Evidence and the Diagnosis; returns an Advice, or None for the "
+        "launcher's own.  It has 10 s; one that fails changes nothing.",
+    ),
+    Flag(
+        name="--on-nan",
+        default="ignore",
+        choices=("stop", "ignore"),
+        metavar="stop|ignore",
+        help="stop: a loss that is not finite ends the job, where a callback of ours or check_loss sees it.  "
+        "ignore (default): training goes on.",
     ),
 )
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from resiliency.launch.health.evidence import signal_name
+
 #: Bytes from the end of a log in which the line that names the exception is looked for.
 TAIL_BYTES = 8192
 #: What upstream says when a worker wrote no error file.
@@ -39,14 +41,6 @@ class RankFault:
             f"{self.cause}\n"
             f"    at {self.time:%Y-%m-%d %H:%M:%S} UTC in attempt {self.attempt}, log file: {log}"
         )
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def cause_of(

@@ -22,9 +22,11 @@ from resiliency.goodput_measure.tracker import goodput_path, open_event_stream, 
 from resiliency.launch import _compat, cli, rendezvous_wait
 from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agents.host import AgentHost
+from resiliency.launch.failures.handler import FailureHandler
 from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
 from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.hangs.watch import HangWatch
+from resiliency.launch.health.diagnosis import Diagnosis
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
@@ -35,6 +37,7 @@ from resiliency.runtime import (
     AGENT_HOST_ENV,
     FAILURE_DOMAINS_ENV,
     JOB_ENV,
+    ON_NAN_ENV,
     RUN_DIR_ENV,
     STOP_NOTES_ENV,
     SystemClock,
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 LEFT = "unhealthy host"
 #: How long such a launcher waits to be ended.
 LEFT_S = 30.0
+#: Exit codes of a job that failed, and of one that would fail again: EX_SOFTWARE, "do not requeue".
+FAILED, NO_REQUEUE = 1, 70
 #: Kubelets set it in each pod.
 KUBERNETES_ENV = "KUBERNETES_SERVICE_HOST"
 
@@ -62,7 +67,7 @@ class JobOutcome:
     @property
     def leaves_job_down(self) -> bool:
         """Whether the launcher gave up: it neither succeeded, nor was told to end or to leave."""
-        return self.exit_code == 1 and self.name != LEFT
+        return self.exit_code in (FAILED, NO_REQUEUE) and self.name != LEFT
 
 
 def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int:
@@ -107,6 +112,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 timeout=options.hang_timeout,
                 end_rank=lambda pid, why: _note_hang(protection, pid, why),
             )
+            failures = FailureHandler(options, events, page, handler.call_store)
             agent = ResilientAgent(
                 options,
                 rendezvous=handler,
@@ -115,10 +121,10 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 logs=logs,
                 events=events,
                 reporter=reporter,
+                failures=failures,
                 protection=protection,
                 standby=standby,
                 signals=signals,
-                page=page,
                 hangs=hangs,
             )
             try:
@@ -139,6 +145,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                     hangs.close()
                     agent.shutdown_rank_monitors()
                     reporter.close()
+                    failures.close()
                     page.close()
         return outcome.exit_code
 
@@ -226,8 +233,9 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
             outcome.exit_code = _stopped_exit_code(signal.SIGTERM) if stopped else 0
             outcome.name = "stopped" if stopped else "succeeded"
         else:
-            outcome.exit_code, outcome.name = 1, "failed"
-            logger.error("%s", _summary(options, agent))
+            stop = agent.find_stop()
+            outcome.exit_code, outcome.name = _failed_exit_code(stop), "failed"
+            logger.error("%s", _summary(options, agent, stop))
     except _compat.SignalException as error:
         outcome.exit_code = _stopped_exit_code(error.sigval) if agent.all_succeeded else 128 + error.sigval
         outcome.name, outcome.final = error.sigval.name, False
@@ -243,8 +251,9 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
         outcome.name, outcome.final = LEFT, False
         logger.error("this host leaves the job, because it is unhealthy: %s", error)
     except _compat.RendezvousClosedError:
-        outcome.name = "ended elsewhere"
-        logger.error("another host ended the job.\n%s", _summary(options, agent))
+        stop = agent.find_stop()
+        outcome.exit_code, outcome.name = _failed_exit_code(stop), "ended elsewhere"
+        logger.error("another host ended the job.\n%s", _summary(options, agent, stop))
     except _compat.RendezvousTimeoutError:
         outcome.name, outcome.final = "hosts missing", False
         logger.error(
@@ -268,13 +277,20 @@ def _stopped_exit_code(number: int) -> int:
     return 128 + number if os.environ.get(KUBERNETES_ENV) else 0
 
 
-def _summary(options: LaunchOptions, agent: ResilientAgent) -> str:
-    return summarise(
+def _failed_exit_code(stop: Diagnosis | None) -> int:
+    return FAILED if stop is None else NO_REQUEUE
+
+
+def _summary(options: LaunchOptions, agent: ResilientAgent, stop: Diagnosis | None) -> str:
+    words = summarise(
         options.script,
         agent.faults,
         restarts=agent.restarts_used,
         max_restarts=options.max_restarts,
     )
+    if stop is not None:
+        words += f"\nThe job ends, and would fail again as it is: {stop.sentence}."
+    return words
 
 
 def _adjust(
@@ -292,6 +308,7 @@ def _adjust(
     env[STEP_PAGE_ENV] = page.variable(int(env["LOCAL_RANK"]))
     env[AGENT_HOST_ENV] = agents.address
     env[STOP_NOTES_ENV] = str(protection.private_dir)
+    env[ON_NAN_ENV] = options.args.on_nan
     env[JOB_ENV] = options.info.job_name
     env[RUN_DIR_ENV] = options.info.run_dir
     if env["LOCAL_RANK"] == "0":

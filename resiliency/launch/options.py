@@ -23,6 +23,7 @@ from pathlib import Path
 
 from resiliency.errors import ConfigError
 from resiliency.launch.cli import UNNAMED
+from resiliency.launch.failures.policy import check_policy
 from resiliency.launch.fleet.link import SupervisorOptions
 from resiliency.launch.health.hang_times import HangTimeout
 from resiliency.runtime import RunInfo
@@ -85,6 +86,8 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchOptions:
     for flag, path in (("--run-dir", info.run_dir), ("--log-dir", args.log_dir)):
         if path is not None:
             _check_writable(flag, Path(path))
+    if args.failure_policy is not None:
+        check_policy(args.failure_policy)
     both = args.shutdown_timeout
     return LaunchOptions(
         info=info,
@@ -124,6 +127,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
     if args.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts must be 0 or more, found {args.max_restarts}.", flag="--max-restarts"
+        )
+    if args.attempts_without_progress < 0:
+        raise ConfigError(
+            f"--attempts-without-progress must be 0 or more, found {args.attempts_without_progress}.",
+            flag="--attempts-without-progress",
         )
     if args.node_rank is not None and args.node_rank < 0:
         raise ConfigError(f"--node-rank must be 0 or more, found {args.node_rank}.", flag="--node-rank")

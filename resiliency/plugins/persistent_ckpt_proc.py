@@ -42,7 +42,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.names import PRIORITY, TierName
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.checkpoint.trainer.handles import SaveHandle
-from resiliency.checkpoint.trainer.intervals import Advice
+from resiliency.checkpoint.trainer.intervals import IntervalAdvice
 from resiliency.checkpoint.trainer.options import CheckpointerOptions, LocalTier, interval_of
 from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import ConfigError
@@ -289,7 +289,7 @@ class PersistentCheckpointProcessIO(CheckpointIO):
         """Whether a tier with an interval here is to save `step`, which was the last that is done."""
         return step == self._last_step and tier in self._due
 
-    def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
+    def advice(self, tier: TierName, *, mtbf_s: float) -> IntervalAdvice:
         """How often to save into `tier`, see `Checkpointer.advice`."""
         if self._checkpointer is None:
             raise ConfigError("no interval can be advised where no training runs.", hint="Ask in a callback.")

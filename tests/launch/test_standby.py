@@ -290,7 +290,8 @@ def test_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
     launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing, times: int
 ) -> None:
     job = launch(
-        *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json", STANDBY_WORKER),
+        *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json"),
+        *("--attempts-without-progress=0", STANDBY_WORKER),
         *(f"--fail-until={times}", f"--wait={times}"),
     )
     job.wait_for_line("rank 0 attempt 20 says", timeout=WAIT)

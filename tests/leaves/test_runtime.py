@@ -12,8 +12,15 @@ from datetime import datetime, timedelta, timezone
 import psutil
 import pytest
 
-from resiliency.errors import ConfigError
-from resiliency.runtime import RunInfo, name_ranks, no_garbage_collection, process_start_time
+from resiliency.errors import ConfigError, LossNotFinite
+from resiliency.runtime import (
+    ON_NAN_ENV,
+    RunInfo,
+    check_loss,
+    name_ranks,
+    no_garbage_collection,
+    process_start_time,
+)
 
 WORKER = {
     "RANK": "9",
@@ -91,6 +98,18 @@ def test_a_number_that_is_none_is_refused_with_its_name_and_text(variable: str, 
     with pytest.raises(ConfigError, match=rf"{variable} must be a whole number, found '{text}'") as caught:
         RunInfo.from_env({**WORKER, variable: text})
     assert caught.value.fields == {"variable": variable}
+
+
+def test_a_loss_that_is_not_finite_ends_the_rank_only_where_the_launcher_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_loss(float("nan"), step=7)
+    monkeypatch.setenv(ON_NAN_ENV, "ignore")
+    check_loss(float("inf"), step=7)
+    monkeypatch.setenv(ON_NAN_ENV, "stop")
+    check_loss(3.5, step=7)
+    with pytest.raises(LossNotFinite, match="the loss of step 7 is nan"):
+        check_loss(float("nan"), step=7)
 
 
 def test_the_start_of_this_process_is_the_kernels() -> None:

@@ -20,7 +20,7 @@ from resiliency.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class IntervalAdvice:
     """The interval that loses least.
 
     Attributes:
@@ -84,7 +84,7 @@ def expected_overhead(interval_s: float, cost_s: float, mtbf_s: float) -> float:
 
 def advise(
     costs_s: Iterable[float], *, step_s: float, mtbf_s: float, commit_s: float = 0.0, tier: str = ""
-) -> Advice:
+) -> IntervalAdvice:
     """What to set as the interval of one tier.
 
     Args:
@@ -116,7 +116,9 @@ def advise(
     )
     if commit_s > young_daly(cost, mtbf_s):
         text += f"; more often would be better, but storage needs {short(commit_s)} s for each"
-    return Advice(interval_s=best_s, interval_steps=steps, cost_s=cost, expected_overhead=overhead, text=text)
+    return IntervalAdvice(
+        interval_s=best_s, interval_steps=steps, cost_s=cost, expected_overhead=overhead, text=text
+    )
 
 
 def cost_text(costs_s: Sequence[float]) -> str:

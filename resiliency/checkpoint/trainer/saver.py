@@ -18,7 +18,7 @@ from resiliency.checkpoint.capture.owned_memory import takes_hooks, unwrapped, w
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.trainer.delivery import Delivery
 from resiliency.checkpoint.trainer.handles import FINAL, SaveHandle, SaveState
-from resiliency.checkpoint.trainer.intervals import Advice
+from resiliency.checkpoint.trainer.intervals import IntervalAdvice
 from resiliency.checkpoint.trainer.options import CheckpointerOptions
 from resiliency.checkpoint.trainer.schedule import Schedule
 from resiliency.checkpoint.trainer.step_times import Excess, StepTimes
@@ -161,7 +161,7 @@ class Saver:
         """The tiers that `step` was to be saved to, and its last save there; the same tiers on all ranks."""
         return dict(self._saved_in) if self._newest is not None and self._newest.step == step else {}
 
-    def advice(self, tier: TierName, *, mtbf_s: float) -> Advice:
+    def advice(self, tier: TierName, *, mtbf_s: float) -> IntervalAdvice:
         """See `Checkpointer.advice`."""
         return self._schedule.advice(tier, step_s=self._times.undisturbed_s, mtbf_s=mtbf_s)
 

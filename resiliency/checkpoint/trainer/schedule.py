@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.ranks import RankGroup
-from resiliency.checkpoint.trainer.intervals import Advice, advise, cost_text, short
+from resiliency.checkpoint.trainer.intervals import IntervalAdvice, advise, cost_text, short
 from resiliency.checkpoint.trainer.tier_policy import Interval, TierPolicy
 from resiliency.runtime import Clock
 
@@ -71,7 +71,7 @@ class Schedule:
         with self._lock:
             self._commits.setdefault(tier, deque(maxlen=_REMEMBERED)).append(commit_s)
 
-    def advice(self, tier: TierName, *, step_s: float, mtbf_s: float) -> Advice:
+    def advice(self, tier: TierName, *, step_s: float, mtbf_s: float) -> IntervalAdvice:
         """The interval of `tier` that loses least; see `resiliency.checkpoint.trainer.intervals.advise`."""
         return advise(
             self._costs.get(tier, ()),

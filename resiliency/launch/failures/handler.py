@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher does when ranks fail: diagnose the attempt, ask the user's policy, say what follows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from resiliency.events import EventStream, EventType
+from resiliency.launch.failures.evidence import EvidenceCollector
+from resiliency.launch.failures.policy import ask_policy
+from resiliency.launch.failures.shared_history import SharedHistory
+from resiliency.launch.health.diagnosis import Advice, Diagnosis, diagnose
+from resiliency.launch.options import LaunchOptions
+from resiliency.progress import StepPage
+
+logger = logging.getLogger(__name__)
+
+
+class FailureHandler:
+    """The diagnoses of one launcher.
+
+    Args:
+        page: where ranks of this host write their steps.
+        call_store: runs a function with the rendezvous store.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        events: EventStream,
+        page: StepPage,
+        call_store: Callable[[Callable[[Any], Any]], Any],
+    ) -> None:
+        self._options, self._events, self._page = options, events, page
+        self._policy: str | None = options.args.failure_policy
+        directories = (options.info.run_dir, *filter(None, [options.args.log_dir]))
+        self._evidence = EvidenceCollector(options.info.host, directories)
+        self._shared = SharedHistory(call_store if options.rendezvous.max_nodes > 1 else None)
+
+    def begin_attempt(self) -> None:
+        self._evidence.begin_attempt()
+        self._page.clear()  # a step of the attempt before is no evidence of this one
+
+    def add_death(
+        self,
+        local_rank: int,
+        *,
+        rank: int,
+        exit_code: int,
+        error: Mapping[str, object],
+        hang: str | None,
+        stderr_file: str | None,
+    ) -> None:
+        """In the order in which deaths are noticed; see `EvidenceCollector.add_death`."""
+        self._evidence.add_death(
+            rank=rank,
+            exit_code=exit_code,
+            error=error,
+            hang=hang,
+            stderr_file=stderr_file,
+            step=self._step_of(local_rank),
+        )
+
+    def diagnose(self, *, run: str, attempt: int) -> Diagnosis:
+        """Name the cause of the attempt's end, in the log and as an event."""
+        evidence = self._evidence.collect(attempt=attempt, step=self._newest_step())
+        found = diagnose(
+            evidence, self._shared.before(run, attempt), limit=self._options.args.attempts_without_progress
+        )
+        if self._policy is not None and (advice := ask_policy(self._policy, evidence, found)) is not None:
+            found = replace(
+                found, advice=advice, sentence=f"{found.sentence}; {self._policy} says {advice.value}"
+            )
+        self._shared.add(run, found)
+        self._events.emit(
+            EventType.DIAGNOSED,
+            attempt=attempt,
+            step=found.step,
+            cause=found.cause.value,
+            advice=found.advice.value,
+            decided_by=found.decided_by.value,
+            confidence=found.confidence.value,
+            ranks=list(found.ranks),
+            hosts=list(found.hosts),
+            sentence=found.sentence,
+        )
+        ends = "the job ends" if found.advice is Advice.STOP else f"advice {found.advice.value}"
+        logger.error("attempt %d diagnosed as %s: %s; %s", attempt, found.cause.value, found.sentence, ends)
+        return found
+
+    def find_stop(self, run: str) -> Diagnosis | None:
+        """The diagnosis with which this host or another one has ended the job, if one did."""
+        return self._shared.find_stop(run)
+
+    def close(self) -> None:
+        self._evidence.close()
+
+    def _step_of(self, local_rank: int) -> int | None:
+        return self._page.read(local_rank).step
+
+    def _newest_step(self) -> int | None:
+        steps = map(self._step_of, range(self._options.workers))
+        return max((step for step in steps if step is not None), default=None)

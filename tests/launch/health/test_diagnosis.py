@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each incident gets its cause, culprits and advice; earlier attempts can only end a job."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from resiliency.launch.health.diagnosis import (
+    Advice,
+    Cause,
+    DecidedBy,
+    Diagnosis,
+    Evidence,
+    HostFacts,
+    RankError,
+    diagnose,
+)
+from resiliency.launch.health.evidence import read_traceback
+from resiliency.launch.health.history import attempts_without_progress, mask
+from resiliency.launch.health.rules import FATAL_XIDS
+from supervisor.policy import xid
+
+from .incidents import GLOO, INCIDENTS, Incident, after, died, raised
+
+ROOT = Path(__file__).parents[3]
+SEEDS = range(1000)
+
+
+@pytest.mark.parametrize("incident", INCIDENTS, ids=lambda incident: incident.name)
+def test_an_incident_gets_its_cause_culprits_and_advice(incident: Incident) -> None:
+    found = diagnose(incident.evidence)
+    assert (found.cause, found.advice) == (incident.cause, incident.advice)
+    assert (found.ranks, found.hosts) == (incident.ranks, incident.hosts)
+    assert incident.says in found.sentence
+    assert found.decided_by is DecidedBy.ATTEMPT
+
+
+def test_the_corpus_is_large_and_shows_every_cause() -> None:
+    assert len(INCIDENTS) >= 40
+    assert {incident.cause for incident in INCIDENTS} == set(Cause)
+
+
+def test_the_page_has_a_row_for_each_cause() -> None:
+    table = re.findall(r"^\| (`.+?`) \|", (ROOT / "docs/health.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(table))) == sorted(Cause)
+
+
+def test_an_older_attempt_never_changes_the_verdict_on_this_one() -> None:
+    """D22: only the two rules over attempts may change the advice, to STOP, and they say so."""
+    for seed in SEEDS:
+        _check_history(seed)
+
+
+def _check_history(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311
+    evidence = replace(draw.choice(INCIDENTS).evidence, attempt=9, step=draw.choice([None, 3, 40, 900]))
+    history = list(_history(draw))
+    alone, found = diagnose(evidence), diagnose(evidence, history)
+    assert replace(found, advice=alone.advice, decided_by=alone.decided_by, sentence=alone.sentence) == alone
+    assert found.sentence.startswith(alone.sentence)
+    if found != alone:
+        assert found.advice is Advice.STOP
+        assert found.decided_by is not DecidedBy.ATTEMPT
+    same = (alone.signature, alone.error_step)
+    repeated = any((one.signature, one.error_step) == same for one in history)
+    assert repeated or found.decided_by is not DecidedBy.DETERMINISTIC
+    # The rules look at diagnoses alone: the attempt's own evidence leaves no trace in another one's.
+    assert diagnose(evidence) == alone
+
+
+def _history(draw: random.Random) -> Iterator[Diagnosis]:
+    known: list[Diagnosis] = []
+    for attempt in range(draw.randrange(6)):
+        evidence = replace(draw.choice(INCIDENTS).evidence, attempt=attempt, step=draw.choice([None, 3, 40]))
+        known.append(diagnose(evidence, tuple(known)))
+    return iter(known)
+
+
+def test_echoes_never_hide_or_become_the_suspect() -> None:
+    for seed in SEEDS:
+        _check_echoes(seed)
+
+
+def _check_echoes(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311
+    incident = draw.choice([one for one in INCIDENTS if one.ranks and not one.evidence.hang])
+    deaths = list(incident.evidence.deaths)
+    for rank in range(10, 10 + draw.randrange(1, 6)):
+        echo = draw.choice(
+            [raised(rank, GLOO), died(rank, -15, ended_by_us=True), died(rank, -6, ended_by_us=True)]
+        )
+        deaths.insert(draw.randrange(len(deaths) + 1), echo)
+    found = diagnose(replace(incident.evidence, deaths=tuple(deaths)))
+    assert (found.cause, found.ranks, found.hosts) == (incident.cause, incident.ranks, incident.hosts)
+
+
+def test_names_and_order_of_hosts_do_not_matter() -> None:
+    """D19: nothing of the evidence is a clock, and no rule depends on a host's name."""
+    for incident in INCIDENTS:
+        evidence = incident.evidence
+        renamed = replace(
+            evidence,
+            deaths=tuple(replace(death, host=f"x{death.host}") for death in evidence.deaths),
+            hosts=tuple(replace(facts, host=f"x{facts.host}") for facts in reversed(evidence.hosts)),
+            lost_hosts=tuple(f"x{host}" for host in evidence.lost_hosts),
+        )
+        assert diagnose(renamed).cause is incident.cause
+
+
+def _attempts(*evidence: Evidence) -> list[Diagnosis]:
+    known: list[Diagnosis] = []
+    for attempt, one in enumerate(evidence):
+        known.append(diagnose(replace(one, attempt=attempt), tuple(known)))
+    return known
+
+
+def test_the_same_error_at_the_same_step_on_another_rank_ends_the_job_at_the_second_time() -> None:
+    first = after(raised(3, "ValueError: sample 4711 is broken, at 0x7f12ab"), step=57)
+    second = after(raised(6, "ValueError: sample 4712 is broken, at 0x7f99cd", host="host-b"), step=57)
+    found = _attempts(first, second)[-1]
+    assert (found.advice, found.decided_by) == (Advice.STOP, DecidedBy.DETERMINISTIC)
+    assert found.ranks == (6,)
+    assert "attempt 0 ended at this step in the same way" in found.sentence
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        after(raised(3, "ValueError: x"), step=58),
+        after(raised(3, "KeyError: x"), step=57),
+        after(died(3, -9), step=57),
+        after(raised(3, "ValueError: x"), step=None),
+    ],
+    ids=["another step", "another error", "a kill", "an unknown step"],
+)
+def test_what_differs_is_not_deterministic(second: Evidence) -> None:
+    assert _attempts(after(raised(3, "ValueError: x"), step=57), second)[-1].advice is Advice.RESTART
+
+
+def test_the_step_of_an_error_is_its_ranks_own() -> None:
+    """Whether another rank of the host has finished one more step is chance."""
+    death = replace(raised(3, "ValueError: x"), step=57)
+    found = _attempts(after(death, step=57), after(death, step=58))[-1]
+    assert found.decided_by is DecidedBy.DETERMINISTIC
+    assert found.sentence.startswith(
+        "rank 3 on host-a (after step 57) raised ValueError: x at /job/train.py:88 in step"
+    )
+
+
+def test_an_attempt_that_passed_the_step_refutes_that_the_error_is_deterministic() -> None:
+    bad, killed = after(raised(3, "ValueError: x"), step=57), after(died(0, -9), step=90)
+    assert _attempts(bad, killed, bad)[-1].advice is Advice.RESTART
+    assert _attempts(killed, bad, bad)[-1].decided_by is DecidedBy.DETERMINISTIC
+
+
+def test_what_comes_from_outside_may_repeat_at_a_step() -> None:
+    assert _attempts(*[after(died(3, -9), step=57)] * 2)[-1].advice is Advice.RESTART
+
+
+def test_three_attempts_without_progress_end_the_job() -> None:
+    crash = after(raised(3, "RuntimeError: no"), step=None)
+    found = _attempts(crash, after(died(1, -11), step=None), after(died(2, -9), step=None))
+    assert [one.advice for one in found] == [Advice.RESTART, Advice.RESTART, Advice.STOP]
+    assert found[-1].decided_by is DecidedBy.NO_PROGRESS
+    assert "3 attempts brought no new step and no new checkpoint" in found[-1].sentence
+
+
+def test_progress_refills_the_budget_and_a_preemption_takes_nothing_from_it() -> None:
+    """D21, D32: a job that gets on may fail for ever, and may be preempted without a limit."""
+    fails = [after(died(draw % 8, -9), step=10 * draw) for draw in range(100)]
+    assert {one.advice for one in _attempts(*fails)} == {Advice.RESTART}
+    preempted = [after(died(0, -15), stop_signal="SIGTERM", step=5)] * 100
+    assert {one.advice for one in _attempts(*preempted)} == {Advice.RESTART}
+    saved = [replace(after(died(0, -9), step=50), committed=step) for step in range(30)]
+    assert {one.advice for one in _attempts(*saved)} == {Advice.RESTART}
+    assert attempts_without_progress(_attempts(*[after(died(0, -9), step=5)] * 3)) == 2
+
+
+def test_long_attempts_whose_steps_nobody_knows_count_as_progress() -> None:
+    """Unknown is a state: a script that reports no steps may have trained for a day."""
+    day = replace(after(died(0, -9), step=None), uptime_s=86_400.0)
+    unknown = replace(day, uptime_s=None)
+    assert {one.advice for one in _attempts(*[day, unknown] * 4)} == {Advice.RESTART}
+
+
+def test_a_kernel_log_that_cannot_be_read_proves_nothing() -> None:
+    """D26: no data is not a finding."""
+    for kernel in (None, ()):
+        found = diagnose(after(died(3, -9), facts=HostFacts(host="host-a", kernel=kernel)))
+        assert found.cause is Cause.KILLED
+
+
+def test_words_in_a_message_are_no_reason() -> None:
+    """D35: an error is compared by what it is; a text that merely names another cause is not that cause."""
+    error = RankError(type="ValueError", message="field 'preempted' is no Succeeded or OOMKilled")
+    death = replace(raised(3, "X: y"), error=error)
+    assert diagnose(after(death)).cause is Cause.EXCEPTION
+
+
+def test_fatal_xids_are_those_that_the_supervisor_takes_a_gpu_out_for() -> None:
+    grave = {xid.Remedy.OUT_OF_SERVICE, xid.Remedy.DRAIN_AND_RESET, xid.Remedy.RESET_GPU}
+    assert {code for code in range(1000) if xid.remedy(code) in grave} == FATAL_XIDS
+
+
+def test_a_traceback_is_read_from_a_log() -> None:
+    lines = """\
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "/job/data.py", line 5, in get
+[rank3]: KeyError: 3
+[rank3]: During handling of the above exception, another exception occurred:
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "/job/train.py", line 88, in step
+[rank3]:     loss = model(batch)
+[rank3]:   File "/opt/lib/python3.11/site-packages/torch/x.py", line 7, in call
+[rank3]: mypkg.errors.SampleError: sample 7: it is "broken"
+terminate called after throwing an instance of 'std::runtime_error'
+  what():  Connection closed by peer
+""".splitlines()
+    error = read_traceback(lines)
+    assert error is not None
+    assert str(error) == 'mypkg.errors.SampleError: sample 7: it is "broken"'
+    assert str(error.user_frame) == "/job/train.py:88 in step"
+    assert read_traceback(["all is well", "loss 3.2"]) is None
+    assert mask("pid 47 at 0x7fab: 3.5 GiB") == "pid # at @: # GiB"

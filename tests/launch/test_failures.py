@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A failed attempt is diagnosed, and a job that would only fail again ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency import cgroups
+from resiliency.errors import ConfigError
+from resiliency.events import EventType
+from resiliency.launch.failures import shared_history
+from resiliency.launch.failures.evidence import EvidenceCollector, KernelLog, read_error_file
+from resiliency.launch.failures.policy import ask_policy, check_policy
+from resiliency.launch.health.diagnosis import Advice, Cause, Evidence, RankDeath, diagnose
+from tests.ports import free_port
+
+from .conftest import SCRIPTS, WAIT, Launch, events
+from .settings import FAST
+
+CRASHING = SCRIPTS / "crashing.py"
+
+
+def test_the_same_error_at_the_same_step_ends_the_job_on_all_hosts_in_the_second_run(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """The bad sample is on host 0 first, then on host 1, which learns from the store what host 0 met."""
+    place = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=bad", f"--master-port={free_port()}", FAST)
+    hosts = [
+        launch(
+            *place,
+            f"--node-rank={rank}",
+            "--max-restarts=9",
+            CRASHING,
+            "--step=57",
+            run_dir=tmp_path / f"{rank}",
+        )
+        for rank in range(2)
+    ]
+    assert [host.wait(timeout=WAIT) for host in hosts] == [70, 70]
+    assert [len(re.findall(r"attempt \d runs", host.output)) for host in hosts] == [2, 2]
+    (first,) = events(tmp_path / "0", EventType.DIAGNOSED)
+    (last,) = events(tmp_path / "1", EventType.DIAGNOSED)
+    assert (first.attempt, first.fields["advice"], first.fields["ranks"]) == (0, "restart", [0])
+    assert (last.attempt, last.fields["advice"], last.fields["ranks"]) == (1, "stop", [1])
+    assert last.fields["decided_by"] == "deterministic"
+    assert last.step == 57
+    for host in hosts:
+        assert "would fail again as it is: rank 1 on" in host.output
+        assert "ValueError: sample 4712 is broken at " in host.output
+
+
+def test_three_attempts_without_progress_end_the_job_and_a_policy_that_raises_changes_nothing(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def policy(evidence, diagnosis):\n    raise KeyError('oh')\n")
+    flags = ("--nproc-per-node=1", "--max-restarts=9", "--failure-policy=mine:policy")
+    job = launch(*flags, CRASHING, "--exit=17")
+    assert job.wait(timeout=WAIT) == 70
+    told = events(tmp_path / "run", EventType.DIAGNOSED)
+    assert [event.fields["advice"] for event in told] == ["restart", "restart", "stop"]
+    assert job.output.count("--failure-policy mine:policy failed: KeyError: 'oh'; our own advice holds") == 3
+    assert events(tmp_path / "run")[-1].fields == {"exit_code": 70, "outcome": "failed"}
+
+
+POLICIES = """
+import os, signal, time
+from resiliency.launch.health.diagnosis import Advice
+def stop(evidence, diagnosis):
+    print("a policy may print")
+    return Advice.STOP if evidence.deaths[0].exit_code == 17 else None
+def nothing(evidence, diagnosis): return None
+def nonsense(evidence, diagnosis): return "halt"
+def hangs(evidence, diagnosis): signal.pause()
+def crashes(evidence, diagnosis): os.kill(os.getpid(), signal.SIGSEGV)
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "advice", "says"),
+    [
+        ("stop", Advice.STOP, ""),
+        ("nothing", None, ""),
+        ("nonsense", None, "returned 'halt', which is no Advice"),
+        ("hangs", None, "no answer after 1 s"),
+        ("crashes", None, "failed: exit code -11"),
+    ],
+)
+def test_a_policy_decides_and_one_that_fails_does_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    advice: Advice | None,
+    says: str,
+) -> None:
+    (tmp_path / "policies.py").write_text(POLICIES)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    evidence = Evidence(attempt=0, deaths=(RankDeath(rank=0, host="host-a", exit_code=17),))
+    assert ask_policy(f"policies:{name}", evidence, diagnose(evidence), deadline_s=1.0) is advice
+    assert says in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("policies", "must be MODULE:FUNCTION, found 'policies'"),
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("json:no_such_name", "has no attribute 'no_such_name'"),
+        ("os:sep", "TypeError: os:sep is no function"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_refused_at_the_door(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_policy(name)
+
+
+def test_a_crash_note_holds_type_message_frames_and_step_and_the_traceback_is_still_printed(
+    tmp_path: Path,
+) -> None:
+    note = tmp_path / "error.json"
+    script = tmp_path / "boom.py"
+    script.write_text(
+        "from resiliency.rank import crash_note\ncrash_note.install(lambda: 7)\n"
+        "def step():\n    raise ValueError('line one: x\\nline two')\nstep()\n"
+    )
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(note)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ValueError: line one: x\nline two" in done.stderr
+    error = read_error_file(json.loads(note.read_text()))
+    assert error is not None
+    assert (error.type, error.message, error.step) == ("ValueError", "line one: x\nline two", 7)
+    assert str(error.user_frame) == f"{script}:4 in step"
+    # Without a launcher nothing is written, and what `record` has written stays.
+    note.write_text("{}")
+    subprocess.run([sys.executable, script], env=env, capture_output=True, check=False)
+    assert note.read_text() == "{}"
+
+
+def test_evidence_begins_with_the_attempt(tmp_path: Path) -> None:
+    """D22: what the kernel and the counters said before is not of this attempt."""
+    group = tmp_path / "cgroup" / "job"
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    assert cgroups.oom_kills(tmp_path / "cgroup", tmp_path / "proc") is None
+    (tmp_path / "proc/vmstat").write_text("oom_kill 9\n")
+    assert cgroups.oom_kills(tmp_path / "cgroup", tmp_path / "proc") == 9
+    (group / "memory.events").write_text("oom 4\noom_kill 3\n")
+    assert cgroups.oom_kills(tmp_path / "cgroup", tmp_path / "proc") == 3
+
+    log = tmp_path / "kmsg"
+    log.write_text("6,1,1,-;old line\n")
+    kernel = KernelLog(log)
+    kernel.mark_start()
+    with log.open("a") as file:
+        file.write("3,2,2,-;Out of memory: Killed process 7 (python)\n SUBSYSTEM=x\n")
+    assert kernel.try_read() == ("Out of memory: Killed process 7 (python)",)
+    kernel.close()
+    assert KernelLog(tmp_path / "absent").try_read() is None
+
+    printed = tmp_path / "stderr.log"
+    printed.write_text("Traceback (most recent call last):\nMemoryError: no\n")
+    collector = EvidenceCollector("host-a", (str(tmp_path),))
+    for attempt, cause in enumerate((Cause.HOST_OOM, Cause.UNKNOWN)):
+        collector.begin_attempt()
+        if attempt == 0:
+            collector.add_death(rank=0, exit_code=1, error={}, hang=None, stderr_file=str(printed))
+        assert diagnose(collector.collect(attempt=attempt, step=None)).cause is cause
+    collector.close()
+
+
+def test_a_store_that_hangs_or_fails_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D29: nothing waits for the thread that was given up on."""
+    monkeypatch.setattr(shared_history, "DEADLINE_S", 0.1)
+    over = threading.Event()
+
+    def hangs(work: Callable[[Any], Any]) -> bool:
+        return over.wait(WAIT)
+
+    def fails(work: Callable[[Any], Any]) -> bool:
+        raise RuntimeError("connection reset")
+
+    for call in (hangs, fails):
+        found = diagnose(
+            Evidence(attempt=0, step=3, deaths=(RankDeath(rank=0, host="host-a", exit_code=17),))
+        )
+        history = shared_history.SharedHistory(call)
+        history.add("run", found)
+        assert history.before("run", 1) == (found,)
+        assert shared_history.decode_diagnosis(shared_history.encode_diagnosis(found)) == found
+    over.set()
