@@ -39,7 +39,8 @@ examples:
     launcher.py --nproc-per-node 8 --max-restarts 3 --ft-rank-heartbeat-timeout 60 train.py
 
 exit codes: 0 all workers succeeded; 1 workers failed; 2 refused before anything started;
-128+N ended by signal N.  Each flag also reads PET_<NAME>, for instance PET_MAX_RESTARTS=3."""
+3 the check found this host faulty, 4 slow (--exclude-straggler); 128+N ended by signal N.
+Each flag also reads PET_<NAME>, for instance PET_MAX_RESTARTS=3."""
 
 
 def _boolean(text: str) -> bool:
@@ -383,6 +384,38 @@ EVENTS = (
     ),
 )
 
+HEALTH = (
+    Flag(
+        name="--precheck",
+        default="0",
+        choices=("0", "1", "2"),
+        metavar="{0,1,2}",
+        help="Check this host before it joins the job: 0 no (default), 1 its cores, GPUs, memory and disk, "
+        "compared with the other hosts, 2 also the links between hosts.  A faulty host leaves with exit "
+        "code 3.  Give all hosts the same.",
+    ),
+    Flag(
+        name="--exclude-straggler",
+        switch=True,
+        help="A host that the check finds slow leaves, too, with exit code 4; else that is logged.",
+    ),
+    Flag(
+        name="--check-timeout-s",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="Longest time for the probes of a host, and again for the comparison with others (60).",
+    ),
+    Flag(
+        name="--check-on",
+        default="start",
+        choices=("start", "host-change", "always"),
+        metavar="WHEN",
+        help="start (default): once, when this launcher starts.  host-change: also all hosts after another "
+        "host came.  always: also before each restart of workers.",
+    ),
+)
+
 #: Title and flags of each group, in the order of the help text.
 GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ("rendezvous", RENDEZVOUS),
@@ -390,6 +423,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ("logging", LOGGING),
     ("fault tolerance", FAULT_TOLERANCE),
     ("supervisor", SUPERVISOR),
+    ("health", HEALTH),
     ("events", EVENTS),
 )
 FLAGS: tuple[Flag, ...] = tuple(flag for _, flags in GROUPS for flag in flags)

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agents.host import AgentHost
 from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
 from resiliency.launch.fleet.reporter import DaemonReporter
+from resiliency.launch.health.job_check import JobCheck, UnfitHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
@@ -95,7 +96,11 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
         )
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
+            check = JobCheck(options, events)
+            with signals.interruptible():
+                check.check_alone()
             handler, serves, options = _meet(options, signals)
+            handler.on_join = _check_at(handler, check, options)
             if page is not None:
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
             agent = ResilientAgent(
@@ -141,6 +146,8 @@ def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -
     except _compat.SignalException as error:
         outcome.exit_code, outcome.name = 128 + error.sigval, error.sigval.name
         logger.warning("ended by %s before workers ran", error.sigval.name)
+    except UnfitHost as error:
+        _leave_unfit(error, outcome)
     except (_compat.RendezvousError, RuntimeError, OSError) as error:
         outcome.name = "no meeting point"
         # torch says why in the error below its own.
@@ -200,6 +207,30 @@ def _meet(options: LaunchOptions, signals: SignalBox) -> tuple[_compat.HostRende
     return handler, serves, replace(options, rendezvous=replace(place, local_addr=address))
 
 
+def _check_at(
+    handler: _compat.HostRendezvous, check: JobCheck, options: LaunchOptions
+) -> Callable[[Any, int, int, bool], None]:
+    """What the handler calls at the end of each rendezvous, before workers are started."""
+
+    def check_host(store: Any, rank: int, hosts: int, changed: bool) -> None:
+        check.check_with_others(
+            store,
+            rank=rank,
+            hosts=hosts,
+            changed=changed,
+            run=handler.run,
+            attempt=handler.attempt,
+            address=options.rendezvous.local_addr or options.info.host,
+        )
+
+    return check_host
+
+
+def _leave_unfit(error: UnfitHost, outcome: JobOutcome) -> None:
+    outcome.exit_code, outcome.name, outcome.final = error.exit_code, LEFT, False
+    logger.error("host check: %s; this host leaves the job, exit code %d", error, error.exit_code)
+
+
 def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcome) -> None:
     """Run the agent and map what it raises, all of it foreign, to an outcome."""
     endpoint = options.rendezvous.endpoint
@@ -225,6 +256,8 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
     except _compat.UnhealthyNodeException as error:
         outcome.name, outcome.final = LEFT, False
         logger.error("this host leaves the job, because it is unhealthy: %s", error)
+    except UnfitHost as error:
+        _leave_unfit(error, outcome)
     except _compat.RendezvousClosedError:
         outcome.name = "ended elsewhere"
         logger.error("another host ended the job.\n%s", _summary(options, agent))

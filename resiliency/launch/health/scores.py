@@ -109,6 +109,20 @@ def judge(
     return [_by_past(score, (history or {}).get(score.measurement.host, ()), len(rates)) for score in scores]
 
 
+def judge_all(
+    measurements: Iterable[Measurement], history: Mapping[tuple[str, str], Sequence[float]] | None = None
+) -> list[Score]:
+    """Scores of several probes, one after the other; `history` is by host and probe."""
+    by_probe: dict[str, list[Measurement]] = defaultdict(list)
+    for one in measurements:
+        by_probe[one.probe].append(one)
+    scores = []
+    for probe, found in by_probe.items():
+        past = {host: values for (host, of), values in (history or {}).items() if of == probe}
+        scores += judge(found, past)
+    return scores
+
+
 def worst(scores: Iterable[Score]) -> dict[str, HostHealth]:
     """The health of each host: that of its worst score."""
     by_host: dict[str, HostHealth] = {}
