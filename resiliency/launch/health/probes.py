@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -23,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,8 @@ PROBES = (
     Probe(name="memory", unit="GB/s", limit_s=10),
     # Storage of many hosts is shared, and its speed is that of the others' writes.
     Probe(name="disk", unit="MB/s", limit_s=15, tolerance=0.7),
-    Probe(name="compute", unit="GFLOP/s", limit_s=50),
+    # The last one takes what time is left: on storage that is slow, torch's import alone may need it.
+    Probe(name="compute", unit="GFLOP/s", limit_s=math.inf),
 )
 
 
@@ -66,7 +69,7 @@ class HostProbes:
 
     Attributes:
         disk: directory in which the disk probe makes a file, and removes it.
-        command: program of the probes; its twin is `resiliency.testing.broken_probes`.
+        command: program of the probes; tests have one that is broken.
         probes: which ones.
     """
 
@@ -147,8 +150,11 @@ def _clock() -> float:
 
     Load of other programs says nothing of the host.  A core that is slow, throttled or stopped does.
     """
-    with open("/proc/thread-self/schedstat", "rb") as schedstat:
-        waited_ns = int(schedstat.read().split()[1])
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as schedstat:
+            waited_ns = int(schedstat.read().split()[1])
+    except (OSError, IndexError):  # a kernel without these numbers, or a sandbox
+        waited_ns = 0
     return time.perf_counter() - waited_ns / 1e9
 
 
@@ -224,7 +230,8 @@ def multiply_on_cores(on: str, spoil: Callable[[Any], None] = lambda product: No
     """The slowest core's rate; an error where a core has another result, or another one each time."""
 
     def use(core: int) -> dict[str, Any]:
-        os.sched_setaffinity(0, {core})  # of this thread
+        with suppress(OSError):  # a sandbox: then the kernel places the threads
+            os.sched_setaffinity(0, {core})  # of this thread
         return multiply("cpu", _SIDE, on, spoil)
 
     cores = sorted(os.sched_getaffinity(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from resiliency.launch.health.job_check import JobCheck, UnfitHost
 from resiliency.launch.health.probes import PROBES, HostProbes
 from resiliency.launch.options import resolve
 from resiliency.testing import MemorySink
-from resiliency.testing.broken_probes import broken
+from resiliency.testing.processes import Command
 from tests.launch.conftest import WAIT, WORKER, Launch, events, ready
+from tests.launch.health.broken_probes import broken
 from tests.launch.several_hosts import rank_of
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 MEMORY = PROBES[:1]
 
@@ -26,11 +29,9 @@ MEMORY = PROBES[:1]
 def job_check(tmp_path: Path, *flags: str, fault: str = "") -> tuple[JobCheck, MemorySink]:
     sink = MemorySink()
     options = resolve(cli.parse([f"--run-dir={tmp_path}", *flags, str(WORKER)], {}), {})
-    usual = HostProbes(host="h", disk=tmp_path, probes=MEMORY)
-    probes = usual if not fault else HostProbes(
-        host="h", disk=tmp_path, probes=MEMORY, command=broken(fault, "memory")
-    )  # fmt: skip
-    return JobCheck(options, EventStream(options.info, [sink]), probes=probes), sink
+    probes = MEMORY if fault else ()
+    own = HostProbes(host="h", disk=tmp_path, probes=probes, command=broken(fault, "memory"))
+    return JobCheck(options, EventStream(options.info, [sink]), probes=own), sink
 
 
 @pytest.mark.parametrize(
@@ -100,3 +101,29 @@ def test_two_hosts_check_their_links_once_and_no_restart_checks_again(launch: La
         assert (alone.fields["health"], alone.attempt, together.attempt) == ("ok", None, 0)
         assert together.fields["link_health"] == "ok"
         assert [probe["probe"] for probe in together.fields["probes"]][:3] == ["memory", "disk", "cpu"]  # type: ignore[index, union-attr]
+
+
+@pytest.mark.slow
+def test_a_host_that_broke_leaves_at_the_next_rendezvous(launch: Launch, tmp_path: Path) -> None:
+    """Its run directory is gone, and with it the disk that is probed."""
+    command = launch("--precheck=1", "--check-on=always", "--max-restarts=2", WORKER, "wait")
+    worker = ready(command, 0)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    os.kill(worker, signal.SIGKILL)
+    assert command.wait(timeout=WAIT) == 3
+    assert "this host leaves the job, exit code 3" in command.output
+    kinds = [event.type for event in events(tmp_path / "gone")]
+    assert kinds.count(EventType.WORKERS_STARTED) == 1
+    assert kinds[-2:] == [EventType.HOST_CHECKED, EventType.JOB_TERMINATED]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_launcher_that_checks(
+    launch: Launch, tmp_path: Path, leaves_nothing: Callable[[Command], None]
+) -> None:
+    command = launch("--precheck=1", WORKER, "wait")
+    wait_until(lambda: list((tmp_path / "run").glob(".host-check-*")), "no probe runs")
+    command.signal(signal.SIGTERM)
+    assert command.wait(timeout=WAIT) == 128 + signal.SIGTERM
+    leaves_nothing(command)
+    assert list((tmp_path / "run").glob(".host-check-*")) == []

@@ -46,7 +46,7 @@ def test_up_to_a_quarter_of_faulty_hosts_are_found_in_two_rounds_and_in_three_wh
     count: int,
 ) -> None:
     names = hosts(count)
-    for faulty in fault_sets(count, count // 4, 60):
+    for faulty in fault_sets(count, count // 4, 40):
         pairing, rounds = run(names, faulty)
         assert (pairing.faulty, pairing.undecided, pairing.broken_links) == (tuple(sorted(faulty)), (), ())
         met = any({a, b} <= set(faulty) for a, b in zip(names[::2], names[1::2], strict=False))
@@ -56,7 +56,7 @@ def test_up_to_a_quarter_of_faulty_hosts_are_found_in_two_rounds_and_in_three_wh
 @pytest.mark.parametrize("count", [3, 5, 6, 8, 15, 16, 33, 64])
 def test_below_half_all_are_decided_in_few_rounds(count: int) -> None:
     names, taken = hosts(count), []
-    for faulty in fault_sets(count, (count - 1) // 2, 40):
+    for faulty in fault_sets(count, (count - 1) // 2, 24):
         pairing, rounds = run(names, faulty)
         assert (pairing.faulty, pairing.undecided) == (tuple(sorted(faulty)), ())
         if len(faulty) == (count - 1) // 2:
@@ -68,7 +68,7 @@ def test_no_healthy_host_is_accused_whatever_else_is_broken() -> None:
     """Any number of faulty hosts, and broken links, at most one at each healthy host."""
     rng = random.Random(1)  # noqa: S311
     found = 0
-    for _ in range(1_200):
+    for _ in range(800):
         names = hosts(rng.randint(2, 24))
         faulty = set(rng.sample(names, rng.randint(0, len(names))))
         good = [name for name in names if name not in faulty]
@@ -83,7 +83,7 @@ def test_no_healthy_host_is_accused_whatever_else_is_broken() -> None:
         assert set(pairing.proven) <= set(good)
         assert set(pairing.broken_links) <= links
         found += len(pairing.broken_links)
-    assert found > 50
+    assert found > 40
 
 
 @pytest.mark.parametrize("count", [4, 7, 32])

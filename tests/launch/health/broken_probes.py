@@ -36,7 +36,7 @@ except ProcessLookupError:
 
 def broken(fault: str, probe: str) -> tuple[str, ...]:
     """The command of `HostProbes` with `fault` in the probe of this name, and in no other one."""
-    return (sys.executable, "-m", "resiliency.testing.broken_probes", fault, probe)
+    return (sys.executable, __file__, fault, probe)
 
 
 def flip_bit(product: Any) -> None:
