@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,8 +12,6 @@ from resiliency.errors import PeerError
 from resiliency.launch.health.exchange import Exchange
 from resiliency.launch.health.links import LinkFindings, check_links
 from resiliency.launch.health.scores import HostHealth, Measurement, Score, judge_all
-
-logger = logging.getLogger(__name__)
 
 #: Exit code of a program for each conclusion; 1 and 2 are taken by errors and refusals.
 EXIT_CODES = {HostHealth.OK: 0, HostHealth.FAULTY: 3, HostHealth.SLOW: 4, HostHealth.UNDECIDED: 5}
