@@ -51,6 +51,7 @@ class EventType(str, Enum):
     WORKERS_STOPPED = "workers_stopped"
     RENDEZVOUS_DONE = "rendezvous_done"
     WORKERS_STARTED = "workers_started"
+    HOST_CHECKED = "host_checked"  # fields: health, why, probes, links; see docs/health.md
     # --- supervisor: what it did about an incident of the job --------------------------------------
     ACTION_DECIDED = "action_decided"  # fields: incident, action, cause; host, spare, replicas
     ACTION_ENDED = "action_ended"  # fields: incident, action, outcome, duration_s

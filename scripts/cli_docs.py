@@ -22,6 +22,7 @@ COMMANDS = {
         "python3 -m resiliency.launch.rendezvous_store",
         ["-m", "resiliency.launch.rendezvous_store"],
     ),
+    "health": ("python3 -m resiliency.launch.health", ["-m", "resiliency.launch.health"]),
     "benchmark": ("python3 benchmark/benchmark.py", ["benchmark/benchmark.py"]),
     "checkpoint": ("python3 -m resiliency.checkpoint", ["-m", "resiliency.checkpoint"]),
     "ckpt_compare": ("python3 benchmark/ckpt_compare.py", ["benchmark/ckpt_compare.py"]),

@@ -543,6 +543,9 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     on_change: Callable[[int, list[str]], None] | None = None
     #: Called again and again while this host waits for others, or for a place.
     on_wait: Callable[[], None] = staticmethod(lambda: None)
+    #: Called at the end of each rendezvous, with its store, this host's number in it, the number of hosts,
+    #: and whether they are other hosts than in the one before.  May raise.
+    on_join: Callable[[Any, int, int, bool], None] = staticmethod(lambda *_: None)
     #: Tells how many restarts this host has counted; upstream counts on each host apart.
     restarts_used: Callable[[], int] = staticmethod(lambda: 0)
     _restart_asked = False
@@ -638,7 +641,10 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             while self._members and self._state_holder.state.round <= self.attempt:
                 # Another launcher put back a state in which this host had not left the round yet.
                 store, rank, size = super().next_rendezvous()
-        self._members = frozenset(self._state_holder.state.participants)
+        members = frozenset(self._state_holder.state.participants)
+        # A host that was left out of a rendezvous sees the same hosts again, and they see another one.
+        changed = members != self._members or self._state_holder.state.round != self.attempt + 1
+        self._members = members
         self._lost_since = 0.0
         self._restart_asked = False  # a failure came first, and has had the same effect
         self.attempt = self._state_holder.state.round
@@ -658,6 +664,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         self._first_round = min(map(int, all_first))
         self.run = min(all_run)[1:]
         self._last_rank = _place(all_asked, all_last, rank)
+        self.on_join(store, rank, size, changed)
         return store, self._last_rank, size
 
     def _watch_others(self, rank: int, places: Sequence[str], ids: Sequence[str]) -> None:

@@ -39,7 +39,8 @@ examples:
     launcher.py --nproc-per-node 8 --max-restarts 3 --ft-rank-heartbeat-timeout 60 train.py
 
 exit codes: 0 all workers succeeded; 1 workers failed; 70 workers failed and would fail again: do
-not requeue; 2 refused before anything started; 128+N ended by signal N.
+not requeue; 2 refused before anything started; 3 the check found this host faulty, 4 slow
+(--exclude-straggler); 128+N ended by signal N.
 
 Each flag also reads PET_<NAME>, for instance PET_MAX_RESTARTS=3."""
 
@@ -358,6 +359,35 @@ HEALTH = (
         metavar="stop|ignore",
         help="stop: a loss that is not finite ends the job, where a callback of ours or check_loss sees it.  "
         "ignore (default): training goes on.",
+    ),
+    Flag(
+        name="--precheck",
+        default="0",
+        choices=("0", "1", "2"),
+        metavar="{0,1,2}",
+        help="Check this host before it joins the job: 0 no (default), 1 its cores, GPUs, memory and disk, "
+        "compared with the other hosts, 2 also the links between hosts.  A faulty host leaves with exit "
+        "code 3.  Give all hosts the same.",
+    ),
+    Flag(
+        name="--exclude-straggler",
+        switch=True,
+        help="A host that the check finds slow leaves, too, with exit code 4; else that is logged.",
+    ),
+    Flag(
+        name="--check-timeout-s",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="Longest time for the probes of a host, and again for the comparison with others (60).",
+    ),
+    Flag(
+        name="--check-on",
+        default="start",
+        choices=("start", "host-change", "always"),
+        metavar="WHEN",
+        help="start (default): once, when this launcher starts.  host-change: also all hosts after another "
+        "host came.  always: also before each restart of workers.",
     ),
 )
 

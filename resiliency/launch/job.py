@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStat
 from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.health.diagnosis import Diagnosis
+from resiliency.launch.health.job_check import JobCheck, UnfitHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
@@ -101,7 +102,11 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
         )
         with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
             _leave_last_words(protection, options)
+            check = JobCheck(options, events)
+            with signals.interruptible():
+                check.check_alone()
             handler, serves, options = _meet(options, signals)
+            handler.on_join = _check_at(handler, check, options)
             if options.args.use_supervisor:
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
             hangs = HangWatch(
@@ -161,6 +166,8 @@ def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -
     except _compat.SignalException as error:
         outcome.exit_code, outcome.name = 128 + error.sigval, error.sigval.name
         logger.warning("ended by %s before workers ran", error.sigval.name)
+    except UnfitHost as error:
+        _leave_unfit(error, outcome)
     except (_compat.RendezvousError, RuntimeError, OSError) as error:
         outcome.name = "no meeting point"
         # torch says why in the error below its own.
@@ -224,6 +231,30 @@ def _meet(options: LaunchOptions, signals: SignalBox) -> tuple[_compat.HostRende
     return handler, serves, replace(options, rendezvous=replace(place, local_addr=address))
 
 
+def _check_at(
+    handler: _compat.HostRendezvous, check: JobCheck, options: LaunchOptions
+) -> Callable[[Any, int, int, bool], None]:
+    """What the handler calls at the end of each rendezvous, before workers are started."""
+
+    def check_host(store: Any, rank: int, hosts: int, changed: bool) -> None:
+        check.check_with_others(
+            store,
+            rank=rank,
+            hosts=hosts,
+            changed=changed,
+            run=handler.run,
+            attempt=handler.attempt,
+            address=options.rendezvous.local_addr or options.info.host,
+        )
+
+    return check_host
+
+
+def _leave_unfit(error: UnfitHost, outcome: JobOutcome) -> None:
+    outcome.exit_code, outcome.name, outcome.final = error.exit_code, LEFT, False
+    logger.error("host check: %s; this host leaves the job, exit code %d", error, error.exit_code)
+
+
 def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcome) -> None:
     """Run the agent and map what it raises, all of it foreign, to an outcome."""
     endpoint = options.rendezvous.endpoint
@@ -250,6 +281,8 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
     except _compat.UnhealthyNodeException as error:
         outcome.name, outcome.final = LEFT, False
         logger.error("this host leaves the job, because it is unhealthy: %s", error)
+    except UnfitHost as error:
+        _leave_unfit(error, outcome)
     except _compat.RendezvousClosedError:
         stop = agent.find_stop()
         outcome.exit_code, outcome.name = _failed_exit_code(stop), "ended elsewhere"

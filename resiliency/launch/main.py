@@ -2,7 +2,8 @@
 """From argv to exit code: refuse, or run the job.
 
 Exit codes: 0 all workers succeeded; 1 workers failed, or the launcher did; 70 workers failed and would fail
-again; 2 refused, nothing was started; 128+N ended by signal N before the workers had finished cleanly.
+again; 2 refused, nothing was started; 3 and 4 the host check found this host faulty, or slow; 128+N ended by
+signal N before the workers had finished cleanly.
 """
 
 from __future__ import annotations

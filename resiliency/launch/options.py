@@ -135,7 +135,13 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
     if args.node_rank is not None and args.node_rank < 0:
         raise ConfigError(f"--node-rank must be 0 or more, found {args.node_rank}.", flag="--node-rank")
-    times = ["monitor_interval", "term_timeout", "workers_stop_timeout", "shutdown_timeout"]
+    times = [
+        "monitor_interval",
+        "term_timeout",
+        "workers_stop_timeout",
+        "shutdown_timeout",
+        "check_timeout_s",
+    ]
     times += [
         name for name in vars(args) if isinstance(getattr(args, name), float) and name.startswith("ft_")
     ]

@@ -1,2 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on ranks and hosts: pure rules, which the supervisor uses too."""
+"""Which rank or host is to blame: why a job stands still, why it failed, which host is broken or slow.
+
+    ranks at one moment    -> hangs.explain_hang      who holds up the others
+    evidence of an attempt -> diagnosis.diagnose      cause, culprits, advice
+    probes, links          -> scores.judge, Pairing   the health of each host
+
+These rules are values and functions of the standard library and of leaves alone: no clock, no file, no socket.
+So the launcher and the supervisor decide by the same rules, and a decision can be repeated from its record.
+"""

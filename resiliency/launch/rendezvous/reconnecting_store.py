@@ -364,3 +364,7 @@ class PrefixedStore:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._store.multi_get([f"{self._prefix}/{key}" for key in keys], self._timeout.total_seconds())
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Until other launchers have written `keys`."""
+        self._store.multi_get([f"{self._prefix}/{key}" for key in keys], timeout.total_seconds())

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of links: pairs of hosts send each other a message of bounded size, in rounds of group testing.
+
+A pair fails when its message does not arrive in time and unchanged, or when it is much slower than the other
+pairs.  So group testing names slow hosts and links just as broken ones.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from resiliency.launch.health.exchange import Exchange
+from resiliency.launch.health.pairing import Pair, Pairing
+from resiliency.launch.health.scores import HostHealth
+
+_MESSAGE_BYTES = 8 << 20
+_MESSAGES, _PINGS = 3, 20
+#: Of one pair, connecting included.
+PAIR_S = 5.0
+#: A pair is slow below this share of the median of at least so many pairs.
+_SLOW_SHARE, _LEAST_PAIRS = 0.5, 3
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFindings:
+    """What the rounds have shown.
+
+    Attributes:
+        rates: MB/s of each pair whose message arrived.
+        slow: those of them that count as failed.
+        errors: why a pair failed.
+    """
+
+    pairing: Pairing
+    rates: Mapping[Pair, float]
+    slow: frozenset[Pair]
+    errors: Mapping[Pair, str]
+
+    def health_of(self, host: str) -> HostHealth:
+        """SLOW instead of FAULTY where messages of this host did arrive, but late."""
+        health = self.pairing.health_of(host)
+        failed = {pair for pair in self.pairing.failed if host in pair}
+        return HostHealth.SLOW if health is HostHealth.FAULTY and failed <= self.slow else health
+
+    def sentences(self) -> list[str]:
+        """A line for each link that is broken, or may be."""
+        lines = [f"link {a} - {b} is broken: {self._why((a, b))}" for a, b in self.pairing.broken_links]
+        lines += [
+            f"{a}, {b} or the link between them is broken: {self._why((a, b))}"
+            for a, b in self.pairing.suspect_pairs
+        ]
+        return lines
+
+    def _why(self, pair: Pair) -> str:
+        return f"{self.rates[pair]:.3g} MB/s" if pair in self.slow else self.errors.get(pair, "no result")
+
+
+def check_links(
+    exchange: Exchange, hosts: Sequence[str], *, address: str, timeout_s: float, pair_s: float = PAIR_S
+) -> LinkFindings:
+    """Test pairs until all hosts are decided, no pair is left, or a host says that `timeout_s` is over.
+
+    All hosts of the check call it together, and have the same result.
+
+    Args:
+        hosts: their names, by rank.
+        address: where the other hosts reach this one.
+    Raises:
+        PeerError: host 0 is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    mine = hosts[exchange.rank]
+    findings = LinkFindings(pairing=Pairing(hosts=tuple(hosts)), rates={}, slow=frozenset(), errors={})
+    number = 0
+    while pairs := findings.pairing.next_round():
+        own = next((pair for pair in pairs if mine in pair), None)
+        said: dict[str, Any] = {}
+        if own is not None:
+            said = _test_pair(
+                exchange, f"link-{number}-{hosts.index(own[0])}", own[0] == mine, address, pair_s
+            )
+        said["late"] = time.monotonic() > deadline
+        answers = dict(zip(hosts, exchange.gather(f"links-{number}", said, 2 * pair_s), strict=True))
+        findings = with_answers(findings, pairs, answers)
+        if any(answer.get("late") for answer in answers.values()):
+            break
+        number += 1
+    return findings
+
+
+def with_answers(
+    findings: LinkFindings, pairs: Sequence[Pair], answers: Mapping[str, Mapping[str, Any]]
+) -> LinkFindings:
+    """Add what the hosts of a round said of their pairs: a pair passed if both of its hosts say so."""
+    rates, errors = {**findings.rates}, {**findings.errors}
+    for pair in pairs:
+        why = [str(answers[host].get("error", "no answer")) for host in pair if "rate" not in answers[host]]
+        if why:
+            errors[pair] = why[0]
+        else:
+            rates[pair] = float(answers[pair[1]]["rate"])
+    middle = median(rates.values()) if len(rates) >= _LEAST_PAIRS else 0.0
+    slow = {pair for pair in pairs if pair in rates and rates[pair] < _SLOW_SHARE * middle}
+    passed = {pair: pair in rates and pair not in slow for pair in pairs}
+    return LinkFindings(
+        pairing=findings.pairing.with_results(passed), rates=rates, slow=findings.slow | slow, errors=errors
+    )
+
+
+def _test_pair(exchange: Exchange, name: str, listens: bool, address: str, limit_s: float) -> dict[str, Any]:
+    """``{"rate": MB/s, "latency_ms": ms}`` or ``{"error": why}``."""
+    deadline = time.monotonic() + limit_s
+    try:
+        if not listens:
+            place = exchange.try_ask(name, limit_s)
+            if place is None:
+                return {"error": f"no partner within {limit_s:g} s"}
+            with socket.create_connection(tuple(place["at"]), timeout=limit_s) as connection:
+                connection.sendall(bytes.fromhex(place["token"]))
+                return _send(connection, deadline)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as listener:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            at = [address, listener.getsockname()[1]]
+            exchange.tell(name, {"at": at, "token": token.hex()})
+            while True:
+                _limit(listener, deadline)
+                with listener.accept()[0] as connection:
+                    if _receive(connection, _TOKEN_BYTES, deadline) == token:  # else a stranger
+                        return _return(connection, deadline)
+    except OSError as error:
+        return {"error": f"no whole message: {error.strerror or error}"}
+
+
+def _message() -> bytes:
+    return random.Random(7).randbytes(_MESSAGE_BYTES)  # noqa: S311 - both sides know it
+
+
+def _send(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    message, rate, latency_s = _message(), 0.0, float("inf")
+    for _ in range(_PINGS):
+        began = time.perf_counter()
+        connection.sendall(b"p")
+        _receive(connection, 1, deadline)
+        latency_s = min(latency_s, time.perf_counter() - began)
+    for _ in range(_MESSAGES):
+        _limit(connection, deadline)
+        began = time.perf_counter()
+        connection.sendall(message)
+        if _receive(connection, len(message), deadline) != message:
+            return {"error": "a message came back changed"}
+        rate = max(rate, 2 * len(message) / 1e6 / (time.perf_counter() - began))
+    connection.sendall(b"e")
+    return {"rate": rate, "latency_ms": latency_s * 1e3}
+
+
+def _return(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    message = _message()
+    for _ in range(_PINGS):
+        connection.sendall(_receive(connection, 1, deadline))
+    for _ in range(_MESSAGES):
+        found = _receive(connection, len(message), deadline)
+        if found != message:
+            return {"error": "a message arrived changed"}
+        _limit(connection, deadline)
+        connection.sendall(found)
+    _receive(connection, 1, deadline)  # the partner has all of it
+    return {"rate": 0.0}
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    found = bytearray(size)
+    view = memoryview(found)
+    while view:
+        _limit(connection, deadline)
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the partner closed the connection")
+        view = view[count:]
+    return bytes(found)
+
+
+def _limit(connection: socket.socket, deadline: float) -> None:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    connection.settimeout(left_s)

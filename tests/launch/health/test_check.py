@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real probes and links of several hosts, each a thread with processes of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from resiliency.launch.health import links
+from resiliency.launch.health.__main__ import main
+from resiliency.launch.health.check import HostReport, report_alone, report_with_others
+from resiliency.launch.health.exchange import Exchange
+from resiliency.launch.health.pairing import Pairing
+from resiliency.launch.health.probes import PROBES, HostProbes
+from resiliency.launch.health.scores import HostHealth, Measurement
+from tests.launch.health.broken_probes import broken
+
+OK, UNDECIDED, SLOW, FAULTY = HostHealth.OK, HostHealth.UNDECIDED, HostHealth.SLOW, HostHealth.FAULTY
+COMPUTE = tuple(probe for probe in PROBES if probe.name == "compute")
+REST = tuple(probe for probe in PROBES if probe.name != "compute")
+LOCAL = "127.0.0.1"
+
+
+class MemoryStore:
+    """torch's Store in the memory of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self._changed:
+            known = self._changed.wait_for(lambda: set(keys) <= self.values.keys(), timeout.total_seconds())
+            if not known:
+                raise RuntimeError("wait timeout")
+
+
+def on_all(
+    hosts: int, run: Callable[[Exchange], HostReport], store: MemoryStore | None = None
+) -> list[HostReport]:
+    store = store or MemoryStore()
+    with ThreadPoolExecutor(hosts) as threads:
+        exchanges = [Exchange(store, check="run-0", rank=rank, hosts=hosts) for rank in range(hosts)]
+        return list(threads.map(run, exchanges))
+
+
+def measured(value: float, **more: str) -> list[Measurement]:
+    return [Measurement(host="h", probe="cpu", value=value, unit="GFLOP/s", **more)]
+
+
+@pytest.mark.slow
+def test_the_hosts_that_are_slow_wrong_or_dead_are_found_and_no_other_one(tmp_path: Path) -> None:
+    """One after the other, as they share the cores of one machine; its other load changes nothing."""
+    usual = HostProbes(host="h", disk=tmp_path, probes=COMPUTE)
+    faults = (None, "slow", None, "flip", "die")
+    own = [(replace(usual, command=broken(fault, "compute")) if fault else usual).run(60) for fault in faults]
+    reports = on_all(
+        5,
+        lambda exchange: report_with_others(
+            exchange, report_alone("h", own[exchange.rank]), address=LOCAL, links=False, timeout_s=10
+        ),
+    )
+    assert [report.health for report in reports] == [OK, SLOW, OK, FAULTY, FAULTY], [
+        one.why for one in reports
+    ]
+    assert "below the median of the other hosts" in reports[1].why
+    assert "differs from" in reports[3].why
+    assert reports[4].why == "compute: faulty, died: SIGKILL"
+
+
+def test_probes_that_die_or_hang_are_faults_and_their_files_are_removed(tmp_path: Path) -> None:
+    healthy = HostProbes(host="h", disk=tmp_path, probes=REST).run(30)
+    assert [(one.probe, one.unit, one.error) for one in healthy] == [
+        ("memory", "GB/s", ""),
+        ("disk", "MB/s", ""),
+    ]
+    assert all(one.value > 0 for one in healthy)
+    died = HostProbes(host="h", disk=tmp_path, probes=REST, command=broken("die", "disk")).run(30)
+    assert died[1].error == "died: SIGKILL"
+    assert report_alone("h", died).health is FAULTY
+    began = time.monotonic()
+    hung = HostProbes(host="h", disk=tmp_path, probes=REST[:1], command=broken("hang", "memory")).run(1.0)
+    assert hung[0].error == "hung: no result after 1 s"
+    assert time.monotonic() - began < 5
+    assert list(tmp_path.iterdir()) == []
+    no_disk = HostProbes(host="h", disk=tmp_path / "none", probes=REST[1:]).run(5)
+    assert no_disk[0].error == f"cannot write to {tmp_path / 'none'}: No such file or directory"
+    assert HostProbes(host="h", disk=tmp_path).run(0) == []
+
+
+def test_results_of_an_earlier_check_are_not_read() -> None:
+    """D15: the store still has the results of an earlier attempt and of another run, both bad."""
+    store = MemoryStore()
+    for check in ("run-1", "old-0"):
+        for rank in range(3):
+            store.set(f"host-check/{check}/measurements/{rank}", json.dumps({"host": "old"}))
+        store.set(f"host-check/{check}/measurements/all", json.dumps([{}, {}, {}]))
+    reports = on_all(
+        3,
+        lambda exchange: report_with_others(
+            exchange, report_alone("h", measured(5.0)), address=LOCAL, links=False, timeout_s=5
+        ),
+        store,
+    )
+    assert [(report.health, len(report.scores)) for report in reports] == [(OK, 1)] * 3
+
+
+def test_a_host_that_says_nothing_is_missed_and_without_host_0_the_others_are_undecided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resiliency.launch.health.exchange._ANSWER_S", 0.3)
+
+    def check(exchange: Exchange, silent: int) -> HostReport:
+        alone = report_alone("h", measured(5.0))
+        if exchange.rank == silent:
+            return alone
+        return report_with_others(exchange, alone, address=LOCAL, links=False, timeout_s=0.2)
+
+    assert [report.health for report in on_all(3, lambda exchange: check(exchange, 2))] == [OK, OK, OK]
+    reports = on_all(3, lambda exchange: check(exchange, 0))
+    assert [report.health for report in reports] == [OK, UNDECIDED, UNDECIDED]
+    assert "host 0 did not publish the results of measurements" in reports[1].why
+
+
+class CutExchange(Exchange):
+    """A host that finds no partner of pairs whose names begin so."""
+
+    cut = "link-"
+
+    def try_ask(self, name: str, timeout_s: float) -> object:
+        return None if name.startswith(self.cut) else super().try_ask(name, timeout_s)
+
+    def tell(self, name: str, value: object) -> None:
+        if not name.startswith(self.cut):
+            super().tell(name, value)
+
+
+def findings_of(
+    hosts: int, monkeypatch: pytest.MonkeyPatch, *, deaf: Sequence[int] = (), cut: str = "none"
+) -> links.LinkFindings:
+    """Real messages over loopback; a deaf host reaches no other one."""
+    monkeypatch.setattr(links, "_MESSAGE_BYTES", 1 << 18)
+    names, store = [f"h{rank}" for rank in range(hosts)], MemoryStore()
+
+    def run(rank: int) -> links.LinkFindings:
+        exchange = CutExchange(store, check="c", rank=rank, hosts=hosts)
+        exchange.cut = "link-" if rank in deaf else cut
+        return links.check_links(exchange, names, address=LOCAL, timeout_s=60, pair_s=1.0)
+
+    with ThreadPoolExecutor(hosts) as threads:
+        found = list(threads.map(run, range(hosts)))
+    assert all(one == found[0] for one in found)  # all hosts conclude the same
+    return found[0]
+
+
+def fresh(hosts: int) -> links.LinkFindings:
+    pairing = Pairing(hosts=tuple(f"h{rank}" for rank in range(hosts)))
+    return links.LinkFindings(pairing=pairing, rates={}, slow=frozenset(), errors={})
+
+
+def test_links_and_hosts_that_carry_no_message_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    even = findings_of(4, monkeypatch)
+    assert (even.sentences(), len(even.rates), even.pairing.undecided) == ([], 2, ())
+    one = findings_of(4, monkeypatch, deaf=[2])
+    assert [one.health_of(f"h{rank}") for rank in range(4)] == [OK, OK, FAULTY, OK]
+    link = findings_of(4, monkeypatch, cut="link-0-0")
+    (sentence,) = link.sentences()
+    assert sentence.startswith("link h0 - h1 is broken: no ")
+    two = links.with_answers(fresh(2), [("h0", "h1")], {"h0": {"error": "timed out"}, "h1": {"rate": 9.0}})
+    assert [two.health_of(host) for host in ("h0", "h1")] == [UNDECIDED, UNDECIDED]
+    assert two.sentences() == ["h0, h1 or the link between them is broken: timed out"]
+
+
+def test_a_host_with_slow_links_is_slow_and_no_other_one() -> None:
+    findings = fresh(8)
+    names = findings.pairing.hosts
+    while pairs := findings.pairing.next_round():
+        rates = {host: 40.0 if "h5" in pair else 100.0 for pair in pairs for host in pair}
+        answers = {host: {"rate": rates[host]} if host in rates else {} for host in names}
+        findings = links.with_answers(findings, pairs, answers)
+    assert [host for host in names if findings.health_of(host) is not OK] == ["h5"]
+    assert findings.health_of("h5") is SLOW
+
+
+def test_the_command_reports_to_people_and_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resiliency.launch.health.__main__.HostProbes", partial(HostProbes, probes=REST[1:]))
+    assert main(["check", "--disk", str(tmp_path)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["probe", "rate", "health", "why"]
+    assert [line.split()[0] for line in table[1:]] == ["disk", "host"]
+    assert main(["check", "--disk", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["health"], [probe["unit"] for probe in report["probes"]]) == ("ok", ["MB/s"])
+    assert main(["check", "--precheck", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--precheck", "3"], "invalid choice"),
+        (["--check-timeout-s", "0"], "--check-timeout-s must be above 0, found 0"),
+        (["--disk", "/none"], "--disk must be a directory"),
+        (["--precheck", "2"], "needs --nnodes of 2 or more"),
+        (["--precheck", "2", "--nnodes", "2", "--node-rank", "2"], "--node-rank below it, found 2 and 2"),
+        (["--precheck", "2", "--nnodes", "2"], "needs --rdzv-endpoint HOST:PORT"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_each_gpu_is_measured(tmp_path: Path) -> None:
+    found = HostProbes(host="h", disk=tmp_path, probes=COMPUTE).run(60)
+    assert [one.probe for one in found][:2] == ["cpu", "gpu0"]
+    assert all(one.value > 0 and one.digest for one in found)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check in real launchers: who is checked when, and how a host that is not fit leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from resiliency.events import EventStream, EventType
+from resiliency.launch import cli
+from resiliency.launch.health.job_check import JobCheck, UnfitHost
+from resiliency.launch.health.probes import PROBES, HostProbes
+from resiliency.launch.options import resolve
+from resiliency.testing import MemorySink
+from resiliency.testing.processes import Command
+from tests.launch.conftest import WAIT, WORKER, Launch, events, ready
+from tests.launch.health.broken_probes import broken
+from tests.launch.several_hosts import rank_of
+from tests.ports import free_port
+from tests.waiting import wait_until
+
+MEMORY = PROBES[:1]
+
+
+def job_check(tmp_path: Path, *flags: str, fault: str = "") -> tuple[JobCheck, MemorySink]:
+    sink = MemorySink()
+    options = resolve(cli.parse([f"--run-dir={tmp_path}", *flags, str(WORKER)], {}), {})
+    probes = MEMORY if fault else ()
+    own = HostProbes(host="h", disk=tmp_path, probes=probes, command=broken(fault, "memory"))
+    return JobCheck(options, EventStream(options.info, [sink]), probes=own), sink
+
+
+@pytest.mark.parametrize(
+    ("when", "changes", "checks"),
+    [
+        ("start", [True, False, True, False], [1, 1, 1, 1]),
+        ("host-change", [True, False, True, False], [1, 1, 2, 2]),
+        ("always", [True, False, True, False], [1, 2, 3, 4]),
+    ],
+)
+def test_restarts_check_nothing_unless_asked_for(
+    tmp_path: Path, when: str, changes: list[bool], checks: list[int]
+) -> None:
+    """D8.  After each rendezvous: how often the probes have run."""
+    check, sink = job_check(tmp_path, "--precheck=1", f"--check-on={when}")
+    check.check_alone()
+    counts = []
+    for attempt, changed in enumerate(changes):
+        check.check_with_others(
+            None, rank=0, hosts=1, changed=changed, run="r", attempt=attempt, address="127.0.0.1"
+        )
+        counts.append(len(sink.of_type(EventType.HOST_CHECKED)))
+    assert counts == checks
+
+
+def test_without_the_flag_nothing_is_run(tmp_path: Path) -> None:
+    check, sink = job_check(tmp_path, "--check-on=always", fault="die")
+    check.check_alone()
+    check.check_with_others(None, rank=0, hosts=2, changed=True, run="r", attempt=0, address="")
+    assert sink.events == []
+
+
+def test_a_faulty_host_may_not_join(tmp_path: Path) -> None:
+    check, sink = job_check(tmp_path, "--precheck=1", fault="die")
+    with pytest.raises(UnfitHost, match=r"this host is faulty: memory: faulty, died: SIGKILL") as caught:
+        check.check_alone()
+    assert caught.value.exit_code == 3
+    (event,) = sink.of_type(EventType.HOST_CHECKED)
+    assert (event.fields["health"], event.fields["why"]) == ("faulty", "memory: faulty, died: SIGKILL")
+
+
+def test_a_launcher_on_a_faulty_host_ends_before_it_starts_workers(launch: Launch, tmp_path: Path) -> None:
+    """Its probes cannot end in this time: the host counts as hung."""
+    command = launch("--precheck=1", "--check-timeout-s=0.01", WORKER, "finish")
+    assert command.wait(timeout=WAIT) == 3
+    assert "host check: this host is faulty: memory: faulty, hung" in command.output
+    kinds = [event.type for event in events(tmp_path / "run")]
+    assert kinds == [EventType.JOB_STARTED, EventType.HOST_CHECKED, EventType.JOB_TERMINATED]
+
+
+@pytest.mark.slow
+def test_two_hosts_check_their_links_once_and_no_restart_checks_again(launch: Launch, tmp_path: Path) -> None:
+    port = free_port()
+    hosts = [
+        launch(
+            *("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair", "--local-addr=127.0.0.1"),
+            *("--precheck=2", "--max-restarts=2", WORKER, "wait"),
+            run_dir=tmp_path / f"run{index}",
+        )
+        for index in range(2)
+    ]
+    ranks = [rank_of(host, 0) for host in hosts]
+    os.kill(ready(hosts[0], ranks[0]), signal.SIGKILL)
+    assert [rank_of(host, 1) for host in hosts] == ranks
+    for index in range(2):
+        alone, together = events(tmp_path / f"run{index}", EventType.HOST_CHECKED)
+        assert (alone.fields["health"], alone.attempt, together.attempt) == ("ok", None, 0)
+        assert together.fields["link_health"] == "ok"
+        assert [probe["probe"] for probe in together.fields["probes"]][:3] == ["memory", "disk", "cpu"]  # type: ignore[index, union-attr]
+
+
+@pytest.mark.slow
+def test_a_host_that_broke_leaves_at_the_next_rendezvous(launch: Launch, tmp_path: Path) -> None:
+    """Its run directory is gone, and with it the disk that is probed."""
+    command = launch("--precheck=1", "--check-on=always", "--max-restarts=2", WORKER, "wait")
+    worker = ready(command, 0)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    os.kill(worker, signal.SIGKILL)
+    assert command.wait(timeout=WAIT) == 3
+    assert "this host leaves the job, exit code 3" in command.output
+    kinds = [event.type for event in events(tmp_path / "gone")]
+    assert kinds.count(EventType.WORKERS_STARTED) == 1
+    assert kinds[-2:] == [EventType.HOST_CHECKED, EventType.JOB_TERMINATED]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_launcher_that_checks(
+    launch: Launch, tmp_path: Path, leaves_nothing: Callable[[Command], None]
+) -> None:
+    command = launch("--precheck=1", WORKER, "wait")
+    wait_until(lambda: list((tmp_path / "run").glob(".host-check-*")), "no probe runs")
+    command.signal(signal.SIGTERM)
+    assert command.wait(timeout=WAIT) == 128 + signal.SIGTERM
+    leaves_nothing(command)
+    assert list((tmp_path / "run").glob(".host-check-*")) == []
