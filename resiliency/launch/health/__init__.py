@@ -5,6 +5,6 @@
     evidence of an attempt -> diagnosis.diagnose      cause, culprits, advice
     probes, links          -> scores.judge, Pairing   the health of each host
 
-These rules are values and functions of the standard library and of leaves alone: no clock, no file, no socket.
-So the launcher and the supervisor decide by the same rules, and a decision can be repeated from its record.
+These rules are values and functions: no clock, no file, no socket.  So launcher and supervisor decide by
+the same rules, and a decision can be repeated from its record.  Other modules collect what they decide on.
 """
