@@ -240,7 +240,9 @@ def _clusters(found: Look) -> list[tuple[list[int], str]]:
     """Stacks, those that are equal once, the rarest first: a rank that differs is what a person looks for."""
     clusters: dict[tuple[str, ...], list[int]] = {}
     for rank, text in found.stacks.items():
-        key = tuple(f"{call.file} {call.function}" for call in main_thread(text)) or (text,)
+        # How a rank was started, by its template or by itself, makes no difference.
+        calls = (call for call in main_thread(text) if "resiliency/template/" not in call.file)
+        key = tuple(f"{call.file} {call.function}" for call in calls) or (text,)
         clusters.setdefault(key, []).append(rank)
     ordered = sorted(clusters.values(), key=len)
     return [(ranks, _shortened(found.stacks[ranks[0]])) for ranks in ordered]
