@@ -4,7 +4,8 @@
 A rank pays for two stores into shared memory, under a microsecond, and never for a system call: a reader that
 is slow or dead makes no difference to training.  A rank without a launcher writes nothing.
 
-    slot of a local rank: last finished step + 1, its time | time of the last heartbeat at the rank monitor
+    slot of a local rank: last finished step + 1, its time | time of the last heartbeat at the rank monitor |
+    when the rank found the page
 
 One process writes each word.  A reader may see a step with the time of the one before it, which is as good.
 Times are CLOCK_MONOTONIC, the same in all processes of a host.  The page has no name in any file system: it
@@ -29,16 +30,20 @@ _STEP = struct.Struct("=Qd")
 _TIME = struct.Struct("=d")
 #: A cache line each, so that ranks do not take each other's.
 _SLOT_BYTES = 64
-_HEARTBEAT_OFFSET = 16
+_HEARTBEAT_OFFSET, _FOUND_OFFSET = 16, 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress:
-    """What a slot holds; None before the first step or heartbeat.  Times are monotonic seconds."""
+    """What a slot holds; None before the first step or heartbeat.  Times are monotonic seconds.
+
+    `reports`: the rank has found the page: no step means that it has finished none.
+    """
 
     step: int | None
     step_time: float | None
     heartbeat_time: float | None
+    reports: bool
 
 
 class StepPage:
@@ -70,6 +75,7 @@ class StepPage:
             step=count - 1 if count else None,
             step_time=step_time if count else None,
             heartbeat_time=heartbeat or None,
+            reports=_TIME.unpack_from(self._memory, start + _FOUND_OFFSET)[0] > 0,
         )
 
     def record_heartbeat(self, local_rank: int) -> None:
@@ -98,6 +104,8 @@ def watch_rank() -> None:
     if not _looked:
         _slot, _looked = _open_slot(os.environ.get(STEP_PAGE_ENV, "")), True
         if _slot is not None:
+            memory, start = _slot
+            _TIME.pack_into(memory, start + _FOUND_OFFSET, time.monotonic())
             inspection.offer(os.environ.get(STOP_NOTES_ENV, ""))
             crash_note.install(_last_step)
 

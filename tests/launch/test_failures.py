@@ -72,6 +72,13 @@ def test_three_attempts_without_progress_end_the_job_and_a_policy_that_raises_ch
     assert events(tmp_path / "run")[-1].fields == {"exit_code": 70, "outcome": "failed"}
 
 
+def test_attempts_that_bring_nobody_knows_what_use_their_restarts_up(launch: Launch, tmp_path: Path) -> None:
+    job = launch("--nproc-per-node=1", "--max-restarts=3", CRASHING, "--exit=17", "--silent")
+    assert job.wait(timeout=WAIT) == 1
+    told = events(tmp_path / "run", EventType.DIAGNOSED)
+    assert [event.fields["advice"] for event in told] == ["restart"] * 4
+
+
 POLICIES = """
 import os, signal, time
 from resiliency.launch.health.diagnosis import Advice

@@ -95,7 +95,6 @@ def test_a_hung_rank_is_found_by_its_missing_heartbeats_and_the_job_goes_on(
     job = launch(
         # A rank that a busy machine stops for a second costs another restart, and that is right.
         *("--nproc-per-node=2", "--max-restarts=9", "--workers-stop-timeout=5"),
-        "--attempts-without-progress=0",
         # Spellings of three generations.
         *("--ft-rank-heartbeat-timeout=1", "--ft-workload_check_interval", "0.2"),
         *("--ft-param-initial_rank_heartbeat_timeout=60", TRAIN, "--heartbeats", "--fail=1:hang"),

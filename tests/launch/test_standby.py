@@ -189,7 +189,7 @@ def test_each_kind_of_command_restarts_and_only_python_is_forked(
 def test_a_template_that_was_killed_costs_no_restart_and_is_replaced(
     launch: Launch, tmp_path: Path, leaves_nothing: LeavesNothing
 ) -> None:
-    job = launch("--nproc-per-node=1", "--max-restarts=2", "--attempts-without-progress=0", WORKER, "wait")
+    job = launch("--nproc-per-node=1", "--max-restarts=2", WORKER, "wait")
     worker = ready(job, 0, 0)
     os.kill(template(job), signal.SIGKILL)
     job.wait_for_line("standby: the template process", timeout=WAIT)
@@ -291,7 +291,7 @@ def test_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
 ) -> None:
     job = launch(
         *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json"),
-        *("--attempts-without-progress=0", STANDBY_WORKER),
+        STANDBY_WORKER,
         *(f"--fail-until={times}", f"--wait={times}"),
     )
     job.wait_for_line("rank 0 attempt 20 says", timeout=WAIT)

@@ -67,6 +67,9 @@ class FailureHandler:
     def diagnose(self, *, run: str, attempt: int) -> Diagnosis:
         """Name the cause of the attempt's end, in the log and as an event."""
         evidence = self._evidence.collect(attempt=attempt, step=self._newest_step())
+        if not any(self._page.read(rank).reports for rank in range(self._options.workers)):
+            # Nobody knows what such an attempt has brought, however short it was.
+            evidence = replace(evidence, uptime_s=None)
         found = diagnose(
             evidence, self._shared.before(run, attempt), limit=self._options.args.attempts_without_progress
         )

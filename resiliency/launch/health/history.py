@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two rules over attempts: a failure that repeats, and attempts that bring nothing.
 
-Nothing else of an earlier attempt counts.  Both rules only ever turn an advice into STOP; cause and culprits
-remain those of the attempt itself.
+Nothing else of an earlier attempt counts.  Both rules only ever end a job; cause and culprits remain those
+of the attempt itself.  A mistake that no restart should mend is tried once more all the same: a disk that was
+away for a moment looks like it.
 
 A budget of attempts refills with progress, and an attempt that was preempted takes nothing from it.
 """
@@ -18,7 +19,7 @@ from resiliency.launch.health.evidence import RankDeath, signal_name
 
 #: Attempts without progress after which a job ends, unless it is told otherwise.
 ATTEMPTS_WITHOUT_PROGRESS = 3
-#: An attempt without known steps that ran longer may have trained: its script does not report steps.
+#: An attempt without a known step that ran longer may have trained: its script may report none.
 SETUP_S = 900.0
 #: Ends that come from outside of the program: that they repeat at a step is chance.
 FROM_OUTSIDE = frozenset(
@@ -52,6 +53,14 @@ def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limit: int)
         history: of earlier attempts of this run, oldest first.
         limit: attempts without progress after which the job ends; 0: never for that reason.
     """
+    if diagnosis.advice is Advice.STOP and not _was_asked_for(diagnosis):
+        for one in history:
+            same = (one.cause, one.signature) == (diagnosis.cause, diagnosis.signature)
+            if same and _or(diagnosis.step) <= _or(one.step) + 1:  # by one, ranks of a host may differ
+                return _stop(
+                    diagnosis, DecidedBy.DETERMINISTIC, f"attempt {one.attempt} ended in the same way"
+                )
+        diagnosis = replace(diagnosis, advice=Advice.RESTART)
     if diagnosis.advice is Advice.STOP:
         return diagnosis
     if (before := _same_error(diagnosis, history)) is not None:
@@ -99,6 +108,11 @@ def _same_error(diagnosis: Diagnosis, history: Sequence[Diagnosis]) -> Diagnosis
         if (one.cause, one.signature, one.error_step) == key:
             return one
     return None
+
+
+def _was_asked_for(diagnosis: Diagnosis) -> bool:
+    """Whether --on-nan stop ended the attempt; another loss may be finite after a restart."""
+    return diagnosis.signature.startswith("LossNotFinite")
 
 
 def _or(count: int | None) -> int:

@@ -35,7 +35,12 @@ SEEDS = range(1000)
 @pytest.mark.parametrize("incident", INCIDENTS, ids=lambda incident: incident.name)
 def test_an_incident_gets_its_cause_culprits_and_advice(incident: Incident) -> None:
     found = diagnose(incident.evidence)
-    assert (found.cause, found.advice) == (incident.cause, incident.advice)
+    assert found.cause is incident.cause
+    if incident.advice is Advice.STOP and found.advice is Advice.RESTART:  # tried once more
+        again = diagnose(incident.evidence, [found])
+        assert (again.advice, again.decided_by) == (Advice.STOP, DecidedBy.DETERMINISTIC)
+    else:
+        assert found.advice is incident.advice
     assert (found.ranks, found.hosts) == (incident.ranks, incident.hosts)
     assert incident.says in found.sentence
     assert found.decided_by is DecidedBy.ATTEMPT
@@ -68,8 +73,7 @@ def _check_history(seed: int) -> None:
     if found != alone:
         assert found.advice is Advice.STOP
         assert found.decided_by is not DecidedBy.ATTEMPT
-    same = (alone.signature, alone.error_step)
-    repeated = any((one.signature, one.error_step) == same for one in history)
+    repeated = any(one.signature == alone.signature for one in history)
     assert repeated or found.decided_by is not DecidedBy.DETERMINISTIC
     # The rules look at diagnoses alone: the attempt's own evidence leaves no trace in another one's.
     assert diagnose(evidence) == alone
