@@ -18,7 +18,7 @@ LOOK_S = 5.0
 #: And so many times the 99th percentile of a step.
 LOOK_STEPS = 2.5
 #: Before the launcher ends ranks that are to blame beyond doubt ...
-ACT_S, ACT_STEPS = 60.0, 8.0
+ACT_S, ACT_STEPS = 180.0, 8.0
 #: ... and others: evaluations, compilations and saves to slow storage take minutes.
 ACT_UNCERTAIN_S, ACT_LONGEST = 1800.0, 4.0
 _KEPT = 1024
