@@ -19,7 +19,7 @@ from simulator.injectors.host import FullDisk, MemoryPressure, NetworkCut
 from simulator.injectors.processes import CpuQuota, Kill, Niceness, Stop, packed
 from simulator.job import Job, Process
 from tests.simulator.conftest import NOBODY, StartWorker, as_root, identity, state_of
-from tests.waiting import wait_until, wait_until_equal
+from tests.waiting import WAIT_S, wait_until, wait_until_equal
 
 JOB = f"simulator-injectors-{os.getpid()}"
 
@@ -506,6 +506,15 @@ def test_children_that_a_slow_worker_started_are_not_left_slow() -> None:
         assert niceness() == sorted([before, before, 19])
         assert os.getpriority(os.PRIO_PROCESS, worker.pid) == before
     finally:
-        for member in job.members():
-            job.signal(member.process, signal.SIGKILL)
-        worker.communicate()
+
+        def all_are_gone() -> bool:
+            members = list(job.members())  # one that is between fork and exec may be in none of them yet
+            for member in members:
+                job.signal(member.process, signal.SIGKILL)
+            return not members
+
+        wait_until(all_are_gone, "a child is still there")
+        # Not until the end of its output, which a child that was overlooked would hold open.
+        for pipe in filter(None, (worker.stdin, worker.stdout)):
+            pipe.close()
+        worker.wait(WAIT_S)
