@@ -257,7 +257,7 @@ def no_garbage_collection() -> Iterator[None]:
     with _collection_lock:
         if not _without_collection:
             _collected_before = gc.isenabled()
-            gc.disable()
+        gc.disable()
         _without_collection += 1
     try:
         yield

@@ -334,8 +334,8 @@ HEALTH = (
         default="auto",
         metavar="auto|off|SECONDS",
         help="How long a job may stand still before its launcher ends the ranks that are to blame, which "
-        "counts as their failure.  auto (default): 3 minutes or 8 usual steps where that is certain, else 30 "
-        "minutes or 4 times the longest step.  Within seconds, the log names ranks that stand still, and "
+        "counts as their failure.  auto (default): 3 minutes or 8 usual steps where that is certain, and "
+        "never otherwise.  Within seconds, the log names ranks that stand still, and "
         "what they do, whatever this says.",
     ),
     Flag(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from resiliency.events import EventStream, EventType
-from resiliency.launch.hangs.activity import is_stopped
+from resiliency.launch.hangs.activity import has_ended, is_stopped
 from resiliency.launch.hangs.looking import Look, Watched, look
 from resiliency.launch.health.hang_times import HangTimeout, HangTimes
 from resiliency.launch.health.hangs import HangFinding, HangKind, explain_hang
@@ -35,7 +35,7 @@ _FROZEN_S = 5.0
 _STACK_LINES = 30
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Seen:
     """What is known of a rank of the current attempt.  Times are monotonic."""
 
@@ -44,6 +44,7 @@ class _Seen:
     since: float
     count: int | None = None
     stopped_since: float | None = None
+    has_ended: bool = False
 
 
 @dataclass(kw_only=True)
@@ -155,7 +156,11 @@ class HangWatch:
                 last = time.monotonic()
 
     def _sample(self, attempt: _Attempt, now: float) -> None:
+        gone = {rank for rank in attempt.ranks.values() if not rank.has_ended and has_ended(rank.pid)}
         for rank in attempt.ranks.values():
+            if gone:  # one that ends is progress, too: the others may have something left to do
+                rank.since = now
+            rank.has_ended = rank.has_ended or rank in gone
             seen = self._page.read(rank.local_rank)
             if seen.step is not None and seen.step_time is not None and seen.step != rank.count:
                 if rank.count is not None and seen.step > rank.count:

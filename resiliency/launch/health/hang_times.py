@@ -17,10 +17,9 @@ from resiliency.errors import ConfigError
 LOOK_S = 5.0
 #: And so many times the 99th percentile of a step.
 LOOK_STEPS = 2.5
-#: Before the launcher ends ranks that are to blame beyond doubt ...
+#: Before the launcher ends ranks that are to blame beyond doubt.  It ends no others by itself: an evaluation,
+#: a compilation or what follows the last step may take hours.
 ACT_S, ACT_STEPS = 180.0, 8.0
-#: ... and others: evaluations, compilations and saves to slow storage take minutes.
-ACT_UNCERTAIN_S, ACT_LONGEST = 1800.0, 4.0
 _KEPT = 1024
 
 
@@ -56,13 +55,10 @@ class HangTimes:
     def __init__(self, timeout: HangTimeout) -> None:
         self._timeout = timeout
         self._steps: deque[float] = deque(maxlen=_KEPT)
-        #: The longest time without a step after which one came.
-        self._longest_s = 0.0
 
     def learn(self, seconds: float) -> None:
         """A rank took so long from one step to the next."""
         self._steps.append(seconds)
-        self._longest_s = max(self._longest_s, seconds)
 
     @property
     def p99_s(self) -> float:
@@ -80,4 +76,4 @@ class HangTimes:
             return self._timeout.seconds
         if certain:
             return max(ACT_S, ACT_STEPS * self.p99_s)
-        return max(ACT_UNCERTAIN_S, ACT_LONGEST * self._longest_s)
+        return math.inf
