@@ -23,7 +23,7 @@ def memory_left(
             if limit is None or used is None or limit >= _NO_LIMIT:
                 continue
             # Page cache of ordinary files is given back under pressure; shared memory is not.
-            yield group, limit - used + _statistic(group / "memory.stat", cache_name)
+            yield group, limit - used + (_statistic(group / "memory.stat", cache_name) or 0)
 
 
 def _groups(cgroups: Path, proc: Path) -> Iterator[Path]:
@@ -52,14 +52,6 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _statistic(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
-
-
 def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
     """How many processes of this process's memory cgroup the kernel has killed for memory; None: unknown.
 
@@ -68,12 +60,12 @@ def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
     group = next(_groups(cgroups, proc), None)
     if group is not None:
         for name in ("memory.events", "memory.oom_control"):
-            if (count := _field(group / name, "oom_kill")) is not None:
+            if (count := _statistic(group / name, "oom_kill")) is not None:
                 return count
-    return _field(proc / "vmstat", "oom_kill")
+    return _statistic(proc / "vmstat", "oom_kill")
 
 
-def _field(path: Path, name: str) -> int | None:
+def _statistic(path: Path, name: str) -> int | None:
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -462,8 +462,8 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
 FLAGS: tuple[Flag, ...] = tuple(flag for _, flags in GROUPS for flag in flags)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that all refusals of the launcher look alike."""
+class RefusingParser(argparse.ArgumentParser):
+    """Raises ConfigError instead of exiting, so that all refusals of the launcher's programs look alike."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.", hint="See --help.")
@@ -471,7 +471,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the launcher's own flags; SCRIPT and what follows are split off before it."""
-    parser = _Parser(
+    parser = RefusingParser(
         prog="launcher.py",
         usage=USAGE,
         description=DESCRIPTION,

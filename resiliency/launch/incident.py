@@ -9,7 +9,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 from resiliency.launch.health.evidence import signal_name
 
@@ -60,7 +59,8 @@ def cause_of(
     # A process that aborts while it tears down after an exception is common with gloo and CUDA;
     # any other signal came from outside, whatever was printed before.
     if not exception and stderr_file and (exit_code > 0 or exit_code == -signal.SIGABRT):
-        exception = _last_exception(Path(stderr_file))
+        lines = reversed(read_tail(stderr_file))
+        exception = next((line for line in lines if _EXCEPTION_LINE.fullmatch(line)), "")
     return f"{died}, {exception}" if exception else died
 
 
@@ -73,14 +73,14 @@ def _from_error_file(error: Mapping[str, object]) -> str:
     return "" if line == NO_ERROR_FILE else line
 
 
-def _last_exception(path: Path) -> str:
+def read_tail(path: str) -> tuple[str, ...]:
+    """The last lines of a log; none of one that cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
-            lines = file.read().decode(errors="replace").splitlines()
+            return tuple(file.read().decode(errors="replace").splitlines())
     except OSError:
-        return ""
-    return next((line for line in reversed(lines) if _EXCEPTION_LINE.fullmatch(line)), "")
+        return ()
 
 
 def summarise(script: str, faults: Sequence[RankFault], *, restarts: int, max_restarts: int) -> str:

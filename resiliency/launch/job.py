@@ -115,7 +115,6 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 host=options.info.host,
                 events=events,
                 timeout=options.hang_timeout,
-                end_rank=lambda pid, why: _note_hang(protection, pid, why),
             )
             failures = FailureHandler(options, events, page, handler.call_store)
             agent = ResilientAgent(
@@ -176,10 +175,6 @@ def _reported(events: EventStream, signals: SignalBox, options: LaunchOptions) -
     finally:
         signals.close()
         events.emit(EventType.JOB_TERMINATED, exit_code=outcome.exit_code, outcome=outcome.name)
-
-
-def _note_hang(protection: Protection, pid: int, why: str) -> None:
-    _compat.hang_note(protection.private_dir, pid).write_text(why)
 
 
 def _leave_last_words(protection: Protection, options: LaunchOptions) -> None:

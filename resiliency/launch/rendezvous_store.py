@@ -17,10 +17,10 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from resiliency import log
 from resiliency.errors import ConfigError
+from resiliency.launch.cli import RefusingParser
 from resiliency.runtime import RunInfo
 
 # As a program, the name of this module is __main__.
@@ -48,14 +48,9 @@ example:
 exit codes: 0 ended by SIGTERM or SIGINT; 2 refused, nothing was served."""
 
 
-class _StoreParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}.", hint="See --help.")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this program's flags."""
-    parser = _StoreParser(
+    parser = RefusingParser(
         prog=PROGRAM,
         description=DESCRIPTION,
         epilog=EPILOG,

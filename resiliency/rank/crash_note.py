@@ -22,11 +22,7 @@ ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 FRAMES, MESSAGE_CHARS = 20, 4000
 
 
-def _no_step() -> int | None:
-    return None
-
-
-def install(last_step: Callable[[], int | None] = _no_step) -> None:
+def install(last_step: Callable[[], int | None]) -> None:
     """Note the exception that ends this process; without a launcher, this does nothing.
 
     Args:

@@ -20,7 +20,7 @@ from resiliency.launch.health.evidence import (
     RankError,
     read_traceback,
 )
-from resiliency.launch.incident import NO_ERROR_FILE, TAIL_BYTES
+from resiliency.launch.incident import NO_ERROR_FILE, read_tail
 
 KERNEL_LOG = Path("/dev/kmsg")
 #: Records of the kernel that are read at most for one failure, and lines that are kept.
@@ -109,7 +109,7 @@ class EvidenceCollector:
         """
         # What a rank has printed explains an exit and an abort; another signal came from outside.
         speaks = exit_code > 0 or exit_code in (-6, -15)
-        log = _tail(stderr_file) if stderr_file and speaks else ()
+        log = read_tail(stderr_file) if stderr_file and speaks else ()
         self._deaths.append(
             RankDeath(
                 rank=rank,
@@ -173,15 +173,6 @@ def read_error_file(content: Mapping[str, object]) -> RankError | None:
         frames=shown.frames if shown is not None else (),
         step=step if isinstance(step, int) else None,
     )
-
-
-def _tail(path: str) -> tuple[str, ...]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
-            return tuple(file.read().decode(errors="replace").splitlines())
-    except OSError:
-        return ()
 
 
 def _is_full(directory: str) -> bool:

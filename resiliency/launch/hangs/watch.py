@@ -13,12 +13,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from resiliency.events import EventStream, EventType
+from resiliency.launch._compat import hang_note
 from resiliency.launch.hangs.activity import has_ended, is_stopped
 from resiliency.launch.hangs.looking import Look, Watched, look
 from resiliency.launch.health.hang_times import HangTimeout, HangTimes
@@ -35,7 +36,7 @@ _FROZEN_S = 5.0
 _STACK_LINES = 30
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True)
 class _Seen:
     """What is known of a rank of the current attempt.  Times are monotonic."""
 
@@ -44,7 +45,6 @@ class _Seen:
     since: float
     count: int | None = None
     stopped_since: float | None = None
-    has_ended: bool = False
 
 
 @dataclass(kw_only=True)
@@ -61,8 +61,7 @@ class HangWatch:
 
     Args:
         page: where ranks write their steps.
-        directory: where they offer to be inspected.
-        end_rank: called with a process and why it hangs, before this ends it.
+        directory: where they offer to be inspected, and hang notes are left for the launcher.
     """
 
     def __init__(
@@ -73,20 +72,17 @@ class HangWatch:
         host: str,
         events: EventStream,
         timeout: HangTimeout,
-        end_rank: Callable[[int, str], None],
     ) -> None:
         self._page = page
-        self._directory = str(directory)
+        self._directory = directory
         self._host = host
         self._events = events
-        self._end_rank = end_rank
         self._times = HangTimes(timeout)
-        self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
         #: Set when the attempt ends, or this.
         self._over = threading.Event()
         self._closed = False
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
         self._thread.start()
 
@@ -156,11 +152,12 @@ class HangWatch:
                 last = time.monotonic()
 
     def _sample(self, attempt: _Attempt, now: float) -> None:
-        gone = {rank for rank in attempt.ranks.values() if not rank.has_ended and has_ended(rank.pid)}
+        gone = [number for number, rank in attempt.ranks.items() if has_ended(rank.pid)]
+        for number in gone:
+            del attempt.ranks[number]
         for rank in attempt.ranks.values():
             if gone:  # one that ends is progress, too: the others may have something left to do
                 rank.since = now
-            rank.has_ended = rank.has_ended or rank in gone
             seen = self._page.read(rank.local_rank)
             if seen.step is not None and seen.step_time is not None and seen.step != rank.count:
                 if rank.count is not None and seen.step > rank.count:
@@ -192,7 +189,7 @@ class HangWatch:
             )
             for number, rank in attempt.ranks.items()
         }
-        found = look(watched, self._directory, self._host, over.wait)
+        found = look(watched, str(self._directory), self._host, over.wait)
         if found is None:
             return
         before = {number: rank.count for number, rank in attempt.ranks.items()}
@@ -236,7 +233,7 @@ class HangWatch:
         if over.is_set():
             return
         for rank in named[:1] if not finding.is_accusation else named:
-            self._end_rank(rank.pid, finding.sentence)
+            hang_note(self._directory, rank.pid).write_text(finding.sentence)
             with suppress(OSError):
                 os.kill(rank.pid, signal.SIGKILL)
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 from resiliency.errors import ConfigError
+from resiliency.launch.cli import RefusingParser
 from resiliency.launch.health.check import EXIT_CODES, HostReport, as_json, report_alone, report_with_others
 from resiliency.launch.health.exchange import Exchange
 from resiliency.launch.health.probes import HostProbes
@@ -36,14 +36,9 @@ exit codes: 0 this host is ok; 2 bad flags, nothing was checked; 3 faulty; 4 slo
 several hosts is broken, or there are too few to compare with."""
 
 
-class _CheckParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}.", hint="See --help.")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this program's flags."""
-    parser = _CheckParser(
+    parser = RefusingParser(
         prog=PROGRAM,
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -8,8 +8,9 @@ they call may load data or compute a loss, and takes as long as it takes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
+
+from resiliency.launch.health.evidence import Frame
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 
@@ -59,32 +60,24 @@ _BY_FILE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StackCall:
-    """One line of a stack."""
-
-    file: str
-    line: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}"
-
-
-def main_thread(stacks: str) -> tuple[StackCall, ...]:
+def main_thread(stacks: str) -> tuple[Frame, ...]:
     """The main thread's calls, innermost first, from what `faulthandler` writes; empty without any.
 
     It writes threads from the youngest to the oldest, so the main one is last.
     """
     _, _, last = stacks.rpartition("(most recent call first)")
-    return tuple(StackCall(**match.groupdict()) for match in map(_FRAME.match, last.splitlines()) if match)
+    return tuple(
+        Frame(file=match["file"], line=int(match["line"].replace("???", "0")), function=match["function"])
+        for match in map(_FRAME.match, last.splitlines())
+        if match
+    )
 
 
-def phase_of(frames: tuple[StackCall, ...]) -> RankPhase:
+def phase_of(frames: tuple[Frame, ...]) -> RankPhase:
     """What a main thread with these calls, innermost first, is in."""
     if not frames:
         return RankPhase.UNKNOWN
-    # A collective calls into few frames of its own, so a later one is of a rank that waits in a collective.
+    # A rank that waits in a collective is at most a few calls deep in it.
     if any(_is_of(frame, _COLLECTIVES) for frame in frames[:3]):
         return RankPhase.COLLECTIVE
     for frame in frames:
@@ -101,14 +94,16 @@ def phase_of(frames: tuple[StackCall, ...]) -> RankPhase:
     return RankPhase.OTHER
 
 
-def telling_frame(frames: tuple[StackCall, ...]) -> str:
+def telling_frame(frames: tuple[Frame, ...]) -> str:
     """The innermost call of the user's own code, else the innermost one: where a person would look."""
     own = (
         frame for frame in frames if "/site-packages/" not in frame.file and "/lib/python3" not in frame.file
     )
     frame = next(own, frames[0] if frames else None)
-    return str(frame) if frame is not None else ""
+    if frame is None:
+        return ""
+    return f"{frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"
 
 
-def _is_of(frame: StackCall, parts: tuple[str, ...]) -> bool:
+def _is_of(frame: Frame, parts: tuple[str, ...]) -> bool:
     return any(part in frame.file for part in parts)
