@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStat
 from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.health.diagnosis import Diagnosis
-from resiliency.launch.health.job_check import JobCheck, UnfitHost
+from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
@@ -100,7 +100,12 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
         logs = _compat.TracedLogs(
             specs, lambda env: _adjust(env, options, agents, protection, page, reporter)
         )
-        with open_event_stream(options.info) as events, _reported(events, signals, options) as outcome:
+        with (
+            open_event_stream(options.info) as events,
+            _reported(events, signals, options) as outcome,
+            ExitStack() as closing,
+        ):
+            closing.callback(page.close)
             _leave_last_words(protection, options)
             check = JobCheck(options, events)
             with signals.interruptible():
@@ -109,6 +114,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
             handler.on_join = _check_at(handler, check, options)
             if options.args.use_supervisor:
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
+            closing.callback(reporter.close)
             hangs = HangWatch(
                 page,
                 directory=protection.private_dir,
@@ -116,7 +122,9 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 events=events,
                 timeout=options.hang_timeout,
             )
+            closing.callback(hangs.close)
             failures = FailureHandler(options, events, page, handler.call_store)
+            closing.callback(failures.close)
             agent = ResilientAgent(
                 options,
                 rendezvous=handler,
@@ -136,22 +144,23 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
             finally:
                 if outcome.leaves_job_down:
                     reporter.launcher_is(LauncherState.GAVE_UP)
-                try:
-                    with signals.interruptible(check=False):
-                        agent.clean_rdzv_shutdown(close=outcome.final)
-                finally:
-                    # No worker is left that would want a last step saved.
-                    agents.end(signals.at_once_fd)
-                    if agent.leaving:
-                        # By who ends it now: a pod that ends by itself before counts as a failure of its Job.
-                        signals.wait(LEFT_S)
-                    signals.close()
-                    hangs.close()
-                    agent.shutdown_rank_monitors()
-                    reporter.close()
-                    failures.close()
-                    page.close()
+                _leave(agent, agents, signals, final=outcome.final)
         return outcome.exit_code
+
+
+def _leave(agent: ResilientAgent, agents: AgentHost, signals: SignalBox, *, final: bool) -> None:
+    """Leave the rendezvous, and end what runs beside the workers, which have ended."""
+    try:
+        with signals.interruptible(check=False):
+            agent.clean_rdzv_shutdown(close=final)
+    finally:
+        # No worker is left that would want a last step saved.
+        agents.end(signals.at_once_fd)
+        if agent.leaving:
+            # By who ends it now: a pod that ends by itself before counts as a failure of its Job.
+            signals.wait(LEFT_S)
+        signals.close()
+        agent.shutdown_rank_monitors()
 
 
 @contextmanager

@@ -6,5 +6,6 @@
     probes, links          -> scores.judge, Pairing   the health of each host
 
 These rules are values and functions: no clock, no file, no socket.  So launcher and supervisor decide by
-the same rules, and a decision can be repeated from its record.  Other modules collect what they decide on.
+the same rules, and a decision can be repeated from its record.  Folders beside this one collect what they
+decide on.
 """

@@ -13,9 +13,15 @@ from pathlib import Path
 
 from resiliency.errors import ConfigError
 from resiliency.launch.cli import RefusingParser
-from resiliency.launch.health.check import EXIT_CODES, HostReport, as_json, report_alone, report_with_others
-from resiliency.launch.health.exchange import Exchange
-from resiliency.launch.health.probes import HostProbes
+from resiliency.launch.host_check.check import (
+    EXIT_CODES,
+    HostReport,
+    as_json,
+    report_alone,
+    report_with_others,
+)
+from resiliency.launch.host_check.exchange import Exchange
+from resiliency.launch.host_check.probes import HostProbes
 from resiliency.runtime import RunInfo, interface_towards
 
 REFUSED = 2

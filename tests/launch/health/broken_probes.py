@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes of a host that is broken: the twin of `resiliency.launch.health.probes`.
+"""Probes of a host that is broken: the twin of `resiliency.launch.host_check.probes`.
 
     HostProbes(host="h2", disk=..., command=broken("flip", "compute"))
 
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from resiliency.launch.health import probes
+from resiliency.launch.host_check import probes
 
 #: The process that stops and continues a slow one; ends with it.
 _DUTY_CYCLE = """

@@ -17,11 +17,11 @@ import pytest
 
 from resiliency.launch.health import links
 from resiliency.launch.health.__main__ import main
-from resiliency.launch.health.check import HostReport, report_alone, report_with_others
-from resiliency.launch.health.exchange import Exchange
 from resiliency.launch.health.pairing import Pairing
-from resiliency.launch.health.probes import PROBES, HostProbes
 from resiliency.launch.health.scores import HostHealth, Measurement
+from resiliency.launch.host_check.check import HostReport, report_alone, report_with_others
+from resiliency.launch.host_check.exchange import Exchange
+from resiliency.launch.host_check.probes import PROBES, HostProbes
 from tests.launch.health.broken_probes import broken
 
 OK, UNDECIDED, SLOW, FAULTY = HostHealth.OK, HostHealth.UNDECIDED, HostHealth.SLOW, HostHealth.FAULTY
@@ -125,7 +125,7 @@ def test_results_of_an_earlier_check_are_not_read() -> None:
 def test_a_host_that_says_nothing_is_missed_and_without_host_0_the_others_are_undecided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("resiliency.launch.health.exchange._ANSWER_S", 0.3)
+    monkeypatch.setattr("resiliency.launch.host_check.exchange._ANSWER_S", 0.3)
 
     def check(exchange: Exchange, silent: int) -> HostReport:
         alone = report_alone("h", measured(5.0))

@@ -12,8 +12,8 @@ import pytest
 
 from resiliency.events import EventStream, EventType
 from resiliency.launch import cli
-from resiliency.launch.health.job_check import JobCheck, UnfitHost
-from resiliency.launch.health.probes import PROBES, HostProbes
+from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
+from resiliency.launch.host_check.probes import PROBES, HostProbes
 from resiliency.launch.options import resolve
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command

@@ -5,7 +5,7 @@ A probe that hangs is killed at its deadline, and one that dies has died: both a
 its caller along.  A probe measures a rate over several equal windows and reports the best one, so load that
 comes and goes is no slowness of the host, and a host that is always slower is found.
 
-    python3 -m resiliency.launch.health.probes {memory,disk,compute} [DIRECTORY]
+    python3 -m resiliency.launch.host_check.probes {memory,disk,compute} [DIRECTORY]
 
 prints one JSON object per line: what `Measurement` has, but the host.
 """
@@ -75,7 +75,7 @@ class HostProbes:
 
     host: str
     disk: Path
-    command: tuple[str, ...] = (sys.executable, "-m", "resiliency.launch.health.probes")
+    command: tuple[str, ...] = (sys.executable, "-m", "resiliency.launch.host_check.probes")
     probes: tuple[Probe, ...] = PROBES
 
     def run(self, timeout_s: float) -> list[Measurement]:

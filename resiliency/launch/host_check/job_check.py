@@ -16,10 +16,10 @@ from typing import Any
 
 from resiliency.errors import ResiliencyError
 from resiliency.events import EventStream, EventType
-from resiliency.launch.health.check import EXIT_CODES, HostReport, report_alone, report_with_others
-from resiliency.launch.health.exchange import Exchange
-from resiliency.launch.health.probes import HostProbes
 from resiliency.launch.health.scores import HostHealth
+from resiliency.launch.host_check.check import EXIT_CODES, HostReport, report_alone, report_with_others
+from resiliency.launch.host_check.exchange import Exchange
+from resiliency.launch.host_check.probes import HostProbes
 from resiliency.launch.options import LaunchOptions
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from resiliency.launch.health.exchange import Exchange
 from resiliency.launch.health.pairing import Pair, Pairing
 from resiliency.launch.health.scores import HostHealth
+from resiliency.launch.host_check.exchange import Exchange
 
 _MESSAGE_BYTES = 8 << 20
 _MESSAGES, _PINGS = 3, 20

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from resiliency.errors import PeerError
-from resiliency.launch.health.exchange import Exchange
-from resiliency.launch.health.links import LinkFindings, check_links
 from resiliency.launch.health.scores import HostHealth, Measurement, Score, judge_all
+from resiliency.launch.host_check.exchange import Exchange
+from resiliency.launch.host_check.links import LinkFindings, check_links
 
 #: Exit code of a program for each conclusion; 1 and 2 are taken by errors and refusals.
 EXIT_CODES = {HostHealth.OK: 0, HostHealth.FAULTY: 3, HostHealth.SLOW: 4, HostHealth.UNDECIDED: 5}
