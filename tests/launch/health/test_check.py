@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.launch.health import links
 from resiliency.launch.health.__main__ import main
 from resiliency.launch.health.pairing import Pairing
 from resiliency.launch.health.scores import HostHealth, Measurement
+from resiliency.launch.host_check import links
 from resiliency.launch.host_check.check import HostReport, report_alone, report_with_others
 from resiliency.launch.host_check.exchange import Exchange
 from resiliency.launch.host_check.probes import PROBES, HostProbes
