@@ -45,7 +45,9 @@ class EventType(str, Enum):
     JOB_TERMINATED = "job_terminated"
     # --- launcher: one incident is the spans between these ---------------------------------------
     FAULT_DETECTED = "fault_detected"  # fields: cause, exit_code or signal, log_file; rank when known
-    HANG_DETECTED = "hang_detected"  # fields: cause (a sentence), kind, ranks, hosts, phase, frame, waiting
+    HANG_DETECTED = (
+        "hang_detected"  # fields: cause (a sentence), kind, ranks, hosts, phase, frame, waiting, silent
+    )
     # fields: cause, advice, decided_by, confidence, ranks, hosts, sentence
     DIAGNOSED = "diagnosed"
     WORKERS_STOPPED = "workers_stopped"

@@ -28,7 +28,7 @@ from resiliency.checkpoint.stop.termination import Termination, TerminationOptio
 from resiliency.errors import ConfigError
 from resiliency.events import EventStream, EventType
 from resiliency.plugins.persistent_ckpt_proc import process_of
-from resiliency.progress import report_step
+from resiliency.progress import report_step, watch_rank
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class AutoCheckpointCallback(Callback):
                 " which saves when training ends.",
                 hint="Add one to the trainer's callbacks.",
             )
+        watch_rank()
         if stage == "fit":  # Lightning starts the loaders' workers before the first hook of training
             self._workers.enter_context(outliving(self._options.signals))
 

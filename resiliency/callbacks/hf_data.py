@@ -26,6 +26,7 @@ from transformers.trainer_callback import ExportableState
 from resiliency.data.progress import check_whole
 from resiliency.data.samplers import InterruptableDistributedSampler
 from resiliency.errors import ConfigError
+from resiliency.progress import report_step, watch_rank
 
 
 class ResumableDataMixin:
@@ -93,6 +94,7 @@ class DataIdentity(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises ConfigError: the checkpoint's steps are not those of this start."""
+        watch_rank()
         loader = kwargs["train_dataloader"]
         sampler = loader.sampler
         samples = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -106,6 +108,9 @@ class DataIdentity(TrainerCallback, ExportableState):
             "steps_per_epoch": steps,
             "order": sampler.progress.at_epoch(0).to_state(),
         }
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        report_step(state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises ConfigError: an epoch was left early, and the number of steps says no more where this is."""

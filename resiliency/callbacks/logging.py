@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from resiliency.errors import ConfigError
-from resiliency.progress import report_step
+from resiliency.progress import report_step, watch_rank
 from resiliency.runtime import check_loss
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class StepLoggingCallback(TensorboardCallback):
         self._step_times: deque[float] = deque(maxlen=10_000)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        watch_rank()
         super().on_train_start(trainer, pl_module)
         self._times.start(trainer.global_step)
 

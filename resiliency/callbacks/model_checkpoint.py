@@ -53,7 +53,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.files import posix_path
 from resiliency.plugins.dist_ckpt import is_rank_zero
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
-from resiliency.progress import report_step
+from resiliency.progress import report_step, watch_rank
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
         NeMo deletes unfinished checkpoints here, while the process of the attempt before may still be
         committing one; it deletes them itself, in order with its saves.
         """
+        watch_rank()
         _warn_of_count(trainer)
         process = self._process(trainer)
         self._check_interval(process)

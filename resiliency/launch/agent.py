@@ -40,6 +40,7 @@ from resiliency.launch.fleet.link import (
     WorkerStateReporter,
 )
 from resiliency.launch.guardian import Process
+from resiliency.launch.hangs.hosts import JobView
 from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.health.diagnosis import Advice, Diagnosis
 from resiliency.launch.incident import RankFault, cause_of
@@ -167,7 +168,13 @@ class ResilientAgent(HookedAgent):
         )
         self._standby.workers_started()
         pids = self.pids
-        self._hangs.begin(self.attempt, {local: (rank, pids[local]) for local, rank in ranks.items()})
+        job = JobView(
+            run=self._rendezvous_handler.run,
+            attempt=self.attempt,
+            node=self.node_rank,
+            hosts=self.host_count,
+        )
+        self._hangs.begin(job, {local: (rank, pids[local]) for local, rank in ranks.items()})
 
     def monitors_started(self, pids: Sequence[int]) -> None:
         self._protection.helpers(pids)

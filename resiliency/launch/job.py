@@ -31,6 +31,7 @@ from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
+from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox
 from resiliency.progress import STEP_PAGE_ENV, StepPage
@@ -115,15 +116,18 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
             if options.args.use_supervisor:
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
             closing.callback(reporter.close)
+            # What launchers say to each other, where there may be several.
+            lines = SharedLines(handler.call_store) if options.rendezvous.max_nodes > 1 else None
             hangs = HangWatch(
                 page,
                 directory=protection.private_dir,
                 host=options.info.host,
                 events=events,
                 timeout=options.hang_timeout,
+                lines=lines,
             )
             closing.callback(hangs.close)
-            failures = FailureHandler(options, events, page, handler.call_store)
+            failures = FailureHandler(options, events, page, lines)
             closing.callback(failures.close)
             agent = ResilientAgent(
                 options,

@@ -22,6 +22,7 @@ from resiliency.launch.failures import shared_history
 from resiliency.launch.failures.evidence import EvidenceCollector, KernelLog, read_error_file
 from resiliency.launch.failures.policy import ask_policy, check_policy
 from resiliency.launch.health.diagnosis import Advice, Cause, Evidence, RankDeath, diagnose
+from resiliency.launch.rendezvous import shared_lines
 from tests.ports import free_port
 
 from .conftest import SCRIPTS, WAIT, Launch, events
@@ -190,7 +191,7 @@ def test_evidence_begins_with_the_attempt(tmp_path: Path) -> None:
 
 def test_a_store_that_hangs_or_fails_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """D29: nothing waits for the thread that was given up on."""
-    monkeypatch.setattr(shared_history, "DEADLINE_S", 0.1)
+    monkeypatch.setattr(shared_lines, "DEADLINE_S", 0.1)
     over = threading.Event()
 
     def hangs(work: Callable[[Any], Any]) -> bool:
@@ -203,7 +204,7 @@ def test_a_store_that_hangs_or_fails_costs_a_bounded_time(monkeypatch: pytest.Mo
         found = diagnose(
             Evidence(attempt=0, step=3, deaths=(RankDeath(rank=0, host="host-a", exit_code=17),))
         )
-        history = shared_history.SharedHistory(call)
+        history = shared_history.SharedHistory(shared_lines.SharedLines(call))
         history.add("run", found)
         assert history.before("run", 1) == (found,)
         assert shared_history.decode_diagnosis(shared_history.encode_diagnosis(found)) == found

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from resiliency.events import EventStream, EventType
 from resiliency.launch.failures.evidence import EvidenceCollector
@@ -14,6 +13,7 @@ from resiliency.launch.failures.policy import ask_policy
 from resiliency.launch.failures.shared_history import SharedHistory
 from resiliency.launch.health.diagnosis import Advice, Diagnosis, diagnose
 from resiliency.launch.options import LaunchOptions
+from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.progress import StepPage
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class FailureHandler:
 
     Args:
         page: where ranks of this host write their steps.
-        call_store: runs a function with the rendezvous store.
+        lines: what hosts say to each other; None: the job has one host.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class FailureHandler:
         options: LaunchOptions,
         events: EventStream,
         page: StepPage,
-        call_store: Callable[[Callable[[Any], Any]], Any],
+        lines: SharedLines | None,
     ) -> None:
         self._options, self._events, self._page = options, events, page
         self._policy: str | None = options.args.failure_policy
         directories = (options.info.run_dir, *filter(None, [options.args.log_dir]))
         self._evidence = EvidenceCollector(options.info.host, directories)
-        self._shared = SharedHistory(call_store if options.rendezvous.max_nodes > 1 else None)
+        self._shared = SharedHistory(lines)
 
     def begin_attempt(self) -> None:
         self._evidence.begin_attempt()

@@ -21,6 +21,7 @@ WINDOW_S = 1.0
 #: Ranks that can answer do so within milliseconds, also on a busy host within this.
 ANSWER_S = 1.0
 _POLL_S = 0.02
+_STACK_LINES = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +108,24 @@ def _ask(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupState,
         if len(found) < len(asked):
             time.sleep(_POLL_S)
     return found
+
+
+def stack_clusters(stacks: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Stacks of main threads, those that are equal once, with their ranks.
+
+    The rarest is first: a rank that differs is what a person looks for.
+    """
+    clusters: dict[tuple[str, ...], list[int]] = {}
+    for rank, text in stacks.items():
+        # How a rank was started, by its template or by itself, makes no difference.
+        calls = (call for call in main_thread(text) if "resiliency/template/" not in call.file)
+        key = tuple(f"{call.file} {call.function}" for call in calls) or (text,)
+        clusters.setdefault(key, []).append(rank)
+    ordered = sorted(clusters.values(), key=len)
+    return [(sorted(ranks), _main_part(stacks[ranks[0]])) for ranks in ordered]
+
+
+def _main_part(text: str) -> str:
+    head, mark, last = text.rpartition("(most recent call first)")
+    lines = (head.rpartition("\n")[2] + mark + last).splitlines() if mark else text.splitlines()
+    return "\n".join(lines[:_STACK_LINES])

@@ -3,7 +3,7 @@
 
 It reads the step page and the states of processes twice a second, which ranks do not notice.  Ranks that
 have stood still for longer than steps of this job take are inspected; while that lasts, after twice the time
-again.
+again.  With several hosts, the first one asks the others to look at theirs, and decides for all of them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pathlib import Path
 from resiliency.events import EventStream, EventType
 from resiliency.launch._compat import hang_note
 from resiliency.launch.hangs.activity import has_ended, is_stopped
-from resiliency.launch.hangs.looking import Look, Watched, look
-from resiliency.launch.health.hang_times import HangTimeout, HangTimes
+from resiliency.launch.hangs.hosts import HostBoard, JobView, SaidFinding, merged
+from resiliency.launch.hangs.looking import Look, Watched, look, stack_clusters
+from resiliency.launch.health.hang_times import FIRST_STEP_S, HangTimeout, HangTimes
 from resiliency.launch.health.hangs import HangFinding, HangKind, explain_hang
-from resiliency.launch.health.phases import main_thread
+from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.progress import StepPage
 from resiliency.runtime import name_ranks
 
@@ -33,7 +34,12 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
 #: This thread was not run for so long: the whole host was suspended, and what it saw before says nothing.
 _FROZEN_S = 5.0
-_STACK_LINES = 30
+#: From this part of the time before a look on, a host listens to what the first one asks.
+_LISTEN = 0.8
+#: A host that the first one asks nothing for so long looks at its own ranks alone.
+_ALONE_S, _ALONE_STOPPED_S = 10.0, 2.5
+#: How often the first host asks where others may have looked late.
+_QUESTIONS = 3
 
 
 @dataclass(kw_only=True)
@@ -49,11 +55,13 @@ class _Seen:
 
 @dataclass(kw_only=True)
 class _Attempt:
-    number: int
+    job: JobView
     ranks: dict[int, _Seen] = field(default_factory=dict)
     #: When the ranks are inspected next, as seconds of standing still.
     next_look_s: float = 0.0
     finding: HangFinding | None = None
+    #: With several hosts.
+    board: HostBoard | None = None
 
 
 class HangWatch:
@@ -62,6 +70,7 @@ class HangWatch:
     Args:
         page: where ranks write their steps.
         directory: where they offer to be inspected, and hang notes are left for the launcher.
+        lines: what hosts say to each other; None: the job has one host.
     """
 
     def __init__(
@@ -72,11 +81,13 @@ class HangWatch:
         host: str,
         events: EventStream,
         timeout: HangTimeout,
+        lines: SharedLines | None = None,
     ) -> None:
         self._page = page
         self._directory = directory
         self._host = host
         self._events = events
+        self._lines = lines
         self._times = HangTimes(timeout)
         self._attempt: _Attempt | None = None
         #: Set when the attempt ends, or this.
@@ -86,18 +97,19 @@ class HangWatch:
         self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
         self._thread.start()
 
-    def begin(self, attempt: int, ranks: Mapping[int, tuple[int, int]]) -> None:
+    def begin(self, job: JobView, ranks: Mapping[int, tuple[int, int]]) -> None:
         """The workers of an attempt run; by local rank: rank and process."""
         now = time.monotonic()
         with self._changed:
             self._over.set()
             self._over = threading.Event()
             self._attempt = _Attempt(
-                number=attempt,
+                job=job,
                 ranks={
                     rank: _Seen(local_rank=local_rank, pid=pid, since=now)
                     for local_rank, (rank, pid) in ranks.items()
                 },
+                board=HostBoard(self._lines, job) if self._lines is not None and job.hosts > 1 else None,
             )
             self._changed.notify_all()
 
@@ -128,7 +140,7 @@ class HangWatch:
             try:
                 self._watch(attempt, over)
             except Exception:  # the border of this thread: training goes on without being watched
-                logger.exception("hangs are not watched in attempt %d any more", attempt.number)
+                logger.exception("hangs are not watched in attempt %d any more", attempt.job.attempt)
                 over.wait()
 
     def _watch(self, attempt: _Attempt, over: threading.Event) -> None:
@@ -138,18 +150,36 @@ class HangWatch:
             if now > last + _FROZEN_S:
                 for rank in attempt.ranks.values():
                     rank.since, rank.stopped_since = now, None
-            last = now
             self._sample(attempt, now)
             still_s = self._longest_still_s(attempt, now)
             look_s = self._times.look_s
             if still_s < look_s:
                 if attempt.finding is not None:
-                    logger.warning("attempt %d goes on: it had stood still", attempt.number)
+                    logger.warning("attempt %d goes on: it had stood still", attempt.job.attempt)
                 attempt.next_look_s, attempt.finding = 0.0, None
-            elif still_s >= max(attempt.next_look_s, look_s):
-                attempt.next_look_s = 2 * still_s
-                self._inspect(attempt, over, now)
-                last = time.monotonic()
+            asked = attempt.board is not None and attempt.job.node > 0
+            if asked and still_s >= _LISTEN * look_s:
+                self._listen(attempt, over)
+            if still_s >= max(attempt.next_look_s, look_s + (self._alone_s(attempt) if asked else 0.0)):
+                self._inspect(attempt, over, still_s)
+            last = time.monotonic()
+
+    def _alone_s(self, attempt: _Attempt) -> float:
+        """A stopped rank is known without the others, and before the first step no host asks."""
+        stopped = any(rank.stopped_since is not None for rank in attempt.ranks.values())
+        return _ALONE_STOPPED_S if stopped else _ALONE_S
+
+    def _listen(self, attempt: _Attempt, over: threading.Event) -> None:
+        """Answer the first host, and do what it says."""
+        assert attempt.board is not None
+        late, findings = attempt.board.read()
+        if late is not None and (seen := self._look(attempt, over)) is not None:
+            found, moved = seen
+            attempt.board.answer(found, late=late, moved=moved)
+            attempt.next_look_s = 2 * self._longest_still_s(attempt, time.monotonic()) + _ALONE_S
+        for finding in findings:
+            logger.warning("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
+            self._end(attempt, finding, over)
 
     def _sample(self, attempt: _Attempt, now: float) -> None:
         gone = [number for number, rank in attempt.ranks.items() if has_ended(rank.pid)]
@@ -170,16 +200,18 @@ class HangWatch:
 
     def _longest_still_s(self, attempt: _Attempt, now: float) -> float:
         """Before its first step a rank may import and compile for long, but not be stopped."""
-        uncertain_s = self._times.act_s(certain=False)
+        first_s = min(FIRST_STEP_S, self._times.act_s(certain=False))
         longest = 0.0
         for rank in attempt.ranks.values():
             if rank.stopped_since is not None:
                 longest = max(longest, now - rank.stopped_since)
-            if rank.count is not None or now - rank.since >= uncertain_s:
+            if rank.count is not None or now - rank.since >= first_s:
                 longest = max(longest, now - rank.since)
         return longest
 
-    def _inspect(self, attempt: _Attempt, over: threading.Event, now: float) -> None:
+    def _look(self, attempt: _Attempt, over: threading.Event) -> tuple[Look, bool] | None:
+        """The ranks of this host, and whether one has gone on meanwhile; None: the attempt is over."""
+        now = time.monotonic()
         watched = {
             number: Watched(
                 pid=rank.pid,
@@ -191,32 +223,69 @@ class HangWatch:
         }
         found = look(watched, str(self._directory), self._host, over.wait)
         if found is None:
-            return
+            return None
         before = {number: rank.count for number, rank in attempt.ranks.items()}
         self._sample(attempt, time.monotonic())
-        if before != {number: rank.count for number, rank in attempt.ranks.items()}:
-            return  # it moves
-        finding = explain_hang(found.views, self._times.look_s)
+        return found, before != {number: rank.count for number, rank in attempt.ranks.items()}
+
+    def _look_everywhere(
+        self, attempt: _Attempt, over: threading.Event
+    ) -> tuple[Look, bool, list[int]] | None:
+        """As `_look`, with the ranks of all hosts that answer, and the numbers of the others."""
+        board, job = attempt.board, attempt.job
+        if board is None or job.node > 0:
+            seen = self._look(attempt, over)
+            others = [node for node in range(job.hosts) if node != job.node]
+            return (*seen, others) if seen is not None else None
+        for question in range(_QUESTIONS):
+            board.ask()
+            mine = self._look(attempt, over)
+            answers = board.gather(over.wait) if mine is not None else None
+            if mine is None or answers is None:
+                break
+            timely = [answer for answer in answers if not answer.late]
+            if len(timely) == len(answers) or question == _QUESTIONS - 1:
+                moved = mine[1] or any(answer.moved for answer in timely)
+                silent = sorted(set(range(1, job.hosts)) - {answer.node for answer in timely})
+                return merged([mine[0], *(answer.look for answer in timely)]), moved, silent
+        return None
+
+    def _inspect(self, attempt: _Attempt, over: threading.Event, still_s: float) -> None:
+        attempt.next_look_s = 1.2 * still_s + _LOOK_EVERY_S  # it may just have begun, or go on
+        seen = self._look_everywhere(attempt, over)
+        if seen is None or seen[1]:
+            return
+        found, _, silent = seen
+        finding = explain_hang(found.views, self._times.look_s, silent=silent)
         if finding is None:
             return
+        attempt.next_look_s = 2 * still_s
         if finding != attempt.finding:
             attempt.finding = finding
             self._tell(attempt, finding, found)
         act_s = self._times.act_s(certain=finding.is_accusation)
         still_s = max(max(view.still_s, view.stopped_s) for view in found.views if view.rank in finding.ranks)
-        if still_s >= act_s:
-            self._act(attempt, finding, over)
-        else:
+        if still_s < act_s:
             attempt.next_look_s = min(attempt.next_look_s, max(act_s, still_s + _LOOK_EVERY_S))
+        elif finding.kind is HangKind.STOPPED and not silent and len(finding.ranks) == len(found.views) > 1:
+            return  # the whole job was suspended by its owner: this is how it is resumed, too
+        else:
+            named = finding.ranks if finding.is_accusation else finding.ranks[:1]
+            said = SaidFinding(sentence=finding.sentence, end=named)
+            if attempt.board is not None:
+                attempt.board.tell(said)
+            self._end(attempt, said, over)
 
     def _tell(self, attempt: _Attempt, finding: HangFinding, found: Look) -> None:
         log = logger.error if finding.is_accusation else logger.warning
-        log("attempt %d stands still: %s", attempt.number, finding.sentence)
-        for ranks, text in _clusters(found):
+        log("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
+        if attempt.board is not None:
+            attempt.board.tell(SaidFinding(sentence=finding.sentence))
+        for ranks, text in stack_clusters(found.stacks):
             logger.warning("stacks of %s:\n%s", name_ranks(ranks), text)
         self._events.emit(
             EventType.HANG_DETECTED,
-            attempt=attempt.number,
+            attempt=attempt.job.attempt,
             cause=finding.sentence,
             kind=finding.kind.value,
             ranks=list(finding.ranks),
@@ -224,34 +293,14 @@ class HangWatch:
             phase=finding.phase.name.lower(),
             frame=finding.frame,
             waiting=list(finding.waiting),
+            silent=list(finding.silent),
         )
 
-    def _act(self, attempt: _Attempt, finding: HangFinding, over: threading.Event) -> None:
-        named = [attempt.ranks[rank] for rank in finding.ranks if rank in attempt.ranks]
-        if finding.kind is HangKind.STOPPED and len(named) == len(attempt.ranks) > 1:
-            return  # the whole job was suspended by its owner: this is how it is resumed, too
-        if over.is_set():
-            return
-        for rank in named[:1] if not finding.is_accusation else named:
-            hang_note(self._directory, rank.pid).write_text(finding.sentence)
-            with suppress(OSError):
-                os.kill(rank.pid, signal.SIGKILL)
-
-
-def _clusters(found: Look) -> list[tuple[list[int], str]]:
-    """Stacks, those that are equal once, the rarest first: a rank that differs is what a person looks for."""
-    clusters: dict[tuple[str, ...], list[int]] = {}
-    for rank, text in found.stacks.items():
-        # How a rank was started, by its template or by itself, makes no difference.
-        calls = (call for call in main_thread(text) if "resiliency/template/" not in call.file)
-        key = tuple(f"{call.file} {call.function}" for call in calls) or (text,)
-        clusters.setdefault(key, []).append(rank)
-    ordered = sorted(clusters.values(), key=len)
-    return [(ranks, _shortened(found.stacks[ranks[0]])) for ranks in ordered]
-
-
-def _shortened(text: str) -> str:
-    """The main thread's part."""
-    head, mark, last = text.rpartition("(most recent call first)")
-    lines = (head.rpartition("\n")[2] + mark + last).splitlines() if mark else text.splitlines()
-    return "\n".join(lines[:_STACK_LINES])
+    def _end(self, attempt: _Attempt, finding: SaidFinding, over: threading.Event) -> None:
+        """End those of its ranks that are on this host."""
+        for number in finding.end:
+            rank = attempt.ranks.get(number)
+            if rank is not None and not over.is_set():
+                hang_note(self._directory, rank.pid).write_text(finding.sentence)
+                with suppress(OSError):
+                    os.kill(rank.pid, signal.SIGKILL)

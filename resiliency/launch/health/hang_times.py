@@ -17,6 +17,8 @@ from resiliency.errors import ConfigError
 LOOK_S = 5.0
 #: And so many times the 99th percentile of a step.
 LOOK_STEPS = 2.5
+#: And so long where a rank has not finished a step: it imports, reads its checkpoint, compiles.
+FIRST_STEP_S = 120.0
 #: Before the launcher ends ranks that are to blame beyond doubt.  It ends no others by itself: an evaluation,
 #: a compilation or what follows the last step may take hours.
 ACT_S, ACT_STEPS = 180.0, 8.0

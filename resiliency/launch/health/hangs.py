@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from resiliency.launch.health.phases import RankPhase
@@ -52,7 +52,11 @@ class HangKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HangFinding:
-    """Why a job stands still.  `ranks`: those that are named; all that were seen for TOGETHER."""
+    """Why a job stands still.
+
+    `ranks`: those that are named; all that were seen for TOGETHER.  `silent`: numbers of hosts that did
+    not answer.
+    """
 
     kind: HangKind
     ranks: tuple[int, ...]
@@ -60,6 +64,7 @@ class HangFinding:
     phase: RankPhase
     frame: str
     waiting: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
     sentence: str = field(compare=False)
 
     @property
@@ -68,13 +73,26 @@ class HangFinding:
         return self.kind in (HangKind.STOPPED, HangKind.BEHIND)
 
 
-def explain_hang(views: Sequence[RankView], after_s: float) -> HangFinding | None:
+def explain_hang(
+    views: Sequence[RankView], after_s: float, *, silent: Sequence[int] = ()
+) -> HangFinding | None:
     """Why nothing moves; None while something may move.
 
     Args:
         views: of one moment.  Ranks that are missing make the finding weaker, never wrong.
         after_s: how long a rank has to stand still.
+        silent: numbers of hosts that did not answer.
     """
+    finding = _explain(views, after_s)
+    if finding is None or not silent:
+        return finding
+    one = len(silent) == 1
+    hosts = f"{'host' if one else 'hosts'} {', '.join(map(str, silent))}"
+    sentence = f"{finding.sentence}; {hosts} of the job did not answer"
+    return replace(finding, silent=tuple(silent), sentence=sentence)
+
+
+def _explain(views: Sequence[RankView], after_s: float) -> HangFinding | None:
     by_rank = {view.rank: view for view in views}
     waits_for = _waits_for(views)
     waiting = tuple(sorted(waits_for))

@@ -7,31 +7,49 @@ import os
 import signal
 from pathlib import Path
 
+import torch.distributed as dist
+
 from resiliency.events import EventType
+from resiliency.launch.hangs.hosts import HostBoard, JobView, SaidFinding, merged
+from resiliency.launch.hangs.looking import Look
+from resiliency.launch.health.hangs import RankView, explain_hang
+from resiliency.launch.health.phases import RankPhase
+from resiliency.launch.rendezvous.shared_lines import SharedLines
+from resiliency.rank.inspection import GroupState
+from tests.ports import free_port
 
 from ..conftest import SCRIPTS, WAIT, Launch, events
 
 HANGING = SCRIPTS / "hanging.py"
 
 
-def test_a_rank_that_hangs_in_its_loader_is_named_with_its_frame_ended_and_started_again(
+def test_a_rank_that_hangs_in_its_loader_is_named_by_the_first_host_and_ended_by_its_own(
     launch: Launch, tmp_path: Path
 ) -> None:
-    job = launch("--nproc-per-node=3", "--max-restarts=1", "--hang-timeout-s=6", HANGING, "loader")
-    assert job.wait(timeout=WAIT) == 0
-    (hang,) = events(tmp_path / "run", EventType.HANG_DETECTED)
+    """With one rank on each host no launcher sees more by itself than that its rank waits."""
+    place = ["--nnodes=3", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id=hang"]
+    flags = [*place, "--local-addr=127.0.0.1", "--max-restarts=1", "--hang-timeout-s=6"]
+    hosts = [
+        launch(*flags, f"--node-rank={node}", HANGING, "loader", run_dir=tmp_path / f"run{node}")
+        for node in range(3)
+    ]
+    assert [host.wait(timeout=WAIT) for host in hosts] == [0, 0, 0]
+    (hang,) = events(tmp_path / "run0", EventType.HANG_DETECTED)
+    assert not events(tmp_path / "run1", EventType.HANG_DETECTED)
     assert hang.fields["kind"] == "behind"
     assert (hang.fields["ranks"], hang.fields["waiting"]) == ([1], [0, 2])
     assert hang.fields["phase"] == "data"
     assert str(hang.fields["frame"]).endswith("in __getitem__")
-    (fault,) = events(tmp_path / "run", EventType.FAULT_DETECTED)
+    assert not hang.fields["silent"]
+    (fault,) = events(tmp_path / "run1", EventType.FAULT_DETECTED)
     assert fault.rank == 1
     assert str(fault.fields["cause"]).startswith("hang: rank 1 (host ")
-    assert "ranks 0, 2 wait in a collective that it has not begun" in str(fault.fields["cause"])
+    for host in hosts:
+        assert "ranks 0, 2 wait in a collective that it has not begun" in host.output
+        assert host.output.count(" finished") == 1
     # Equal stacks are shown once, and the one that differs first.
-    told = [line.partition("stacks of ")[2] for line in job.lines if "stacks of " in line]
+    told = [line.partition("stacks of ")[2] for line in hosts[0].lines if "stacks of " in line]
     assert told == ["rank 1:", "ranks 0, 2:"]
-    assert job.output.count(" finished") == 3
 
 
 def test_a_rank_that_is_stopped_before_its_first_step_is_named_and_one_that_evaluates_is_not_accused(
@@ -47,3 +65,51 @@ def test_a_rank_that_is_stopped_before_its_first_step_is_named_and_one_that_eval
     assert job.wait(timeout=WAIT) == 0
     kinds = [hang.fields["kind"] for hang in events(tmp_path / "run", EventType.HANG_DETECTED)]
     assert kinds == ["stopped", "held_up"]
+
+
+def test_hosts_answer_what_they_see_and_one_that_did_not_listen_says_that_it_may_be_late() -> None:
+    store = dist.HashStore()
+    lines = SharedLines(lambda function: function(store))
+    first, second, third = (
+        HostBoard(lines, JobView(run="r", attempt=1, node=node, hosts=3)) for node in range(3)
+    )
+    view = RankView(
+        rank=5,
+        host="h2",
+        step=None,
+        still_s=7.25,
+        phase=RankPhase.DATA,
+        frame="a.py:1 in f\u2028",
+        waits=True,
+        idle=False,
+        groups=(GroupState(name="0", members="4-1f", begun=7),),
+    )
+    stack = 'Thread 1 (most recent call first):\n  File "/j/a.py", line 1 in f'
+    seen = Look(views=(view,), stacks={5: stack})
+
+    assert second.read() == (None, [])
+    first.ask()
+    assert (second.read(), third.read()) == ((False, []), (True, []))
+    second.answer(seen, late=False, moved=True)
+    third.answer(Look(views=(), stacks={}), late=True, moved=False)
+    store.append("resiliency/hangs/r/1/1", "an answer of another release\n")
+    answers = first.gather(lambda seconds: False)
+    assert answers is not None
+    assert [(answer.node, answer.late, answer.moved) for answer in answers] == [
+        (1, False, True),
+        (2, True, False),
+    ]
+    assert merged([answer.look for answer in answers]) == seen
+
+    first.ask()  # third listened to the question before
+    said = SaidFinding(sentence="rank 5 hangs", end=(5,))
+    first.tell(said)
+    assert third.read() == (False, [said])
+    assert third.read() == (None, [])
+
+
+def test_hosts_that_did_not_answer_are_named() -> None:
+    finding = explain_hang([RankView(rank=0, host="h", step=1, still_s=9.0)], 5.0, silent=[1, 2])
+    assert finding is not None
+    assert finding.silent == (1, 2)
+    assert finding.sentence.endswith("; hosts 1, 2 of the job did not answer")

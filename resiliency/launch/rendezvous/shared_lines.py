@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that the launchers of a job write for each other, under keys of the rendezvous store.
+
+A key is a list that any launcher adds to and reads as a whole.  A store that is away or hangs costs
+`DEADLINE_S` for each call, and nothing else: what is said over it is advice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEADLINE_S = 2.0
+
+
+class SharedLines:
+    """Args:
+    call: runs a function with the rendezvous store.
+    """
+
+    def __init__(self, call: Callable[[Callable[[Any], Any]], Any]) -> None:
+        self._call = call
+
+    def add(self, key: str, line: str) -> None:
+        self._try(lambda store: store.append(key, line + "\n"))
+
+    def read(self, key: str) -> list[str]:
+        """All lines so far; none where the store did not answer."""
+        value = self._try(lambda store: store.get(key) if store.check([key]) else b"")
+        return (value or b"").decode(errors="replace").splitlines()
+
+    def drop(self, key: str) -> None:
+        self._try(lambda store: store.delete_key(key))
+
+    def _try(self, work: Callable[[Any], T]) -> T | None:
+        """What `work` returns; None when it raises or takes longer, and then nobody waits for it."""
+        answers: list[T] = []
+
+        def run() -> None:
+            try:
+                answers.append(self._call(work))
+            except (RuntimeError, OSError) as error:  # torch's store raises RuntimeError
+                logger.debug("the rendezvous store did not answer: %s", error)
+
+        thread = threading.Thread(target=run, name="resiliency-shared-lines", daemon=True)
+        thread.start()
+        thread.join(DEADLINE_S)
+        return answers[0] if answers else None
