@@ -48,6 +48,8 @@ class EventType(str, Enum):
     HANG_DETECTED = (
         "hang_detected"  # fields: cause (a sentence), kind, ranks, hosts, phase, frame, waiting, silent
     )
+    # fields: cause (a sentence), ranks, hosts, delay, own_s, usual_s
+    STRAGGLER_SUSPECTED = "straggler_suspected"
     # fields: cause, advice, decided_by, confidence, ranks, hosts, sentence
     DIAGNOSED = "diagnosed"
     WORKERS_STOPPED = "workers_stopped"

@@ -41,6 +41,7 @@ from resiliency.launch.fleet.link import (
 )
 from resiliency.launch.guardian import Process
 from resiliency.launch.hangs.hosts import JobView
+from resiliency.launch.hangs.slow_ranks import SlowRanks
 from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.health.diagnosis import Advice, Diagnosis
 from resiliency.launch.incident import RankFault, cause_of
@@ -79,6 +80,7 @@ class ResilientAgent(HookedAgent):
         standby: Standby,
         signals: SignalBox,
         hangs: HangWatch,
+        slow_ranks: SlowRanks,
     ) -> None:
         in_process = options.args.run_path
         spec = WorkerSpec(
@@ -112,6 +114,7 @@ class ResilientAgent(HookedAgent):
         self._standby = standby
         self._signals = signals
         self._hangs = hangs
+        self._slow_ranks = slow_ranks
         self._watch: WorkerWatch | None = None
         self._seen_pids: set[int] = set()
         self._stops: list[StopNote] = []
@@ -174,7 +177,9 @@ class ResilientAgent(HookedAgent):
             node=self.node_rank,
             hosts=self.host_count,
         )
-        self._hangs.begin(job, {local: (rank, pids[local]) for local, rank in ranks.items()})
+        workers = {local: (rank, pids[local]) for local, rank in ranks.items()}
+        self._hangs.begin(job, workers)
+        self._slow_ranks.begin(job, workers)
 
     def monitors_started(self, pids: Sequence[int]) -> None:
         self._protection.helpers(pids)
@@ -259,6 +264,7 @@ class ResilientAgent(HookedAgent):
         ends = self._signals.first is not None
         self._reporter.launcher_is(LauncherState.STOPPING if ends else LauncherState.RESTARTING)
         self._hangs.end()
+        self._slow_ranks.end()
         if self._watch is not None:
             self._watch.close()
             self._watch = None

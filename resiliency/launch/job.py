@@ -25,6 +25,7 @@ from resiliency.launch.agents.host import AgentHost
 from resiliency.launch.failures.handler import FailureHandler
 from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
 from resiliency.launch.fleet.reporter import DaemonReporter
+from resiliency.launch.hangs.slow_ranks import SlowRanks
 from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.health.diagnosis import Diagnosis
 from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
@@ -127,6 +128,14 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 lines=lines,
             )
             closing.callback(hangs.close)
+            slow_ranks = SlowRanks(
+                page,
+                directory=protection.private_dir,
+                host=options.info.host,
+                events=events,
+                lines=lines,
+            )
+            closing.callback(slow_ranks.close)
             failures = FailureHandler(options, events, page, lines)
             closing.callback(failures.close)
             agent = ResilientAgent(
@@ -142,6 +151,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 standby=standby,
                 signals=signals,
                 hangs=hangs,
+                slow_ranks=slow_ranks,
             )
             try:
                 _run_agent(agent, options, outcome)

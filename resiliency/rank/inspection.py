@@ -5,9 +5,10 @@ A rank offers both before its first step and pays nothing more.  Stacks are writ
 in C that needs no free interpreter.  Everything else is answered by a thread that sleeps until it is asked.
 It answers while the main thread waits in a collective, too: waiting releases the interpreter.
 
-    launcher                                     rank
-    STACK_SIGNAL                            ->   stacks-<pid> grows
-    one byte into the pipe questions-<pid>  ->   answer-<pid> appears
+    launcher                                   rank
+    STACK_SIGNAL                          ->   stacks-<pid> grows
+    ASK into the pipe questions-<pid>     ->   answer-<pid> appears: groups, and moments since the last one
+    the main thread's state, one letter   ->   one more moment: with this state it was in these functions
 
 `torch` is asked only where the program has imported it: this module is a leaf.
 """
@@ -21,13 +22,21 @@ import signal
 import sys
 import threading
 import zlib
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 #: On this one a rank writes its stacks into its file.
 STACK_SIGNAL = signal.SIGRTMIN + 7
+#: Any other byte is a state.
+ASK = b"?"
+
+_MOST_FRAMES = 64
+#: Stacks in an answer; moments in others are not told.
+_MOST_STACKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,21 @@ class GroupState:
     name: str
     members: str
     begun: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """How often the main thread was seen in `state`, with these calls, innermost first: (file, function)."""
+
+    state: str
+    calls: tuple[tuple[str, str], ...]
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAnswer:
+    groups: tuple[GroupState, ...]
+    moments: tuple[Moments, ...]
 
 
 def stacks_file(directory: str, pid: int) -> Path:
@@ -76,26 +100,53 @@ def offer(directory: str) -> None:
         ).start()
 
 
-def read_groups(text: str) -> tuple[GroupState, ...]:
-    """Of an answer.
-
+def read_answer(text: str) -> RankAnswer:
+    """
     Raises:
-        ValueError: it is none.
+        ValueError: it is no answer of a rank.
     """
     try:
-        return tuple(GroupState(**group) for group in json.loads(text)["groups"])
+        said = json.loads(text)
+        groups = tuple(GroupState(**group) for group in said["groups"])
+        moments = tuple(
+            Moments(state=state, calls=tuple((file, function) for file, function in calls), count=count)
+            for state, calls, count in said["moments"]
+        )
+        return RankAnswer(groups=groups, moments=moments)
     except (KeyError, TypeError) as error:
         raise ValueError(f"no answer of a rank: {text[:80]!r}") from error
 
 
 def _answer(asked: int, directory: str, pid: int) -> None:
     file = answer_file(directory, pid)
-    while os.read(asked, 4096):
+    main = threading.main_thread().ident
+    seen: Counter[tuple[str, tuple[CodeType, ...]]] = Counter()
+    while question := os.read(asked, 4096):
+        state = question.rstrip(ASK)[-1:].decode(errors="replace")
+        if state:  # of several, which came while the interpreter was not free, the last one is of now
+            calls = _calls(sys._current_frames().get(main or 0))
+            if (state, calls) in seen or len(seen) < _MOST_STACKS:
+                seen[state, calls] += 1
+        if ASK not in question:
+            continue
+        moments = [
+            (state, [(code.co_filename, code.co_name) for code in calls], count)
+            for (state, calls), count in seen.items()
+        ]
+        seen.clear()
         groups = [asdict(group) for group in _groups()]
         with suppress(OSError):  # the launcher's directory is gone: so is the launcher
             part = file.with_suffix(".part")
-            part.write_text(json.dumps({"groups": groups}))
+            part.write_text(json.dumps({"groups": groups, "moments": moments}))
             part.replace(file)
+
+
+def _calls(frame: FrameType | None) -> tuple[CodeType, ...]:
+    calls: list[CodeType] = []
+    while frame is not None and len(calls) < _MOST_FRAMES:
+        calls.append(frame.f_code)
+        frame = frame.f_back
+    return tuple(calls)
 
 
 def _groups() -> list[GroupState]:

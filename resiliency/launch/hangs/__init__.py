@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding out that the ranks of this host stand still, and why."""
+"""Finding out that ranks stand still or are slow, and why."""

@@ -14,7 +14,7 @@ from resiliency.launch.health.hangs import RankView
 from resiliency.launch.health.phases import RankPhase, main_thread, phase_of, telling_frame
 from resiliency.launch.reaction import waits_natively
 from resiliency.launch.stacks import dump_stacks
-from resiliency.rank.inspection import GroupState, answer_file, questions_file, read_groups
+from resiliency.rank.inspection import ASK, GroupState, RankAnswer, answer_file, questions_file, read_answer
 
 #: For this long a rank has to have done nothing to count as idle.
 WINDOW_S = 1.0
@@ -51,14 +51,14 @@ def look(
     """
     running = {rank: seen.pid for rank, seen in ranks.items() if not is_stopped(seen.pid)}
     before = {rank: activity(pid) for rank, pid in running.items()}
-    begun_before = _ask(running, directory)
+    begun_before = _groups(running, directory)
     began = time.monotonic()
     if wait(WINDOW_S):
         return None
     after = {rank: activity(pid) for rank, pid in running.items()}
     seconds = time.monotonic() - began
     stacks = dump_stacks(running, directory, ANSWER_S)
-    begun = _ask(running, directory)
+    begun = _groups(running, directory)
     views = []
     for rank, seen in ranks.items():
         frames = main_thread(stacks.get(rank, ""))
@@ -85,8 +85,12 @@ def look(
     return Look(views=tuple(views), stacks=stacks)
 
 
-def _ask(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupState, ...]]:
-    """The process groups of those that answer in time."""
+def _groups(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupState, ...]]:
+    return {rank: answer.groups for rank, answer in ask(pids, directory).items()}
+
+
+def ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
+    """What those of the processes say that answer in time."""
     asked = {}
     for rank, pid in pids.items():
         answer = answer_file(directory, pid)
@@ -94,17 +98,17 @@ def _ask(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupState,
             answer.unlink(missing_ok=True)
             fd = os.open(questions_file(directory, pid), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                os.write(fd, b"?")
+                os.write(fd, ASK)
             finally:
                 os.close(fd)
             asked[rank] = answer
     deadline = time.monotonic() + ANSWER_S
-    found: dict[int, tuple[GroupState, ...]] = {}
+    found: dict[int, RankAnswer] = {}
     while len(found) < len(asked) and time.monotonic() < deadline:
         for rank, answer in asked.items():
             if rank not in found:
                 with suppress(OSError, ValueError):
-                    found[rank] = read_groups(answer.read_text())
+                    found[rank] = read_answer(answer.read_text())
         if len(found) < len(asked):
             time.sleep(_POLL_S)
     return found

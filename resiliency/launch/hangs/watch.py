@@ -21,6 +21,7 @@ from pathlib import Path
 from resiliency.events import EventStream, EventType
 from resiliency.launch._compat import hang_note
 from resiliency.launch.hangs.activity import has_ended, is_stopped
+from resiliency.launch.hangs.attempt_thread import AttemptThread
 from resiliency.launch.hangs.hosts import HostBoard, JobView, SaidFinding, merged
 from resiliency.launch.hangs.looking import Look, Watched, look, stack_clusters
 from resiliency.launch.health.hang_times import FIRST_STEP_S, HangTimeout, HangTimes
@@ -89,21 +90,14 @@ class HangWatch:
         self._events = events
         self._lines = lines
         self._times = HangTimes(timeout)
-        self._attempt: _Attempt | None = None
-        #: Set when the attempt ends, or this.
-        self._over = threading.Event()
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
-        self._thread.start()
+        self._thread = AttemptThread(self._watch, name="hang-watch")
+        self.end, self.close = self._thread.end, self._thread.close
 
     def begin(self, job: JobView, ranks: Mapping[int, tuple[int, int]]) -> None:
         """The workers of an attempt run; by local rank: rank and process."""
         now = time.monotonic()
-        with self._changed:
-            self._over.set()
-            self._over = threading.Event()
-            self._attempt = _Attempt(
+        self._thread.begin(
+            _Attempt(
                 job=job,
                 ranks={
                     rank: _Seen(local_rank=local_rank, pid=pid, since=now)
@@ -111,37 +105,9 @@ class HangWatch:
                 },
                 board=HostBoard(self._lines, job) if self._lines is not None and job.hosts > 1 else None,
             )
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """The workers are about to be stopped, or have ended."""
-        with self._changed:
-            self._attempt = None
-            self._over.set()
-
-    def close(self) -> None:
-        with self._changed:
-            self._attempt = None
-            self._closed = True
-            self._over.set()
-            self._changed.notify_all()
-        self._thread.join(_FROZEN_S)
+        )
 
     # ------------------------------------------------------------------------------------------ in the thread
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._attempt is None and not self._closed:
-                    self._changed.wait()
-                attempt, over = self._attempt, self._over
-            if attempt is None:
-                return
-            try:
-                self._watch(attempt, over)
-            except Exception:  # the border of this thread: training goes on without being watched
-                logger.exception("hangs are not watched in attempt %d any more", attempt.job.attempt)
-                over.wait()
 
     def _watch(self, attempt: _Attempt, over: threading.Event) -> None:
         last = time.monotonic()

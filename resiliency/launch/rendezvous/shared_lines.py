@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines that the launchers of a job write for each other, under keys of the rendezvous store.
 
-A key is a list that any launcher adds to and reads as a whole.  A store that is away or hangs costs
-`DEADLINE_S` for each call, and nothing else: what is said over it is advice.
+A key is a list that any launcher adds to and reads as a whole, or a text that one launcher writes.  A store
+that is away or hangs costs `DEADLINE_S` for each call, and nothing else: what is said over it is advice.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,15 @@ class SharedLines:
         """All lines so far; none where the store did not answer."""
         value = self._try(lambda store: store.get(key) if store.check([key]) else b"")
         return (value or b"").decode(errors="replace").splitlines()
+
+    def put(self, key: str, text: str) -> None:
+        """Replace what this launcher, and no other, writes under `key`."""
+        self._try(lambda store: store.set(key, text))
+
+    def read_each(self, keys: Sequence[str]) -> list[str]:
+        """The texts under `keys`; empty ones for those that are not there, or if the store did not answer."""
+        values = self._try(lambda store: [store.get(key) if store.check([key]) else b"" for key in keys])
+        return [value.decode(errors="replace") for value in values or [b""] * len(keys)]
 
     def drop(self, key: str) -> None:
         self._try(lambda store: store.delete_key(key))

@@ -67,6 +67,27 @@ def test_a_rank_that_is_stopped_before_its_first_step_is_named_and_one_that_eval
     assert kinds == ["stopped", "held_up"]
 
 
+def test_a_rank_with_a_slow_loader_is_named_with_its_own_time_over_hosts(
+    launch: Launch, tmp_path: Path
+) -> None:
+    place = ["--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id=slow"]
+    flags = [*place, "--local-addr=127.0.0.1"]
+    hosts = [
+        launch(*flags, f"--node-rank={node}", HANGING, "slow", run_dir=tmp_path / f"run{node}")
+        for node in range(2)
+    ]
+    hosts[0].wait_for_line(
+        r"rank 1 \(host .*\) is slow: .* the difference is in its data loader", timeout=WAIT
+    )
+    for host in hosts:
+        host.signal(signal.SIGTERM)
+    for host in hosts:
+        host.wait(timeout=WAIT)
+    slow = events(tmp_path / "run0", EventType.STRAGGLER_SUSPECTED)[0].fields
+    assert (slow["ranks"], slow["delay"]) == ([1], "data")
+    assert float(str(slow["own_s"])) > 1.5 * float(str(slow["usual_s"]))
+
+
 def test_hosts_answer_what_they_see_and_one_that_did_not_listen_says_that_it_may_be_late() -> None:
     store = dist.HashStore()
     lines = SharedLines(lambda function: function(store))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DDP job in whose first attempt one rank stands still: ``hanging.py loader`` or ``hanging.py stopped``."""
+"""A DDP job in whose first attempt a rank stands still or is slow: ``hanging.py {loader,stopped,slow}``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KIND = sys.argv[1]
 FIRST = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 RANK = int(os.environ["RANK"])
 #: One of them stands still at this step, another one evaluates after it.
-STEP, STEPS, BATCH = 20, 40, 4
+STEP, STEPS, BATCH = 20, 40 if KIND != "slow" else 100_000, 4
 EVALUATION_S = 9.0
 
 
@@ -30,6 +30,8 @@ class Samples(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if KIND == "loader" and FIRST and RANK == 1 and index == STEP * BATCH:
             threading.Event().wait()
+        if KIND == "slow" and RANK == 1:
+            threading.Event().wait(0.01)
         return torch.ones(8)
 
 
