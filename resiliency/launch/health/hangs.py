@@ -102,7 +102,13 @@ def _explain(views: Sequence[RankView], after_s: float) -> HangFinding | None:
     moving = [view for view in views if view.still_s < after_s]
     if not views or (moving and not waits_for):
         return None
+    # Native code that keeps the interpreter lets no thread answer: the others wait for such a rank, if they
+    # wait and for no other one.
+    mute = [view for view in views if not view.groups and not view.phase.is_collective]
+    others_wait = all(view.waits for view in views if view not in mute)
     if not waits_for:
+        if mute and others_wait and len(mute) < len(views):
+            return _finding(HangKind.HELD_UP, mute, list(by_rank))
         return _finding(HangKind.TOGETHER, list(views), ())
     roots = {other for others in waits_for.values() for other in others if not waits_for.get(other)}
     if not roots:
@@ -110,6 +116,8 @@ def _explain(views: Sequence[RankView], after_s: float) -> HangFinding | None:
     found = [by_rank[rank] for rank in sorted(roots)]
     if any(view.still_s < after_s for view in found):
         return None  # it has just finished a step: the others wait for it no longer than usual
+    if mute and all(view.waits for view in found):
+        return _finding(HangKind.HELD_UP, mute, waiting)
     guilty = [view for view in found if _does_nothing(view)]
     if guilty:
         return _finding(HangKind.BEHIND, guilty, waiting)

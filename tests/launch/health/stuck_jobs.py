@@ -95,9 +95,9 @@ def run_until_stuck(mesh: Mesh, program: Sequence[Operation], stuck: int, at: in
 
 
 def views(
-    mesh: Mesh, program: Sequence[Operation], begun: Sequence[int], named: RankView
+    mesh: Mesh, program: Sequence[Operation], begun: Sequence[int], named: RankView, *, mute: bool = False
 ) -> Iterator[RankView]:
-    """What the ranks show; `named` is what the stuck one shows, but for its groups."""
+    """What the ranks show; `named` is what the stuck one shows, but for its groups: none if it is `mute`."""
     for rank, count in enumerate(begun):
         groups = tuple(
             GroupState(
@@ -108,7 +108,7 @@ def views(
             for axis, size in enumerate(mesh.sizes)
         )
         if rank == named.rank:
-            yield RankView(**{**vars(named), "groups": () if named.stopped_s else groups})
+            yield RankView(**{**vars(named), "groups": () if mute or named.stopped_s else groups})
         else:
             yield RankView(
                 rank=rank,
