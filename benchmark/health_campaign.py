@@ -5,7 +5,8 @@
 
 Each seed is one job of four gloo ranks, in which one fault after the other happens to ranks drawn by lot:
 stopped in step 1, stopped or stuck before a collective, stuck in a data worker or in a save, throttled to
-60 % of its speed, a data worker that sleeps.  A fault ends when the launcher has named a rank, or after a minute.
+60 % of its speed, a data worker that sleeps.  A fault ends when the launcher has named a rank, or after a
+minute.
 A rank that is accused though nothing happened to it is a false accusation.
 """
 
