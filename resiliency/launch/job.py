@@ -120,10 +120,11 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 directory=protection.private_dir,
                 host=options.info.host,
                 events=events,
+                reporter=reporter,
                 timeout=options.hang_timeout,
             )
             closing.callback(hangs.close)
-            failures = FailureHandler(options, events, page, handler.call_store)
+            failures = FailureHandler(options, events, page, handler.call_store, reporter)
             closing.callback(failures.close)
             agent = ResilientAgent(
                 options,

@@ -137,6 +137,7 @@ def _still_wrong(incident: Incident, command: Command) -> tuple[Event, ...]:
         for report in incident.reports
         if report.attempt > incident.attempt
         or (report.type is not EventType.WORKER_HB and report.host not in incident.handled)
+        or (report.asks_for_another_host and report.host != command.host)
         or (
             report.launcher is LauncherState.GAVE_UP
             and report.host != command.host

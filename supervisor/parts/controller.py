@@ -177,6 +177,8 @@ class ControllerPart:
         self._counters["records", ()] += 1
         if record.kind == "Event":
             self._counters["events", (("type", record.given["type"]),)] += 1
+            if any(table == "diagnoses" and row is not None for table, _, row in record.changes):
+                self._counters["diagnoses", (("cause", record.given["evidence"][0]["cause"]),)] += 1
         elif record.kind == "Outcome":
             ended = self._journal.commands.get(record.given["command"])
             kind = ended.command.kind.value if ended else "unknown"

@@ -278,6 +278,19 @@ class Fleet:
         evidence = Evidence(id=name, witness="watchdog", text="as drawn", code=code, device="gpu0")
         host.findings.append(Finding(type=type, evidence=evidence))
 
+    def diagnose(self, host: SimHost, cause: str, *, attempt: int, run: str) -> None:
+        """The launcher of the host says so, and that the host is to be replaced."""
+        evidence = Evidence(
+            id=f"{host.info.id}/d{self.loop.steps}.{len(host.findings)}",
+            witness="launcher",
+            text="as drawn",
+            cause=cause,
+            advice="replace_host",
+            confidence="high",
+        )
+        finding = Finding(type=EventType.DIAGNOSIS, evidence=evidence, attempt=attempt, run=run)
+        host.findings.append(finding)
+
     def describe(self, host: SimHost) -> HostInfo:
         """What the host's daemon says of it, with its ranks."""
         workers = tuple(

@@ -28,7 +28,10 @@ from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.security import Security, TokenFile
 from supervisor.transport.services import probe_daemon
 from supervisor.values import (
+    MAX_TEXT_CHARS,
     DeviceState,
+    EventType,
+    Evidence,
     HostInfo,
     LauncherState,
     Outcome,
@@ -486,3 +489,55 @@ def test_a_report_that_breaks_the_rules_changes_nothing(said: dict[str, object],
     with pytest.raises((InvalidValue, Refused), match=sentence):
         known.update(launcher, said)
     assert [one.local_rank for one in known.report().workers] == [1]
+
+
+def diagnosis(id: str, **fields: object) -> dict[str, object]:
+    words = {"cause": "gpu_missing", "advice": "replace_host", "confidence": "medium"}
+    about = {"run": "r", "attempt": 1, "ranks": [0], "age_s": 2.0}
+    return {"id": id, **about, **words, "text": "rank 0\x1b[31m finds no GPU", **fields}
+
+
+def test_a_launchers_diagnoses_are_in_each_report_and_grow_older() -> None:
+    known = table()
+    launcher = known.join("k1", "launcher", WorkloadInfo(workload="job"))
+    known.update(launcher, {"diagnoses": [diagnosis("d1"), diagnosis("d2", text="x" * 5000)]})
+    assert isinstance(known.clock, ManualClock)
+    known.clock.advance(timedelta(seconds=3))
+    for _ in range(2):
+        first, second = known.report().findings
+        assert (first.type, first.attempt, first.run, first.ranks) == (EventType.DIAGNOSIS, 1, "r", (0,))
+        assert first.evidence == Evidence(
+            **{"id": "d1", "witness": "launcher", "text": "rank 0 [31m finds no GPU", "age_s": 5.0},
+            **{"cause": "gpu_missing", "advice": "replace_host", "confidence": "medium"},
+        )
+        assert len(second.evidence.text) <= MAX_TEXT_CHARS
+    known.leave(launcher, ended=False)
+    assert len(known.report().findings) == 2
+    # The one before this release says nothing, and so does a program without a launcher.
+    known.update(launcher, {})
+    assert known.report().findings == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (diagnosis("d2", cause="cosmic_ray"), "as cause, found 'cosmic_ray'"),
+        (diagnosis("d2", advice="pray"), "one of restart, replace_host, stop as advice, found 'pray'"),
+        (diagnosis("d2", confidence="none"), "one of high, medium, low as confidence, found 'none'"),
+        (diagnosis("d2", severity=3), "no field 'severity'"),
+        (diagnosis("d2", ranks=["a"]), "must be of type int"),
+        (diagnosis(""), "Evidence.id must be set"),
+        ("gpu_missing", "must be a table of fields, found 'gpu_missing'"),
+    ],
+)
+def test_a_diagnosis_that_this_release_does_not_know_is_named_once_and_the_rest_is_heard(
+    said: object, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = table()
+    launcher = known.join("k1", "launcher", WorkloadInfo(workload="job"))
+    for _ in range(2):
+        known.update(launcher, {"workers": [worker(0)], "diagnoses": [said, diagnosis("d1")]})
+    assert [one.evidence.id for one in known.report().findings] == ["d1"]
+    assert len(known.report().workers) == 1
+    (line,) = caplog.messages
+    assert sentence in line

@@ -22,6 +22,7 @@ from resiliency.daemon_link import GENERATION_ENV, read_generation, to_fleet_att
 from resiliency.errors import ConfigError
 from resiliency.events import EventType
 from resiliency.launch.fleet import link as seam
+from resiliency.launch.health import causes, scores
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import STEP_PAGE_ENV, StepPage, report_step
 from resiliency.testing import warm
@@ -29,6 +30,7 @@ from resiliency.testing.processes import Command as Program
 from supervisor import values
 from supervisor.client import GoogleCloudResiliencyClient
 from supervisor.plain import InvalidValue
+from supervisor.policy import diagnosis
 from supervisor.protocol import host_commands
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.values import DeviceState, LauncherState, OutcomeStatus
@@ -390,6 +392,10 @@ def test_a_client_that_cannot_work_is_refused(
     [
         (seam.LauncherState, values.LauncherState),
         (seam.HostCommandKind, host_commands.HostCommandKind),
+        (causes.Cause, diagnosis.DiagnosisCause),
+        (causes.Advice, diagnosis.Advice),
+        (causes.Confidence, diagnosis.Confidence),
+        (scores.HostHealth, diagnosis.HostHealth),
     ],
 )
 def test_launcher_and_supervisor_use_the_same_texts(ours: type, theirs: type) -> None:

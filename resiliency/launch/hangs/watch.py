@@ -20,8 +20,10 @@ from pathlib import Path
 
 from resiliency.events import EventStream, EventType
 from resiliency.launch._compat import hang_note
+from resiliency.launch.fleet.link import WorkerStateReporter
 from resiliency.launch.hangs.activity import has_ended, is_stopped
 from resiliency.launch.hangs.looking import Look, Watched, look
+from resiliency.launch.health.causes import Advice, Cause, Confidence, Diagnosis
 from resiliency.launch.health.hang_times import HangTimeout, HangTimes
 from resiliency.launch.health.hangs import HangFinding, HangKind, explain_hang
 from resiliency.launch.health.phases import main_thread
@@ -62,6 +64,7 @@ class HangWatch:
     Args:
         page: where ranks write their steps.
         directory: where they offer to be inspected, and hang notes are left for the launcher.
+        reporter: of the supervisor, which may act before this thread does.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class HangWatch:
         directory: Path,
         host: str,
         events: EventStream,
+        reporter: WorkerStateReporter,
         timeout: HangTimeout,
     ) -> None:
         self._page = page
         self._directory = directory
         self._host = host
         self._events = events
+        self._reporter = reporter
         self._times = HangTimes(timeout)
         self._attempt: _Attempt | None = None
         #: Set when the attempt ends, or this.
@@ -225,6 +230,18 @@ class HangWatch:
             frame=finding.frame,
             waiting=list(finding.waiting),
         )
+        if finding.is_accusation:
+            self._reporter.report_diagnosis(
+                Diagnosis(
+                    attempt=attempt.number,
+                    cause=Cause.HANG,
+                    advice=Advice.RESTART,
+                    confidence=Confidence.HIGH,
+                    sentence=f"{finding.kind.value}: {finding.sentence}",
+                    ranks=finding.ranks,
+                    hosts=finding.hosts,
+                )
+            )
 
     def _act(self, attempt: _Attempt, finding: HangFinding, over: threading.Event) -> None:
         named = [attempt.ranks[rank] for rank in finding.ranks if rank in attempt.ranks]
