@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from supervisor.plain import InvalidValue, from_plain, to_plain
-from supervisor.policy.diagnosis import Advice, Confidence, DiagnosisCause, is_against_host
+from supervisor.policy.diagnosis import Advice, Confidence, DiagnosisCause, HostHealth, is_against_host
 
 #: Longest name, id or address; a DNS name has at most 253 characters.
 MAX_NAME_CHARS = 253
@@ -107,11 +107,17 @@ class CommandKind(Enum):
     UNCORDON_HOST = "uncordon_host"
     DRAIN_HOST = "drain_host"
     DUMP_STACKS = "dump_stacks"
+    CHECK_HOST = "check_host"  # `host`, on which no rank runs, finds out whether it works
 
     @property
     def irreversible(self) -> bool:
         """True where steps, a host or a process may be lost: evidence is looked at again before it."""
-        return self not in (CommandKind.DUMP_STACKS, CommandKind.UNCORDON_HOST, CommandKind.SCALE_UP)
+        return self not in (
+            CommandKind.DUMP_STACKS,
+            CommandKind.UNCORDON_HOST,
+            CommandKind.SCALE_UP,
+            CommandKind.CHECK_HOST,
+        )
 
     @property
     def restarts(self) -> bool:
@@ -214,6 +220,8 @@ def check_diagnosis(value: object, kind: EventType, evidence: Evidence) -> None:
     words: tuple[tuple[str, type[Enum]], ...] = ()
     if kind is EventType.DIAGNOSIS:
         words = (("cause", DiagnosisCause), ("advice", Advice), ("confidence", Confidence))
+    elif kind is EventType.NODE_CHECK and evidence.cause:
+        words = (("cause", HostHealth),)
     for field, known in words:
         allowed = [one.value for one in known]
         word = getattr(evidence, field)
@@ -221,7 +229,7 @@ def check_diagnosis(value: object, kind: EventType, evidence: Evidence) -> None:
             word in allowed,
             value,
             "evidence",
-            f"of a diagnosis must have one of {', '.join(allowed)} as {field}, found {word[:40]!r}",
+            f"of a {kind.value} must have one of {', '.join(allowed)} as {field}, found {word[:40]!r}",
         )
 
 
@@ -485,7 +493,8 @@ class Evidence(Value):
         device: the GPU, as the driver names it; empty where no GPU is meant.
         advice: the driver's own recovery action where it gives one (NVML, Xid 154), see `policy.xid`; of a
             diagnosis what the launcher advises.
-        cause, confidence: of a diagnosis, in the words of `policy.diagnosis`; empty elsewhere.
+        cause, confidence: of a diagnosis, in the words of `policy.diagnosis`; empty elsewhere.  A node check
+            that was asked for says as its cause how the host is, and as its device which GPUs it has tried.
     """
 
     id: str
@@ -733,12 +742,14 @@ _ON_HOST = frozenset(
         CommandKind.CORDON_HOST,
         CommandKind.UNCORDON_HOST,
         CommandKind.DRAIN_HOST,
+        CommandKind.CHECK_HOST,
     }
 )
 _ON_WORKLOAD = frozenset(CommandKind) - {
     CommandKind.CORDON_HOST,
     CommandKind.UNCORDON_HOST,
     CommandKind.DRAIN_HOST,
+    CommandKind.CHECK_HOST,
 }
 _RESIZES = frozenset({CommandKind.SCALE_DOWN, CommandKind.SCALE_UP})
 

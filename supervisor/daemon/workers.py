@@ -229,6 +229,11 @@ class HostWorkers:
             final = (DeviceState.COMPLETE, DeviceState.FAILED)
             reporter.workers = tuple(worker for worker in reporter.workers if worker.state in final)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is connected that ranks of a job could belong to."""
+        return not any(one.connected for one in self.reporters.values())
+
     def launcher_key(self) -> str | None:
         """The launcher that can take commands."""
         return next(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from supervisor.decision.checks import send_checks, take_check
 from supervisor.decision.commands import charge, obey, send_command, take_outcome
 from supervisor.decision.diagnoses import name_culprits, take_diagnosis
 from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal, within_cordon_caps
@@ -165,7 +166,9 @@ class BaseController:
         if self._refused(report, asked) is not None:
             return False
         evidence = tuple(found.id for found in report.event.evidence)
-        condemn(self._turn, f"host:{host.id}", report.event.type.value, evidence, turn.limits.verdict_s)
+        first = report.event.evidence[0]
+        text = f"{first.cause}: {first.text}" if report.event.type is EventType.DIAGNOSIS else ""
+        condemn(turn, f"host:{host.id}", report.event.type.value, evidence, turn.limits.verdict_s, text)
         turn.put("cordons", host.id, CordonMark(host=host.id, at=turn.now, domains=host.domains))
         send_command(
             self._turn, CommandKind.CORDON_HOST, host=host.id, incident=report.incident.id, evidence=evidence
@@ -227,6 +230,8 @@ class BaseController:
             for subject in sorted(turn.state.incidents):
                 self._look_at(subject)
             forget_replaced(turn)
+            if not isinstance(given, Progress):
+                send_checks(turn)
             if given is None:
                 forget_gone(turn)
             return turn.decision()
@@ -297,6 +302,8 @@ class BaseController:
             self._offer(event)
         elif event.type is EventType.DIAGNOSIS:
             self._take_diagnosis(event)
+        elif event.type is EventType.NODE_CHECK and not take_check(turn, event):
+            pass  # the host has found nothing that the policy has to know
         else:
             if event.type is EventType.HANG:
                 event = name_culprits(turn, event)

@@ -86,7 +86,12 @@ class View:
             for host in self.state.hosts.values()
             if host.state is DeviceState.SPARE
             and not (host.workload or host.cordoned or host.id in promised or self.is_condemned(host.id))
+            and (not self.limits.spare_check_s or self._was_checked(host.id))
         ]
+
+    def _was_checked(self, host: str) -> bool:
+        checked = self.state.checks.get(host)
+        return checked is not None and bool(checked.health)
 
     def lost_at(self, workload: str) -> float:
         """When the newest confirmed loss of the job's incident was told, of a host or of its launcher.

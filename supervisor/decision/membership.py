@@ -169,6 +169,7 @@ def forget(turn: Turn, host: HostInfo, why: str) -> None:
         turn.put("suspicions", key, None)
     turn.put("hosts", host.id, None)
     turn.put("diagnoses", host.id, None)
+    turn.put("checks", host.id, None)
     turn.put("gone", f"host:{host.id}", None)
     turn.notes.append(f"host {host.id} forgotten: {why}")
 

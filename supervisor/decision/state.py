@@ -189,6 +189,18 @@ class Diagnosed:
     at: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """When a host was asked to check itself or has answered, for which evidence, and what came of it.
+
+    `health`: empty until it has answered once.
+    """
+
+    at: float
+    evidence: tuple[str, ...] = ()
+    health: str = ""
+
+
 #: Table, key, and the value that it holds now; None is a deletion.
 Change = tuple[str, str, Any]
 
@@ -211,6 +223,7 @@ class State:
     verdicts: dict[str, Verdict]  # by "host:ID", "hang:ID" or "job:NAME"
     suspicions: dict[str, Suspicion]  # by host and GPU
     diagnoses: dict[str, Diagnosed]  # by host
+    checks: dict[str, Checked]  # by host
     seen: dict[str, Seen]
     gone: dict[str, Seen]  # since when, by "job:NAME" that no host works for, or "host:ID" that is lost
     fleet: dict[str, Fleet]  # one row, ""
@@ -282,6 +295,7 @@ _ROWS: dict[str, type] = {
     "verdicts": Verdict,
     "suspicions": Suspicion,
     "diagnoses": Diagnosed,
+    "checks": Checked,
     "seen": Seen,
     "gone": Seen,
     "fleet": Fleet,

@@ -273,9 +273,11 @@ class Fleet:
             job.stop(self.loop.now)
             job.hung_by = host.info.id
 
-    def find(self, host: SimHost, type: EventType, code: int | None) -> None:
+    def find(self, host: SimHost, type: EventType, code: int | None, cause: str = "") -> None:
         name = f"{host.info.id}/f{self.loop.steps}.{len(host.findings)}"
-        evidence = Evidence(id=name, witness="watchdog", text="as drawn", code=code, device="gpu0")
+        evidence = Evidence(
+            id=name, witness="watchdog", text="as drawn", code=code, device="gpu0", cause=cause
+        )
         host.findings.append(Finding(type=type, evidence=evidence))
 
     def diagnose(self, host: SimHost, cause: str, *, attempt: int, run: str) -> None:
@@ -428,6 +430,12 @@ class SimOrchestrator:
     def _effect(self, command: Command) -> str:
         fleet, kind = self.fleet, command.kind
         job, host = fleet.jobs.get(command.workload), fleet.hosts.get(command.host)
+        if kind is CommandKind.CHECK_HOST:
+            assert host is not None
+            if host.info.workload or not host.alive:
+                return "a launcher is there"
+            fleet.find(host, EventType.NODE_CHECK, None, cause="faulty" if host.broken else "ok")
+            return ""
         if kind in (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST, CommandKind.UNCORDON_HOST):
             assert host is not None
             host.info = replace(host.info, cordoned=kind is not CommandKind.UNCORDON_HOST)

@@ -19,7 +19,6 @@ from supervisor.values import (
     DeviceState,
     Event,
     EventType,
-    Evidence,
     LauncherState,
     OutcomeStatus,
     Silence,
@@ -27,39 +26,11 @@ from supervisor.values import (
 from supervisor.view.page import status_page
 from supervisor.view.status import Status
 from supervisor.view.tables import status_text
-from tests.supervisor.controllers import LIMITS, Controller, _host
+from tests.supervisor.controllers import LIMITS, Controller, _host, diagnosed
 
 IN_JOB, RESET = CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET
 SWAP, CORDON = CommandKind.HOT_SWAP, CommandKind.CORDON_HOST
 TAKES_A_HOST = (SWAP, CORDON, CommandKind.SCALE_DOWN)
-
-
-def diagnosed(
-    fleet: Controller,
-    host: str = "h1",
-    *,
-    cause: str = "gpu_missing",
-    advice: str = "replace_host",
-    confidence: str = "high",
-    text: str = "rank 1 finds no GPU",
-    age_s: float = 0.0,
-    **fields: object,
-) -> Event:
-    fleet.events += 1
-    number = f"d{fleet.events}"
-    evidence = Evidence(
-        **{"id": number, "witness": "launcher", "text": text, "age_s": age_s},
-        **{"cause": cause, "advice": advice, "confidence": confidence},
-    )
-    fields.setdefault("ranks", (1,))
-    return Event(
-        id=f"s:{number}",
-        type=EventType.DIAGNOSIS,
-        evidence=(evidence,),
-        workload=fleet.name,
-        host=host,
-        **fields,
-    )
 
 
 def status(fleet: Controller) -> Status:
@@ -305,11 +276,11 @@ def test_the_sentence_is_in_the_rows_of_job_and_host() -> None:
 
 def test_histories_of_diagnoses_end_in_progress_and_take_away_no_host_that_works() -> None:
     effects = 0
-    for seed in range(60):
+    for seed in range(30):
         draw = random.Random(seed)  # noqa: S311 - a repeatable history is what is wanted
         hosts = draw.randint(4, 12)
         faults = tuple(draw_diagnoses(draw, hosts, 120.0))
         result = run(Scenario(seed=seed, hosts=hosts, faults=faults, reckless=False))
         assert not result.violation, "\n".join((str(seed), result.violation, *map(str, faults)))
         effects += result.effects
-    assert effects > 60
+    assert effects > 30

@@ -20,6 +20,7 @@ from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ConfigError
 from resiliency.testing import ManualClock
 from supervisor.daemon.daemon import _load_fence
+from supervisor.daemon.host_check import check_host
 from supervisor.daemon.workers import ENDED_S, GONE_S, HostWorkers, Reporter
 from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
@@ -359,6 +360,62 @@ def test_a_fence_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     path.write_text('{"epoch": "many"}')
     with pytest.raises(ConfigError, match=r"fence.json cannot be read: Fence must hold an epoch"):
         _load_fence(path)
+
+
+# ------------------------------------------------------------------------------------------- host checks
+
+
+@pytest.mark.slow
+def test_a_host_checks_itself_when_its_launcher_has_ended_and_its_sensor_hears_how_it_is(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        check = HostCommand(
+            epoch=1, id="c1", kind=HostCommandKind.CHECK_HOST, workload="", deadline_s=2 * WAIT_S
+        )
+        async with fleet.serve():
+            with fleet.daemon():
+                await fleet.actuator.wait_for("connected", "host-1")
+                with Job(fleet) as job:
+                    await fleet.told(HostInfo, lambda host: host.workload == "job")
+                    asked = asyncio.create_task(fleet.command(check))
+                    # Commands are carried out side by side: that of the check waits.
+                    assert (await fleet.command(restart("c2"))).status is OutcomeStatus.DONE
+                    assert not asked.done()
+                    await asyncio.to_thread(job.link.close)
+                done = await asyncio.wait_for(asked, 3 * WAIT_S)
+                report = await fleet.reported(lambda report: bool(report.findings))
+                (found,) = report.findings
+                assert found.type is EventType.NODE_CHECK
+                assert done.status is OutcomeStatus.DONE
+                assert done.text.startswith(found.evidence.cause)
+                assert (found.evidence.witness, found.evidence.id[-9:]) == ("check", "/check/c1")
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("program", "health", "why", "gpus"),
+    [
+        ('print(\'{"health":"ok","why":"","probes":[{"probe":"cpu"},{"probe":"gpu0"}]}\')', "ok", "", "gpu0"),
+        ('print(\'{"health":"faulty","why":"core 3","probes":[]}\'); exit(3)', "faulty", "core 3", ""),
+        ('print(\'{"health":"drunk","why":"","probes":[]}\')', "undecided", "ended with 0 and no report", ""),
+        ("import os; os.abort()", "undecided", "ended with -6 and no report", ""),
+    ],
+)
+def test_a_check_that_says_nothing_that_can_be_read_leaves_its_host_undecided(
+    tmp_path: Path, program: str, health: str, why: str, gpus: str
+) -> None:
+    evidence = run(check_host(tmp_path, ("-c", program))).finding("k").evidence
+    assert (evidence.cause, evidence.device) == (health, gpus)
+    assert why in evidence.text
+
+
+def test_a_daemon_without_torch_accuses_no_host(tmp_path: Path) -> None:
+    found = run(check_host(tmp_path, ("-c", "raise SystemExit(3)"), needs="torch_that_is_not_there"))
+    assert found.health.value == "undecided"
+    assert found.why == "the daemon's Python has no torch_that_is_not_there"
 
 
 # ------------------------------------------------------------------------------------------- the table
