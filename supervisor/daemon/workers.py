@@ -231,8 +231,9 @@ class HostWorkers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is connected that ranks of a job could belong to."""
-        return not any(one.connected for one in self.reporters.values())
+        """Whether nothing is there that ranks of a job could belong to."""
+        pod_runs = self.pod is not None and self.pod.state is DeviceState.RUNNING
+        return not pod_runs and not any(one.connected for one in self.reporters.values())
 
     def launcher_key(self) -> str | None:
         """The launcher that can take commands."""
