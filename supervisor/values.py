@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from supervisor.plain import InvalidValue, from_plain, to_plain
+from supervisor.policy.diagnosis import Advice, Confidence, DiagnosisCause, HostHealth, is_against_host
 
 #: Longest name, id or address; a DNS name has at most 253 characters.
 MAX_NAME_CHARS = 253
@@ -66,6 +67,7 @@ class EventType(Enum):
     ECC = "ecc"
     NO_PROGRESS = "no_progress"  # a job that is not hung finished no step for its downtime threshold
     NODE_CHECK = "node_check"
+    DIAGNOSIS = "diagnosis"  # why an attempt ended or stands still, by the launcher of a host with its ranks
     ORCHESTRATOR = "orchestrator"  # a node or pod changed; `change` says how
     DAEMON_LOST = "daemon_lost"  # only the daemon: another witness has seen the host since
     OPERATOR = "operator"  # asked for by a person; `request` says what
@@ -105,11 +107,17 @@ class CommandKind(Enum):
     UNCORDON_HOST = "uncordon_host"
     DRAIN_HOST = "drain_host"
     DUMP_STACKS = "dump_stacks"
+    CHECK_HOST = "check_host"  # `host`, on which no rank runs, finds out whether it works
 
     @property
     def irreversible(self) -> bool:
         """True where steps, a host or a process may be lost: evidence is looked at again before it."""
-        return self not in (CommandKind.DUMP_STACKS, CommandKind.UNCORDON_HOST, CommandKind.SCALE_UP)
+        return self not in (
+            CommandKind.DUMP_STACKS,
+            CommandKind.UNCORDON_HOST,
+            CommandKind.SCALE_UP,
+            CommandKind.CHECK_HOST,
+        )
 
     @property
     def restarts(self) -> bool:
@@ -205,6 +213,24 @@ def check_items(value: object, *names: str) -> None:
         items = getattr(value, field)
         if len(items) > MAX_ITEMS:
             raise _refuse(value, field, f"must hold at most {MAX_ITEMS} items, found {len(items)}")
+
+
+def check_diagnosis(value: object, kind: EventType, evidence: Evidence) -> None:
+    """The words of a diagnosis are known ones, so that no decision rests on one that nobody understands."""
+    words: tuple[tuple[str, type[Enum]], ...] = ()
+    if kind is EventType.DIAGNOSIS:
+        words = (("cause", DiagnosisCause), ("advice", Advice), ("confidence", Confidence))
+    elif kind is EventType.NODE_CHECK and evidence.cause:
+        words = (("cause", HostHealth),)
+    for field, known in words:
+        allowed = [one.value for one in known]
+        word = getattr(evidence, field)
+        require(
+            word in allowed,
+            value,
+            "evidence",
+            f"of a {kind.value} must have one of {', '.join(allowed)} as {field}, found {word[:40]!r}",
+        )
 
 
 class Value:
@@ -465,7 +491,10 @@ class Evidence(Value):
         age_s: how old it was when it was sent.
         code: of an Xid; None elsewhere.
         device: the GPU, as the driver names it; empty where no GPU is meant.
-        advice: the driver's own recovery action where it gives one (NVML, Xid 154); see `policy.xid`.
+        advice: the driver's own recovery action where it gives one (NVML, Xid 154), see `policy.xid`; of a
+            diagnosis what the launcher advises.
+        cause, confidence: of a diagnosis, in the words of `policy.diagnosis`; empty elsewhere.  A node check
+            that was asked for says as its cause how the host is, and as its device which GPUs it has tried.
     """
 
     id: str
@@ -475,10 +504,12 @@ class Evidence(Value):
     code: int | None = None
     device: str = ""
     advice: str = ""
+    cause: str = ""
+    confidence: str = ""
 
     def __post_init__(self) -> None:
         check_names(self, "id", "witness")
-        check_names(self, "device", "advice", required=False)
+        check_names(self, "device", "advice", "cause", "confidence", required=False)
         check_text(self, "text")
         check_seconds(self, "age_s")
         check_counts(self, "code")
@@ -516,17 +547,24 @@ class WorkerReport(Value):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding(Value):
-    """What a watchdog or a node check of a daemon found on its own host."""
+    """What a watchdog, a node check or a launcher found on the host of its daemon.
+
+    Attributes:
+        ranks, attempt, run: of a diagnosis: who is to blame, and what it is about.
+    """
 
     type: EventType
     evidence: Evidence
+    ranks: tuple[int, ...] = ()
+    attempt: int = 0
+    run: str = ""
 
     def __post_init__(self) -> None:
         require(
-            self.type in (EventType.XID, EventType.ECC, EventType.NODE_CHECK),
+            self.type in (EventType.XID, EventType.ECC, EventType.NODE_CHECK, EventType.DIAGNOSIS),
             self,
             "type",
-            f"must be xid, ecc or node_check, found {self.type.value}",
+            f"must be xid, ecc, node_check or diagnosis, found {self.type.value}",
         )
         require(
             self.type is not EventType.XID or self.evidence.code is not None,
@@ -534,6 +572,10 @@ class Finding(Value):
             "evidence",
             "of an xid must carry its code",
         )
+        check_names(self, "run", required=False)
+        check_counts(self, "attempt")
+        check_items(self, "ranks")
+        check_diagnosis(self, self.type, self.evidence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -574,6 +616,7 @@ _NEEDS_HOST = frozenset(
         EventType.XID,
         EventType.ECC,
         EventType.NODE_CHECK,
+        EventType.DIAGNOSIS,
         EventType.DAEMON_LOST,
         EventType.ORCHESTRATOR,
     }
@@ -589,7 +632,7 @@ class Event(Value):
         id: unique over the life of the supervisor; a repeated id is the same event.
         workload: name of the job, empty for a host that no job holds.
         host: id of the host.
-        ranks: global ranks that are lost (WORKER_HB) or behind (HANG).
+        ranks: global ranks that are lost (WORKER_HB), behind (HANG) or to blame (DIAGNOSIS).
         attempt: of the job when it happened.
         launcher: what the host's launcher does about it itself.
         change, request: of an ORCHESTRATOR or OPERATOR event.
@@ -649,6 +692,16 @@ class Event(Value):
             "host",
             "must be set to cordon, uncordon or drain",
         )
+        for found in self.evidence:
+            check_diagnosis(self, kind, found)
+
+    @property
+    def asks_for_another_host(self) -> bool:
+        """Whether it is a diagnosis by which its host is to be replaced."""
+        return self.type is EventType.DIAGNOSIS and any(
+            is_against_host(DiagnosisCause(found.cause), Advice(found.advice), Confidence(found.confidence))
+            for found in self.evidence
+        )
 
     @property
     def is_of_ranks(self) -> bool:
@@ -689,12 +742,14 @@ _ON_HOST = frozenset(
         CommandKind.CORDON_HOST,
         CommandKind.UNCORDON_HOST,
         CommandKind.DRAIN_HOST,
+        CommandKind.CHECK_HOST,
     }
 )
 _ON_WORKLOAD = frozenset(CommandKind) - {
     CommandKind.CORDON_HOST,
     CommandKind.UNCORDON_HOST,
     CommandKind.DRAIN_HOST,
+    CommandKind.CHECK_HOST,
 }
 _RESIZES = frozenset({CommandKind.SCALE_DOWN, CommandKind.SCALE_UP})
 

@@ -124,6 +124,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 directory=protection.private_dir,
                 host=options.info.host,
                 events=events,
+                reporter=reporter,
                 timeout=options.hang_timeout,
                 lines=lines,
             )
@@ -136,7 +137,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 lines=lines,
             )
             closing.callback(slow_ranks.close)
-            failures = FailureHandler(options, events, page, lines)
+            failures = FailureHandler(options, events, page, lines, reporter)
             closing.callback(failures.close)
             agent = ResilientAgent(
                 options,

@@ -26,6 +26,7 @@ from resiliency.errors import ConfigError
 from resiliency.files import write_durably
 from resiliency.runtime import SystemClock
 from resiliency.tasks import end_tasks, wait_for
+from supervisor.daemon.host_check import check_host
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
 from supervisor.daemon.standalone import read_annotations
@@ -34,7 +35,7 @@ from supervisor.daemon.workers import HostWorkers
 from supervisor.plain import InvalidValue
 from supervisor.protocol import PROTOCOL_VERSION, fleet_pb2
 from supervisor.protocol.convert import from_message, to_message
-from supervisor.protocol.host_commands import Fence, HostCommand
+from supervisor.protocol.host_commands import Fence, HostCommand, HostCommandKind
 from supervisor.transport.client import ClientStream, Remote, keep_stream
 from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.limits import Backoff, check_epoch
@@ -194,7 +195,8 @@ class HostDaemon:
                 sent = set()
             sent = await self._send_host(stream, sent)
             findings = self._findings.current()
-            report = replace(self._workers.report(), findings=findings)
+            report = self._workers.report()
+            report = replace(report, findings=(*findings, *report.findings))
             await stream.send(fleet_pb2.HostMessage(report=to_message(report)))
             self._findings.note_sent(findings)
             await asyncio.sleep(COALESCE_S)
@@ -274,6 +276,8 @@ class HostDaemon:
             self._outcomes.put_nowait(answer)
 
     async def _carry_out(self, command: HostCommand) -> Outcome:
+        if command.kind is HostCommandKind.CHECK_HOST:
+            return await self._check(command)
         workload = self._workers.workload
         status = OutcomeStatus.FAILED
         if workload is None or workload.workload != command.workload:
@@ -287,6 +291,26 @@ class HostDaemon:
                 text = f"the launcher did not answer within {command.deadline_s:g} s"
             except (Refused, OSError) as error:
                 text = str(error)
+        return Outcome(command=command.id, epoch=command.epoch, status=status, text=cut_text(text))
+
+    async def _check(self, command: HostCommand) -> Outcome:
+        """Check this host once no launcher is there: ranks would be slowed down by it, and it by them."""
+        changed = self._waker()
+        status = OutcomeStatus.DONE
+        try:
+            end = time.monotonic() + command.deadline_s
+            while not self._workers.is_idle:
+                changed.clear()
+                await wait_for(changed.wait(), max(end - time.monotonic(), 0.0))
+            found = await check_host(self._settings.state_dir)
+            self._take_findings([found.finding(f"{self._workers.host.id}/check/{command.id}")])
+            text = ": ".join(filter(None, (found.health.value, found.why)))
+        except asyncio.TimeoutError:
+            status, text = OutcomeStatus.TIMED_OUT, "a launcher was there until the deadline"
+        except OSError as error:
+            status, text = OutcomeStatus.FAILED, f"the check cannot be started: {error}"
+        finally:
+            self._wakers.discard(changed)
         return Outcome(command=command.id, epoch=command.epoch, status=status, text=cut_text(text))
 
     # --------------------------------------------------------------------------------------- both

@@ -234,7 +234,8 @@ def _news(reporter: Reporter) -> tuple[object, ...]:
     """What the sensor is told at once where it changes; of steps, the first of an attempt."""
     steps = any(worker.step is not None for worker in reporter.workers)
     states = [(worker.local_rank, worker.global_rank, worker.state) for worker in reporter.workers]
-    return reporter.workload.run, reporter.attempt, reporter.launcher, states, steps
+    diagnoses = [found.evidence.id for found in reporter.diagnoses]
+    return reporter.workload.run, reporter.attempt, reporter.launcher, states, steps, diagnoses
 
 
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ all have said that they end, their last states are told for `ENDED_S` more; then
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,20 +21,27 @@ from supervisor.transport.errors import Reason, Refused
 from supervisor.values import (
     DaemonReport,
     DeviceState,
+    EventType,
+    Finding,
     HostInfo,
     LauncherState,
     PodFacts,
     WorkerInfo,
     WorkerReport,
     WorkloadInfo,
+    cut_text,
     host_state,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Reporters that have detached and are kept for their last states.
 _MOST_ENDED = 64
 #: A reporter without a connection whose job has not ended; a living one tries again every few seconds.
 GONE_S = 600.0
 ENDED_S = 30.0
+#: Diagnoses in one report of a launcher, the newest of those that it has made.
+_MOST_DIAGNOSES = 8
 
 
 @dataclass
@@ -46,6 +54,10 @@ class Reporter:
     attempt: int = 0
     launcher: LauncherState = LauncherState.UNKNOWN
     workers: tuple[WorkerReport, ...] = ()
+    #: What a launcher says about the ends of its attempts; in each of its reports, so that none is lost.
+    diagnoses: tuple[Finding, ...] = ()
+    #: Why its last report holds diagnoses that this release does not take.
+    ignored: tuple[str, ...] = ()
     #: Monotonic time at which `workers` arrived.
     at: float = 0.0
     #: It has said that it ends, and its job with it, so that its silence means nothing.
@@ -191,7 +203,22 @@ class HostWorkers:
             )
         reporter.workload = workload
         reporter.attempt, reporter.launcher, reporter.workers = attempt, launcher, values
+        self._take_diagnoses(reporter, said.get("diagnoses"))
         reporter.at = self.clock.monotonic()
+
+    def _take_diagnoses(self, reporter: Reporter, said: Any) -> None:
+        """One with unknown words is named, once, and its launcher is heard on."""
+        found: list[Finding] = []
+        ignored: list[str] = []
+        for one in said[-_MOST_DIAGNOSES:] if isinstance(said, list) else ():
+            try:
+                found.append(_diagnosis(one))
+            except InvalidValue as error:
+                ignored.append(str(error))
+        for sentence in dict.fromkeys(ignored):
+            if sentence not in reporter.ignored:
+                logger.warning("a diagnosis of the launcher is ignored: %s", sentence)
+        reporter.diagnoses, reporter.ignored = tuple(found), tuple(ignored)
 
     def leave(self, reporter: Reporter, *, ended: bool) -> None:
         """A connection is gone; `ended` says that the reporter had announced it."""
@@ -201,6 +228,12 @@ class HostWorkers:
         if ended:
             final = (DeviceState.COMPLETE, DeviceState.FAILED)
             reporter.workers = tuple(worker for worker in reporter.workers if worker.state in final)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is there that ranks of a job could belong to."""
+        pod_runs = self.pod is not None and self.pod.state is DeviceState.RUNNING
+        return not pod_runs and not any(one.connected for one in self.reporters.values())
 
     def launcher_key(self) -> str | None:
         """The launcher that can take commands."""
@@ -270,7 +303,31 @@ class HostWorkers:
             launcher=launchers[-1].launcher if launchers else LauncherState.UNKNOWN,
             run=launchers[-1].workload.run if launchers else "",
             workers=tuple(_older(worker, now - one.at) for one in ordered for worker in one.workers),
+            findings=tuple(
+                _older_finding(found, now - one.at) for one in launchers for found in one.diagnoses
+            ),
         )
+
+
+def _diagnosis(said: Any) -> Finding:
+    """A diagnosis of a launcher, by the names that its report has.
+
+    Raises:
+        InvalidValue: a field is missing or of another type, or a word is not known.
+    """
+    if not isinstance(said, dict):
+        raise InvalidValue(f"a diagnosis must be a table of fields, found {said!r:.40}.")
+    about = {key: said[key] for key in ("ranks", "attempt", "run") if key in said}
+    words = {key: said[key] for key in said if key not in about}
+    words["text"] = cut_text(str(said.get("text", "")))
+    return Finding.from_dict(
+        {**about, "type": EventType.DIAGNOSIS.value, "evidence": {**words, "witness": "launcher"}}
+    )
+
+
+def _older_finding(found: Finding, seconds: float) -> Finding:
+    age_s = found.evidence.age_s + max(seconds, 0.0)
+    return replace(found, evidence=replace(found.evidence, age_s=age_s))
 
 
 def _older(worker: WorkerReport, seconds: float) -> WorkerReport:

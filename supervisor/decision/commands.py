@@ -77,6 +77,9 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
     elif command.kind is CommandKind.HOT_SWAP and status is not OutcomeStatus.WITHDRAWN and outcome.spare:
         # Another spare next time.
         condemn(turn, f"host:{outcome.spare}", "swap failed", (command.id,), turn.limits.suspicion_s)
+    if command.kind is CommandKind.CHECK_HOST and status is not OutcomeStatus.DONE:
+        known = turn.state.checks.get(command.host)
+        turn.put("checks", command.host, replace(known, evidence=()) if known is not None else None)
     if command.kind is CommandKind.DRAIN_HOST and command.workload and status is OutcomeStatus.DONE:
         open_incident(turn, drained(command), subject=command.workload)
     incident = turn.state.incidents.get(command.workload)
@@ -137,6 +140,7 @@ def _still_wrong(incident: Incident, command: Command) -> tuple[Event, ...]:
         for report in incident.reports
         if report.attempt > incident.attempt
         or (report.type is not EventType.WORKER_HB and report.host not in incident.handled)
+        or (report.asks_for_another_host and report.host != command.host)
         or (
             report.launcher is LauncherState.GAVE_UP
             and report.host != command.host
@@ -204,8 +208,13 @@ def send_command(
     incident: str = "",
     evidence: tuple[str, ...] = (),
     deadline_s: float | None = None,
+    why: str = "",
 ) -> str:
-    """Make a command and put it among those under way; in a shadow it is noted only.  Returns its id."""
+    """Make a command and put it among those under way; in a shadow it is noted only.  Returns its id.
+
+    Args:
+        why: of one that neither an incident nor a person has asked for.
+    """
     command = Command(
         epoch=turn.epoch,
         id=turn.next_id("commands", "c"),
@@ -220,10 +229,11 @@ def send_command(
         run=job.run if (job := turn.state.workloads.get(workload)) is not None else "",
     )
     target = " ".join(part for part in (workload, host, spare and f"by {spare}") if part)
+    reason = why or f"for {incident or 'a person'}"
     if turn.shadow:
-        turn.notes.append(f"shadow: {kind.value} of {target} would be done for {incident or 'a person'}")
+        turn.notes.append(f"shadow: {kind.value} of {target} would be done {reason}")
         return command.id
-    turn.notes.append(f"{kind.value} {command.id} of {target} for {incident or 'a person'}")
+    turn.notes.append(f"{kind.value} {command.id} of {target} {reason}")
     turn.put("commands", command.id, Flight(command=command, at=turn.now))
     turn.commands.append(command)
     return command.id

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from supervisor.decision.checks import send_checks, take_check
 from supervisor.decision.commands import charge, obey, send_command, take_outcome
-from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal
+from supervisor.decision.diagnoses import name_culprits, take_diagnosis
+from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal, within_cordon_caps
 from supervisor.decision.incidents import (
     downtime_s,
     lost_hosts,
@@ -60,8 +62,8 @@ Input = Event | HostInfo | WorkloadInfo | Progress | Silence | Outcome | None
 #: Event ids that are remembered: far more than can be on their way at once.
 _REMEMBERED_IDS = 4096
 
-#: Found by watchdogs, whose evidence has ids of its own.
-_FINDINGS = (EventType.XID, EventType.ECC, EventType.NODE_CHECK)
+#: Found by watchdogs and launchers, whose evidence has ids of its own.
+_FINDINGS = (EventType.XID, EventType.ECC, EventType.NODE_CHECK, EventType.DIAGNOSIS)
 
 _GRAVITY = (Cause.CAPACITY, Cause.NO_PROGRESS, Cause.WORKER, Cause.HANG, Cause.HOST)
 
@@ -164,7 +166,9 @@ class BaseController:
         if self._refused(report, asked) is not None:
             return False
         evidence = tuple(found.id for found in report.event.evidence)
-        condemn(self._turn, f"host:{host.id}", report.event.type.value, evidence, turn.limits.verdict_s)
+        first = report.event.evidence[0]
+        text = f"{first.cause}: {first.text}" if report.event.type is EventType.DIAGNOSIS else ""
+        condemn(turn, f"host:{host.id}", report.event.type.value, evidence, turn.limits.verdict_s, text)
         turn.put("cordons", host.id, CordonMark(host=host.id, at=turn.now, domains=host.domains))
         send_command(
             self._turn, CommandKind.CORDON_HOST, host=host.id, incident=report.incident.id, evidence=evidence
@@ -205,6 +209,8 @@ class BaseController:
             return Cause.WORKER if view.is_back(event.host) and not known_bad else Cause.HOST
         if event.type is EventType.WORKER_HB:
             return Cause.HOST if known_bad else Cause.WORKER
+        if event.type is EventType.DIAGNOSIS:
+            return Cause.WORKER if self._why_kept(event) else Cause.HOST
         return Cause.HOST
 
     # -------------------------------------------------------------------------------- the pure function
@@ -224,6 +230,8 @@ class BaseController:
             for subject in sorted(turn.state.incidents):
                 self._look_at(subject)
             forget_replaced(turn)
+            if not isinstance(given, Progress):
+                send_checks(turn)
             if given is None:
                 forget_gone(turn)
             return turn.decision()
@@ -292,10 +300,42 @@ class BaseController:
             count_xid(turn, event)
         elif event.type is EventType.SCALE_UP:
             self._offer(event)
+        elif event.type is EventType.DIAGNOSIS:
+            self._take_diagnosis(event)
+        elif event.type is EventType.NODE_CHECK and not take_check(turn, event):
+            pass  # the host has found nothing that the policy has to know
         else:
+            if event.type is EventType.HANG:
+                event = name_culprits(turn, event)
             if host is not None and event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR):
                 turn.put("hosts", host.id, replace(host, state=DeviceState.FAILED))
             open_incident(turn, event)
+
+    def _take_diagnosis(self, event: Event) -> None:
+        """The launcher restarts its ranks itself; an incident follows where the host is to be replaced."""
+        turn = self._turn
+        if not take_diagnosis(turn, event) or not event.asks_for_another_host:
+            return
+        if turn.view.is_condemned(event.host):
+            return  # that was decided upon, and ranks that fail there are the host's fault from now on
+        if why := self._why_kept(event):
+            turn.notes.append(f"{event.host} is not replaced: {why}; its launcher restarts the ranks")
+            return
+        open_incident(turn, event)
+
+    def _why_kept(self, event: Event) -> str:
+        """Why a diagnosis replaces no host: it says nothing against it, or takes away more than may be.
+
+        Where all hosts say that they have no GPU, an image or a driver is at fault, and no other host helps.
+        """
+        host = self._turn.state.hosts.get(event.host)
+        if host is None or not event.asks_for_another_host:
+            return "nothing is said against it"
+        if host.cordoned or self._turn.view.is_condemned(host.id):
+            return ""
+        asked = Intent(kind=CommandKind.CORDON_HOST, workload=None, host=host)
+        refusal = within_cordon_caps(self._turn.view, asked)
+        return refusal.text if refusal is not None else ""
 
     def _remember(self, id: str) -> None:
         turn = self._turn
@@ -337,9 +377,30 @@ class BaseController:
                 subject,
                 replace(incident, reports=incident.past, past=(), stuck=incident.stuck + 1),
             )
+        if not self._has_reports(subject):
+            return
         self._ask_policy(subject)
         if subject.startswith("host:"):
             turn.put("incidents", subject, None)  # no job waits for it
+
+    def _has_reports(self, subject: str) -> bool:
+        """Whether anything is left to decide upon without diagnoses that the caps have overtaken."""
+        turn = self._turn
+        incident = turn.state.incidents[subject]
+        left = tuple(
+            each
+            for each in incident.reports
+            if each.type is not EventType.DIAGNOSIS or not self._why_kept(each)
+        )
+        if left == incident.reports:
+            return True
+        turn.notes.append(
+            f"incident {incident.id}: hosts are left to their launchers, no more may be cordoned"
+        )
+        turn.put("incidents", subject, replace(incident, reports=left) if left or incident.past else None)
+        if incident.past and not left:
+            wait_until(turn, subject, turn.now + downtime_s(turn, subject), "waits for a step")
+        return bool(left)
 
     def _ask_policy(self, subject: str) -> None:
         turn = self._turn
@@ -505,7 +566,7 @@ class BaseController:
         """Hardware evidence that speaks against any job on the host."""
         if event.type is EventType.XID:
             return worst(codes(event.evidence)).cordons
-        return event.type in (EventType.ECC, EventType.NODE_CHECK)
+        return event.type in (EventType.ECC, EventType.NODE_CHECK) or event.asks_for_another_host
 
     def _is_usable(self, report: EventReport) -> bool:
         host = report.host

@@ -16,7 +16,7 @@ from supervisor.decision.state import Account, Fleet, State
 from supervisor.policy.budget import backoff_s
 from supervisor.policy.caps import refuse_cordon, refuse_growth
 from supervisor.policy.thresholds import Thresholds
-from supervisor.values import CommandKind, DeviceState, HostInfo, LauncherState, WorkloadInfo
+from supervisor.values import CommandKind, DeviceState, EventType, HostInfo, LauncherState, WorkloadInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,24 @@ class View:
             for host in self.state.hosts.values()
             if host.state is DeviceState.SPARE
             and not (host.workload or host.cordoned or host.id in promised or self.is_condemned(host.id))
+            and (not self.limits.spare_check_s or self._was_checked(host.id))
         ]
 
+    def _was_checked(self, host: str) -> bool:
+        checked = self.state.checks.get(host)
+        return checked is not None and bool(checked.health)
+
     def lost_at(self, workload: str) -> float:
-        """When the newest confirmed loss of the job's incident was told, of a host or of its launcher."""
-        incident = self.state.incidents.get(workload)
-        losses = [each for each in (incident.reports if incident else ()) if each.confirms_loss]
+        """When the newest confirmed loss of the job's incident was told, of a host or of its launcher.
+
+        Not of a launcher whose attempt a later one has followed: a sensor tells of it again after an absence.
+        """
+        incident, newest = self.state.incidents.get(workload), self.attempt(workload)
+        losses = [
+            each
+            for each in (incident.reports if incident else ())
+            if each.confirms_loss and not (each.is_of_ranks and each.attempt < newest)
+        ]
         ended = LauncherState.GAVE_UP
         reported = (
             self.state.seen.get(each.id)
@@ -167,11 +179,17 @@ def not_advancing(view: View, intent: Intent) -> Refusal | None:
 
 
 def launcher_first(view: View, intent: Intent) -> Refusal | None:
-    """Ranks that their launcher restarts itself are left to it for a while: the job plane comes first."""
+    """Ranks that their launcher restarts itself are left to it for a while: the job plane comes first.
+
+    To replace a host, as its launcher advises, is more than that launcher can do.
+    """
     incident = view.state.incidents.get(intent.workload.workload) if intent.workload else None
     if incident is None or not intent.kind.restarts:
         return None
     until = incident.opened_at + view.limits.launcher_grace_s
+    replaces = intent.spare is not None or intent.kind is CommandKind.SCALE_DOWN
+    if replaces and any(each.type is EventType.DIAGNOSIS for each in incident.reports):
+        return None
     if incident.is_being_restarted and view.now < until:
         return Refusal(text="the launcher restarts these ranks itself", until=until)
     return None

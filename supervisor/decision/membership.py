@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from supervisor.decision.diagnoses import diagnosed_hosts
 from supervisor.decision.incidents import downtime_s, is_still_lost
 from supervisor.decision.state import Incident, Seen
 from supervisor.decision.turn import EventReport, Turn
@@ -90,6 +91,7 @@ def forget_job(turn: Turn, name: str, why: str) -> None:
     for table, key in (
         *((table, name) for table in ("workloads", "progress", "accounts", "incidents")),
         *((table, f"job:{name}") for table in ("verdicts", "gone")),
+        *(("diagnoses", host) for host in diagnosed_hosts(turn.state, name)),
     ):
         turn.put(table, key, None)
     turn.notes.append(f"job {name} forgotten: {why}")
@@ -166,6 +168,8 @@ def forget(turn: Turn, host: HostInfo, why: str) -> None:
     for key in [key for key in turn.state.suspicions if key.startswith(f"{host.id}/")]:
         turn.put("suspicions", key, None)
     turn.put("hosts", host.id, None)
+    turn.put("diagnoses", host.id, None)
+    turn.put("checks", host.id, None)
     turn.put("gone", f"host:{host.id}", None)
     turn.notes.append(f"host {host.id} forgotten: {why}")
 

@@ -117,13 +117,16 @@ class Incident:
     def is_being_restarted(self) -> bool:
         """Whether the launchers restart all lost ranks themselves.
 
-        A launcher reports the failure first and what it does about it a moment later, in another event.
+        A launcher reports the failure first and what it does about it a moment later, in another event.  Its
+        diagnosis of the failure is no other failure.
         """
         at_it = {
             (each.host, each.attempt) for each in self.reports if each.launcher is LauncherState.RESTARTING
         }
         return not self.gave_up and all(
-            each.type is EventType.WORKER_HB and (each.host, each.attempt) in at_it for each in self.reports
+            each.type is EventType.WORKER_HB and (each.host, each.attempt) in at_it
+            for each in self.reports
+            if each.type is not EventType.DIAGNOSIS
         )
 
     @property
@@ -178,6 +181,26 @@ class Seen:
     at: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosed:
+    """The newest diagnosis that the launcher of a host has made, and when."""
+
+    event: Event
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """When a host was asked to check itself or has answered, for which evidence, and what came of it.
+
+    `health`: empty until it has answered once.
+    """
+
+    at: float
+    evidence: tuple[str, ...] = ()
+    health: str = ""
+
+
 #: Table, key, and the value that it holds now; None is a deletion.
 Change = tuple[str, str, Any]
 
@@ -199,6 +222,8 @@ class State:
     cordons: dict[str, CordonMark]  # by host
     verdicts: dict[str, Verdict]  # by "host:ID", "hang:ID" or "job:NAME"
     suspicions: dict[str, Suspicion]  # by host and GPU
+    diagnoses: dict[str, Diagnosed]  # by host
+    checks: dict[str, Checked]  # by host
     seen: dict[str, Seen]
     gone: dict[str, Seen]  # since when, by "job:NAME" that no host works for, or "host:ID" that is lost
     fleet: dict[str, Fleet]  # one row, ""
@@ -269,6 +294,8 @@ _ROWS: dict[str, type] = {
     "cordons": CordonMark,
     "verdicts": Verdict,
     "suspicions": Suspicion,
+    "diagnoses": Diagnosed,
+    "checks": Checked,
     "seen": Seen,
     "gone": Seen,
     "fleet": Fleet,

@@ -469,13 +469,28 @@ class Detector:
         said: list[Output] = []
         host = self._hosts[report.host]
         fresh = [found for found in report.findings if self._conditions.is_new_finding(found.evidence.id)]
-        for kind in dict.fromkeys(found.type for found in fresh):
+        diagnoses = [found for found in fresh if found.type is EventType.DIAGNOSIS]
+        job = self._jobs.get(host.info.workload)
+        newest = max(report.attempt, job.newest if job is not None else 0)
+        for kind in dict.fromkeys(found.type for found in fresh if found not in diagnoses):
             # All Xids of one report are one event, so that the gravest decides.
             evidence = tuple(found.evidence for found in fresh if found.type is kind)
             event = self._conditions.event(
                 kind, evidence, workload=host.info.workload, host=report.host, attempt=report.attempt
             )
             said.append(self._conditions.keep_recent(event, time))
+        for found in diagnoses:  # each is of an attempt of its own
+            if found.attempt < newest:
+                continue  # it comes late: a host that is broken fails again
+            event = self._conditions.event(
+                EventType.DIAGNOSIS,
+                (found.evidence,),
+                workload=host.info.workload,
+                host=report.host,
+                ranks=found.ranks,
+                attempt=found.attempt,
+            )
+            said.append(self._conditions.keep_recent(replace(event, run=found.run), time))
         for found in fresh:
             self._conditions.remember_finding(found.evidence.id)
         return said

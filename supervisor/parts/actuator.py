@@ -184,6 +184,8 @@ class ActuatorPart:
 
         if command.kind is CommandKind.DUMP_STACKS:
             self._tasks.start(self._ask_hosts(command, HostCommandKind.DUMP_STACKS, answered))
+        elif command.kind is CommandKind.CHECK_HOST:
+            self._tasks.start(self._ask_hosts(command, HostCommandKind.CHECK_HOST, answered))
         elif command.kind is CommandKind.IN_JOB_RESET:
 
             def prepared(answer: Answer) -> None:
@@ -202,7 +204,10 @@ class ActuatorPart:
         self, command: Command, kind: HostCommandKind, answered: Callable[[Answer], None]
     ) -> None:
         attempt = self._attempts.get(command.id) if kind is HostCommandKind.RESTART_RANKS else None
-        answered(await self._hosts.ask(command, kind, attempt=attempt, within_s=self._try_s))
+        only, within_s = "", self._try_s
+        if kind is HostCommandKind.CHECK_HOST:
+            only, within_s = command.host, command.deadline_s  # it may wait for the end of a launcher
+        answered(await self._hosts.ask(command, kind, attempt=attempt, within_s=within_s, only=only))
 
     async def _swap(self, command: Command, answered: Callable[[Answer], None]) -> None:
         """Have a host that is there leave by its launcher, then replaced.

@@ -177,6 +177,8 @@ class ControllerPart:
         self._counters["records", ()] += 1
         if record.kind == "Event":
             self._counters["events", (("type", record.given["type"]),)] += 1
+            if any(table == "diagnoses" and row is not None for table, _, row in record.changes):
+                self._counters["diagnoses", (("cause", record.given["evidence"][0]["cause"]),)] += 1
         elif record.kind == "Outcome":
             ended = self._journal.commands.get(record.given["command"])
             kind = ended.command.kind.value if ended else "unknown"
@@ -193,12 +195,16 @@ class ControllerPart:
             self._job_events.add_closed(await self.status(), datetime.now(timezone.utc))
 
     async def _watch_time(self) -> None:
+        look_at = time.monotonic() + LOOK_S
         while True:
-            wait = self._core.wake_after(time.monotonic())
+            now = time.monotonic()
+            waits = (self._core.wake_after(now), look_at - now)
             self._wake.clear()
             with suppress(asyncio.TimeoutError):
-                await wait_for(self._wake.wait(), LOOK_S if wait is None else min(max(wait, 0.05), LOOK_S))
-                continue  # something else has changed: how long to wait is another question now
+                await wait_for(self._wake.wait(), max(0.05, min(wait for wait in waits if wait is not None)))
+                if time.monotonic() < look_at:  # steps alone come more often than that
+                    continue  # something else has changed: how long to wait is another question now
+            look_at = time.monotonic() + LOOK_S
             try:
                 self._take((None,))
             except Refused:

@@ -73,20 +73,21 @@ class HostCommands:
         names = [
             name
             for name, host in self._hosts.items()
-            if host.workload == command.workload and only in ("", host.id)
+            if (host.workload == command.workload or not command.workload) and only in ("", host.id)
         ]
         if not names:
             return Answer(
                 status=OutcomeStatus.FAILED,
-                text=f"no host of {command.workload} is connected to the actuator",
+                text=f"no host of {command.workload or only} is connected to the actuator",
                 passing=True,
             )
+        of_incident = f" for {command.incident}" if command.incident else ""
         asked = HostCommand(
             epoch=command.epoch,
             id=command.id,
             kind=kind,
             workload=command.workload,
-            reason=cut_text(f"{command.kind.value} {command.id} for {command.incident or 'a person'}"),
+            reason=cut_text(f"{command.kind.value} {command.id}{of_incident}"),
             deadline_s=within_s,
             attempt=attempt,
         )
@@ -98,9 +99,10 @@ class HostCommands:
         if outcomes and len(outcomes) == len(names) and set(statuses) == {OutcomeStatus.FENCED}:
             seen = max(outcome.epoch for outcome in outcomes)
             return Answer(status=OutcomeStatus.FENCED, text=text, epoch=seen)
-        if OutcomeStatus.FAILED in statuses:
+        # A check that was cut short is made again as another command: its host carries this one out once.
+        if OutcomeStatus.FAILED in statuses or (outcomes and kind is HostCommandKind.CHECK_HOST):
             return Answer(status=OutcomeStatus.FAILED, text=text)
-        waited = f"none of {len(names)} hosts of {command.workload} answered within {within_s:g} s"
+        waited = f"none of {len(names)} hosts of {command.workload or only} answered within {within_s:g} s"
         return Answer(status=OutcomeStatus.FAILED, text=waited, passing=True)
 
     async def _first_outcomes(self, names: list[str], command: HostCommand, within_s: float) -> list[Outcome]:

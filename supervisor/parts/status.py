@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from resiliency import __version__
+from supervisor.decision.diagnoses import gravest_diagnosis
 from supervisor.decision.guards import View
-from supervisor.decision.state import Incident, State
+from supervisor.decision.state import Diagnosed, Incident, State
 from supervisor.detection import HostSight
 from supervisor.parts.journal import Journal
 from supervisor.parts.tasks import Contact
@@ -19,6 +20,7 @@ from supervisor.view.status import (
     BudgetStatus,
     CommandStatus,
     CounterStatus,
+    DiagnosisStatus,
     EvidenceStatus,
     HostStatus,
     IncidentStatus,
@@ -148,6 +150,23 @@ def _host(host: HostInfo, view: View, sights: Mapping[str, HostSight] | None) ->
             for worker in host.workers
         ),
         verdict=(verdict.text or verdict.cause) if verdict and verdict.holds(view.now) else "",
+        diagnosis=_diagnosis(view.state.diagnoses.get(host.id), view.now),
+    )
+
+
+def _diagnosis(row: Diagnosed | None, now: float) -> DiagnosisStatus | None:
+    if row is None:
+        return None
+    found = row.event.evidence[0]
+    return DiagnosisStatus(
+        host=row.event.host,
+        attempt=row.event.attempt,
+        cause=found.cause,
+        advice=found.advice,
+        confidence=found.confidence,
+        ranks=row.event.ranks,
+        text=found.text,
+        age_s=_age(now, row.at),
     )
 
 
@@ -187,6 +206,7 @@ def _job(job: WorkloadInfo, view: View) -> JobStatus:
         next_action_s=max(0.0, view.next_action_at(name, repeated=True) - view.now),
         incident=incident.id if incident else "",
         verdict=(verdict.text or verdict.cause) if verdict and verdict.holds(view.now) else "",
+        diagnosis=_diagnosis(gravest_diagnosis(view.state, name), view.now),
     )
 
 
@@ -238,6 +258,7 @@ def _report(event: Event, acted_on: bool) -> ReportStatus:
         host=event.host,
         ranks=event.ranks,
         acted_on=acted_on,
+        cause=event.evidence[0].cause,
         evidence=tuple(
             EvidenceStatus(id=one.id, witness=one.witness, text=one.text, code=one.code, device=one.device)
             for one in event.evidence

@@ -42,6 +42,7 @@ class Thresholds:
     max_cordons: int = 4  # per window
     max_cordons_per_domain: int = 2  # per window and smallest failure domain
     spare_floor: int = 1  # spares that no job may grow into
+    spare_check_s: float = 0.0  # spares check themselves that often, and are none before; 0 is off
     # How long.
     scale_up_hold_s: float = 300.0  # no incident that long before a job grows
     verdict_s: float = 86400.0  # a verdict on a host or job is forgotten after that
@@ -65,7 +66,7 @@ class Thresholds:
 
 
 _MAY_BE_ZERO = frozenset(
-    {"hang_threshold_s", "coalesce_s", "spare_floor", "launcher_grace_s", "scale_up_hold_s"}
+    {"hang_threshold_s", "coalesce_s", "spare_floor", "spare_check_s", "launcher_grace_s", "scale_up_hold_s"}
 )
 
 

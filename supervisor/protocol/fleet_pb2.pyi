@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source 62369f583ed79e9d024dfc10f564091f939e8f847040a66bbc90a48d9fe7c689
-# body f78514d5313e6f4f9fb271a088c75109ac560c7581b3c2c5e1eee4f67acde554
+# source e8972bda3ffcb126eb5156eba40be1b0b9baa43306509f090ea8ba25c6e4df6b
+# body b100a3b719e397be05c595dc37b21239948e17462399c70334c0b93a78278433
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -87,7 +87,7 @@ class WorkloadInfo(_message.Message):
     def __init__(self, workload: _Optional[str] = ..., job: _Optional[str] = ..., container: _Optional[str] = ..., namespace: _Optional[str] = ..., replicas: _Optional[int] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., nodes_per_replica: _Optional[int] = ..., downtime_threshold_s: _Optional[float] = ..., termination_threshold_s: _Optional[float] = ..., max_in_job_restarts: _Optional[int] = ..., max_workload_restarts: _Optional[int] = ..., scaling: bool = ..., run: _Optional[str] = ..., first_attempt: _Optional[int] = ...) -> None: ...
 
 class Evidence(_message.Message):
-    __slots__ = ("id", "witness", "text", "age_s", "code", "device", "advice")
+    __slots__ = ("id", "witness", "text", "age_s", "code", "device", "advice", "cause", "confidence")
     ID_FIELD_NUMBER: _ClassVar[int]
     WITNESS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,8 @@ class Evidence(_message.Message):
     CODE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     id: str
     witness: str
     text: str
@@ -102,15 +104,23 @@ class Evidence(_message.Message):
     code: int
     device: str
     advice: str
-    def __init__(self, id: _Optional[str] = ..., witness: _Optional[str] = ..., text: _Optional[str] = ..., age_s: _Optional[float] = ..., code: _Optional[int] = ..., device: _Optional[str] = ..., advice: _Optional[str] = ...) -> None: ...
+    cause: str
+    confidence: str
+    def __init__(self, id: _Optional[str] = ..., witness: _Optional[str] = ..., text: _Optional[str] = ..., age_s: _Optional[float] = ..., code: _Optional[int] = ..., device: _Optional[str] = ..., advice: _Optional[str] = ..., cause: _Optional[str] = ..., confidence: _Optional[str] = ...) -> None: ...
 
 class Finding(_message.Message):
-    __slots__ = ("type", "evidence")
+    __slots__ = ("type", "evidence", "ranks", "attempt", "run")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     type: str
     evidence: Evidence
-    def __init__(self, type: _Optional[str] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ...) -> None: ...
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    attempt: int
+    run: str
+    def __init__(self, type: _Optional[str] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("local_rank", "global_rank", "state", "heartbeat_age_s", "monitor_age_s", "step", "step_age_s")

@@ -29,12 +29,13 @@ REMEMBERED = 1024
 
 
 class HostCommandKind(Enum):
-    """What a launcher can do."""
+    """What a host can do: its launcher, and the daemon where there is none."""
 
     RESTART_RANKS = (
         "restart_ranks"  # in place, all hosts of the job meet again; the launcher and its agents stay
     )
     LEAVE = "leave"  # this host leaves the job at once, and its launcher waits to be ended; the others go on
+    CHECK_HOST = "check_host"  # the daemon finds out whether the host works, while no launcher is there
     DUMP_STACKS = "dump_stacks"  # of all ranks of the host, into the outcome and the launcher's log
 
 
@@ -45,7 +46,7 @@ class HostCommand(Value):
     Attributes:
         epoch: of the controller; a lower one than the host has seen is refused.
         id: unique; a repeated one is answered, not carried out.
-        workload: the job that is meant; a host that works for another one refuses.
+        workload: the job that is meant; a host that works for another one refuses.  Empty for CHECK_HOST.
         ranks: global ranks for DUMP_STACKS; empty means all of the host.
         attempt: of the job that is meant by RESTART_RANKS; a host that has a later one by then has done it.
         reason: for logs and people.
@@ -62,7 +63,8 @@ class HostCommand(Value):
     attempt: int | None = None
 
     def __post_init__(self) -> None:
-        check_names(self, "id", "workload")
+        check_names(self, "id")
+        check_names(self, "workload", required=self.kind is not HostCommandKind.CHECK_HOST)
         check_counts(self, "epoch", least=1)
         check_counts(self, "attempt")
         check_items(self, "ranks")

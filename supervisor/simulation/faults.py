@@ -139,6 +139,27 @@ def _ecc(plane: Plane, fault: SimFault) -> None:
     plane.send_report(host)
 
 
+def _diagnosed(plane: Plane, fault: SimFault) -> None:
+    """A launcher names its broken host; or it blames a whole one, as an echo, or for an attempt long ago."""
+    (host,) = hit_hosts(plane, fault)
+    job = plane.fleet.job_of(host)
+    if job is None or not host.alive:
+        return
+    cause, attempt, run = "gpu_fault", job.attempt, job.info.run
+    if fault.code % 4 < 2:
+        host.broken = True
+    elif fault.code % 4 == 2:
+        cause = "peer_lost"
+    elif job.since is not None and job.step(plane.loop.now) > job.began and attempt > 0:
+        attempt -= 1  # no rank of it is left
+    else:
+        run = "earlier"
+    plane.fleet.diagnose(host, cause, attempt=attempt, run=run)
+    at_it = fault.code % 8 < 6
+    plane.fleet.fail_worker(host, LauncherState.RESTARTING if at_it else LauncherState.GAVE_UP)
+    plane.send_report(host)
+
+
 def _partition(plane: Plane, fault: SimFault) -> None:
     """Reports are lost without a word; a connection that ends shows it at once."""
     hosts = hit_hosts(plane, fault)
@@ -198,8 +219,8 @@ def _operator(plane: Plane, fault: SimFault) -> None:
     plane.loop.after(fault.seconds, lambda: plane.ask(Request.THAW))
 
 
-#: Follows the others of a history, and is not drawn among them.
-NAME_AGAIN = "name is used again"
+#: Not drawn among the others of a history: one follows them, the other has histories of its own.
+NAME_AGAIN, DIAGNOSED = "name is used again", "host is diagnosed"
 
 KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
     "worker dies": _worker_dies,
@@ -233,6 +254,7 @@ KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
     "disk is full": _disk_full,
     "operator freezes": _operator,
     NAME_AGAIN: _name_again,
+    DIAGNOSED: _diagnosed,
 }
 
 #: How often each is drawn, of 100: what hits jobs more often than what hits the supervisor.
@@ -251,7 +273,7 @@ _WEIGHTS = {
 def draw_faults(random: random.Random, hosts: int, last_s: float) -> list[SimFault]:
     """A history: one to eight faults, often near to each other, because that is where the trouble is."""
     faults = []
-    kinds = [kind for kind in KINDS if kind != NAME_AGAIN]
+    kinds = [kind for kind in KINDS if kind not in (NAME_AGAIN, DIAGNOSED)]
     weights = [_WEIGHTS.get(kind, 3) for kind in kinds]
     at = 20.0 + 60.0 * random.random()
     for _ in range(random.randint(1, 8)):
@@ -271,3 +293,19 @@ def draw_faults(random: random.Random, hosts: int, last_s: float) -> list[SimFau
         )
         at = min(last_s, at + random.choice((0.5, 3.0, 10.0, 40.0)) * (0.5 + random.random()))
     return faults
+
+
+def draw_diagnoses(random: random.Random, hosts: int, last_s: float) -> list[SimFault]:
+    """A history of launchers that blame hosts, rightly and wrongly, while a part of the supervisor fails."""
+    others = ("worker dies", "host is slow", "sensor crashes", "controller crashes", "supervisor stops")
+    kinds = [DIAGNOSED] * random.randint(1, 5) + random.sample(others, 2)
+    return [
+        SimFault(
+            at=round(20.0 + last_s * random.random(), 1),
+            kind=kind,
+            target=random.randrange(hosts),
+            seconds=random.choice((3.0, 20.0)),
+            code=random.randrange(8) if kind == DIAGNOSED else 2 * random.randrange(4),
+        )
+        for kind in kinds
+    ]

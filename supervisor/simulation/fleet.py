@@ -273,10 +273,25 @@ class Fleet:
             job.stop(self.loop.now)
             job.hung_by = host.info.id
 
-    def find(self, host: SimHost, type: EventType, code: int | None) -> None:
+    def find(self, host: SimHost, type: EventType, code: int | None, cause: str = "") -> None:
         name = f"{host.info.id}/f{self.loop.steps}.{len(host.findings)}"
-        evidence = Evidence(id=name, witness="watchdog", text="as drawn", code=code, device="gpu0")
+        evidence = Evidence(
+            id=name, witness="watchdog", text="as drawn", code=code, device="gpu0", cause=cause
+        )
         host.findings.append(Finding(type=type, evidence=evidence))
+
+    def diagnose(self, host: SimHost, cause: str, *, attempt: int, run: str) -> None:
+        """The launcher of the host says so, and that the host is to be replaced."""
+        evidence = Evidence(
+            id=f"{host.info.id}/d{self.loop.steps}.{len(host.findings)}",
+            witness="launcher",
+            text="as drawn",
+            cause=cause,
+            advice="replace_host",
+            confidence="high",
+        )
+        finding = Finding(type=EventType.DIAGNOSIS, evidence=evidence, attempt=attempt, run=run)
+        host.findings.append(finding)
 
     def describe(self, host: SimHost) -> HostInfo:
         """What the host's daemon says of it, with its ranks."""
@@ -415,6 +430,12 @@ class SimOrchestrator:
     def _effect(self, command: Command) -> str:
         fleet, kind = self.fleet, command.kind
         job, host = fleet.jobs.get(command.workload), fleet.hosts.get(command.host)
+        if kind is CommandKind.CHECK_HOST:
+            assert host is not None
+            if host.info.workload or not host.alive:
+                return "a launcher is there"
+            fleet.find(host, EventType.NODE_CHECK, None, cause="faulty" if host.broken else "ok")
+            return ""
         if kind in (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST, CommandKind.UNCORDON_HOST):
             assert host is not None
             host.info = replace(host.info, cordoned=kind is not CommandKind.UNCORDON_HOST)

@@ -165,6 +165,7 @@ class Invariants:
         if not command.incident:
             return
         self._check_incident(command)
+        self._check_diagnosed(command)
         fleet = plane.core.state.fleet.get("")
         if fleet is not None and (fleet.silent or fleet.frozen_by):
             raise Violation(f"{command.kind.value} {command.id} was decided while the fleet was frozen")
@@ -197,6 +198,14 @@ class Invariants:
         if command.kind.restarts:
             self._count_restart(command, now)
             self._check_pause(command)
+
+    def _check_diagnosed(self, command: Command) -> None:
+        """What launchers say takes away no host that works."""
+        said = {each.type for each in self._said.values() if each.host == command.host}
+        takes = command.kind in (CommandKind.CORDON_HOST, CommandKind.HOT_SWAP)
+        blamed = EventType.DIAGNOSIS in said and said <= {EventType.WORKER_HB, EventType.DIAGNOSIS}
+        if takes and blamed and not self._plane.fleet.hosts[command.host].broken:
+            raise Violation(f"{command.kind.value} {command.id} takes {command.host} away, which works")
 
     def _check_incident(self, command: Command) -> None:
         """An event is acted upon in one incident; told again later, it is no new one."""

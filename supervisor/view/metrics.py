@@ -58,6 +58,7 @@ METRICS = (
     Metric("job_incident_open", "gauge", "1 while a job has an open incident."),
     Metric("job_given_up", "gauge", "1 while a verdict holds that nothing more is done for a job."),
     Metric("events_total", "counter", "Events that the controller took, by type."),
+    Metric("diagnoses_total", "counter", "Diagnoses that launchers made, by cause."),
     Metric("commands_total", "counter", "Commands that ended, by kind and outcome."),
     Metric("log_errors_total", "counter", "Writes to the event log that failed."),
     Metric("records_total", "counter", "Records written to the event log."),

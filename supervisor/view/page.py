@@ -25,6 +25,7 @@ from supervisor.view.words import (
     ago,
     alarms,
     count,
+    diagnosis_text,
     duration,
     incident_state,
     job_state,
@@ -209,7 +210,7 @@ def _spans(spans: Sequence[SpanStatus]) -> str:
 
 
 def _jobs(jobs: Sequence[JobStatus]) -> str:
-    header = ("Job", "Hosts", "Step", "Attempt", "Restarts left", "Actions left", "State")
+    header = ("Job", "Hosts", "Step", "Attempt", "Restarts left", "Actions left", "State", "Last diagnosis")
     rows = [
         (
             f"<b>{escape(job.workload)}</b>",
@@ -223,6 +224,7 @@ def _jobs(jobs: Sequence[JobStatus]) -> str:
             + (f", next in {duration(job.next_action_s)}" if job.next_action_s else "")
             + (f"; {job.fruitless} without progress" if job.fruitless else ""),
             f"<span{' class=bad' if job_state(job) != 'well' else ''}>{escape(job_state(job))}</span>",
+            escape(diagnosis_text(job.diagnosis)),
         )
         for job in jobs
     ]
@@ -242,10 +244,11 @@ def _hosts(hosts: Sequence[HostStatus]) -> str:
                 ago(host.report_age_s),
                 escape(host.launcher.value),
                 escape("; ".join(troubles(host))),
+                escape(diagnosis_text(host.diagnosis)),
             )
             for host in look[:_MOST_HOSTS]
         ]
-        header = ("Host", "State", "Job", "Step", "Last report", "Launcher", "What")
+        header = ("Host", "State", "Job", "Step", "Last report", "Launcher", "What", "Last diagnosis")
         parts.append(_section(f"{count(len(look), 'host')} to look at", _table(header, rows)))
         if len(look) > len(rows):
             parts.append(f'<p class="quiet">and {len(look) - len(rows)} more; the map shows them.</p>')
@@ -276,6 +279,7 @@ def _square(host: HostStatus) -> str:
                 f"reported {ago(host.report_age_s)}, launcher {host.launcher.value}",
                 " ".join(host.domains),
                 "; ".join(wrong),
+                "" if host.diagnosis is None else diagnosis_text(host.diagnosis),
             ),
         )
     )

@@ -45,6 +45,27 @@ class WorkerStatus(Value):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DiagnosisStatus(Value):
+    """Why an attempt ended or stands still, as the launcher of a host says.
+
+    Attributes:
+        host: id of the host whose launcher it is.
+        cause, advice, confidence: in the launcher's words, as in docs/health.md.
+        ranks: that are to blame.
+        text: its sentence.
+    """
+
+    host: str
+    attempt: int
+    cause: str
+    advice: str
+    confidence: str
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostStatus(Value):
     """One host of the fleet.
 
@@ -57,6 +78,7 @@ class HostStatus(Value):
         silent: the sensor waits for it longer than it should have to.
         launcher: what the host's launcher does; UNKNOWN too where the sensor could not be asked.
         verdict: why no job is put on it; empty without one.
+        diagnosis: the newest of its launcher.
     """
 
     id: str
@@ -74,6 +96,7 @@ class HostStatus(Value):
     launcher: LauncherState = LauncherState.UNKNOWN
     workers: tuple[WorkerStatus, ...] = ()
     verdict: str = ""
+    diagnosis: DiagnosisStatus | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +123,8 @@ class JobStatus(Value):
         next_action_s: no action before that many seconds have passed.
         incident: id of the open one, empty without.
         verdict: why nothing more is done for it; empty without one.
+        diagnosis: of the newest attempt that failed or stood still; one that blames this job's ranks or hosts
+            goes before those that are its echoes.
     """
 
     workload: str
@@ -124,6 +149,7 @@ class JobStatus(Value):
     next_action_s: float = 0.0
     incident: str = ""
     verdict: str = ""
+    diagnosis: DiagnosisStatus | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +165,7 @@ class EvidenceStatus(Value):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportStatus(Value):
-    """One event of an incident.  `acted_on`: the last action was for it."""
+    """One event of an incident.  `acted_on`: the last action was for it.  `cause`: of a diagnosis."""
 
     event: str
     type: EventType
@@ -147,6 +173,7 @@ class ReportStatus(Value):
     ranks: tuple[int, ...] = ()
     evidence: tuple[EvidenceStatus, ...] = ()
     acted_on: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +289,7 @@ class CounterStatus(Value):
 
     Attributes:
         name: without prefix and suffix: ``events`` (label ``type``), ``commands`` (labels ``kind``,
-            ``outcome``), ``log_errors``, ``records``.
+            ``outcome``), ``diagnoses`` (label ``cause``), ``log_errors``, ``records``.
     """
 
     name: str

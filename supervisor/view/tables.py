@@ -11,6 +11,7 @@ from supervisor.view.words import (
     ago,
     alarms,
     count,
+    diagnosis_text,
     duration,
     incident_state,
     job_state,
@@ -85,6 +86,11 @@ def _parts(status: Status, every_host: bool) -> Iterator[str]:
                 )
                 for job in status.jobs
             ],
+        )
+    diagnosed = [job for job in status.jobs if job.diagnosis is not None]
+    if diagnosed:  # whole sentences, which no cell has room for
+        yield "Last diagnoses\n" + "\n".join(
+            f"{job.workload}: {_cut(diagnosis_text(job.diagnosis), 500)}" for job in diagnosed[:_MOST]
         )
     yield from _incidents(status.incidents)
     yield from _commands(status.commands)

@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from supervisor.values import DeviceState
-from supervisor.view.status import HostStatus, IncidentStatus, JobStatus, ReportStatus, SpanStatus, Status
+from supervisor.view.status import (
+    DiagnosisStatus,
+    HostStatus,
+    IncidentStatus,
+    JobStatus,
+    ReportStatus,
+    SpanStatus,
+    Status,
+)
 
 #: From what needs a look to what does not.
 STATES = (DeviceState.FAILED, DeviceState.RUNNING, DeviceState.SPARE, DeviceState.COMPLETE)
@@ -109,7 +117,14 @@ def what_happened(report: ReportStatus) -> str:
     """``hang of ranks 3, 4``, ``host_hb on host-7``."""
     where = f" on {report.host}" if report.host else ""
     ranks = f", {'rank' if len(report.ranks) == 1 else 'ranks'} {brief(report.ranks)}" if report.ranks else ""
-    return f"{report.type.value}{where}{ranks}"
+    return f"{report.cause or report.type.value}{where}{ranks}"
+
+
+def diagnosis_text(found: DiagnosisStatus | None) -> str:
+    """``gpu_missing 12 s ago, attempt 3: rank 3 on n1 finds no GPU; advice replace_host``; ``-`` for None."""
+    if found is None:
+        return "-"
+    return f"{found.cause} {ago(found.age_s)}, attempt {found.attempt}: {found.text}; advice {found.advice}"
 
 
 def span_text(span: SpanStatus) -> str:

@@ -93,3 +93,32 @@ class Controller:
 
 def _host(name: str, workload: str = "", state: DeviceState = DeviceState.SPARE) -> HostInfo:
     return HostInfo(id=name, name=name, workload=workload, state=state, workers_per_host=1)
+
+
+def diagnosed(
+    fleet: Controller,
+    host: str = "h1",
+    *,
+    cause: str = "gpu_missing",
+    advice: str = "replace_host",
+    confidence: str = "high",
+    text: str = "rank 1 finds no GPU",
+    age_s: float = 0.0,
+    **fields: object,
+) -> Event:
+    """What the launcher of a host says about its attempt."""
+    fleet.events += 1
+    number = f"d{fleet.events}"
+    evidence = Evidence(
+        **{"id": number, "witness": "launcher", "text": text, "age_s": age_s},
+        **{"cause": cause, "advice": advice, "confidence": confidence},
+    )
+    fields.setdefault("ranks", (1,))
+    return Event(
+        id=f"s:{number}",
+        type=EventType.DIAGNOSIS,
+        evidence=(evidence,),
+        workload=fleet.name,
+        host=host,
+        **fields,
+    )

@@ -352,6 +352,26 @@ def test_findings_of_one_report_are_one_event_and_are_said_once() -> None:
     assert events(sensor.beat("h0", findings=findings)) == []
 
 
+def test_each_diagnosis_is_an_event_of_its_attempt_once_and_not_when_another_attempt_runs() -> None:
+    sensor = Sensor()
+
+    def diagnosed(id: str, attempt: int) -> Finding:
+        words = {"cause": "gpu_fault", "advice": "replace_host", "confidence": "high"}
+        evidence = Evidence(id=id, witness="launcher", text="a broken GPU", **words)
+        return Finding(type=EventType.DIAGNOSIS, evidence=evidence, ranks=(0,), attempt=attempt, run="r")
+
+    found = (diagnosed("a", 1), diagnosed("b", 2))
+    said = events(sensor.beat("h0", findings=found, attempt=1))
+    assert [(one.type, one.host, one.workload, one.run) for one in said] == [
+        (EventType.DIAGNOSIS, "h0", "train", "r")
+    ] * 2
+    assert [(one.attempt, one.ranks, one.evidence[0].id) for one in said] == [(1, (0,), "a"), (2, (0,), "b")]
+    assert events(sensor.beat("h0", findings=found, attempt=1)) == []
+    assert events(sensor.beat("h1", findings=(diagnosed("late", 1),), attempt=2)) == []
+    # Another host of the job is in a later attempt already.
+    assert events(sensor.beat("h0", findings=(diagnosed("later", 1),), attempt=1)) == []
+
+
 def test_progress_is_the_highest_step_and_an_older_attempt_cannot_move_it() -> None:
     sensor = Sensor()
     said = sensor.run(5, workers=_worker(0, step=7, step_age_s=0.5), attempt=2)

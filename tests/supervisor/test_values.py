@@ -86,7 +86,11 @@ def test_the_plain_form_survives_json_and_gives_the_value_back(value: Value) -> 
         (EVIDENCE, {"age_s": -1.0}, r"Evidence\.age_s must be 0 or more seconds"),
         (EVIDENCE, {"text": "a\nb"}, r"Evidence\.text must be at most 2048 printable characters"),
         (REPORT.workers[0], {"step_age_s": None}, r"must be given exactly with a step"),
-        (REPORT.findings[0], {"type": EventType.HANG}, r"must be xid, ecc or node_check, found hang"),
+        (
+            REPORT.findings[0],
+            {"type": EventType.HANG},
+            r"must be xid, ecc, node_check or diagnosis, found hang",
+        ),
         (REPORT.findings[0], {"evidence": replace(EVIDENCE, code=None)}, r"of an xid must carry its code"),
         (EVENT, {"evidence": ()}, r"Event\.evidence must not be empty"),
         (EVENT, {"host": ""}, r"Event\.host must be set for xid"),

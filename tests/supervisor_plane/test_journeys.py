@@ -6,6 +6,7 @@ Each prints what it cost, as the job's ledger has it: ``pytest -s``.
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from resiliency.testing.processes import stop_process
 from supervisor.orchestrators.local import stop_all
 from supervisor.orchestrators.wanted import restart_at_next_run
 from supervisor.values import CommandKind, OutcomeStatus, Request
+from supervisor.view.page import status_page
 from supervisor.view.status import Status
 from tests.supervisor_plane.plane import host_of, job_of
 from tests.supervisor_plane.training import Training, check_losses, open_training
@@ -83,6 +85,39 @@ def test_a_living_host_whose_gpu_is_gone_is_swapped_at_once(tmp_path: Path) -> N
         assert set(done(status)) == {CommandKind.CORDON_HOST, CommandKind.HOT_SWAP}
         assert survivor & {one.pid for one in training.processes("a")}
         assert "all ranks stop" not in training.launcher_log("a") + training.launcher_log("b")
+
+
+def test_a_host_whose_rank_finds_no_gpu_is_swapped_checks_itself_and_the_page_says_why(
+    tmp_path: Path,
+) -> None:
+    with journey(tmp_path) as (training, status):
+        survivor = {one.pid for one in training.processes("a")}
+        training.remove_gpu("b")
+        status = training.goes_on(2, job_of(status).attempt, "it does not go on with a spare")
+        assert hosts_of(training, status) == {"a", "s1"}
+        swap = {CommandKind.CORDON_HOST, CommandKind.HOT_SWAP}
+        assert swap <= set(done(status)) <= {*swap, CommandKind.CHECK_HOST}
+        assert survivor & {one.pid for one in training.processes("a")}
+        said = job_of(status).diagnosis
+        assert said is not None
+        assert (said.cause, said.advice, said.ranks) == ("gpu_missing", "replace_host", (1,))
+        sentence = r"rank 1 on \S+ \(after step \d+\) finds no GPU \(.*No CUDA GPUs are available\)"
+        assert re.match(sentence, said.text)
+        assert said.text in html.unescape(status_page(status))
+        # Its cores are well; that its GPU is there nobody has seen.
+        status = training.plane.wait_for(
+            lambda seen: [one for one in seen.commands if one.kind is CommandKind.CHECK_HOST and one.outcome],
+            "the host does not check itself",
+        )
+        (check,) = [one for one in status.commands if one.kind is CommandKind.CHECK_HOST]
+        assert check.outcome is OutcomeStatus.DONE
+        blamed = host_of(status, "b")
+        assert blamed is not None
+        assert (check.host, blamed.cordoned) == (blamed.id, True)
+        training.plane.wait_for(
+            lambda seen: any(f"check of {blamed.id}: " in note.text for note in seen.decisions),
+            "its check is not told",
+        )
 
 
 def test_two_hosts_are_lost_and_a_launcher_that_waits_and_a_spare_take_their_places(tmp_path: Path) -> None:

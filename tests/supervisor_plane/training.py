@@ -130,6 +130,10 @@ class Training:
         """The process of the rank that runs there."""
         return newest_rank(self.launcher_log(host))
 
+    def remove_gpu(self, host: str) -> None:
+        """From its next step on each rank there says that it finds no GPU."""
+        (self.plane.state_dir / "memory" / f"{host}-no-gpu").touch()
+
     def break_gpu(self, host: str) -> None:
         break_gpu(self.launcher_log(host), self._kernel_log(host))
 

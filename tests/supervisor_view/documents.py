@@ -10,6 +10,7 @@ from supervisor.view.status import (
     BudgetStatus,
     CommandStatus,
     CounterStatus,
+    DiagnosisStatus,
     EvidenceStatus,
     History,
     HostStatus,
@@ -45,6 +46,19 @@ EVENT = json.dumps(
 )
 
 
+#: As the launcher of host 1 says, with words from its log.
+DIAGNOSIS = DiagnosisStatus(
+    host="h1",
+    attempt=2,
+    cause="gpu_missing",
+    advice="replace_host",
+    confidence="medium",
+    ranks=(3,),
+    text=EVIL,
+    age_s=90.0,
+)
+
+
 def job(name: str, hosts: tuple[str, ...], *, incident: str = "") -> JobStatus:
     return JobStatus(
         workload=name,
@@ -63,6 +77,7 @@ def job(name: str, hosts: tuple[str, ...], *, incident: str = "") -> JobStatus:
         fruitless=1,
         next_action_s=30.0,
         incident=incident,
+        diagnosis=DIAGNOSIS if incident else None,
     )
 
 
@@ -114,7 +129,15 @@ def incident() -> IncidentStatus:
 def full() -> Status:
     hosts = (
         host(0),
-        host(1, DeviceState.FAILED, silent=True, connected=False, report_age_s=31.0, verdict=EVIL),
+        host(
+            1,
+            DeviceState.FAILED,
+            silent=True,
+            connected=False,
+            report_age_s=31.0,
+            verdict=EVIL,
+            diagnosis=DIAGNOSIS,
+        ),
         host(2, DeviceState.SPARE, workload="", workers=(), cordoned=True),
         host(3, DeviceState.COMPLETE),
     )

@@ -20,6 +20,7 @@ from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ConfigError
 from resiliency.testing import ManualClock
 from supervisor.daemon.daemon import _load_fence
+from supervisor.daemon.host_check import check_host
 from supervisor.daemon.workers import ENDED_S, GONE_S, HostWorkers, Reporter
 from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
@@ -28,7 +29,10 @@ from supervisor.transport.errors import Refused, Unreachable
 from supervisor.transport.security import Security, TokenFile
 from supervisor.transport.services import probe_daemon
 from supervisor.values import (
+    MAX_TEXT_CHARS,
     DeviceState,
+    EventType,
+    Evidence,
     HostInfo,
     LauncherState,
     Outcome,
@@ -358,6 +362,62 @@ def test_a_fence_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         _load_fence(path)
 
 
+# ------------------------------------------------------------------------------------------- host checks
+
+
+@pytest.mark.slow
+def test_a_host_checks_itself_when_its_launcher_has_ended_and_its_sensor_hears_how_it_is(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        fleet = Fleet(tmp_path)
+        check = HostCommand(
+            epoch=1, id="c1", kind=HostCommandKind.CHECK_HOST, workload="", deadline_s=2 * WAIT_S
+        )
+        async with fleet.serve():
+            with fleet.daemon():
+                await fleet.actuator.wait_for("connected", "host-1")
+                with Job(fleet) as job:
+                    await fleet.told(HostInfo, lambda host: host.workload == "job")
+                    asked = asyncio.create_task(fleet.command(check))
+                    # Commands are carried out side by side: that of the check waits.
+                    assert (await fleet.command(restart("c2"))).status is OutcomeStatus.DONE
+                    assert not asked.done()
+                    await asyncio.to_thread(job.link.close)
+                done = await asyncio.wait_for(asked, 3 * WAIT_S)
+                report = await fleet.reported(lambda report: bool(report.findings))
+                (found,) = report.findings
+                assert found.type is EventType.NODE_CHECK
+                assert done.status is OutcomeStatus.DONE
+                assert done.text.startswith(found.evidence.cause)
+                assert (found.evidence.witness, found.evidence.id[-9:]) == ("check", "/check/c1")
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("program", "health", "why", "gpus"),
+    [
+        ('print(\'{"health":"ok","why":"","probes":[{"probe":"cpu"},{"probe":"gpu0"}]}\')', "ok", "", "gpu0"),
+        ('print(\'{"health":"faulty","why":"core 3","probes":[]}\'); exit(3)', "faulty", "core 3", ""),
+        ('print(\'{"health":"drunk","why":"","probes":[]}\')', "undecided", "ended with 0 and no report", ""),
+        ("import os; os.abort()", "undecided", "ended with -6 and no report", ""),
+    ],
+)
+def test_a_check_that_says_nothing_that_can_be_read_leaves_its_host_undecided(
+    tmp_path: Path, program: str, health: str, why: str, gpus: str
+) -> None:
+    evidence = run(check_host(tmp_path, ("-c", program))).finding("k").evidence
+    assert (evidence.cause, evidence.device) == (health, gpus)
+    assert why in evidence.text
+
+
+def test_a_daemon_without_torch_accuses_no_host(tmp_path: Path) -> None:
+    found = run(check_host(tmp_path, ("-c", "raise SystemExit(3)"), needs="torch_that_is_not_there"))
+    assert found.health.value == "undecided"
+    assert found.why == "the daemon's Python has no torch_that_is_not_there"
+
+
 # ------------------------------------------------------------------------------------------- the table
 
 
@@ -486,3 +546,55 @@ def test_a_report_that_breaks_the_rules_changes_nothing(said: dict[str, object],
     with pytest.raises((InvalidValue, Refused), match=sentence):
         known.update(launcher, said)
     assert [one.local_rank for one in known.report().workers] == [1]
+
+
+def diagnosis(id: str, **fields: object) -> dict[str, object]:
+    words = {"cause": "gpu_missing", "advice": "replace_host", "confidence": "medium"}
+    about = {"run": "r", "attempt": 1, "ranks": [0], "age_s": 2.0}
+    return {"id": id, **about, **words, "text": "rank 0\x1b[31m finds no GPU", **fields}
+
+
+def test_a_launchers_diagnoses_are_in_each_report_and_grow_older() -> None:
+    known = table()
+    launcher = known.join("k1", "launcher", WorkloadInfo(workload="job"))
+    known.update(launcher, {"diagnoses": [diagnosis("d1"), diagnosis("d2", text="x" * 5000)]})
+    assert isinstance(known.clock, ManualClock)
+    known.clock.advance(timedelta(seconds=3))
+    for _ in range(2):
+        first, second = known.report().findings
+        assert (first.type, first.attempt, first.run, first.ranks) == (EventType.DIAGNOSIS, 1, "r", (0,))
+        assert first.evidence == Evidence(
+            **{"id": "d1", "witness": "launcher", "text": "rank 0 [31m finds no GPU", "age_s": 5.0},
+            **{"cause": "gpu_missing", "advice": "replace_host", "confidence": "medium"},
+        )
+        assert len(second.evidence.text) <= MAX_TEXT_CHARS
+    known.leave(launcher, ended=False)
+    assert len(known.report().findings) == 2
+    # The one before this release says nothing, and so does a program without a launcher.
+    known.update(launcher, {})
+    assert known.report().findings == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (diagnosis("d2", cause="cosmic_ray"), "as cause, found 'cosmic_ray'"),
+        (diagnosis("d2", advice="pray"), "one of restart, replace_host, stop as advice, found 'pray'"),
+        (diagnosis("d2", confidence="none"), "one of high, medium, low as confidence, found 'none'"),
+        (diagnosis("d2", severity=3), "no field 'severity'"),
+        (diagnosis("d2", ranks=["a"]), "must be of type int"),
+        (diagnosis(""), "Evidence.id must be set"),
+        ("gpu_missing", "must be a table of fields, found 'gpu_missing'"),
+    ],
+)
+def test_a_diagnosis_that_this_release_does_not_know_is_named_once_and_the_rest_is_heard(
+    said: object, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = table()
+    launcher = known.join("k1", "launcher", WorkloadInfo(workload="job"))
+    for _ in range(2):
+        known.update(launcher, {"workers": [worker(0)], "diagnoses": [said, diagnosis("d1")]})
+    assert [one.evidence.id for one in known.report().findings] == ["d1"]
+    assert len(known.report().workers) == 1
+    (line,) = caplog.messages
+    assert sentence in line

@@ -22,6 +22,7 @@ from resiliency.daemon_link import GENERATION_ENV, read_generation, to_fleet_att
 from resiliency.errors import ConfigError
 from resiliency.events import EventType
 from resiliency.launch.fleet import link as seam
+from resiliency.launch.health import causes, scores
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import STEP_PAGE_ENV, StepPage, report_step
 from resiliency.testing import warm
@@ -29,6 +30,7 @@ from resiliency.testing.processes import Command as Program
 from supervisor import values
 from supervisor.client import GoogleCloudResiliencyClient
 from supervisor.plain import InvalidValue
+from supervisor.policy import diagnosis
 from supervisor.protocol import host_commands
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.values import DeviceState, LauncherState, OutcomeStatus
@@ -101,6 +103,16 @@ def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
                     lambda report: report.attempt == 1 and report.launcher is LauncherState.RUNNING
                 )
                 assert second.run == first.run
+                # What it says about that comes in each report from then on.
+                (killed,) = second.findings
+                assert (killed.ranks, killed.attempt, killed.run) == ((1,), 0, first.run)
+                evidence = killed.evidence
+                assert (evidence.cause, evidence.advice, evidence.witness) == (
+                    "killed",
+                    "restart",
+                    "launcher",
+                )
+                assert evidence.text in job.output
                 # Asked to restart in place: also with no restart left, and once for each attempt.
                 done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS, attempt=1))
                 assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 1 ends")
@@ -389,9 +401,15 @@ def test_a_client_that_cannot_work_is_refused(
     ("ours", "theirs"),
     [
         (seam.LauncherState, values.LauncherState),
-        (seam.HostCommandKind, host_commands.HostCommandKind),
+        (causes.Cause, diagnosis.DiagnosisCause),
+        (causes.Advice, diagnosis.Advice),
+        (causes.Confidence, diagnosis.Confidence),
+        (scores.HostHealth, diagnosis.HostHealth),
     ],
 )
 def test_launcher_and_supervisor_use_the_same_texts(ours: type, theirs: type) -> None:
     assert {one.name: one.value for one in ours} == {one.name: one.value for one in theirs}  # type: ignore[attr-defined]
+    of_daemon = {host_commands.HostCommandKind.CHECK_HOST}
+    taken = set(host_commands.HostCommandKind) - of_daemon
+    assert {one.name: one.value for one in seam.HostCommandKind} == {one.name: one.value for one in taken}
     assert {state.value for state in seam.WorkerReport} <= {state.value for state in DeviceState}

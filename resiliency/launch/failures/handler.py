@@ -11,6 +11,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.launch.failures.evidence import EvidenceCollector
 from resiliency.launch.failures.policy import ask_policy
 from resiliency.launch.failures.shared_history import SharedHistory
+from resiliency.launch.fleet.link import WorkerStateReporter
 from resiliency.launch.health.diagnosis import Advice, Diagnosis, diagnose
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.rendezvous.shared_lines import SharedLines
@@ -25,6 +26,7 @@ class FailureHandler:
     Args:
         page: where ranks of this host write their steps.
         lines: what hosts say to each other; None: the job has one host.
+        reporter: of the supervisor, which can replace a host.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class FailureHandler:
         events: EventStream,
         page: StepPage,
         lines: SharedLines | None,
+        reporter: WorkerStateReporter,
     ) -> None:
         self._options, self._events, self._page = options, events, page
+        self._reporter = reporter
         self._policy: str | None = options.args.failure_policy
         directories = (options.info.run_dir, *filter(None, [options.args.log_dir]))
         self._evidence = EvidenceCollector(options.info.host, directories)
@@ -90,6 +94,7 @@ class FailureHandler:
             hosts=list(found.hosts),
             sentence=found.sentence,
         )
+        self._reporter.report_diagnosis(found)
         ends = "the job ends" if found.advice is Advice.STOP else f"advice {found.advice.value}"
         logger.error("attempt %d diagnosed as %s: %s; %s", attempt, found.cause.value, found.sentence, ends)
         return found

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from resiliency.errors import ConfigError
+from resiliency.launch.health.causes import Diagnosis
 
 
 class WorkerReport(Enum):
@@ -79,6 +80,10 @@ class WorkerStateReporter(Protocol):
 
     def launcher_is(self, state: LauncherState) -> None: ...
 
+    def report_diagnosis(self, found: Diagnosis) -> None:
+        """Why an attempt ended, or stands still; what is said of another host is left to its launcher."""
+        ...
+
     def try_take_command(self) -> HostCommand | None:
         """RESTART_RANKS or LEAVE; the reporter carries the others out itself."""
         ...
@@ -108,6 +113,9 @@ class NullReporter:
 
     def launcher_is(self, state: LauncherState) -> None:
         del state
+
+    def report_diagnosis(self, found: Diagnosis) -> None:
+        del found
 
     def try_take_command(self) -> HostCommand | None:
         return None

@@ -33,6 +33,7 @@ from resiliency.launch.fleet.link import (
     SupervisorOptions,
     WorkerReport,
 )
+from resiliency.launch.health.causes import Advice, Diagnosis
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import StepPage
@@ -43,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 #: An outcome travels in a message with a limit.
 _MOST_TEXT_CHARS = 2000
+#: Diagnoses that are told in each report: those of the last attempts, should the daemon have been away.
+_MOST_DIAGNOSES = 4
+#: A sentence, and the ranks that are to blame, in each of these reports.
+_MOST_SENTENCE_CHARS, _MOST_RANKS = 1000, 64
 #: Ranks wait so long for the daemon's first answer, which says where this host is.
 _FIRST_ANSWER_S = 2.0
 
@@ -57,6 +62,7 @@ class DaemonReporter:
 
     def __init__(self, options: LaunchOptions, page: StepPage, *, stacks_dir: str) -> None:
         self._page = page
+        self._host = options.info.host
         self._stacks_dir = stacks_dir
         self._lock = threading.Lock()
         self._generation = read_generation(os.environ)
@@ -64,6 +70,8 @@ class DaemonReporter:
         self._state = LauncherState.UNKNOWN
         #: Local rank -> global rank, process, state.
         self._workers: dict[int, tuple[int, int, WorkerReport]] = {}
+        #: With the monotonic time of each.
+        self._diagnoses: deque[tuple[float, dict[str, object]]] = deque(maxlen=_MOST_DIAGNOSES)
         self._commands: deque[HostCommand] = deque(maxlen=16)
         self._commanded = WakePipe()
         self.wake_fd = self._commanded.fileno()
@@ -94,6 +102,22 @@ class DaemonReporter:
             ends = self._state in (LauncherState.GAVE_UP, LauncherState.STOPPING)
             if state is LauncherState.RUNNING or not ends:  # what follows an end is its execution
                 self._state = state
+        self._link.report_soon()
+
+    def report_diagnosis(self, found: Diagnosis) -> None:
+        about_us = self._host in found.hosts or found.advice is not Advice.REPLACE_HOST
+        with self._lock:
+            diagnosis: dict[str, object] = {
+                "id": uuid.uuid4().hex,
+                "run": self._run,
+                "attempt": to_fleet_attempt(self._generation, found.attempt),
+                "cause": found.cause.value,
+                "advice": (found.advice if about_us else Advice.RESTART).value,
+                "confidence": found.confidence.value,
+                "ranks": list(found.ranks[:_MOST_RANKS]),
+                "text": _printable(found.sentence)[:_MOST_SENTENCE_CHARS],
+            }
+            self._diagnoses.append((time.monotonic(), diagnosis))
         self._link.report_soon()
 
     def try_take_command(self) -> HostCommand | None:
@@ -135,6 +159,7 @@ class DaemonReporter:
         with self._lock:
             workers, attempt, state = dict(self._workers), self._attempt, self._state
             run, first_attempt = self._run, self._first_attempt
+            diagnoses = tuple(self._diagnoses)
         now = time.monotonic()
         return {
             "run": run,
@@ -145,6 +170,7 @@ class DaemonReporter:
                 _worker(local_rank, rank, worker_state, self._page, now)
                 for local_rank, (rank, _, worker_state) in workers.items()
             ],
+            "diagnoses": [{**diagnosis, "age_s": max(now - at, 0.0)} for at, diagnosis in diagnoses],
         }
 
     def _take(self, said: Mapping[str, Any]) -> None:

@@ -61,9 +61,13 @@ class HostAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class SaidFinding:
-    """What the first host says to the others.  `end`: ranks that are to be ended, for `sentence`."""
+    """What the first host says to the others.
+
+    `accused`: ranks that are to blame beyond doubt.  `end`: those that are to be ended, for `sentence`.
+    """
 
     sentence: str
+    accused: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
 
 
@@ -108,7 +112,9 @@ class HostBoard:
         return list(answers.values())
 
     def tell(self, finding: SaidFinding) -> None:
-        self._lines.add(self._key, json.dumps({"found": finding.sentence, "end": finding.end}))
+        self._lines.add(
+            self._key, json.dumps({"found": finding.sentence, "accused": finding.accused, "end": finding.end})
+        )
 
     # --------------------------------------------------------------------------------------------- the others
 
@@ -126,7 +132,8 @@ class HostBoard:
                 self._question = int(said["question"])
                 late = now - self._read_at > LATE_S
             else:
-                found.append(SaidFinding(sentence=str(said["found"]), end=tuple(said["end"])))
+                accused, end = tuple(said["accused"]), tuple(said["end"])
+                found.append(SaidFinding(sentence=str(said["found"]), accused=accused, end=end))
         self._read, self._read_at = len(lines), now
         return late, found
 

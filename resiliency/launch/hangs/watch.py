@@ -20,10 +20,12 @@ from pathlib import Path
 
 from resiliency.events import EventStream, EventType
 from resiliency.launch._compat import hang_note
+from resiliency.launch.fleet.link import WorkerStateReporter
 from resiliency.launch.hangs.activity import has_ended, is_stopped
 from resiliency.launch.hangs.attempt_thread import AttemptThread
 from resiliency.launch.hangs.hosts import HostBoard, JobView, SaidFinding, merged
 from resiliency.launch.hangs.looking import Look, Watched, look, stack_clusters
+from resiliency.launch.health.causes import Advice, Cause, Confidence, Diagnosis
 from resiliency.launch.health.hang_times import FIRST_STEP_S, HangTimeout, HangTimes
 from resiliency.launch.health.hangs import HangFinding, HangKind, explain_hang
 from resiliency.launch.rendezvous.shared_lines import SharedLines
@@ -72,6 +74,7 @@ class HangWatch:
         page: where ranks write their steps.
         directory: where they offer to be inspected, and hang notes are left for the launcher.
         lines: what hosts say to each other; None: the job has one host.
+        reporter: of the supervisor, which may act before this thread does.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class HangWatch:
         directory: Path,
         host: str,
         events: EventStream,
+        reporter: WorkerStateReporter,
         timeout: HangTimeout,
         lines: SharedLines | None = None,
     ) -> None:
@@ -89,6 +93,7 @@ class HangWatch:
         self._host = host
         self._events = events
         self._lines = lines
+        self._reporter = reporter
         self._times = HangTimes(timeout)
         self._thread = AttemptThread(self._watch, name="hang-watch")
         self.end, self.close = self._thread.end, self._thread.close
@@ -144,7 +149,9 @@ class HangWatch:
             attempt.board.answer(found, late=late, moved=moved)
             attempt.next_look_s = 2 * self._longest_still_s(attempt, time.monotonic()) + _ALONE_S
         for finding in findings:
-            logger.warning("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
+            if not finding.end:
+                logger.warning("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
+                self._report(attempt, finding)
             self._end(attempt, finding, over)
 
     def _sample(self, attempt: _Attempt, now: float) -> None:
@@ -245,8 +252,10 @@ class HangWatch:
     def _tell(self, attempt: _Attempt, finding: HangFinding, found: Look) -> None:
         log = logger.error if finding.is_accusation else logger.warning
         log("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
+        said = SaidFinding(sentence=finding.sentence, accused=finding.ranks if finding.is_accusation else ())
         if attempt.board is not None:
-            attempt.board.tell(SaidFinding(sentence=finding.sentence))
+            attempt.board.tell(said)
+        self._report(attempt, said)
         for ranks, text in stack_clusters(found.stacks):
             logger.warning("stacks of %s:\n%s", name_ranks(ranks), text)
         self._events.emit(
@@ -261,6 +270,22 @@ class HangWatch:
             waiting=list(finding.waiting),
             silent=list(finding.silent),
         )
+
+    def _report(self, attempt: _Attempt, finding: SaidFinding) -> None:
+        """To the supervisor, each host of its own ranks."""
+        accused = tuple(rank for rank in finding.accused if rank in attempt.ranks)
+        if accused:
+            self._reporter.report_diagnosis(
+                Diagnosis(
+                    attempt=attempt.job.attempt,
+                    cause=Cause.HANG,
+                    advice=Advice.RESTART,
+                    confidence=Confidence.HIGH,
+                    sentence=finding.sentence,
+                    ranks=accused,
+                    hosts=(self._host,),
+                )
+            )
 
     def _end(self, attempt: _Attempt, finding: SaidFinding, over: threading.Event) -> None:
         """End those of its ranks that are on this host."""

@@ -81,6 +81,8 @@ def main() -> None:
 
 def train(info: RunInfo, events: EventStream, checkpoints: Checkpointer) -> None:
     model = Model()
+    # A test has taken the GPU out of this host.
+    no_gpu = Path(f"{sys.argv[2]}-no-gpu")
     events.emit(EventType.INITIALIZED)
     events.emit(EventType.RESTORE_STARTED)
     restored = checkpoints.restore({"weights": model.weights})
@@ -92,6 +94,8 @@ def train(info: RunInfo, events: EventStream, checkpoints: Checkpointer) -> None
     while True:
         begin = time.monotonic()
         step += 1
+        if no_gpu.exists():
+            raise RuntimeError("No CUDA GPUs are available")
         mine = model.part(step, info.rank or 0)
         parts = [torch.zeros_like(mine) for _ in range(info.world_size)]
         dist.all_gather(parts, mine)

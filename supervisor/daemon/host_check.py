@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host check of the launcher's program, run by the daemon while no launcher is there."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resiliency.tasks import wait_for
+from supervisor.policy.diagnosis import HostHealth
+from supervisor.values import MAX_NAME_CHARS, EventType, Evidence, Finding, cut_text
+
+#: For all probes, and how much longer the program may take to end.
+PROBES_S, END_S = 60.0, 20.0
+PROGRAM = ("-m", "resiliency.launch.health", "check", "--json", f"--check-timeout-s={PROBES_S:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCheck:
+    """What a check found.  `gpus`: names of those that were tried."""
+
+    health: HostHealth
+    why: str = ""
+    gpus: tuple[str, ...] = ()
+
+    def finding(self, id: str) -> Finding:
+        evidence = Evidence(
+            id=id,
+            witness="check",
+            text=cut_text(self.why),
+            device=",".join(self.gpus)[:MAX_NAME_CHARS],
+            cause=self.health.value,
+        )
+        return Finding(type=EventType.NODE_CHECK, evidence=evidence)
+
+
+async def check_host(
+    directory: Path, program: tuple[str, ...] = PROGRAM, *, needs: str = "torch"
+) -> HostCheck:
+    """Run the check; where it cannot be run, or says nothing, the host is undecided.
+
+    Args:
+        directory: of the daemon, on whose disk the check writes.
+        needs: without this module, each probe would die, and a probe that dies makes its host faulty.
+    """
+    if importlib.util.find_spec(needs) is None:
+        return HostCheck(health=HostHealth.UNDECIDED, why=f"the daemon's Python has no {needs}")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *program, f"--disk={directory}"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        said, _ = await wait_for(process.communicate(), PROBES_S + END_S)
+    except asyncio.TimeoutError:
+        said = b""
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    return _read(said, process.returncode)
+
+
+def _read(said: bytes, exit_code: int | None) -> HostCheck:
+    try:
+        report: dict[str, Any] = json.loads(said)
+        probes = [str(one["probe"]) for one in report["probes"]]
+        return HostCheck(
+            health=HostHealth(report["health"]),
+            why=str(report["why"]),
+            gpus=tuple(probe for probe in probes if probe.startswith("gpu")),
+        )
+    except (ValueError, TypeError, KeyError):
+        return HostCheck(health=HostHealth.UNDECIDED, why=f"the check ended with {exit_code} and no report")
