@@ -347,6 +347,8 @@ class TracedLogs(LogsSpecs):
         self._adjust = adjust
         #: Number of this start, the same on all hosts; upstream would pass the restarts that count.
         self.attempt = 0
+        #: Of each worker of this start.
+        self.variables: Mapping[str, str] = {}
         #: Local rank -> file with its standard error (else standard output), when there is one.
         self.files: dict[int, str] = {}
         self.stderr_files: dict[int, str] = {}
@@ -354,6 +356,7 @@ class TracedLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
         for env in envs.values():
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+            env.update(self.variables)
             self._adjust(env)
         where = self._inner.reify(envs)
         self.stderr_files = {rank: path for rank, path in where.stderrs.items() if path}
