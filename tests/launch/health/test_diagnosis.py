@@ -177,6 +177,15 @@ def test_three_attempts_without_progress_end_the_job() -> None:
     assert "3 attempts brought no new step and no new checkpoint" in found[-1].sentence
 
 
+def test_no_limit_is_a_limit_that_is_never_met() -> None:
+    """D28: a flag at 0 says what its page says."""
+    known: list[Diagnosis] = []
+    for attempt in range(30):
+        crash = replace(after(died(attempt % 8, -9), step=None), attempt=attempt)
+        known.append(diagnose(crash, tuple(known), limit=0))
+    assert {one.advice for one in known} == {Advice.RESTART}
+
+
 def test_progress_refills_the_budget_and_a_preemption_takes_nothing_from_it() -> None:
     """D21, D32: a job that gets on may fail for ever, and may be preempted without a limit."""
     fails = [after(died(draw % 8, -9), step=10 * draw) for draw in range(100)]
@@ -276,13 +285,13 @@ def test_a_traceback_is_read_from_a_log() -> None:
 [rank3]:   File "/job/train.py", line 88, in step
 [rank3]:     loss = model(batch)
 [rank3]:   File "/opt/lib/python3.11/site-packages/torch/x.py", line 7, in call
-[rank3]: mypkg.errors.SampleError: sample 7: it is "broken"
+[rank3]: mypkg.errors.SampleError: sample #7: it is "broken"
 terminate called after throwing an instance of 'std::runtime_error'
   what():  Connection closed by peer
 """.splitlines()
     error = read_traceback(lines)
     assert error is not None
-    assert str(error) == 'mypkg.errors.SampleError: sample 7: it is "broken"'
+    assert str(error) == 'mypkg.errors.SampleError: sample #7: it is "broken"'
     assert str(error.user_frame) == "/job/train.py:88 in step"
     assert read_traceback(["all is well", "loss 3.2"]) is None
     assert mask("pid 47 at 0x7fab: 3.5 GiB") == "pid # at @: # GiB"
