@@ -81,6 +81,7 @@ def _removed(group: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_each_class_of_failure_gets_its_cause_its_rank_and_a_sentence(
     memory_group: Path | None, launch: Launch, tmp_path: Path
 ) -> None:

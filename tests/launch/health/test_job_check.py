@@ -106,6 +106,7 @@ def test_two_hosts_check_their_links_once(launch: Launch, tmp_path: Path) -> Non
         assert [probe["probe"] for probe in together.fields["probes"]] == ["memory", "disk", "compute"]  # type: ignore[index, union-attr]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_and_a_slow_host_leave_the_job_and_those_that_stay_are_checked_when_hosts_change(
     launch: Launch, tmp_path: Path
 ) -> None:
