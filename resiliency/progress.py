@@ -5,7 +5,7 @@ A rank pays for two stores into shared memory, under a microsecond, and never fo
 is slow or dead makes no difference to training.  A rank without a launcher writes nothing.
 
     slot of a local rank: last finished step + 1, its time | time of the last heartbeat at the rank monitor |
-    when the rank found the page
+    when the rank found the page | step + 1 of the newest checkpoint, and of the restored one; the branch
 
 One process writes each word.  A reader may see a step with the time of the one before it, which is as good.
 Times are CLOCK_MONOTONIC, the same in all processes of a host.  The page has no name in any file system: it
@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 
 from resiliency.rank import crash_note, inspection
+from resiliency.rank.checkpoint_steps import CheckpointSteps
 from resiliency.runtime import STOP_NOTES_ENV
 
 #: Where a rank finds its slot: ``/proc/<launcher>/fd/<n>:<slot>``.
@@ -30,7 +31,8 @@ _STEP = struct.Struct("=Qd")
 _TIME = struct.Struct("=d")
 #: A cache line each, so that ranks do not take each other's.
 _SLOT_BYTES = 64
-_HEARTBEAT_OFFSET, _FOUND_OFFSET = 16, 24
+_CHECKPOINTS = struct.Struct("=QQQ")
+_HEARTBEAT_OFFSET, _FOUND_OFFSET, _CHECKPOINTS_OFFSET = 16, 24, 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class RankProgress:
     step_time: float | None
     heartbeat_time: float | None
     reports: bool
+    checkpoints: CheckpointSteps | None = None
 
 
 class StepPage:
@@ -76,7 +79,14 @@ class StepPage:
             step_time=step_time if count else None,
             heartbeat_time=heartbeat or None,
             reports=_TIME.unpack_from(self._memory, start + _FOUND_OFFSET)[0] > 0,
+            checkpoints=self._checkpoints(start),
         )
+
+    def _checkpoints(self, start: int) -> CheckpointSteps | None:
+        newest, restored, branch = _CHECKPOINTS.unpack_from(self._memory, start + _CHECKPOINTS_OFFSET)
+        if not newest:
+            return None
+        return CheckpointSteps(newest=newest - 1, restored=restored - 1 if restored else None, branch=branch)
 
     def record_heartbeat(self, local_rank: int) -> None:
         """For a rank monitor, which has this memory from its launcher by fork."""
@@ -116,6 +126,15 @@ def report_step(step: int) -> None:
         watch_rank()
     if _slot is not None:
         _STEP.pack_into(_slot[0], _slot[1], step + 1, time.monotonic())
+
+
+def report_checkpoints(steps: CheckpointSteps) -> None:
+    """Say what a rollback of this attempt would go back from."""
+    if _slot is not None:
+        restored = 0 if steps.restored is None else steps.restored + 1
+        _CHECKPOINTS.pack_into(
+            _slot[0], _slot[1] + _CHECKPOINTS_OFFSET, steps.newest + 1, restored, steps.branch
+        )
 
 
 def _last_step() -> int | None:

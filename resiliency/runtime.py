@@ -42,8 +42,11 @@ FAILURE_DOMAINS_ENV = "RESILIENCY_FAILURE_DOMAINS"
 #: Name or address at which the other hosts of the job reach this one; default: found out.
 PEER_ADDRESS_ENV = "RESILIENCY_PEER_ADDRESS"
 
-#: What a rank does about a loss that is not finite: ``stop`` or ``ignore``; the launcher's ``--on-nan``.
+#: What a rank does about a loss that is not finite: ``stop``, ``rollback`` or ``ignore``; the launcher's
+#: ``--on-nan``.
 ON_NAN_ENV = "RESILIENCY_ON_NAN"
+#: Branches of checkpoints that the launcher has begun, as JSON rows of number, parent and last common step.
+ROLLBACKS_ENV = "RESILIENCY_ROLLBACKS"
 
 _STOP_NOTE = "stopped-"
 
@@ -269,14 +272,14 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def check_loss(loss: float, *, step: int) -> None:
-    """End this rank, and so the job, where its launcher has ``--on-nan stop`` and `loss` is not finite.
+    """End this rank where its launcher has ``--on-nan stop`` or ``rollback`` and `loss` is not finite.
 
     Any one rank may call it: the launcher ends the others.
 
     Raises:
         LossNotFinite: the message names the step.
     """
-    if os.environ.get(ON_NAN_ENV) == "stop" and not math.isfinite(loss):
+    if os.environ.get(ON_NAN_ENV) in ("stop", "rollback") and not math.isfinite(loss):
         raise LossNotFinite(
             f"the loss of step {step} is {loss:g}.", hint="Look at the data and the learning rate.", step=step
         )

@@ -25,7 +25,8 @@ from functools import cached_property
 from resiliency.checkpoint.names import branch_number
 from resiliency.checkpoint.storage.checksums import DEFAULT_ALGORITHM, digest_function
 from resiliency.checkpoint.storage.interface import Storage, read_file, write_file
-from resiliency.errors import CheckpointCorrupt, CheckpointMissing
+from resiliency.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
+from resiliency.runtime import ROLLBACKS_ENV
 
 RECORD = "branches.json"
 
@@ -102,6 +103,19 @@ class Branches:
         return [[branch.number, branch.parent, branch.step] for branch in self.known]
 
     @classmethod
+    def asked_for(cls, environ: Mapping[str, str]) -> Branches:
+        """The branches that the launcher has begun, after a loss that was not finite.
+
+        Raises:
+            ConfigError: the variable is not what a launcher sets.
+        """
+        text = environ.get(ROLLBACKS_ENV, "[]")
+        try:
+            return cls.of_rows(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{ROLLBACKS_ENV} is no list of branches: {text!r}.") from error
+
+    @classmethod
     def of_rows(cls, rows: Iterable[Iterable[int]]) -> Branches:
         """The inverse of `as_rows`.
 
@@ -120,10 +134,11 @@ class Branches:
     @cached_property
     def _ends(self) -> Mapping[int, float]:
         """Of each branch that the live one came from, itself included: its newest step that counts."""
-        number, ends = self.newest, {self.newest: math.inf}
+        number, end, ends = self.newest, math.inf, {self.newest: math.inf}
         while (branch := self._by_number.get(number)) is not None:
-            number = branch.parent
-            ends[number] = min(branch.step, ends.get(number, math.inf))
+            # A launcher that goes back may begin a branch before the step at which its parent began.
+            number, end = branch.parent, min(branch.step, end)
+            ends[number] = end
         return ends
 
 

@@ -31,7 +31,7 @@ from resiliency.checkpoint.agent.protocol import LiftBandwidthCap
 from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.capturer import Capturer
 from resiliency.checkpoint.commit.retention import committed_save
-from resiliency.checkpoint.names import TierName, attempt_id_of, save_id_of, start_of
+from resiliency.checkpoint.names import TierName, attempt_id_of, branch_number, save_id_of, start_of
 from resiliency.checkpoint.ranks import RankGroup, identified
 from resiliency.checkpoint.recovery.inventory import Inventory
 from resiliency.checkpoint.recovery.restore import Fill, Restored, Restorer
@@ -52,7 +52,8 @@ from resiliency.checkpoint.trainer.schedule import Schedule
 from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import CheckpointError, ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
-from resiliency.progress import report_step, watch_rank
+from resiliency.progress import report_checkpoints, report_step, watch_rank
+from resiliency.rank.checkpoint_steps import CheckpointSteps
 from resiliency.runtime import RunInfo
 
 __all__ = ["Checkpointer", "CheckpointerOptions", "LocalTier"]
@@ -289,12 +290,21 @@ class Checkpointer:
             self._delivery.captured_step = restored.step
             if restored.from_own_captures and not partial:
                 self._saver.save_found(attempt_id_of(restored.save_id, restored.step), restored.step)
+        self._report_checkpoints()
         if restored.step:
             if self._end is not None:
                 self._end.went_on_from(restored.step)
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)
             self._replica_hosts.repair(restored)
         return restored
+
+    def _report_checkpoints(self) -> None:
+        """For the launcher, which may have to go back behind them."""
+        restored, saved = self._attach.restored_step, self._saver.newest_step
+        if max(restored, saved) > 0:
+            branch = branch_number(self._attach.attempt_id)
+            steps = CheckpointSteps(newest=max(restored, saved), restored=restored or None, branch=branch)
+            report_checkpoints(steps)
 
     def _go_on(self, restored: Restored, *, partial: bool) -> GoingOn:
         """What the job is from here on: on a new branch if it went back; collective."""
@@ -435,7 +445,9 @@ class Checkpointer:
         Raises:
             ConfigError: something in the state cannot be saved, or shared memory has no room for it.
         """
-        return self._saver.save(step, state, tiers=tiers, wait=wait)
+        handle = self._saver.save(step, state, tiers=tiers, wait=wait)
+        self._report_checkpoints()
+        return handle
 
     def lift_bandwidth_cap(self) -> None:
         """This host is about to go: what is captured is written without the bandwidth cap."""

@@ -347,6 +347,8 @@ class TracedLogs(LogsSpecs):
         self._adjust = adjust
         #: Number of this start, the same on all hosts; upstream would pass the restarts that count.
         self.attempt = 0
+        #: Of each worker of this start.
+        self.variables: Mapping[str, str] = {}
         #: Local rank -> file with its standard error (else standard output), when there is one.
         self.files: dict[int, str] = {}
         self.stderr_files: dict[int, str] = {}
@@ -354,6 +356,7 @@ class TracedLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> Any:
         for env in envs.values():
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+            env.update(self.variables)
             self._adjust(env)
         where = self._inner.reify(envs)
         self.stderr_files = {rank: path for rank, path in where.stderrs.items() if path}
@@ -539,12 +542,13 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     #: before it, and a replacement, which comes last, often completes it.
     _last_rank: int | None = None
     _members: frozenset[Any] = frozenset()
+    _changed = False
     #: Called when other hosts force a restart: how many want in, and which ones left.
     on_change: Callable[[int, list[str]], None] | None = None
     #: Called again and again while this host waits for others, or for a place.
     on_wait: Callable[[], None] = staticmethod(lambda: None)
-    #: Called at the end of each rendezvous, with its store, this host's number in it, the number of hosts,
-    #: and whether they are other hosts than in the one before.  May raise.
+    #: Called after each rendezvous, with its store, this host's number in it, the number of hosts, and
+    #: whether they are other hosts than in the one before.  May raise.
     on_join: Callable[[Any, int, int, bool], None] = staticmethod(lambda *_: None)
     #: Tells how many restarts this host has counted; upstream counts on each host apart.
     restarts_used: Callable[[], int] = staticmethod(lambda: 0)
@@ -588,12 +592,14 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             params = RendezvousParameters("c10d", endpoint, run_id, min_nodes, max_nodes, local_addr, **given)
             return _c10d.create_backend(params)
 
+        served_near = False
         try:
             backend, store = create(serves)
         except RendezvousConnectionError:
             if not serves or "is_host" in conf:
                 raise
-            backend, store = create(False)  # another launcher of this machine serves it
+            backend, store = create(False)
+            served_near = True  # by another launcher of this machine, which leaves last
         seconds = {
             key: timedelta(seconds=int(conf[f"{key}_timeout"]))
             for key in ("join", "last_call", "close", "heartbeat")
@@ -626,7 +632,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         handler._plain_store = store
         if max_nodes > 1 and handler.sees_losses:
             handler._listen(local_addr or address_for_others(store_place(endpoint)[0]) or node.addr)
-        return handler, serves
+        return handler, serves and not served_near
 
     def _listen(self, address: str) -> None:
         """Without it, other hosts find the end of this launcher by its missing signs of life."""
@@ -643,7 +649,7 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
                 store, rank, size = super().next_rendezvous()
         members = frozenset(self._state_holder.state.participants)
         # A host that was left out of a rendezvous sees the same hosts again, and they see another one.
-        changed = members != self._members or self._state_holder.state.round != self.attempt + 1
+        self._changed = members != self._members or self._state_holder.state.round != self.attempt + 1
         self._members = members
         self._lost_since = 0.0
         self._restart_asked = False  # a failure came first, and has had the same effect
@@ -664,8 +670,11 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         self._first_round = min(map(int, all_first))
         self.run = min(all_run)[1:]
         self._last_rank = _place(all_asked, all_last, rank)
-        self.on_join(store, rank, size, changed)
         return store, self._last_rank, size
+
+    def check_hosts(self, store: Any, rank: int, size: int) -> None:
+        """Call `on_join`, once the hosts know each other's ranks."""
+        self.on_join(store, rank, size, self._changed)
 
     def _watch_others(self, rank: int, places: Sequence[str], ids: Sequence[str]) -> None:
         """Those behind this host, by the rank that the rendezvous assigned.
@@ -932,6 +941,10 @@ class HookedAgent(_launcher.LocalElasticAgent):
         self._wait_until = None
         with self.interruptible_join():
             super()._rendezvous(worker_group)
+            # Not before: the hosts that stay would wait for the number of workers of one that leaves here.
+            self._rdzv_handler.check_hosts(
+                worker_group.store, worker_group.group_rank, worker_group.group_world_size
+            )
         spec = worker_group.spec
         self._remaining_restarts = max(spec.max_restarts - self._rdzv_handler.job_restarts, 0)
         self.joined()

@@ -138,8 +138,8 @@ class ResilientAgent(HookedAgent):
         StopNote.take_all(self._protection.private_dir)  # of an attempt before
         self._stops.clear()
         self._failures.begin_attempt()
-        self._logs.attempt = self.attempt
         rendezvous = self._rendezvous_handler
+        self._logs.attempt, self._logs.variables = self.attempt, self._failures.variables(rendezvous.run)
         self._reporter.begin_attempt(self.attempt, run=rendezvous.run, first_attempt=rendezvous.first_attempt)
         self._standby.begin_attempt()
         self._events.info = replace(self._events.info, node_rank=self.node_rank)

@@ -355,10 +355,11 @@ HEALTH = (
     Flag(
         name="--on-nan",
         default="ignore",
-        choices=("stop", "ignore"),
-        metavar="stop|ignore",
+        choices=("stop", "rollback", "ignore"),
+        metavar="stop|rollback|ignore",
         help="stop: a loss that is not finite ends the job, where a callback of ours or check_loss sees it.  "
-        "ignore (default): training goes on.",
+        "rollback: it restarts the job from a checkpoint older than the newest.  ignore (default): training "
+        "goes on.",
     ),
     Flag(
         name="--precheck",

@@ -19,8 +19,10 @@ from resiliency.checkpoint.names import attempt_on_branch, branch_number, save_i
 from resiliency.errors import CheckpointCorrupt
 from resiliency.testing.storage import MemoryStorage
 
-#: A save, or a rollback to the save with that number, counted from the newest, left ones included.
-histories = st.lists(st.one_of(st.just("save"), st.integers(0, 8)), min_size=1, max_size=30)
+#: A save; or a rollback to the save with that number, counted from the newest, left ones included; or one
+#: that a launcher asks for, behind so many of the newest steps of the path.
+events = st.one_of(st.just("save"), st.integers(0, 8), st.integers(-4, -1))
+histories = st.lists(events, min_size=1, max_size=30)
 
 
 @given(history=histories)
@@ -35,6 +37,11 @@ def test_what_counts_after_any_rollbacks_is_the_path_of_the_newest_save(history:
             # What stood at that step was left, and is replaced.
             saves = [other for other in saves if other[0] != step or other[1] == save[1]] + [save]
             paths[save] = path
+        elif int(event) < 0:
+            last = max(path[-1][0] + int(event), 0)
+            asked = Branches(((Branch(branches.newest + 1, branches.newest, last)),))
+            branches, path = branches.merged(asked), path[: last + 1]
+            assert branches.merged(asked) == branches
         elif saves:
             step, name = saves[-1 - int(event) % len(saves)]
             branches, path = branches.after(step, name), paths[step, name]

@@ -38,8 +38,14 @@ def launch(tmp_path: Path, temporary: Path) -> Iterator[Launch]:
     commands: list[Command] = []
     with ExitStack() as stack:
 
-        def start(*words: object, run_dir: Path | None = None, cold: bool = False, **env: str) -> Command:
-            argv = [sys.executable, str(ROOT / "launcher.py"), "--run-dir", str(run_dir or tmp_path / "run")]
+        def start(
+            *words: object,
+            run_dir: Path | None = None,
+            cold: bool = False,
+            launcher: Path = ROOT / "launcher.py",
+            **env: str,
+        ) -> Command:
+            argv = [sys.executable, str(launcher), "--run-dir", str(run_dir or tmp_path / "run")]
             fixed = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GOODPUT_USE_FILE_TRACKING": "1"}
             fixed |= {"RESILIENCY_CACHE_DIR": str(tmp_path / "cache")}
             command = Command([*argv, *map(str, words)], env={**fixed, **env}, cwd=tmp_path, cold=cold)

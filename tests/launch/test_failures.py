@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,10 @@ def test_a_store_that_hangs_or_fails_costs_a_bounded_time(monkeypatch: pytest.Mo
         found = diagnose(
             Evidence(attempt=0, step=3, deaths=(RankDeath(rank=0, host="host-a", exit_code=17),))
         )
+        found = replace(found, rollback=(1, 0, 49))
         history = shared_history.SharedHistory(shared_lines.SharedLines(call))
         history.add("run", found)
         assert history.before("run", 1) == (found,)
+        assert history.rollbacks("run") == [(1, 0, 49)]
         assert shared_history.decode_diagnosis(shared_history.encode_diagnosis(found)) == found
     over.set()

@@ -57,25 +57,9 @@ def test_a_killed_rank_is_noticed_at_once_and_all_ranks_start_again_in_place(
 
 
 @pytest.mark.slow
-def test_a_failed_rank_of_a_real_job_is_named_with_its_exception_and_the_job_goes_on(
-    launch: Launch, tmp_path: Path
-) -> None:
-    job = launch("--nproc-per-node=2", "--max-restarts=1", TRAIN, "--fail=1:raise")
-    assert job.wait(timeout=WAIT) == 0
-    fault = events(tmp_path / "run", EventType.FAULT_DETECTED)[0]
-    assert fault.rank == 1
-    # gloo may abort the process after the exception; torch's error file has it in any case.
-    assert str(fault.fields["cause"]).endswith(", ValueError: the loss is not a number")
-    assert "rank 0 attempt 1 sum 1" in job.output
-
-
-@pytest.mark.parametrize("policy", ["any-failed", "min-healthy"])
-@pytest.mark.slow
-def test_an_exit_code_is_named_with_the_file_that_has_the_output(
-    launch: Launch, tmp_path: Path, policy: str
-) -> None:
+def test_an_exit_code_is_named_with_the_file_that_has_the_output(launch: Launch, tmp_path: Path) -> None:
     flags = ("--nproc-per-node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--tee=3")
-    job = launch(*flags, f"--restart-policy={policy}", WORKER, "--only=1", "finish", "--exit=3")
+    job = launch(*flags, "--restart-policy=min-healthy", WORKER, "--only=1", "finish", "--exit=3")
     assert job.wait(timeout=WAIT) == 1
     faults = events(tmp_path / "run", EventType.FAULT_DETECTED)
     assert [(fault.rank, fault.attempt, fault.fields["cause"]) for fault in faults] == [

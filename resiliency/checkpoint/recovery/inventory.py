@@ -40,7 +40,13 @@ from resiliency.checkpoint.recovery.sources import Source, Tier, nearest_on_host
 from resiliency.checkpoint.storage.chunked_file import check_size, verify_file
 from resiliency.checkpoint.storage.interface import Storage, write_file
 from resiliency.checkpoint.storage.posix import LocalStorage
-from resiliency.errors import CheckpointError, CheckpointIncomplete, ConfigError, ResiliencyError
+from resiliency.errors import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointMissing,
+    ConfigError,
+    ResiliencyError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +190,21 @@ class Inventory:
         self.__dict__.pop("on_hosts", None)  # looked at before
         return True
 
+    def refuse_nothing_before(self, step: int) -> None:
+        """For a job that was told to go back: it must not start from scratch; collective.
+
+        Raises:
+            CheckpointMissing: nothing of the live branch is left.
+        """
+        if not self.live:
+            self.list_rest()
+        if not self.live and not self.stored:
+            raise CheckpointMissing(
+                f"no checkpoint before step {step} is left.",
+                hint="Keep more checkpoints (keep=3), or start the job again with restore(state, step=...).",
+                step=step,
+            )
+
     def _look_into(self, steps: Sequence[int], *, all_of_them: bool = False) -> None:
         """Have rank 0 look, and tell all what it found."""
         error: ResiliencyError | None = None
@@ -268,6 +289,7 @@ def take_inventory(
     list_here: Callable[[bool], list[ShardLocation]],
     storage: Storage | None,
     own: Storage | None = None,
+    asked: Branches | None = None,
 ) -> Inventory:
     """Learn what all ranks want and all hosts hold; collective.
 
@@ -278,23 +300,26 @@ def take_inventory(
         list_here: what this host holds; called on each rank, with True on the first of its host.
         storage: that all hosts see; only rank 0 looks at it.
         own: this host's local tier, for its record of branches.
+        asked: branches to go on from, also where no tier has a record of them yet; any one rank suffices.
     Raises:
         CheckpointError, PeerError: rank 0 could not list `storage`.
+        CheckpointMissing: branches were asked for, and nothing of them is left.
     """
     world_size = rank_group.world_size
-    everyone = rank_group.gather((host, group))
+    everyone = rank_group.gather((host, group, (asked or Branches()).as_rows()))
+    asked = functools.reduce(Branches.merged, (Branches.of_rows(rows) for *_, rows in everyone))
     needs = tuple(
         ShardRequest(
             rank=rank, host=host, world_size=world_size, group=_EVERYONE if interchangeable else group
         )
-        for rank, (host, group) in enumerate(everyone)
+        for rank, (host, group, _) in enumerate(everyone)
     )
     inventory = Inventory(rank_group, storage, needs, interchangeable=interchangeable)
     error: ResiliencyError | None = None
     stored = None
     if rank_group.rank == 0:
         try:
-            stored = _list_stored(storage, None if interchangeable else world_size)
+            stored = _list_stored(storage, None if interchangeable else world_size, asked)
         except CheckpointError as failure:
             error = failure
     rank_group.check(error, "listing checkpoints")
@@ -306,9 +331,10 @@ def take_inventory(
     assert of_storage is not None  # rank 0's
     held = [location for encoded, *_ in gathered for location in decode(encoded)]
     unlisted = [unpack(packed) for _, packed, *_ in gathered if packed]
-    inventory._begin(
-        of_storage, held, rest, unlisted, [Branches.of_rows(rows) for *_, rows in gathered if rows]
-    )
+    known = [Branches.of_rows(rows) for *_, rows in gathered if rows]
+    inventory._begin(of_storage, held, rest, unlisted, [asked, *known])
+    if asked.known:
+        inventory.refuse_nothing_before(asked.known[-1].step + 1)
     return inventory
 
 
@@ -324,12 +350,12 @@ def _branches_of_host(own: Storage | None) -> Branches:
 _EVERYONE = "replicated"
 
 
-def _list_stored(storage: Storage | None, world_size: int | None) -> _Stored:
+def _list_stored(storage: Storage | None, world_size: int | None, asked: Branches) -> _Stored:
     name = secrets.token_hex(8)
     if storage is None:
         return _Stored(name)
     marked_too, unmarked = (steps[::-1] for steps in list_steps(storage))
-    branches = read_branches(storage)
+    branches = read_branches(storage).merged(asked)
     left = left_among(storage, unmarked, branches)
     # The newest is always needed: its run is the one that goes on.
     looked = _look_for_saves(storage, marked_too, world_size=world_size, branches=branches)

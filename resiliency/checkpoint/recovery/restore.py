@@ -12,6 +12,7 @@ else an older save.
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -229,6 +230,7 @@ class Restorer:
             list_here=list_here,
             storage=self._storage,
             own=None if self._local is None else LocalStorage(self._local),
+            asked=Branches.asked_for(os.environ),
         )
 
     def _agreed(self, given: Inventory | None) -> Inventory:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,8 @@ from resiliency.launch.health.diagnosis import Advice, Diagnosis, diagnose
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.progress import StepPage
+from resiliency.rank.checkpoint_steps import CheckpointSteps
+from resiliency.runtime import ROLLBACKS_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class FailureHandler:
         self._options, self._events, self._page = options, events, page
         self._reporter = reporter
         self._policy: str | None = options.args.failure_policy
+        self._rolls_back = options.args.on_nan == "rollback"
         directories = (options.info.run_dir, *filter(None, [options.args.log_dir]))
         self._evidence = EvidenceCollector(options.info.host, directories)
         self._shared = SharedHistory(lines)
@@ -47,6 +51,11 @@ class FailureHandler:
     def begin_attempt(self) -> None:
         self._evidence.begin_attempt()
         self._page.clear()  # a step of the attempt before is no evidence of this one
+
+    def variables(self, run: str) -> dict[str, str]:
+        """Of the ranks of the attempt that begins: from which checkpoints they may go on."""
+        rows = self._shared.rollbacks(run) if self._rolls_back else []
+        return {ROLLBACKS_ENV: json.dumps(rows)} if rows else {}
 
     def add_death(
         self,
@@ -71,11 +80,15 @@ class FailureHandler:
     def diagnose(self, *, run: str, attempt: int) -> Diagnosis:
         """Name the cause of the attempt's end, in the log and as an event."""
         evidence = self._evidence.collect(attempt=attempt, step=self._newest_step())
+        evidence = replace(evidence, checkpoints=self._checkpoints())
         if not any(self._page.read(rank).reports for rank in range(self._options.workers)):
             # Nobody knows what such an attempt has brought, however short it was.
             evidence = replace(evidence, uptime_s=None)
         found = diagnose(
-            evidence, self._shared.before(run, attempt), limit=self._options.args.attempts_without_progress
+            evidence,
+            self._shared.before(run, attempt),
+            limit=self._options.args.attempts_without_progress,
+            rolls_back=self._rolls_back,
         )
         if self._policy is not None and (advice := ask_policy(self._policy, evidence, found)) is not None:
             found = replace(
@@ -108,6 +121,15 @@ class FailureHandler:
 
     def _step_of(self, local_rank: int) -> int | None:
         return self._page.read(local_rank).step
+
+    def _checkpoints(self) -> CheckpointSteps | None:
+        """By the rank that has saved last: the others are about to."""
+        known = (self._page.read(rank).checkpoints for rank in range(self._options.workers))
+        return max(
+            (steps for steps in known if steps is not None),
+            key=lambda steps: (steps.branch, steps.newest),
+            default=None,
+        )
 
     def _newest_step(self) -> int | None:
         steps = map(self._step_of, range(self._options.workers))

@@ -35,6 +35,7 @@ def decode_diagnosis(line: str) -> Diagnosis:
         "decided_by": DecidedBy(values["decided_by"]),
         "ranks": tuple(values["ranks"]),
         "hosts": tuple(values["hosts"]),
+        "rollback": tuple(values["rollback"]) if values.get("rollback") else None,
     }
     return Diagnosis(**values)
 
@@ -71,6 +72,11 @@ class SharedHistory:
         """The diagnosis with which a host has ended the job, if one did."""
         known: Sequence[Diagnosis] = [*self._own.values(), *self._of_all(run)]
         return next((one for one in known if one.advice is Advice.STOP), None)
+
+    def rollbacks(self, run: str) -> list[tuple[int, int, int]]:
+        """The branches that diagnoses of this run have begun, in their order."""
+        known = [*self._own.values(), *self._of_all(run)]
+        return sorted({one.rollback for one in known if one.rollback is not None})
 
     def _of_all(self, run: str) -> list[Diagnosis]:
         found = []

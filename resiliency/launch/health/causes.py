@@ -73,6 +73,8 @@ class Diagnosis:
         signature: type and place of the error; equal for the same error in another attempt; empty: none.
         error_step: the last step that the culprit had finished; ranks of a host may differ by one.
         step, committed, uptime_s: as in the evidence, for the rules over attempts.
+        rollback: the branch of checkpoints from which the job goes on: its number, the branch that it leaves,
+            and the newest step that counts of that; None: the job goes on from its newest checkpoint.
     """
 
     attempt: int
@@ -88,3 +90,4 @@ class Diagnosis:
     step: int | None = None
     committed: int | None = None
     uptime_s: float | None = None
+    rollback: tuple[int, int, int] | None = None

@@ -23,6 +23,7 @@ from resiliency.launch.health.evidence import (
     signal_name,
 )
 from resiliency.launch.health.history import ATTEMPTS_WITHOUT_PROGRESS, signature_of, with_history
+from resiliency.launch.health.rollback import with_rollback
 from resiliency.launch.health.rules import DiagnosisRule, is_disk_fault, is_fatal_xid, rule_for
 
 __all__ = [
@@ -44,17 +45,25 @@ ERROR_CHARS, NAMED = 200, 4
 
 
 def diagnose(
-    evidence: Evidence, history: Sequence[Diagnosis] = (), *, limit: int = ATTEMPTS_WITHOUT_PROGRESS
+    evidence: Evidence,
+    history: Sequence[Diagnosis] = (),
+    *,
+    limit: int = ATTEMPTS_WITHOUT_PROGRESS,
+    rolls_back: bool = False,
 ) -> Diagnosis:
     """The verdict on one attempt.
 
     Cause, culprits and confidence follow from `evidence` alone.  `history`, the diagnoses of earlier
-    attempts of this run, can only turn the advice into STOP.
+    attempts of this run, can only turn the advice into STOP, and a rollback into one that goes further.
 
     Args:
         limit: attempts without progress after which the job ends; 0: never for that reason.
+        rolls_back: a loss that is not finite is answered by an older checkpoint.
     """
-    return with_history(_of_attempt(evidence), history, limit)
+    found = _of_attempt(evidence)
+    if rolls_back:
+        found = with_rollback(found, evidence.checkpoints, history)
+    return with_history(found, history, limit)
 
 
 def _of_attempt(evidence: Evidence) -> Diagnosis:

@@ -16,6 +16,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from resiliency.rank.checkpoint_steps import CheckpointSteps
+
 _FRAME = re.compile(r'\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
 _EXCEPTION = re.compile(
     r"(?P<type>(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|Exit|Warning|NotFinite|Missing|Corrupt|Mismatch"
@@ -136,6 +138,7 @@ class Evidence:
         hang, hang_ranks: verdict on a job without progress, and the ranks that it names.
         stop_signal: signal that told the launcher to end; empty: none did.
         lost_hosts: hosts that left without a word.
+        checkpoints: from which the attempt began and which it has saved; None: no rank has said.
     """
 
     attempt: int
@@ -148,6 +151,7 @@ class Evidence:
     hang_ranks: tuple[int, ...] = ()
     stop_signal: str = ""
     lost_hosts: tuple[str, ...] = ()
+    checkpoints: CheckpointSteps | None = None
 
     def facts(self, host: str) -> HostFacts:
         return next((facts for facts in self.hosts if facts.host == host), HostFacts(host=host))

@@ -63,7 +63,8 @@ def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limit: int)
         diagnosis = replace(diagnosis, advice=Advice.RESTART)
     if diagnosis.advice is Advice.STOP:
         return diagnosis
-    if (before := _same_error(diagnosis, history)) is not None:
+    # From an older checkpoint an error need not repeat.
+    if diagnosis.rollback is None and (before := _same_error(diagnosis, history)) is not None:
         return _stop(
             diagnosis,
             DecidedBy.DETERMINISTIC,
@@ -111,8 +112,8 @@ def _same_error(diagnosis: Diagnosis, history: Sequence[Diagnosis]) -> Diagnosis
 
 
 def _was_asked_for(diagnosis: Diagnosis) -> bool:
-    """Whether --on-nan stop ended the attempt; another loss may be finite after a restart."""
-    return diagnosis.signature.startswith("LossNotFinite")
+    """Whether --on-nan ended the attempt, or what it goes back to is missing; a restart changes neither."""
+    return diagnosis.signature.startswith(("LossNotFinite", "CheckpointMissing"))
 
 
 def _or(count: int | None) -> int:

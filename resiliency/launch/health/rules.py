@@ -258,6 +258,13 @@ RULES: tuple[DiagnosisRule, ...] = (
         _HIGH,
         "has a loss that is not finite ({error}); a restart would meet it again",
     ),
+    _row(
+        Cause.NAN,
+        _both(_raised("CheckpointMissing"), _said(r"no checkpoint before step \d+ is left")),
+        _STOP,
+        _HIGH,
+        "finds no checkpoint from before the loss that was not finite ({error})",
+    ),
     # --- disks and ports --------------------------------------------------------------------------
     _row(
         Cause.DISK_FULL,

@@ -23,12 +23,13 @@ from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
+    CheckpointMissing,
     ConfigError,
     LayoutMismatch,
     PeerError,
     ResiliencyError,
 )
-from resiliency.runtime import RunInfo
+from resiliency.runtime import ROLLBACKS_ENV, RunInfo
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint.restoring_ranks import opened, state
 from tests.checkpoint.storage_builders import file_in
@@ -65,6 +66,32 @@ def test_the_sources_are_listed_best_first_and_any_step_can_be_asked_for(tmp_pat
         checkpoints.restore_with(lambda shard: seen.append((shard.step, gc.isenabled())))
     assert seen == [(1, False)]  # the newest of the branch that the first restore began
     assert gc.isenabled()
+
+
+@pytest.mark.slow
+def test_a_launcher_sends_a_job_back_behind_a_step_once_and_never_to_scratch(
+    tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = state(0)
+    with opened(tmp_path, job) as checkpoints:
+        for step in (1, 2, 3):
+            assert checkpoints.save(step, state(step)).wait(SOON)
+        monkeypatch.setenv(ROLLBACKS_ENV, "[[1, 0, 2]]")  # step 3 is in memory as well
+        assert next(source.step for source in checkpoints.take_inventory().sources()) == 2
+        # The second time as an attempt after one that ended before it saved.
+        assert [checkpoints.restore(target).step for _ in range(2)] == [2, 2]
+        assert checkpoints.save(3, state(33)).wait(SOON)
+    with opened(tmp_path, job) as checkpoints:
+        for value in ("[]", "[[1, 0, 2]]"):
+            monkeypatch.setenv(ROLLBACKS_ENV, value)
+            assert checkpoints.restore(target).step == 3
+            assert torch.equal(target["weights"], torch.full((1000,), 33.0))  # type: ignore[arg-type]
+        monkeypatch.setenv(ROLLBACKS_ENV, "[[9, 2, 0]]")
+        with pytest.raises(CheckpointMissing, match="no checkpoint before step 1 is left"):
+            checkpoints.restore(target)
+        monkeypatch.setenv(ROLLBACKS_ENV, "[[2]]")
+        with pytest.raises(ConfigError, match="is no list of branches"):
+            checkpoints.restore(target)
 
 
 #: So many numbers that the first of them and the values at the end of the file are in different chunks.

@@ -199,6 +199,13 @@ INCIDENTS: tuple[Incident, ...] = (
     ),
     alone("nan by name", "LossNotFinite: the loss of step 41 is nan", Cause.NAN, STOP, "not finite"),
     alone(
+        "nothing to go back to",
+        "CheckpointMissing: no checkpoint before step 10 is left.",
+        Cause.NAN,
+        STOP,
+        "no checkpoint before step 10 is left",
+    ),
+    alone(
         "nan in words", "RuntimeError: Loss is nan, stopping training", Cause.NAN, STOP, "would meet it again"
     ),
     alone(

@@ -24,6 +24,7 @@ from resiliency.launch.health.diagnosis import (
 from resiliency.launch.health.evidence import read_traceback
 from resiliency.launch.health.history import attempts_without_progress, mask
 from resiliency.launch.health.rules import FATAL_XIDS
+from resiliency.rank.checkpoint_steps import CheckpointSteps
 from supervisor.policy import xid
 
 from .incidents import GLOO, INCIDENTS, Incident, after, died, raised
@@ -176,6 +177,15 @@ def test_three_attempts_without_progress_end_the_job() -> None:
     assert "3 attempts brought no new step and no new checkpoint" in found[-1].sentence
 
 
+def test_no_limit_is_a_limit_that_is_never_met() -> None:
+    """D28: a flag at 0 says what its page says."""
+    known: list[Diagnosis] = []
+    for attempt in range(30):
+        crash = replace(after(died(attempt % 8, -9), step=None), attempt=attempt)
+        known.append(diagnose(crash, tuple(known), limit=0))
+    assert {one.advice for one in known} == {Advice.RESTART}
+
+
 def test_progress_refills_the_budget_and_a_preemption_takes_nothing_from_it() -> None:
     """D21, D32: a job that gets on may fail for ever, and may be preempted without a limit."""
     fails = [after(died(draw % 8, -9), step=10 * draw) for draw in range(100)]
@@ -185,6 +195,58 @@ def test_progress_refills_the_budget_and_a_preemption_takes_nothing_from_it() ->
     saved = [replace(after(died(0, -9), step=50), committed=step) for step in range(30)]
     assert {one.advice for one in _attempts(*saved)} == {Advice.RESTART}
     assert attempts_without_progress(_attempts(*[after(died(0, -9), step=5)] * 3)) == 2
+
+
+def _rolled_back(*attempts: tuple[int, CheckpointSteps | None], limit: int = 3) -> list[Diagnosis]:
+    """Of a job with --on-nan rollback, whose loss fails after these steps."""
+    known: list[Diagnosis] = []
+    for attempt, (step, checkpoints) in enumerate(attempts):
+        death = raised(0, f"LossNotFinite: the loss of step {step} is nan")
+        evidence = replace(after(death, step=step), attempt=attempt, checkpoints=checkpoints)
+        known.append(diagnose(evidence, tuple(known), limit=limit, rolls_back=True))
+    return known
+
+
+def _steps(newest: int, restored: int | None, branch: int) -> CheckpointSteps:
+    return CheckpointSteps(newest=newest, restored=restored, branch=branch)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "rollbacks", "advice"),
+    [
+        ([(57, None)], [None], Advice.STOP),
+        ([(57, _steps(50, None, 0))], [(1, 0, 49)], Advice.RESTART),
+        # No step beyond the first failure: behind what did not help.
+        ([(57, _steps(50, None, 0)), (57, _steps(50, 40, 1))], [(1, 0, 49), (2, 1, 39)], Advice.RESTART),
+        ([(57, _steps(50, 40, 0)), (42, _steps(40, 40, 1))], [(1, 0, 49), (2, 1, 39)], Advice.RESTART),
+        # Another failure, later on: its own damage is new.
+        ([(57, _steps(50, 40, 3)), (90, _steps(80, 40, 4))], [(4, 3, 49), (5, 4, 79)], Advice.RESTART),
+        (
+            [(57, _steps(50, None, 0)), *[(57, _steps(50, 40 - 10 * n, 1 + n)) for n in range(3)]],
+            [(1, 0, 49), (2, 1, 39), (3, 2, 29), (4, 3, 19)],
+            Advice.STOP,
+        ),
+    ],
+    ids=["nothing saved", "the newest", "the same step", "an earlier step", "a later step", "no progress"],
+)
+def test_a_rollback_goes_behind_the_newest_checkpoint_and_further_back_if_that_did_not_help(
+    attempts: list[tuple[int, CheckpointSteps | None]],
+    rollbacks: list[tuple[int, int, int] | None],
+    advice: Advice,
+) -> None:
+    told = _rolled_back(*attempts)
+    assert [one.rollback for one in told] == rollbacks
+    assert told[-1].advice is advice
+    if advice is Advice.STOP and rollbacks[-1] is not None:
+        assert told[-1].decided_by is DecidedBy.NO_PROGRESS
+
+
+def test_only_the_loss_makes_a_job_go_back() -> None:
+    for incident in INCIDENTS:
+        evidence = replace(incident.evidence, checkpoints=_steps(50, None, 0))
+        found = diagnose(evidence, rolls_back=True)
+        goes_back = incident.cause is Cause.NAN and "no checkpoint before" not in incident.says
+        assert (found.rollback is not None) == goes_back
 
 
 def test_long_attempts_whose_steps_nobody_knows_count_as_progress() -> None:
@@ -223,13 +285,13 @@ def test_a_traceback_is_read_from_a_log() -> None:
 [rank3]:   File "/job/train.py", line 88, in step
 [rank3]:     loss = model(batch)
 [rank3]:   File "/opt/lib/python3.11/site-packages/torch/x.py", line 7, in call
-[rank3]: mypkg.errors.SampleError: sample 7: it is "broken"
+[rank3]: mypkg.errors.SampleError: sample #7: it is "broken"
 terminate called after throwing an instance of 'std::runtime_error'
   what():  Connection closed by peer
 """.splitlines()
     error = read_traceback(lines)
     assert error is not None
-    assert str(error) == 'mypkg.errors.SampleError: sample 7: it is "broken"'
+    assert str(error) == 'mypkg.errors.SampleError: sample #7: it is "broken"'
     assert str(error.user_frame) == "/job/train.py:88 in step"
     assert read_traceback(["all is well", "loss 3.2"]) is None
     assert mask("pid 47 at 0x7fab: 3.5 GiB") == "pid # at @: # GiB"

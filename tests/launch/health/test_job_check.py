@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.events import EventStream, EventType
+from resiliency.events import EventStream, EventType, RunEvent
 from resiliency.launch import cli
 from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
 from resiliency.launch.host_check.probes import PROBES, HostProbes
 from resiliency.launch.options import resolve
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command
-from tests.launch.conftest import WAIT, WORKER, Launch, events, ready
+from tests.launch.conftest import SCRIPTS, WAIT, WORKER, Launch, events, ready
 from tests.launch.health.broken_probes import broken
-from tests.launch.several_hosts import rank_of
+from tests.launch.settings import FAST
+from tests.launch.several_hosts import rank_of, together
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -83,13 +84,15 @@ def test_a_launcher_on_a_faulty_host_ends_before_it_starts_workers(launch: Launc
 
 
 @pytest.mark.slow
-def test_two_hosts_check_their_links_once_and_no_restart_checks_again(launch: Launch, tmp_path: Path) -> None:
+def test_two_hosts_check_their_links_once(launch: Launch, tmp_path: Path) -> None:
     port = free_port()
     hosts = [
         launch(
             *("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair", "--local-addr=127.0.0.1"),
             *("--precheck=2", "--max-restarts=2", WORKER, "wait"),
             run_dir=tmp_path / f"run{index}",
+            launcher=SCRIPTS / "told_probes.py",
+            HOST_IS="ok",
         )
         for index in range(2)
     ]
@@ -97,10 +100,53 @@ def test_two_hosts_check_their_links_once_and_no_restart_checks_again(launch: La
     os.kill(ready(hosts[0], ranks[0]), signal.SIGKILL)
     assert [rank_of(host, 1) for host in hosts] == ranks
     for index in range(2):
-        alone, together = events(tmp_path / f"run{index}", EventType.HOST_CHECKED)
+        alone, together = checked(tmp_path / f"run{index}")
         assert (alone.fields["health"], alone.attempt, together.attempt) == ("ok", None, 0)
         assert together.fields["link_health"] == "ok"
-        assert [probe["probe"] for probe in together.fields["probes"]][:3] == ["memory", "disk", "cpu"]  # type: ignore[index, union-attr]
+        assert [probe["probe"] for probe in together.fields["probes"]] == ["memory", "disk", "compute"]  # type: ignore[index, union-attr]
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_and_a_slow_host_leave_the_job_and_those_that_stay_are_checked_when_hosts_change(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """D8, D16: and at no other restart."""
+    place = ("--nnodes=2:4", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=four")
+    flags = ("--local-addr=127.0.0.1", "--precheck=1", "--check-on=host-change", "--exclude-straggler")
+    conf = f"{FAST},join_timeout=60,last_call_timeout=2"
+
+    def start(index: int, host_is: str) -> Command:
+        return launch(
+            *(conf, *place, *flags, "--max-restarts=9", WORKER, "wait"),
+            run_dir=tmp_path / f"run{index}",
+            launcher=SCRIPTS / "told_probes.py",
+            HOST_IS=host_is,
+        )
+
+    good = start(0, "ok")
+    # It serves the store, and the job ends with the host that does.
+    good.wait_for_line("meeting other hosts", timeout=WAIT)
+    other, flipped, slow = start(1, "ok"), start(2, "flipped"), start(3, "slow")
+    assert (flipped.wait(timeout=WAIT), slow.wait(timeout=WAIT)) == (3, 4)
+    assert "this host is faulty: compute 100 GFLOP/s: faulty, result 0b0 differs from 0b1" in flipped.output
+    assert "this host is slow: memory 50 GB/s: slow, 50% below the median" in slow.output
+    left = max(event.attempt or 0 for index in (2, 3) for event in checked(tmp_path / f"run{index}"))
+
+    def go_on() -> tuple[int, list[int]] | None:
+        attempt, ranks = together(good, other)
+        return (attempt, ranks) if attempt > left else None
+
+    attempt, ranks = wait_until(go_on, "the others do not go on", timeout=WAIT)
+    before = [checked(tmp_path / f"run{index}") for index in range(2)]
+    assert min(map(len, before)) >= 4  # alone and with the others, at the start and when hosts had left
+    assert {event.fields["health"] for each in before for event in each} <= {"ok", "undecided"}
+    os.kill(ready(good, ranks[0], attempt), signal.SIGKILL)
+    wait_until(lambda: together(good, other) == (attempt + 1, ranks), "no restart", timeout=WAIT)
+    assert [checked(tmp_path / f"run{index}") for index in range(2)] == before
+
+
+def checked(run_dir: Path) -> list[RunEvent]:
+    return events(run_dir, EventType.HOST_CHECKED)
 
 
 @pytest.mark.slow
