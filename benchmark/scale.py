@@ -182,8 +182,8 @@ class SimulatedRanks(RankGroup):
         return words
 
     def _word(self, rank: int, mine: _T) -> _T:
-        if isinstance(mine, tuple) and len(mine) == 2:  # host and group
-            return cast(_T, (self._job.host(rank), mine[1]))
+        if isinstance(mine, tuple) and len(mine) == 3 and isinstance(mine[0], str):  # host, group, branches
+            return cast(_T, (self._job.host(rank), *mine[1:]))
         if isinstance(mine, tuple) and len(mine) == 3:  # what a host holds; the storage is rank 0's to list
             return cast(_T, (*mine[:2], None))
         return mine
