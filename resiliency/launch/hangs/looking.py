@@ -63,9 +63,12 @@ def look(
     for rank, seen in ranks.items():
         frames = main_thread(stacks.get(rank, ""))
         phase = phase_of(frames)
-        idle = None
+        idle, waits = None, None
         if rank in running:
             idle = before[rank].is_idle_until(after[rank], seconds)
+            waits = phase.is_collective or waits_natively(seen.pid)
+            if waits is None:  # the kernel of a hardened host shows input and output, and no system call
+                idle = None
             if begun_before.get(rank) != begun.get(rank):
                 idle = False
         views.append(
@@ -77,7 +80,7 @@ def look(
                 stopped_s=seen.stopped_s,
                 phase=phase if seen.step is not None or phase.is_collective else RankPhase.STARTING,
                 frame=telling_frame(frames),
-                waits=rank in running and (phase.is_collective or waits_natively(seen.pid)),
+                waits=bool(waits),
                 idle=idle,
                 groups=begun.get(rank, ()),
             )

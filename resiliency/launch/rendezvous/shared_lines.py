@@ -30,10 +30,10 @@ class SharedLines:
     def add(self, key: str, line: str) -> None:
         self._try(lambda store: store.append(key, line + "\n"))
 
-    def read(self, key: str) -> list[str]:
-        """All lines so far; none where the store did not answer."""
+    def read(self, key: str) -> list[str] | None:
+        """All lines so far; None where the store did not answer."""
         value = self._try(lambda store: store.get(key) if store.check([key]) else b"")
-        return (value or b"").decode(errors="replace").splitlines()
+        return None if value is None else value.decode(errors="replace").splitlines()
 
     def put(self, key: str, text: str) -> None:
         """Replace what this launcher, and no other, writes under `key`."""

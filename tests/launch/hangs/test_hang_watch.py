@@ -125,8 +125,16 @@ def test_hosts_answer_what_they_see_and_one_that_did_not_listen_says_that_it_may
     first.ask()  # third listened to the question before
     said = SaidFinding(sentence="rank 5 hangs", end=(5,))
     first.tell(said)
-    assert third.read() == (False, [said])
+    assert third.read() == (False, [])  # what is found of others' answers is no word on its ranks
+    third.answer(seen, late=False, moved=False)
+    first.tell(said)
+    assert third.read() == (None, [said])
     assert third.read() == (None, [])
+
+    store.delete_key("resiliency/hangs/r/1")  # another process serves the store, with nothing in it
+    assert third.read() == (None, [])
+    first.ask()
+    assert third.read() == (False, [])
 
 
 def test_hosts_that_did_not_answer_are_named() -> None:
