@@ -10,7 +10,8 @@ compared as they are at about one moment, without a common clock:
                               <-  {"node": 3, "views": [...], "stacks": [...]}
     {"found": ..., "end": []} ->  a line in each launcher's log; the ranks in `end` are ended by their hosts
 
-A host believes what is found of an answer of its own, and no other: it may read it late.  A host that cannot tell that it began to look before the others had ended answers `late`, and is asked again.
+A host believes what is found of an answer of its own, and no other: it may read it late.  A host that cannot
+tell that it began to look before the others had ended answers `late`, and is asked again.
 """
 
 from __future__ import annotations

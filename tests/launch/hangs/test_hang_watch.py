@@ -137,6 +137,16 @@ def test_hosts_answer_what_they_see_and_one_that_did_not_listen_says_that_it_may
     assert third.read() == (False, [])
 
 
+def test_texts_of_many_hosts_are_read_at_once_and_one_that_is_not_there_is_empty() -> None:
+    store = dist.HashStore()
+    lines = SharedLines(lambda function: function(store))
+    lines.put("0", "zero")
+    lines.put("2", "two")
+    assert lines.read_each(["0", "1", "2"]) == ["zero", "", "two"]
+    lines.put("1", "one")
+    assert lines.read_each(["0", "1", "2"]) == ["zero", "one", "two"]
+
+
 def test_hosts_that_did_not_answer_are_named() -> None:
     finding = explain_hang([RankView(rank=0, host="h", step=1, still_s=9.0)], 5.0, silent=[1, 2])
     assert finding is not None
