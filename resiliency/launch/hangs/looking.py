@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +23,8 @@ WINDOW_S = 1.0
 ANSWER_S = 1.0
 _POLL_S = 0.02
 _STACK_LINES = 30
+#: Two threads of a launcher ask, and a rank has one answer.
+_asking = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,11 @@ def _groups(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupSta
 
 def ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
     """What those of the processes say that answer in time."""
+    with _asking:
+        return _ask(pids, directory)
+
+
+def _ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
     asked = {}
     for rank, pid in pids.items():
         answer = answer_file(directory, pid)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
 
-from resiliency.runtime import name_ranks
+from resiliency.runtime import name_hosts, name_ranks
 
 #: Numbers of windows over which shares are compared: the first ones show what is very slow.
 SPANS = (3, 6, 12, 24)
@@ -166,7 +166,7 @@ def _finding(slow: Sequence[OwnTime], others: Sequence[OwnTime]) -> StragglerFin
     delay = most if more[most] > extra / 2 else Delay.HOST
     verb, whose = ("is", "its") if len(slow) == 1 else ("are", "their")
     sentence = (
-        f"{name_ranks(ranks)} (host {', '.join(hosts)}) {verb} slow: {1000 * own_s:.0f} ms of each step of "
+        f"{name_ranks(ranks)} ({name_hosts(hosts)}) {verb} slow: {1000 * own_s:.0f} ms of each step of "
         f"{1000 * step_s:.0f} ms are {whose} own, where others have {1000 * usual_s:.0f} ms; "
         f"the difference is {delay.value.replace('its', whose)}"
     )

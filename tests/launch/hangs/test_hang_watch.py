@@ -152,3 +152,12 @@ def test_hosts_that_did_not_answer_are_named() -> None:
     assert finding is not None
     assert finding.silent == (1, 2)
     assert finding.sentence.endswith("; hosts 1, 2 of the job did not answer")
+
+
+def test_a_sentence_about_a_thousand_hosts_can_be_read() -> None:
+    views = [RankView(rank=2 * one, host=f"h{one}", step=1, still_s=9.0, stopped_s=9.0) for one in range(500)]
+    finding = explain_hang([*views, RankView(rank=1, host="h", step=1, still_s=9.0)], 5.0, silent=range(500))
+    assert finding is not None
+    assert len(finding.hosts) == 500
+    assert len(finding.sentence) < 400
+    assert "(hosts h0, h1, h2, h3, h4, h5, h6, h7 and 492 more) have been stopped" in finding.sentence
