@@ -149,7 +149,9 @@ class HangWatch:
         assert attempt.board is not None
         late, findings = attempt.board.read()
         for finding in findings:
-            if not self._stands_at(attempt.answered, attempt):
+            self._sample(attempt, time.monotonic())
+            # One that has ended since then may be the one that is to blame: others have yet to hear why.
+            if not _steps(attempt).items() <= attempt.answered.items():
                 break
             if not finding.end:
                 logger.warning("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
