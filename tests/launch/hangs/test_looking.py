@@ -31,10 +31,10 @@ from tests.waiting import wait_for_seconds, wait_until
 #: Finishes the steps that it is told, on a line each; or becomes another program, or the same one again.
 PROGRAM = """
 import os, sys
-from resiliency.progress import report_step, watch_rank
+from resiliency.progress import report_step
+print("runs", flush=True)
 for line in iter(sys.stdin.readline, ""):
     if line.startswith("sleep"):
-        print("sleeps", flush=True)
         os.execvp("sleep", ["sleep", "100"])
     if line.startswith("again"):
         os.execv(sys.executable, [sys.executable, "-c", os.environ["PROGRAM"]])
@@ -56,6 +56,11 @@ class Rank:
             text=True,
         )
         self.pid = self.process.pid
+        self.hear("runs")
+
+    def hear(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"{word}\n"
 
     def tell(self, word: str) -> None:
         assert self.process.stdin is not None
@@ -64,8 +69,7 @@ class Rank:
 
     def finish_step(self, step: int) -> None:
         self.tell(str(step))
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == f"{step}\n"
+        self.hear(str(step))
 
     def look(self, directory: Path) -> looking.Look:
         watched = {0: looking.Watched(pid=self.pid, step=1, still_s=9.0, stopped_s=0.0)}
@@ -107,6 +111,7 @@ def rank(page: StepPage, tmp_path: Path) -> Iterator[Rank]:
 def test_a_rank_that_has_become_another_program_is_not_ended_by_a_look(rank: Rank, tmp_path: Path) -> None:
     assert '"<string>"' in rank.look(tmp_path).stacks[0]
     rank.tell("again")
+    rank.hear("runs")  # what it is told before, the program before may read
     rank.finish_step(2)
     assert looking.ask({0: rank.pid}, str(tmp_path)).keys() == {0}
     assert '"<string>"' in rank.look(tmp_path).stacks[0]
