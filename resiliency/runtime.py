@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -215,6 +215,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
         del left[:size]
     more = f" and {len(left)} more" if left else ""
     return f"{'rank' if count == 1 else 'ranks'} {', '.join(runs) or 'none'}{more}"
+
+
+def name_hosts(hosts: Sequence[object]) -> str:
+    """``host a``, ``hosts a, b``: as `name_ranks`, of names or numbers."""
+    more = f" and {len(hosts) - _NAMED_RUNS} more" if len(hosts) > _NAMED_RUNS else ""
+    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:_NAMED_RUNS]))}{more}"
 
 
 def interface_towards(target: str) -> str:

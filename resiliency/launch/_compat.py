@@ -706,9 +706,14 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         if self.outside is not None:
             self.outside.close()
 
-    def call_store(self, function: Callable[[Any], T]) -> T:
-        """`function` of the rendezvous store, for keys that belong to no single rendezvous."""
-        return function(self._plain_store) if self.outside is None else self.outside.call(function)
+    def call_store(self, function: Callable[[Any], T], *, wait_s: float) -> T:
+        """`function` of the rendezvous store, for keys that belong to no single rendezvous.
+
+        Args:
+            wait_s: how long it waits for a store that is away.
+        """
+        with self.wait_at_most(wait_s):
+            return function(self._plain_store) if self.outside is None else self.outside.call(function)
 
     def wait_at_most(self, seconds: float) -> AbstractContextManager[None]:
         """Within, wait at most `seconds` for a store that is away."""

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from resiliency.events import EventStream, EventType, RunEvent, events_path
@@ -32,7 +33,7 @@ from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.protection import Protection
-from resiliency.launch.rendezvous.shared_lines import SharedLines
+from resiliency.launch.rendezvous.shared_lines import DEADLINE_S, SharedLines
 from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox
 from resiliency.progress import STEP_PAGE_ENV, StepPage
@@ -118,7 +119,9 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 reporter = DaemonReporter(options, page, stacks_dir=str(protection.private_dir))
             closing.callback(reporter.close)
             # What launchers say to each other, where there may be several.
-            lines = SharedLines(handler.call_store) if options.rendezvous.max_nodes > 1 else None
+            lines = None
+            if options.rendezvous.max_nodes > 1:
+                lines = SharedLines(partial(handler.call_store, wait_s=DEADLINE_S))
             hangs = HangWatch(
                 page,
                 directory=protection.private_dir,

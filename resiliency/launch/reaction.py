@@ -26,20 +26,23 @@ _C_LIBRARIES = ("libc.", "libc-", "libpthread", "libstdc++", "libgcc", "ld-linux
 _PYTHON = ("python", "libpython")
 
 
-def waits_natively(pid: int) -> bool:
+def waits_natively(pid: int) -> bool | None:
     """Whether the main thread of `pid` sleeps in native code, outside Python's interpreter.
 
-    False, too, where that cannot be seen: no right to look, another machine, a thread that runs.
+    None where that cannot be seen: no right to look, another machine, no such process.
     """
+    waits = _WAITS.get(platform.machine())
+    if waits is None:
+        return None
     try:
         with open(f"/proc/{pid}/syscall") as file:
             words = file.read().split()
-        if len(words) < 9 or int(words[0]) not in _WAITS.get(platform.machine(), ()):
+        if len(words) < 9 or int(words[0]) not in waits:
             return False
         stack = _read(pid, int(words[-2], 16))
         return _is_native(stack, _code(pid))
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def _read(pid: int, address: int) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ def dump_stacks(
         file = stacks_file(directory, pid)
         with suppress(OSError):
             size = file.stat().st_size
+            if not _handles(pid, STACK_SIGNAL):
+                continue  # another program by now, by exec or as the next process of this number
             os.kill(pid, STACK_SIGNAL)
             sizes[rank] = size
     deadline = time.monotonic() + timeout_s
@@ -54,6 +56,15 @@ def _new_text(file: Path, size: int, deadline: float) -> str:
         opened.seek(size)
         return opened.read(_MOST_CHARS).decode(errors="replace")
     return ""
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler: without one, the signal would end it."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, mask = line.partition(":")
+        if name == "SigCgt":
+            return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def _from_kernel(pid: int) -> str:

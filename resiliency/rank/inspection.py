@@ -93,7 +93,8 @@ def offer(directory: str) -> None:
         # Both open for the life of the process: faulthandler wants it, and so does a pipe that never ends.
         faulthandler.register(STACK_SIGNAL, file=stacks_file(directory, pid).open("w"), all_threads=True)
         questions = questions_file(directory, pid)
-        os.mkfifo(questions)
+        with suppress(FileExistsError):  # of the program that this process was before an exec
+            os.mkfifo(questions)
         asked = os.open(questions, os.O_RDWR | os.O_CLOEXEC)
         threading.Thread(
             target=_answer, args=(asked, directory, pid), name="resiliency-inspection", daemon=True

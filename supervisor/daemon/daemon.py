@@ -26,7 +26,7 @@ from resiliency.errors import ConfigError
 from resiliency.files import write_durably
 from resiliency.runtime import SystemClock
 from resiliency.tasks import end_tasks, wait_for
-from supervisor.daemon.host_check import check_host
+from supervisor.daemon.host_check import check_host, while_idle
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
 from supervisor.daemon.standalone import read_annotations
@@ -294,7 +294,7 @@ class HostDaemon:
         return Outcome(command=command.id, epoch=command.epoch, status=status, text=cut_text(text))
 
     async def _check(self, command: HostCommand) -> Outcome:
-        """Check this host once no launcher is there: ranks would be slowed down by it, and it by them."""
+        """Check this host while no launcher is there: ranks would be slowed down by it, and it by them."""
         changed = self._waker()
         status = OutcomeStatus.DONE
         try:
@@ -302,9 +302,12 @@ class HostDaemon:
             while not self._workers.is_idle:
                 changed.clear()
                 await wait_for(changed.wait(), max(end - time.monotonic(), 0.0))
-            found = await check_host(self._settings.state_dir)
-            self._take_findings([found.finding(f"{self._workers.host.id}/check/{command.id}")])
-            text = ": ".join(filter(None, (found.health.value, found.why)))
+            found = await while_idle(self._workers, check_host(self._settings.state_dir), changed)
+            if found is None:
+                status, text = OutcomeStatus.FAILED, "a launcher came during the check"
+            else:
+                self._take_findings([found.finding(f"{self._workers.host.id}/check/{command.id}")])
+                text = ": ".join(filter(None, (found.health.value, found.why)))
         except asyncio.TimeoutError:
             status, text = OutcomeStatus.TIMED_OUT, "a launcher was there until the deadline"
         except OSError as error:

@@ -9,14 +9,18 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from resiliency.tasks import wait_for
+from resiliency.tasks import end_tasks, wait_for
+from supervisor.daemon.workers import HostWorkers
 from supervisor.policy.diagnosis import HostHealth
 from supervisor.values import MAX_NAME_CHARS, EventType, Evidence, Finding, cut_text
+
+T = TypeVar("T")
 
 #: For all probes, and how much longer the program may take to end.
 PROBES_S, END_S = 60.0, 20.0
@@ -70,6 +74,26 @@ async def check_host(
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     return _read(said, process.returncode)
+
+
+async def while_idle(workers: HostWorkers, work: Awaitable[T], changed: asyncio.Event) -> T | None:
+    """What `work` comes to; None, and it is cancelled, where a launcher comes meanwhile.
+
+    Args:
+        changed: is set with each change of `workers`.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        while workers.is_idle:
+            if working.done():
+                return working.result()
+            changed.clear()
+            news = asyncio.ensure_future(changed.wait())
+            await asyncio.wait({working, news}, return_when=asyncio.FIRST_COMPLETED)
+            await end_tasks([news])
+        return None
+    finally:
+        await end_tasks([working])
 
 
 def _read(said: bytes, exit_code: int | None) -> HostCheck:

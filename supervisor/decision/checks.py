@@ -7,6 +7,8 @@ the host may be used again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from supervisor.decision.commands import send_command
 from supervisor.decision.membership import is_held
 from supervisor.decision.state import Checked
@@ -21,8 +23,8 @@ _AT_ONCE = 2
 _CHECK_S = 300.0
 
 
-def send_checks(turn: Turn) -> None:
-    """Have hosts check themselves whose check is due."""
+def send_checks(turn: Turn, news: Iterable[HostInfo]) -> None:
+    """Have hosts check themselves whose check is due: those that are blamed, and spares among the `news`."""
     state = turn.state
     under_way = [
         flight.command.host
@@ -30,14 +32,20 @@ def send_checks(turn: Turn) -> None:
         if flight.command.kind is CommandKind.CHECK_HOST
     ]
     room = _AT_ONCE - len(under_way)
-    if room <= 0 or not (turn.limits.spare_check_s or state.verdicts):
+    if room <= 0:
         return
+    blamed = (state.hosts.get(subject.removeprefix("host:")) for subject in state.verdicts)
+    hosts = {host.id: host for host in blamed if host is not None}
+    if turn.limits.spare_check_s:
+        hosts.update((host.id, host) for host in news)
     due = [
-        host for host in state.hosts.values() if host.id not in under_way and _reason(turn, host) is not None
+        (host, evidence)
+        for host in hosts.values()
+        if host.id not in under_way and (evidence := _reason(turn, host)) is not None
     ]
-    for host in due[:room]:
+    for host, evidence in due[:room]:
         known = state.checks.get(host.id)
-        asked = Checked(at=turn.now, evidence=_reason(turn, host) or (), health=known.health if known else "")
+        asked = Checked(at=turn.now, evidence=evidence, health=known.health if known else "")
         turn.put("checks", host.id, asked)
         send_command(turn, CommandKind.CHECK_HOST, host=host.id, deadline_s=_CHECK_S, why="because it is due")
 

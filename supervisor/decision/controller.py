@@ -10,7 +10,7 @@ policy again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from supervisor.decision.checks import send_checks, take_check
@@ -231,7 +231,7 @@ class BaseController:
                 self._look_at(subject)
             forget_replaced(turn)
             if not isinstance(given, Progress):
-                send_checks(turn)
+                send_checks(turn, self._news(given))
             if given is None:
                 forget_gone(turn)
             return turn.decision()
@@ -382,6 +382,13 @@ class BaseController:
         self._ask_policy(subject)
         if subject.startswith("host:"):
             turn.put("incidents", subject, None)  # no job waits for it
+
+    def _news(self, given: Input) -> Iterable[HostInfo]:
+        """Hosts of which something may have changed: all with time, which alone may take a look at each."""
+        hosts = self._turn.state.hosts
+        if isinstance(given, HostInfo):
+            return [hosts[given.id]] if given.id in hosts else []
+        return hosts.values() if given is None else []
 
     def _has_reports(self, subject: str) -> bool:
         """Whether anything is left to decide upon without diagnoses that the caps have overtaken."""

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from supervisor.decision import checks
 from supervisor.decision.controller import BaseController
 from supervisor.decision.guards import View
-from supervisor.values import CommandKind, DeviceState, Event, EventType, Evidence, OutcomeStatus
+from supervisor.decision.turn import Turn
+from supervisor.values import CommandKind, DeviceState, Event, EventType, Evidence, HostInfo, OutcomeStatus
 from tests.supervisor.controllers import LIMITS, Controller, _host, diagnosed
 
 SWAP, CHECK, UNCORDON = CommandKind.HOT_SWAP, CommandKind.CHECK_HOST, CommandKind.UNCORDON_HOST
@@ -156,14 +158,14 @@ def careful() -> Callable[..., BaseController]:
 
 def test_where_it_is_asked_spares_check_themselves_before_they_are_any_and_again_two_at_a_time() -> None:
     fleet = Controller(policy=careful(), spares=3)
-    checks = [one for one in fleet.sent if one.kind is CHECK]
-    assert [one.host for one in checks] == ["s0", "s1"]
+    asked = [one for one in fleet.sent if one.kind is CHECK]
+    assert [one.host for one in asked] == ["s0", "s1"]
     assert usable(fleet) == set()
     fleet.give(checked(fleet, "s0", "faulty", text="core 3 has another result"))
     fleet.give(checked(fleet, "s1", "undecided"))
     fleet.end()
-    assert fleet.sent[-1].host == "s2"
     fleet.wait(LIMITS.coalesce_s)
+    assert fleet.sent[-1].host == "s2"
     assert usable(fleet) == {"s1"}
     assert (CORDON, "s0") in [(one.kind, one.host) for one in fleet.sent]
     fleet.end()
@@ -177,3 +179,19 @@ def test_by_default_no_spare_is_checked() -> None:
     fleet = Controller(spares=3)
     fleet.wait(7200.0)
     assert fleet.sent == []
+
+
+def test_news_of_one_host_is_no_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blamed host stays in the state for days, and a fleet has twenty thousand hosts with news."""
+    fleet = swapped()
+    looked = []
+    reason = checks._reason
+
+    def look(turn: Turn, host: HostInfo) -> tuple[str, ...] | None:
+        looked.append(host.id)
+        return reason(turn, host)
+
+    fleet.end()
+    monkeypatch.setattr(checks, "_reason", look)
+    fleet.give(_host("h2", "train", DeviceState.RUNNING))
+    assert looked == ["h1"]

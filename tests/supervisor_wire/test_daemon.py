@@ -20,7 +20,7 @@ from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ConfigError
 from resiliency.testing import ManualClock
 from supervisor.daemon.daemon import _load_fence
-from supervisor.daemon.host_check import check_host
+from supervisor.daemon.host_check import check_host, while_idle
 from supervisor.daemon.workers import ENDED_S, GONE_S, HostWorkers, Reporter
 from supervisor.plain import InvalidValue
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
@@ -391,6 +391,28 @@ def test_a_host_checks_itself_when_its_launcher_has_ended_and_its_sensor_hears_h
                 assert done.status is OutcomeStatus.DONE
                 assert done.text.startswith(found.evidence.cause)
                 assert (found.evidence.witness, found.evidence.id[-9:]) == ("check", "/check/c1")
+
+    run(work())
+
+
+def test_a_check_ends_without_a_word_when_a_launcher_comes(tmp_path: Path) -> None:
+    """Its probes would take the memory that the ranks need, and the ranks' load would look like a fault."""
+    began = tmp_path / "began"
+    program = f"import os, time; os.symlink(str(os.getpid()), {str(began)!r}); time.sleep({2 * WAIT_S})"
+
+    async def work() -> None:
+        workers, changed = table(), asyncio.Event()
+        checking = asyncio.create_task(
+            while_idle(workers, check_host(tmp_path, ("-c", program), needs="json"), changed)
+        )
+        await asyncio.to_thread(wait_until, began.is_symlink, "the check has not begun")
+        changed.set()
+        await asyncio.sleep(0)
+        assert not checking.done()
+        workers.join("k1", "launcher", WorkloadInfo(workload="job"))
+        changed.set()
+        assert await asyncio.wait_for(checking, WAIT_S) is None
+        assert not Path("/proc", began.readlink()).exists()
 
     run(work())
 

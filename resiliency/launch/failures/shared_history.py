@@ -80,7 +80,7 @@ class SharedHistory:
 
     def _of_all(self, run: str) -> list[Diagnosis]:
         found = []
-        for line in self._lines.read(_key(run)) if self._lines is not None else ():
+        for line in (self._lines.read(_key(run)) if self._lines is not None else None) or ():
             try:
                 found.append(decode_diagnosis(line))
             except (ValueError, TypeError, KeyError):

@@ -52,13 +52,14 @@ def activity(pid: int) -> Activity:
         if not fields:
             continue  # it has ended
         cpu_s += (int(fields[_USER]) + int(fields[_SYSTEM])) * _TICK_S
-        disk = disk or fields[_STATE] == "D"
         try:
             for line in Path(f"/proc/{one}/io").read_text().splitlines():
                 name, _, value = line.partition(": ")
                 if name in ("rchar", "wchar"):
                     io_bytes += int(value)
             for task in os.listdir(f"/proc/{one}/task"):
+                # A thread may read for the main one, which then only waits for it.
+                disk = disk or stat_fields(f"{one}/task/{task}")[:1] == ["D"]
                 children = Path(f"/proc/{one}/task/{task}/children").read_text().split()
                 left += [int(child) for child in children if int(child) not in pids]
         except (

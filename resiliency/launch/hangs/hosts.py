@@ -10,7 +10,8 @@ compared as they are at about one moment, without a common clock:
                               <-  {"node": 3, "views": [...], "stacks": [...]}
     {"found": ..., "end": []} ->  a line in each launcher's log; the ranks in `end` are ended by their hosts
 
-A host that cannot tell that it began to look before the others had ended answers `late`, and is asked again.
+A host believes what is found of an answer of its own, and no other: it may read it late.  A host that cannot
+tell that it began to look before the others had ended answers `late`, and is asked again.
 """
 
 from __future__ import annotations
@@ -80,12 +81,16 @@ class HostBoard:
         self._key = f"resiliency/hangs/{job.run}/{job.attempt}"
         self._read = 0
         self._question = 0
+        #: The last question that this host has answered.
+        self._answered = 0
         #: When this host last saw that nothing new was asked.
         self._read_at = -float("inf")
 
     # ----------------------------------------------------------------------------------------- the first host
 
     def ask(self) -> None:
+        if self._question:
+            self._lines.drop(f"{self._key}/{self._question}")  # answers that came after its deadline
         self._question += 1
         self._lines.add(self._key, json.dumps({"question": self._question}))
 
@@ -98,23 +103,25 @@ class HostBoard:
         key = f"{self._key}/{self._question}"
         deadline = time.monotonic() + ANSWERS_S
         answers: dict[int, HostAnswer] = {}
+        read = 0
         while len(answers) < self._job.hosts - 1 and time.monotonic() < deadline:
             if wait(_POLL_S):
                 return None
-            for line in self._lines.read(key):
+            lines = self._lines.read(key) or []
+            for line in lines[read:]:
                 try:
                     answer = decode_answer(line)
                 except (ValueError, TypeError, KeyError):
                     logger.debug("an answer of another release: %s", line[:80])
                 else:
                     answers[answer.node] = answer
+            read = max(read, len(lines))
         self._lines.drop(key)
         return list(answers.values())
 
     def tell(self, finding: SaidFinding) -> None:
-        self._lines.add(
-            self._key, json.dumps({"found": finding.sentence, "accused": finding.accused, "end": finding.end})
-        )
+        said = {"found": finding.sentence, "accused": finding.accused, "end": finding.end}
+        self._lines.add(self._key, json.dumps({**said, "of": self._question}))
 
     # --------------------------------------------------------------------------------------------- the others
 
@@ -124,14 +131,16 @@ class HostBoard:
         late: bool | None = None
         found = []
         lines = self._lines.read(self._key)
+        if lines is None:
+            return None, []
         if len(lines) < self._read:
-            return None, []  # the store did not answer
+            self._read = 0  # the store has lost what was in it: all of this is new
         for line in lines[self._read :]:
             said = json.loads(line)
             if "question" in said:
                 self._question = int(said["question"])
                 late = now - self._read_at > LATE_S
-            else:
+            elif said.get("of") == self._answered:
                 accused, end = tuple(said["accused"]), tuple(said["end"])
                 found.append(SaidFinding(sentence=str(said["found"]), accused=accused, end=end))
         self._read, self._read_at = len(lines), now
@@ -140,6 +149,7 @@ class HostBoard:
     def answer(self, look: Look, *, late: bool, moved: bool) -> None:
         answer = HostAnswer(node=self._job.node, late=late, moved=moved, look=look)
         self._lines.add(f"{self._key}/{self._question}", encode_answer(answer))
+        self._answered = self._question
 
 
 def encode_answer(answer: HostAnswer) -> str:

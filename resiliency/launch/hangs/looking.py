@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +23,8 @@ WINDOW_S = 1.0
 ANSWER_S = 1.0
 _POLL_S = 0.02
 _STACK_LINES = 30
+#: Two threads of a launcher ask, and a rank has one answer.
+_asking = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +66,12 @@ def look(
     for rank, seen in ranks.items():
         frames = main_thread(stacks.get(rank, ""))
         phase = phase_of(frames)
-        idle = None
+        idle, waits = None, None
         if rank in running:
             idle = before[rank].is_idle_until(after[rank], seconds)
+            waits = phase.is_collective or waits_natively(seen.pid)
+            if waits is None:  # the kernel of a hardened host shows input and output, and no system call
+                idle = None
             if begun_before.get(rank) != begun.get(rank):
                 idle = False
         views.append(
@@ -77,7 +83,7 @@ def look(
                 stopped_s=seen.stopped_s,
                 phase=phase if seen.step is not None or phase.is_collective else RankPhase.STARTING,
                 frame=telling_frame(frames),
-                waits=rank in running and (phase.is_collective or waits_natively(seen.pid)),
+                waits=bool(waits),
                 idle=idle,
                 groups=begun.get(rank, ()),
             )
@@ -91,6 +97,11 @@ def _groups(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupSta
 
 def ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
     """What those of the processes say that answer in time."""
+    with _asking:
+        return _ask(pids, directory)
+
+
+def _ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
     asked = {}
     for rank, pid in pids.items():
         answer = answer_file(directory, pid)

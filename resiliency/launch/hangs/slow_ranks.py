@@ -134,15 +134,19 @@ class SlowRanks:
         job = compared.job
         _add(compared, job.node, compared.windows.get(job.node, 0) + 1, mine)
         if self._lines is not None and job.hosts > 1:
-            key = f"resiliency/own-times/{job.run}/{job.attempt}"
+            # Without the attempt: the store keeps what is in it, for weeks of attempts.
+            key = f"resiliency/own-times/{job.run}"
             if job.node > 0:
-                said = {"window": compared.windows[job.node], "ranks": [asdict(one) for one in mine]}
+                window = compared.windows[job.node]
+                said = {"attempt": job.attempt, "window": window, "ranks": [asdict(one) for one in mine]}
                 self._lines.put(f"{key}/{job.node}", json.dumps(said, separators=(",", ":")))
                 return
             keys = [f"{key}/{node}" for node in range(1, job.hosts)]
             for node, text in enumerate(self._lines.read_each(keys), 1):
                 with suppress(ValueError, TypeError, KeyError):  # nothing yet, or of another release
                     said = json.loads(text)
+                    if said["attempt"] != job.attempt:
+                        continue
                     ranks = [OwnTime(**one | {"groups": tuple(one["groups"])}) for one in said["ranks"]]
                     _add(compared, node, int(said["window"]), ranks)
         self._tell(compared, find_stragglers(compared.history))

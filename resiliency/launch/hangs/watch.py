@@ -63,6 +63,10 @@ class _Attempt:
     #: When the ranks are inspected next, as seconds of standing still.
     next_look_s: float = 0.0
     finding: HangFinding | None = None
+    #: Last finished steps when this host answered the first one.
+    answered: dict[int, int | None] = field(default_factory=dict)
+    #: Ranks of this host that the supervisor was told to be to blame.
+    accused: tuple[int, ...] = ()
     #: With several hosts.
     board: HostBoard | None = None
 
@@ -144,15 +148,22 @@ class HangWatch:
         """Answer the first host, and do what it says."""
         assert attempt.board is not None
         late, findings = attempt.board.read()
-        if late is not None and (seen := self._look(attempt, over)) is not None:
-            found, moved = seen
-            attempt.board.answer(found, late=late, moved=moved)
-            attempt.next_look_s = 2 * self._longest_still_s(attempt, time.monotonic()) + _ALONE_S
         for finding in findings:
+            self._sample(attempt, time.monotonic())
+            # One that has ended since then may be the one that is to blame: others have yet to hear why.
+            if not _steps(attempt).items() <= attempt.answered.items():
+                break
             if not finding.end:
                 logger.warning("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
                 self._report(attempt, finding)
             self._end(attempt, finding, over)
+        if late is None:
+            return
+        attempt.answered = _steps(attempt)
+        if (seen := self._look(attempt, over)) is not None:
+            found, moved = seen
+            attempt.board.answer(found, late=late, moved=moved)
+            attempt.next_look_s = 2 * self._longest_still_s(attempt, time.monotonic()) + _ALONE_S
 
     def _sample(self, attempt: _Attempt, now: float) -> None:
         gone = [number for number, rank in attempt.ranks.items() if has_ended(rank.pid)]
@@ -194,12 +205,14 @@ class HangWatch:
             )
             for number, rank in attempt.ranks.items()
         }
+        before = _steps(attempt)
         found = look(watched, str(self._directory), self._host, over.wait)
-        if found is None:
-            return None
-        before = {number: rank.count for number, rank in attempt.ranks.items()}
+        return None if found is None else (found, not self._stands_at(before, attempt))
+
+    def _stands_at(self, steps: Mapping[int, int | None], attempt: _Attempt) -> bool:
+        """Whether no rank of this host has finished a step or ended since then."""
         self._sample(attempt, time.monotonic())
-        return found, before != {number: rank.count for number, rank in attempt.ranks.items()}
+        return steps == _steps(attempt)
 
     def _look_everywhere(
         self, attempt: _Attempt, over: threading.Event
@@ -211,6 +224,9 @@ class HangWatch:
             others = [node for node in range(job.hosts) if node != job.node]
             return (*seen, others) if seen is not None else None
         for question in range(_QUESTIONS):
+            # Hosts that have just answered look for the next question first, and so know when it came.
+            if question and over.wait(2 * _LOOK_EVERY_S):
+                break
             board.ask()
             mine = self._look(attempt, over)
             answers = board.gather(over.wait) if mine is not None else None
@@ -225,8 +241,9 @@ class HangWatch:
 
     def _inspect(self, attempt: _Attempt, over: threading.Event, still_s: float) -> None:
         attempt.next_look_s = 1.2 * still_s + _LOOK_EVERY_S  # it may just have begun, or go on
+        before = _steps(attempt)
         seen = self._look_everywhere(attempt, over)
-        if seen is None or seen[1]:
+        if seen is None or seen[1] or not self._stands_at(before, attempt):
             return
         found, _, silent = seen
         finding = explain_hang(found.views, self._times.look_s, silent=silent)
@@ -272,9 +289,10 @@ class HangWatch:
         )
 
     def _report(self, attempt: _Attempt, finding: SaidFinding) -> None:
-        """To the supervisor, each host of its own ranks."""
+        """To the supervisor, each host of its own ranks; of none any more where it was of some before."""
         accused = tuple(rank for rank in finding.accused if rank in attempt.ranks)
-        if accused:
+        before, attempt.accused = attempt.accused, accused
+        if accused or before:
             self._reporter.report_diagnosis(
                 Diagnosis(
                     attempt=attempt.job.attempt,
@@ -295,3 +313,7 @@ class HangWatch:
                 hang_note(self._directory, rank.pid).write_text(finding.sentence)
                 with suppress(OSError):
                     os.kill(rank.pid, signal.SIGKILL)
+
+
+def _steps(attempt: _Attempt) -> dict[int, int | None]:
+    return {number: rank.count for number, rank in attempt.ranks.items()}

@@ -16,7 +16,7 @@ from enum import Enum
 
 from resiliency.launch.health.phases import RankPhase
 from resiliency.rank.inspection import GroupState
-from resiliency.runtime import name_ranks
+from resiliency.runtime import name_hosts, name_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,7 @@ def explain_hang(
     finding = _explain(views, after_s)
     if finding is None or not silent:
         return finding
-    one = len(silent) == 1
-    hosts = f"{'host' if one else 'hosts'} {', '.join(map(str, silent))}"
-    sentence = f"{finding.sentence}; {hosts} of the job did not answer"
+    sentence = f"{finding.sentence}; {name_hosts(silent)} of the job did not answer"
     return replace(finding, silent=tuple(silent), sentence=sentence)
 
 
@@ -166,7 +164,7 @@ def _sentence(kind: HangKind, named: Sequence[RankView], hosts: Sequence[str], w
     one = len(named) == 1
     if kind is HangKind.TOGETHER:
         return f"no rank is behind: {_phases(named)}"
-    where = f"{ranks} (host {', '.join(hosts)})"
+    where = f"{ranks} ({name_hosts(hosts)})"
     wait = f"; {name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}" if waiting else ""
     first = named[0]
     place = f"in {first.phase.value}" + (f": {first.frame}" if first.frame else "")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
 
-from resiliency.runtime import name_ranks
+from resiliency.runtime import name_hosts, name_ranks
 
 #: Numbers of windows over which shares are compared: the first ones show what is very slow.
 SPANS = (3, 6, 12, 24)
@@ -24,6 +24,9 @@ SPANS = (3, 6, 12, 24)
 LEAST = 1.15
 #: Chance of naming a rank that is not slow, for each decision.
 _CHANCE = 1e-7
+#: Ranks whose steps take so many times as long as those of others do not move in step with them.  Steps are
+#: whole, and windows have few of long ones.
+_IN_STEP = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,12 @@ class OwnTime:
         return 1.0 - self.waiting / self.samples
 
     @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+    @property
     def own_step_s(self) -> float:
-        return self.own * self.seconds / self.steps
+        return self.own * self.step_s
 
 
 class Delay(Enum):
@@ -92,8 +99,13 @@ def find_stragglers(history: Mapping[int, Sequence[OwnTime]]) -> StragglerFindin
             break
         sums = {rank: _sum(reported) for rank, reported in windows.items()}
         groups = _own_by_group(sums.values())
+        steps_s = sorted(one.step_s for one in sums.values())
         few = min(one.samples for one in sums.values())
-        slow |= {rank for rank, one in sums.items() if _is_slow(one, groups, few, windows[rank])}
+        slow |= {
+            rank
+            for rank, one in sums.items()
+            if _is_in_step(one, steps_s) and _is_slow(one, groups, few, windows[rank])
+        }
     slow &= set(sums)
     if not slow or 2 * len(slow) > len(sums):
         return None
@@ -107,6 +119,12 @@ def _own_by_group(sums: Iterable[OwnTime]) -> dict[str, list[float]]:
         for group in ("", *one.groups):
             groups.setdefault(group, []).append(one.own)
     return {group: sorted(shares) for group, shares in groups.items()}
+
+
+def _is_in_step(mine: OwnTime, steps_s: Sequence[float]) -> bool:
+    """Whether the others can be waiting for it: a trainer that many actors work for has steps of its own."""
+    usual = _median_of_others(steps_s, mine.step_s)
+    return usual / _IN_STEP <= mine.step_s <= usual * _IN_STEP
 
 
 def _is_slow(mine: OwnTime, groups: Mapping[str, list[float]], few: int, windows: Sequence[OwnTime]) -> bool:
@@ -141,14 +159,14 @@ def _finding(slow: Sequence[OwnTime], others: Sequence[OwnTime]) -> StragglerFin
     ranks = tuple(one.rank for one in slow)
     hosts = tuple(dict.fromkeys(one.host for one in slow))
     own_s, usual_s = median(one.own_step_s for one in slow), median(one.own_step_s for one in others)
-    step_s = median(one.seconds / one.steps for one in slow)
+    step_s = median(one.step_s for one in slow)
     more = {delay: _share(delay, slow) - _share(delay, others) for delay in Delay if delay is not Delay.HOST}
     most = max(more, key=lambda delay: more[delay])
     extra = median(one.own for one in slow) - median(one.own for one in others)
     delay = most if more[most] > extra / 2 else Delay.HOST
     verb, whose = ("is", "its") if len(slow) == 1 else ("are", "their")
     sentence = (
-        f"{name_ranks(ranks)} (host {', '.join(hosts)}) {verb} slow: {1000 * own_s:.0f} ms of each step of "
+        f"{name_ranks(ranks)} ({name_hosts(hosts)}) {verb} slow: {1000 * own_s:.0f} ms of each step of "
         f"{1000 * step_s:.0f} ms are {whose} own, where others have {1000 * usual_s:.0f} ms; "
         f"the difference is {delay.value.replace('its', whose)}"
     )

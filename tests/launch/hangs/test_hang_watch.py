@@ -125,8 +125,26 @@ def test_hosts_answer_what_they_see_and_one_that_did_not_listen_says_that_it_may
     first.ask()  # third listened to the question before
     said = SaidFinding(sentence="rank 5 hangs", end=(5,))
     first.tell(said)
-    assert third.read() == (False, [said])
+    assert third.read() == (False, [])  # what is found of others' answers is no word on its ranks
+    third.answer(seen, late=False, moved=False)
+    first.tell(said)
+    assert third.read() == (None, [said])
     assert third.read() == (None, [])
+
+    store.delete_key("resiliency/hangs/r/1")  # another process serves the store, with nothing in it
+    assert third.read() == (None, [])
+    first.ask()
+    assert third.read() == (False, [])
+
+
+def test_texts_of_many_hosts_are_read_at_once_and_one_that_is_not_there_is_empty() -> None:
+    store = dist.HashStore()
+    lines = SharedLines(lambda function: function(store))
+    lines.put("0", "zero")
+    lines.put("2", "two")
+    assert lines.read_each(["0", "1", "2"]) == ["zero", "", "two"]
+    lines.put("1", "one")
+    assert lines.read_each(["0", "1", "2"]) == ["zero", "one", "two"]
 
 
 def test_hosts_that_did_not_answer_are_named() -> None:
@@ -134,3 +152,12 @@ def test_hosts_that_did_not_answer_are_named() -> None:
     assert finding is not None
     assert finding.silent == (1, 2)
     assert finding.sentence.endswith("; hosts 1, 2 of the job did not answer")
+
+
+def test_a_sentence_about_a_thousand_hosts_can_be_read() -> None:
+    views = [RankView(rank=2 * one, host=f"h{one}", step=1, still_s=9.0, stopped_s=9.0) for one in range(500)]
+    finding = explain_hang([*views, RankView(rank=1, host="h", step=1, still_s=9.0)], 5.0, silent=range(500))
+    assert finding is not None
+    assert len(finding.hosts) == 500
+    assert len(finding.sentence) < 400
+    assert "(hosts h0, h1, h2, h3, h4, h5, h6, h7 and 492 more) have been stopped" in finding.sentence

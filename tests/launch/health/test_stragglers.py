@@ -83,6 +83,16 @@ def test_ranks_with_another_part_of_the_model_are_not_slow() -> None:
     assert find_stragglers(first) is None
 
 
+@pytest.mark.parametrize("times", [0.25, 4.0])
+def test_a_rank_that_has_steps_of_its_own_holds_nobody_up(times: float) -> None:
+    """A trainer works all the time, while many actors sleep until they are answered."""
+    draw = random.Random(5)  # noqa: S311 (as above)
+    history = windows(draw, [0.2] + [0.05] * 7, 12, data_s={})
+    assert find_stragglers(history) is not None
+    history[0] = [OwnTime(**vars(one) | {"steps": round(times * one.steps)}) for one in history[0]]
+    assert find_stragglers(history) is None
+
+
 @pytest.mark.parametrize(
     ("more", "delay"),
     [
