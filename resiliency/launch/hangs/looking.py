@@ -20,7 +20,7 @@ from resiliency.rank.inspection import ASK, GroupState, RankAnswer, answer_file,
 #: For this long a rank has to have done nothing to count as idle.
 WINDOW_S = 1.0
 #: Ranks that can answer do so within milliseconds, also on a busy host within this.
-ANSWER_S = 1.0
+ANSWER_S = 2.0
 _POLL_S = 0.02
 _STACK_LINES = 30
 #: Two threads of a launcher ask, and a rank has one answer.
