@@ -36,6 +36,8 @@ COMMANDS = {
     "data_samplers": ("python3 benchmark/data_samplers.py", ["benchmark/data_samplers.py"]),
     "every_step": ("python3 benchmark/every_step.py", ["benchmark/every_step.py"]),
     "first_saves": ("python3 benchmark/first_saves.py", ["benchmark/first_saves.py"]),
+    "health_campaign": ("python3 benchmark/health_campaign.py", ["benchmark/health_campaign.py"]),
+    "health_cost": ("python3 benchmark/health_cost.py", ["benchmark/health_cost.py"]),
     "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),
     "scale": ("python3 benchmark/scale.py", ["benchmark/scale.py"]),
     "supervisor_numbers": (

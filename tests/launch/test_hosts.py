@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -170,13 +171,16 @@ def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
 def test_a_launcher_that_waits_takes_the_place_of_one_that_ended_with_the_imports_of_the_others(
     launch: Launch, tmp_path: Path
 ) -> None:
-    place = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=pair", "--local-addr=127.0.0.1"]
+    port = free_port()
+    place = [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair", "--local-addr=127.0.0.1"]
 
     def begin(index: int, **options: Any) -> Command:
         words = [f"{SLOW},join_timeout=60", "--nnodes=2", *place, WORKER, "wait"]
         return launch(*words, run_dir=tmp_path / f"run{index}", **options)
 
-    hosts = [begin(0), begin(1)]
+    first = begin(0)
+    wait_until(lambda: listens(port), "nothing serves the store", timeout=WAIT)
+    hosts = [first, begin(1)]  # not at once: the one that is killed must not be the one that serves it
     together(*hosts)
     waiting = begin(2, cold=True, PET_STANDBY="auto", RESILIENCY_CACHE_DIR=str(tmp_path / "cache"))
     waiting.wait_for_line("meeting other hosts", timeout=WAIT)
@@ -186,6 +190,11 @@ def test_a_launcher_that_waits_takes_the_place_of_one_that_ended_with_the_import
     assert together(hosts[0], waiting) == (1, [0, 1])
     (joined,) = starts(tmp_path / "run2", 1)
     assert joined.fields["forked"] == 1, waiting.output
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def keep_imports(cache: Path) -> None:

@@ -9,6 +9,7 @@ rank loaded.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -268,10 +269,11 @@ def saved(rank: int, layout: Layout, directory: Path, name: str) -> list[Part]:
             handle = checkpoints.save(STEP, state)
             trained.train(2)
             assert differing(parts_of(trained.sharded_state()), expected)
-            assert next((s.step, s.tier.value) for s in checkpoints.take_inventory().sources()) == (
-                STEP,
-                "memory",
-            )
+            until = time.monotonic() + SOON.total_seconds()
+            # The agent hears of a capture a moment after it, or when it has started.
+            while not (sources := checkpoints.take_inventory().sources()):
+                assert time.monotonic() < until
+            assert (sources[0].step, sources[0].tier.value) == (STEP, "memory")
             state = restore(trained, checkpoints, "memory")
             compare(trained, state, expected)
             assert torch.equal(state["random"]["torch"], draws)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from supervisor.policy.caps import refuse_cordon
 from supervisor.policy.verdict import Verdict
 from supervisor.simulation import __main__ as program
 from supervisor.simulation import plane
-from supervisor.simulation.faults import KINDS, NAME_AGAIN, SimFault
+from supervisor.simulation.faults import KINDS, NAME_AGAIN, SimFault, draw_diagnoses
 from supervisor.simulation.fleet import SimOrchestrator
 from supervisor.simulation.loop import Loop
 from supervisor.simulation.run import (
@@ -333,6 +334,7 @@ def test_a_seed_is_one_history() -> None:
 
 def test_every_kind_of_fault_is_drawn_and_can_stand_alone() -> None:
     drawn = {fault.kind for seed in range(300) for fault in scenario(seed, 12).faults}
+    drawn |= {fault.kind for fault in draw_diagnoses(Random(0), 12, 100.0)}  # noqa: S311 (a seeded history)
     assert drawn == set(KINDS)
     for kind in KINDS:
         fault = SimFault(at=30.0, kind=kind, seconds=20.0, code=79 if kind == "xid" else 1)
