@@ -155,8 +155,12 @@ class CutExchange(Exchange):
 def findings_of(
     hosts: int, monkeypatch: pytest.MonkeyPatch, *, deaf: Sequence[int] = (), cut: str = "none"
 ) -> links.LinkFindings:
-    """Real messages over loopback; a deaf host reaches no other one."""
+    """Real messages over loopback; a deaf host reaches no other one.
+
+    How fast they are is chance on a busy machine, and no reason here: slow links are tested by values.
+    """
     monkeypatch.setattr(links, "_MESSAGE_BYTES", 1 << 18)
+    monkeypatch.setattr(links, "_SLOW_SHARE", 0.0)
     names, store = [f"h{rank}" for rank in range(hosts)], MemoryStore()
 
     def run(rank: int) -> links.LinkFindings:
