@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from resiliency.launch.health.causes import Advice, Cause, Confidence
+from resiliency.launch.health.scores import HostHealth
 from supervisor.plain import InvalidValue, from_plain, to_plain
-from supervisor.policy.diagnosis import Advice, Confidence, DiagnosisCause, HostHealth, is_against_host
+from supervisor.policy.diagnosis import is_against_host
 
 #: Longest name, id or address; a DNS name has at most 253 characters.
 MAX_NAME_CHARS = 253
@@ -219,7 +221,7 @@ def check_diagnosis(value: object, kind: EventType, evidence: Evidence) -> None:
     """The words of a diagnosis are known ones, so that no decision rests on one that nobody understands."""
     words: tuple[tuple[str, type[Enum]], ...] = ()
     if kind is EventType.DIAGNOSIS:
-        words = (("cause", DiagnosisCause), ("advice", Advice), ("confidence", Confidence))
+        words = (("cause", Cause), ("advice", Advice), ("confidence", Confidence))
     elif kind is EventType.NODE_CHECK and evidence.cause:
         words = (("cause", HostHealth),)
     for field, known in words:
@@ -493,8 +495,9 @@ class Evidence(Value):
         device: the GPU, as the driver names it; empty where no GPU is meant.
         advice: the driver's own recovery action where it gives one (NVML, Xid 154), see `policy.xid`; of a
             diagnosis what the launcher advises.
-        cause, confidence: of a diagnosis, in the words of `policy.diagnosis`; empty elsewhere.  A node check
-            that was asked for says as its cause how the host is, and as its device which GPUs it has tried.
+        cause, confidence: of a diagnosis, in the words of `resiliency.launch.health`; else empty.  A node
+            check that was asked for says as its cause how the host is, and as its device which GPUs it has
+            tried.
     """
 
     id: str
@@ -699,7 +702,7 @@ class Event(Value):
     def asks_for_another_host(self) -> bool:
         """Whether it is a diagnosis by which its host is to be replaced."""
         return self.type is EventType.DIAGNOSIS and any(
-            is_against_host(DiagnosisCause(found.cause), Advice(found.advice), Confidence(found.confidence))
+            is_against_host(Cause(found.cause), Advice(found.advice), Confidence(found.confidence))
             for found in self.evidence
         )
 

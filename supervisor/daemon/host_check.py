@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from resiliency.launch.health.scores import HostHealth
 from resiliency.tasks import end_tasks, wait_for
 from supervisor.daemon.workers import HostWorkers
-from supervisor.policy.diagnosis import HostHealth
 from supervisor.values import MAX_NAME_CHARS, EventType, Evidence, Finding, cut_text
 
 T = TypeVar("T")

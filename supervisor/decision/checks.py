@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from resiliency.launch.health.causes import Cause
+from resiliency.launch.health.scores import HostHealth
 from supervisor.decision.commands import send_command
 from supervisor.decision.membership import is_held
 from supervisor.decision.state import Checked
 from supervisor.decision.turn import Turn
 from supervisor.decision.verdicts import condemn, forgive
-from supervisor.policy.diagnosis import DiagnosisCause, HostHealth
+from supervisor.policy.diagnosis import OF_GPU
 from supervisor.values import CommandKind, DeviceState, Event, EventType, Evidence, HostInfo
 
 #: At once: each holds one of the places that the actuator has for commands.
@@ -107,7 +109,7 @@ def _why_suspect(turn: Turn, host: HostInfo, health: HostHealth, found: Evidence
         return f"its check says {health.value}"
     row = turn.state.diagnoses.get(host.id)
     tried = len(found.device.split(",")) if found.device else 0
-    blamed = row is None or DiagnosisCause(row.event.evidence[0].cause).is_of_gpu
+    blamed = row is None or Cause(row.event.evidence[0].cause) in OF_GPU
     if blamed and tried < host.workers_per_host:
         return f"its check has tried {tried} GPUs of {host.workers_per_host}"
     return ""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from resiliency.launch.health.causes import Cause
 from supervisor.decision.state import Diagnosed, State
 from supervisor.decision.turn import Turn
-from supervisor.policy.diagnosis import DiagnosisCause
+from supervisor.policy.diagnosis import ECHOES
 from supervisor.values import Event, cut_text
 
 
@@ -48,7 +49,7 @@ def name_culprits(turn: Turn, event: Event) -> Event:
         for row in turn.state.diagnoses.values()
         if row.event.workload == event.workload
         and row.event.attempt == event.attempt
-        and row.event.evidence[0].cause == DiagnosisCause.HANG.value
+        and row.event.evidence[0].cause == Cause.HANG.value
         and row.event.ranks
         and (mark is None or row.at > mark.at)
     ]
@@ -72,7 +73,7 @@ def gravest_diagnosis(state: State, workload: str) -> Diagnosed | None:
     newest = max((row.event.attempt for row in rows), default=0)
     return min(
         (row for row in rows if row.event.attempt == newest),
-        key=lambda row: (DiagnosisCause(row.event.evidence[0].cause).is_echo, row.at),
+        key=lambda row: (Cause(row.event.evidence[0].cause) in ECHOES, row.at),
         default=None,
     )
 

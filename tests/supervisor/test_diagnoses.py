@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from resiliency.launch.health.causes import Cause
 from supervisor.parts.journal import Journal
 from supervisor.parts.status import Surroundings, make_status
-from supervisor.policy.diagnosis import DiagnosisCause
 from supervisor.simulation.faults import draw_diagnoses
 from supervisor.simulation.run import Scenario, run
 from supervisor.values import (
@@ -44,7 +44,7 @@ def status(fleet: Controller) -> Status:
 
 
 def test_a_host_is_replaced_on_advice_that_is_no_guess_and_no_echo() -> None:
-    rows = itertools.product(DiagnosisCause, ("high", "medium", "low"), ("restart", "replace_host", "stop"))
+    rows = itertools.product(Cause, ("high", "medium", "low"), ("restart", "replace_host", "stop"))
     for cause, confidence, advice in rows:
         fleet = Controller(max_in_job_restarts=2)
         fleet.give(diagnosed(fleet, cause=cause.value, confidence=confidence, advice=advice))
