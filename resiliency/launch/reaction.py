@@ -39,23 +39,16 @@ def waits_natively(pid: int) -> bool | None:
             words = file.read().split()
         if len(words) < 9 or int(words[0]) not in waits:
             return False
-        stack = _read(pid, int(words[-2], 16))
-        return _is_native(stack, _code(pid))
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            caller = first_caller(memory.fileno(), int(words[-2], 16), executable_memory(pid))
+        # Python's own extension modules wait on its behalf, and return to it at a signal.
+        return caller is not None and not (caller.startswith(_PYTHON) or ".cpython-" in caller)
     except (OSError, ValueError):
         return None
 
 
-def _read(pid: int, address: int) -> tuple[int, ...]:
-    memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
-    try:
-        data = os.pread(memory, _STACK_BYTES, address)
-    finally:
-        os.close(memory)
-    return struct.unpack(f"{len(data) // 8}Q", data[: len(data) // 8 * 8])
-
-
-def _code(pid: int) -> list[tuple[int, int, str]]:
-    """Executable memory: start, end, name of the file."""
+def executable_memory(pid: int) -> list[tuple[int, int, str]]:
+    """Of process `pid`, in order: start, end, name of the file."""
     found = []
     with open(f"/proc/{pid}/maps") as maps:
         for line in maps:
@@ -66,15 +59,36 @@ def _code(pid: int) -> list[tuple[int, int, str]]:
     return sorted(found)
 
 
-def _is_native(stack: tuple[int, ...], code: list[tuple[int, int, str]]) -> bool:
+def first_caller(memory: int, top: int, code: list[tuple[int, int, str]]) -> str | None:
+    """The file of the first caller outside the C library, on a stack.
+
+    Args:
+        memory: descriptor of a process's memory.
+        top: where the stack ends that grows down.
+        code: of `executable_memory`.
+    """
+    data = os.pread(memory, _STACK_BYTES, top)
     starts = [start for start, _, _ in code]
-    for word in stack:
+    for (word,) in struct.iter_unpack("Q", data[: len(data) // 8 * 8]):
         index = bisect_right(starts, word) - 1
         if index < 0 or word >= code[index][1]:
             continue
         name = code[index][2]
-        if name.startswith(_C_LIBRARIES):
-            continue
-        # Python's own extension modules wait on its behalf, and return to it at a signal.
-        return not (name.startswith(_PYTHON) or ".cpython-" in name)
-    return False
+        # Other numbers look like addresses, too: a new lower half beside what is left of an old one.
+        if not name.startswith(_C_LIBRARIES) and _follows_call(memory, word, starts[index]):
+            return name
+    return None
+
+
+def _follows_call(memory: int, address: int, start: int) -> bool:
+    """Whether a call instruction ends at `address`, in the code that begins at `start`."""
+    before = os.pread(memory, 7, address - 7) if address >= start + 7 else b""
+    if len(before) < 7:
+        return False
+    if platform.machine() == "aarch64":  # bl, blr
+        (word,) = struct.unpack("<I", before[3:])
+        return bool(address % 4 == 0 and (word >> 26 == 0x25 or word & 0xFFFFFC1F == 0xD63F0000))
+    # call rel32; call through a register or memory, of two to seven bytes
+    return before[2] == 0xE8 or any(
+        before[-size] == 0xFF and before[-size + 1] & 0x38 == 0x10 for size in (2, 3, 4, 6, 7)
+    )
