@@ -137,12 +137,17 @@ class HostStreams:
             if reader.done():
                 reader.result()
         finally:
-            await _end(sender, reader)
+            # gRPC cancels this task when the other side is gone, and may do so twice: what is after an
+            # `await` in here may never be run.
+            tasks = [task for task in (sender, reader) if task is not None]
+            for task in tasks:
+                task.cancel()
             if self._entries.get(host.name) is entry:
                 del self._entries[host.name]
             if sender is not None and not entry.replaced:
                 logger.info("host %s: its stream ended", host.name)
                 self._listener.host_lost(host.name, entry.incarnation)
+            await end_tasks(tasks)
 
     async def _read_hello(self, stream: ServerStream) -> Any:
         try:
@@ -228,9 +233,3 @@ def _check_identity(stream: ServerStream, host: HostInfo) -> None:
             f"the id of host {host.name!r} must be its name, a dot and its boot, found {host.id!r}.",
             reason=Reason.INVALID,
         )
-
-
-async def _end(*tasks: asyncio.Task[None] | None) -> None:
-    """Cancel `tasks`; what they raise is of no interest any more."""
-    running = [task for task in tasks if task is not None]
-    await end_tasks(running)

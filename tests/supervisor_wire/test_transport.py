@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -32,8 +32,8 @@ from supervisor.transport.host_streams import HostStreams
 from supervisor.transport.limits import BATCH_ITEMS, Backoff, RateLimit
 from supervisor.transport.operators import OPERATOR
 from supervisor.transport.roles import Role
-from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Security, TokenFile
-from supervisor.transport.server import serve
+from supervisor.transport.security import CONTROL_TOKEN_ENV, TOKEN_ENV, Caller, Security, TokenFile
+from supervisor.transport.server import ServerStream, serve
 from supervisor.transport.services import (
     SENSOR_CONNECT,
     EvidenceCheck,
@@ -229,6 +229,45 @@ def test_a_daemon_that_connects_again_replaces_its_own_stream_and_is_not_lost() 
         assert [kind for kind, _, _ in listener.told] == ["connected", "connected", "lost"]
 
     run(with_streams(use))
+
+
+class EndedTwice:
+    """gRPC's side of a stream whose host was killed: what waits for it takes a moment to end."""
+
+    peer, caller = "host-1", Caller(roles=frozenset({Role.HOST}))
+
+    def __init__(self) -> None:
+        self._first = True
+        self.ending = asyncio.Event()
+
+    async def receive(self) -> Any:
+        if self._first:
+            self._first = False
+            return hello()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ending.set()
+            await asyncio.sleep(0)
+
+    async def send(self, message: Any) -> None: ...
+
+
+def test_a_host_is_lost_also_where_its_handler_is_cancelled_again_while_it_ends() -> None:
+    async def work() -> None:
+        listener, stream = Listener(), EndedTwice()
+        streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
+        handler = asyncio.ensure_future(streams.connect(cast(ServerStream, stream)))
+        await listener.wait_for("connected", "host-1")
+        await asyncio.sleep(0)
+        handler.cancel()
+        await stream.ending.wait()
+        handler.cancel()
+        await asyncio.wait({handler})
+        assert streams.hosts == {}
+        assert [kind for kind, _, _ in listener.told] == ["connected", "lost"]
+
+    run(work())
 
 
 @pytest.mark.parametrize(
