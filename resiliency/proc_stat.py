@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of a process in ``/proc/PID/stat``."""
+"""What the kernel says of a process in ``/proc/PID``."""
 
 from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
 
 
 def read_stat(pid: int | str = "self") -> list[str]:
@@ -21,3 +25,17 @@ def stat_fields(pid: int | str = "self") -> list[str]:
         return read_stat(pid)
     except OSError:
         return []
+
+
+def wait_for_program(pid: int, timeout_s: float) -> None:
+    """Return when a child that was just spawned shows its environment, has ended or takes too long.
+
+    A spawn returns while the kernel still sets up the program: for a moment no environment is there, and with
+    it no mark by which the process is found.  Nothing tells when it is; one without any takes too long.
+    """
+    deadline = time.monotonic() + timeout_s
+    with suppress(OSError), open(f"/proc/{pid}/environ", "rb", buffering=0) as environ:
+        while not environ.read(1) and time.monotonic() < deadline:
+            if stat_fields(pid)[:1] in ([], ["Z"], ["X"]):
+                return
+            os.sched_yield()

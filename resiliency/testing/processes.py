@@ -30,7 +30,7 @@ from types import TracebackType
 
 import psutil
 
-from resiliency.proc_stat import stat_fields
+from resiliency.proc_stat import stat_fields, wait_for_program
 from resiliency.testing import warm
 from resiliency.testing.pool.output import OutputReader
 
@@ -84,7 +84,7 @@ class Command:
                 stderr=self._output.write_fd,
                 cold=cold,
             )
-            _wait_for_environment(self._process)
+            wait_for_program(self._process.pid, STOP_S)  # its mark has to be seen
         except BaseException:
             self._output.close()
             raise
@@ -241,17 +241,6 @@ class Command:
             f"command {' '.join(self.argv)} {what} (pid {self.pid} {state}). "
             f"Last {shown} of {len(lines)} lines:\n{tail}"
         )
-
-
-def _wait_for_environment(process: warm.Process) -> None:
-    """`Popen` returns while the kernel still sets up the program: for a moment its environment is not there,
-    and with it the mark by which it is found.  Nothing tells when it is; a forked process has it."""
-    if not isinstance(process, subprocess.Popen):
-        return
-    environ, deadline = Path(f"/proc/{process.pid}/environ"), time.monotonic() + STOP_S
-    with suppress(OSError):  # it has ended, or is somebody else's now
-        while not environ.read_bytes() and process.poll() is None and time.monotonic() < deadline:
-            os.sched_yield()
 
 
 def processes_marked(command_id: str) -> list[psutil.Process]:

@@ -15,9 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from resiliency.proc_stat import read_stat
+from resiliency.proc_stat import read_stat, wait_for_program
 
 MARK_ENV = "RESILIENCY_LOCAL_HOST"
+#: A kernel takes a millisecond to set up a program, on a busy machine a few.
+_PROGRAM_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ def start_process(argv: Sequence[str], *, mark: Mark, environment: Mapping[str, 
         OSError: it cannot be started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    return os.posix_spawnp(
+    pid = os.posix_spawnp(
         argv[0],
         list(argv),
         {**environment, MARK_ENV: mark.to_text()},
@@ -104,6 +106,8 @@ def start_process(argv: Sequence[str], *, mark: Mark, environment: Mapping[str, 
         setsigmask=(),
         setsigdef=(signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ),
     )
+    wait_for_program(pid, _PROGRAM_S)  # `marked_processes` sees it from here on
+    return pid
 
 
 def has_ended(pid: int) -> bool:

@@ -23,6 +23,7 @@ from resiliency.launch import cli, guardian, standby
 from resiliency.launch.options import resolve
 from resiliency.launch.protection import Protection
 from resiliency.launch.standby import MOST_KEPT, Standby
+from resiliency.proc_stat import wait_for_program
 from resiliency.testing.processes import stop_process
 from tests.waiting import wait_until
 
@@ -309,6 +310,7 @@ def test_what_a_template_runs_for_its_imports_is_nothing_that_workers_left(
     stack.callback(os.kill, int(said.read_text()), signal.SIGKILL)
     worker = stack.enter_context(subprocess.Popen(["sleep", "1000"], start_new_session=True))
     stack.callback(worker.kill)
+    wait_for_program(worker.pid, WAIT)
     assert [process.pid for process in protection.leftovers()] == [worker.pid]
 
 

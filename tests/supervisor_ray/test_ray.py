@@ -141,7 +141,9 @@ def test_a_host_whose_actor_ended_alone_ends_with_it_and_comes_back(fleet: Fleet
             # As after a loss of the node: the same host on another machine, which the controller knows apart.
             swap = {"workload": "job", "host": "a.before", "spare": "a.now"}
             swapped = await do(here, "c1", CommandKind.HOT_SWAP, **swap)
-            assert (swapped.status, swapped.text) == (OutcomeStatus.DONE, "started on a")
+            # Its launcher may be back before, and is stopped for this one then.
+            assert swapped.status is OutcomeStatus.DONE
+            assert swapped.text.endswith("started on a")
             assert fleet.pids("daemon").keys() == {"a", "b", "c"}
             # A fleet is ended by one command, also under a supervisor, which starts nothing anew.
             command = [sys.executable, "-m", "supervisor.orchestrators.ray", f"--stop={fleet.path}"]
