@@ -781,6 +781,10 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             done = _launcher.WorkerState.SUCCEEDED
             return sorted(str(node) for node in gone if state.worker_states.get(node) != done)
 
+    def known_losses(self) -> list[str]:
+        """As `lost_hosts`, as far as the store can be asked."""
+        return self._look(self.lost_hosts, list)
+
     def all_are_done(self) -> bool:
         """Whether each host of this attempt has said that it is, as far as the store can be asked."""
 

@@ -221,10 +221,14 @@ class ResilientAgent(HookedAgent):
             self._seen_pids.add(failure.pid)
             self._record(self._fault(failure))
         if new and self._signals.first is None:
-            found = self._failures.diagnose(run=self._rendezvous_handler.run, attempt=self.attempt)
+            found = self._diagnose(self._rendezvous_handler.known_losses())
             if found.advice is Advice.STOP:
                 self.use_no_more_restarts()
                 self._reporter.launcher_is(LauncherState.GAVE_UP)
+
+    def _diagnose(self, lost_hosts: Sequence[str]) -> Diagnosis:
+        run = self._rendezvous_handler.run
+        return self._failures.diagnose(run=run, attempt=self.attempt, lost_hosts=lost_hosts)
 
     def find_stop(self) -> Diagnosis | None:
         """The diagnosis that ended the job although restarts may have been left; None: none did."""
@@ -378,6 +382,7 @@ class ResilientAgent(HookedAgent):
         else:
             cause = f"hosts left: {', '.join(lost)}"
             self._events.emit(EventType.FAULT_DETECTED, attempt=self.attempt, cause=cause)
+            self._diagnose(lost)
         logger.warning("attempt %d ends: %s", self.attempt, cause)
 
     def _report(self, rank: int, local_rank: int, state: WorkerReport) -> None:

@@ -160,6 +160,8 @@ def test_an_elastic_job_shrinks_when_a_host_is_lost_and_grows_when_one_comes(
     assert rank_of(first, attempt + 1) == 0
     newcomer = join(launch, tmp_path, port, 1, 60, "1:2", **auto)
     assert together(first, newcomer) == (attempt + 2, [0, 1])
+    (lost,) = events(tmp_path / "run0", EventType.DIAGNOSED)
+    assert (lost.fields["cause"], lost.fields["advice"]) == ("host_lost", "restart")
     started = starts(tmp_path / "run0", attempt + 3)
     assert [event.fields["hosts"] for event in started[attempt:]] == [2, 1, 2]
     assert {event.fields["restarts"] for event in started} == {0}  # such changes are no failures

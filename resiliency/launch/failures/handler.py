@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from resiliency.events import EventStream, EventType
@@ -77,10 +77,13 @@ class FailureHandler:
             step=self._step_of(local_rank),
         )
 
-    def diagnose(self, *, run: str, attempt: int) -> Diagnosis:
-        """Name the cause of the attempt's end, in the log and as an event."""
+    def diagnose(self, *, run: str, attempt: int, lost_hosts: Sequence[str]) -> Diagnosis:
+        """Name the cause of the attempt's end, in the log and as an event.
+
+        `lost_hosts`: those that are known to have left without a word so far.
+        """
         evidence = self._evidence.collect(attempt=attempt, step=self._newest_step())
-        evidence = replace(evidence, checkpoints=self._checkpoints())
+        evidence = replace(evidence, checkpoints=self._checkpoints(), lost_hosts=tuple(lost_hosts))
         if not any(self._page.read(rank).reports for rank in range(self._options.workers)):
             # Nobody knows what such an attempt has brought, however short it was.
             evidence = replace(evidence, uptime_s=None)
@@ -90,10 +93,9 @@ class FailureHandler:
             limit=self._options.args.attempts_without_progress,
             rolls_back=self._rolls_back,
         )
-        if self._policy is not None and (advice := ask_policy(self._policy, evidence, found)) is not None:
-            found = replace(
-                found, advice=advice, sentence=f"{found.sentence}; {self._policy} says {advice.value}"
-            )
+        policy = self._policy if evidence.deaths else None  # without one the hosts meet again in any case
+        if policy is not None and (advice := ask_policy(policy, evidence, found)) is not None:
+            found = replace(found, advice=advice, sentence=f"{found.sentence}; {policy} says {advice.value}")
         self._shared.add(run, found)
         self._events.emit(
             EventType.DIAGNOSED,

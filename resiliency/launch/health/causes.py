@@ -72,7 +72,7 @@ class Diagnosis:
         sentence: the verdict for a reader, with what helps.
         signature: type and place of the error; equal for the same error in another attempt; empty: none.
         error_step: the last step that the culprit had finished; ranks of a host may differ by one.
-        step, committed, uptime_s: as in the evidence, for the rules over attempts.
+        step, checkpoint, uptime_s: as in the evidence, for the rules over attempts.
         rollback: the branch of checkpoints from which the job goes on: its number, the branch that it leaves,
             and the newest step that counts of that; None: the job goes on from its newest checkpoint.
     """
@@ -88,6 +88,6 @@ class Diagnosis:
     signature: str = ""
     error_step: int | None = None
     step: int | None = None
-    committed: int | None = None
+    checkpoint: int | None = None
     uptime_s: float | None = None
     rollback: tuple[int, int, int] | None = None

@@ -67,14 +67,6 @@ def diagnose(
 
 
 def _of_attempt(evidence: Evidence) -> Diagnosis:
-    if evidence.stop_signal:
-        return _diagnosis(
-            evidence,
-            Cause.PREEMPTED,
-            Advice.RESTART,
-            Confidence.HIGH,
-            f"the launcher was told to end by {evidence.stop_signal}; the restart is free",
-        )
     judged = [(death, rule_for(death, evidence)) for death in evidence.deaths if not death.ended_by_us]
     suspects = [(death, rule) for death, rule in judged if rule.cause is not Cause.PEER_LOST]
     # A death without a word may be an echo: one that says something goes first.
@@ -182,7 +174,7 @@ def _diagnosis(
         signature=signature,
         error_step=error_step,
         step=evidence.step,
-        committed=evidence.committed,
+        checkpoint=evidence.checkpoints.newest if evidence.checkpoints is not None else None,
         uptime_s=evidence.uptime_s,
     )
 

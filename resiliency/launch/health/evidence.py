@@ -116,14 +116,12 @@ class HostFacts:
         oom_kills: kills that the memory groups have counted since the attempt began; None: unknown.
         kernel: lines of the kernel since the attempt began; None: they cannot be read.
         full: directories of the job whose file system is full.
-        suspected: the node check or the supervisor has found the host faulty.
     """
 
     host: str
     oom_kills: int | None = None
     kernel: tuple[str, ...] | None = None
     full: tuple[str, ...] = ()
-    suspected: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +131,8 @@ class Evidence:
     Args:
         deaths: in the order in which they were noticed.
         step: newest step that a rank has finished; None: none, or ranks do not report steps.
-        committed: step of the newest complete checkpoint; None: unknown.
         uptime_s: how long the ranks ran, by the launcher's own monotonic clock; None: unknown.
         hang, hang_ranks: verdict on a job without progress, and the ranks that it names.
-        stop_signal: signal that told the launcher to end; empty: none did.
         lost_hosts: hosts that left without a word.
         checkpoints: from which the attempt began and which it has saved; None: no rank has said.
     """
@@ -145,11 +141,9 @@ class Evidence:
     deaths: tuple[RankDeath, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
     step: int | None = None
-    committed: int | None = None
     uptime_s: float | None = None
     hang: str = ""
     hang_ranks: tuple[int, ...] = ()
-    stop_signal: str = ""
     lost_hosts: tuple[str, ...] = ()
     checkpoints: CheckpointSteps | None = None
 

@@ -5,7 +5,8 @@ Nothing else of an earlier attempt counts.  Both rules only ever end a job; caus
 of the attempt itself.  A mistake that no restart should mend is tried once more all the same: a disk that was
 away for a moment looks like it.
 
-A budget of attempts refills with progress, and an attempt that was preempted takes nothing from it.
+A budget of attempts refills with progress, and an attempt that was preempted or lost a host takes nothing
+from it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ FROM_OUTSIDE = frozenset(
         *(Cause.GPU_FAULT, Cause.GPU_MISSING, Cause.IO_ERROR, Cause.HANG),
     }
 )
+#: Ends that are no failures of the job: they cost nothing.
+FREE = frozenset({Cause.PREEMPTED, Cause.HOST_LOST})
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -53,6 +56,8 @@ def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limit: int)
         history: of earlier attempts of this run, oldest first.
         limit: attempts without progress after which the job ends; 0: never for that reason.
     """
+    if diagnosis.cause in FREE:
+        return diagnosis
     if diagnosis.advice is Advice.STOP and not _was_asked_for(diagnosis):
         for one in history:
             same = (one.cause, one.signature) == (diagnosis.cause, diagnosis.signature)
@@ -81,16 +86,15 @@ def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limit: int)
 
 def attempts_without_progress(diagnoses: Sequence[Diagnosis]) -> int:
     """How many attempts have failed since the last one that got further than all before it."""
-    count, step, committed = 0, -1, -1
+    count, step, checkpoint = 0, -1, -1
     for diagnosis in diagnoses:
-        known = (diagnosis.step, diagnosis.committed) != (None, None)
         long = diagnosis.uptime_s is None or diagnosis.uptime_s > SETUP_S
-        further = _or(diagnosis.step) > step or _or(diagnosis.committed) > committed
-        step, committed = max(step, _or(diagnosis.step)), max(committed, _or(diagnosis.committed))
-        if further or (long and not known):
+        further = _or(diagnosis.step) > step or _or(diagnosis.checkpoint) > checkpoint
+        step, checkpoint = max(step, _or(diagnosis.step)), max(checkpoint, _or(diagnosis.checkpoint))
+        if further or (long and diagnosis.step is None):
             count = 0
         # The attempt that got further has failed, too, but it is the next one that has to show something.
-        elif diagnosis.cause is not Cause.PREEMPTED:
+        elif diagnosis.cause not in FREE:
             count += 1
     return count
 

@@ -95,10 +95,6 @@ def _disk_is_full(death: RankDeath, facts: HostFacts, evidence: Evidence) -> boo
     return bool(facts.full) and _raised("OSError", "CheckpointWriteFailed")(death, facts, evidence)
 
 
-def _suspected(death: RankDeath, facts: HostFacts, evidence: Evidence) -> bool:
-    return facts.suspected
-
-
 _LOADER_KILLED = _said(r"DataLoader worker .*(?:killed by signal: Killed|exited unexpectedly)")
 _CUDA = _said(r"CUDA|cuda|NCCL|cuDNN|cublas")
 _OF_A_DRIVER = _either(_CUDA, lambda death, facts, evidence: death.signal != 0)
@@ -175,13 +171,6 @@ RULES: tuple[DiagnosisRule, ...] = (
         _RESTART,
         _HIGH,
         "failed an assertion on the device (often an index out of range); CUDA_LAUNCH_BLOCKING=1 shows it",
-    ),
-    _row(
-        Cause.ILLEGAL_ACCESS,
-        _both(_ILLEGAL, _suspected),
-        _REPLACE,
-        _MEDIUM,
-        "accessed device memory illegally ({error}) on a host that is suspected; the host has to be replaced",
     ),
     _row(
         Cause.ILLEGAL_ACCESS,
@@ -352,13 +341,6 @@ RULES: tuple[DiagnosisRule, ...] = (
     ),
     _row(Cause.EXCEPTION, lambda death, *_: death.error is not None, _RESTART, _HIGH, "raised {error}{at}"),
     # --- nothing was said -------------------------------------------------------------------------
-    _row(
-        Cause.SEGFAULT,
-        _both(_ended_by(*_CRASHES), _suspected),
-        _REPLACE,
-        _LOW,
-        "crashed in native code ({end}) on a host that is suspected; the host has to be replaced",
-    ),
     _row(
         Cause.SEGFAULT,
         _ended_by(*_CRASHES),

@@ -57,7 +57,6 @@ def after(
     facts: HostFacts | None = None,
     hang: str = "",
     hang_ranks: tuple[int, ...] = (),
-    stop_signal: str = "",
     lost_hosts: tuple[str, ...] = (),
 ) -> Evidence:
     return Evidence(
@@ -68,7 +67,6 @@ def after(
         hosts=(HostFacts(host=A), HostFacts(host=B)) if facts is None else (facts,),
         hang=hang,
         hang_ranks=hang_ranks,
-        stop_signal=stop_signal,
         lost_hosts=lost_hosts,
     )
 
@@ -291,15 +289,6 @@ INCIDENTS: tuple[Incident, ...] = (
         R,
     ),
     one(
-        "illegal access on a suspected host",
-        after(
-            raised(3, "RuntimeError: CUDA error: an illegal memory access was encountered"),
-            facts=HostFacts(host=A, suspected=True),
-        ),
-        Cause.ILLEGAL_ACCESS,
-        REPLACE,
-    ),
-    one(
         "illegal access, which C++ reports while it aborts",
         after(
             died(
@@ -419,13 +408,6 @@ INCIDENTS: tuple[Incident, ...] = (
         ranks=(3,),
         hosts=(A,),
         says="did not enter",
-    ),
-    Incident(
-        name="the launcher was told to end",
-        evidence=after(died(3, -15), stop_signal="SIGTERM"),
-        cause=Cause.PREEMPTED,
-        advice=R,
-        says="the restart is free",
     ),
     one(
         "a scheduler preempts",

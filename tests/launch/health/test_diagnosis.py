@@ -190,9 +190,13 @@ def test_progress_refills_the_budget_and_a_preemption_takes_nothing_from_it() ->
     """D21, D32: a job that gets on may fail for ever, and may be preempted without a limit."""
     fails = [after(died(draw % 8, -9), step=10 * draw) for draw in range(100)]
     assert {one.advice for one in _attempts(*fails)} == {Advice.RESTART}
-    preempted = [after(died(0, -15), stop_signal="SIGTERM", step=5)] * 100
+    lost = [after(step=5, lost_hosts=("b",))] * 100
+    assert {one.advice for one in _attempts(*lost)} == {Advice.RESTART}
+    preempted = [after(died(0, -15, "CANCELLED DUE TO PREEMPTION"), step=5)] * 100
     assert {one.advice for one in _attempts(*preempted)} == {Advice.RESTART}
-    saved = [replace(after(died(0, -9), step=50), committed=step) for step in range(30)]
+    saved = [
+        replace(after(died(0, -9), step=50), checkpoints=CheckpointSteps(newest=step)) for step in range(30)
+    ]
     assert {one.advice for one in _attempts(*saved)} == {Advice.RESTART}
     assert attempts_without_progress(_attempts(*[after(died(0, -9), step=5)] * 3)) == 2
 
