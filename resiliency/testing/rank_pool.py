@@ -37,6 +37,7 @@ from resiliency.proc_stat import stat_fields
 from resiliency.testing import warm
 from resiliency.testing.faults import Fault
 from resiliency.testing.pool.job import GO, READY, Job, Reply, fault_point
+from resiliency.testing.pool.stacks import take_stacks
 
 __all__ = ["JobReport", "RankFailed", "RankOutcome", "RankPool", "RankReport", "fault_point"]
 
@@ -62,7 +63,7 @@ class RankReport(Generic[T]):
     rank: int
     outcome: RankOutcome
     value: T | None = None
-    error: str = ""  # traceback
+    error: str = ""  # traceback; of a rank that hung the stacks of its threads and children
     exit_code: int | None = None  # of a rank that died; minus the signal
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class RankReport(Generic[T]):
             RankOutcome.OK: "",
             RankOutcome.ERROR: f":\n{self.error}",
             RankOutcome.DIED: f" with exit code {self.exit_code}",
-            RankOutcome.HUNG: ": no answer before the deadline",
+            RankOutcome.HUNG: f": no answer before the deadline\n{self.error}",
         }
         return f"rank {self.rank} {self.outcome.value}{detail[self.outcome]}"
 
@@ -169,13 +170,19 @@ class RankPool:
         )
         try:
             answers = self._converse(ranks, job, ready_by, timeout)
+            stacks = [
+                take_stacks(rank.pid) if told is None else ""
+                for rank, told in zip(ranks, answers, strict=True)
+            ]
         except BaseException:  # Ctrl-C, for one: their answers must not reach the next job
             for number in range(world_size):
                 self._discard(number)
             raise
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        return JobReport(tuple(self._conclude(i, answer) for i, answer in enumerate(answers)))
+        return JobReport(
+            tuple(self._conclude(i, *told) for i, told in enumerate(zip(answers, stacks, strict=True)))
+        )
 
     def _converse(self, ranks: Sequence[_Rank], job: Job, ready_by: float, timeout: float) -> list[_Answer]:
         for number, rank in enumerate(ranks):
@@ -246,7 +253,7 @@ class RankPool:
             old.connection.close()
             old.end(0.0)
 
-    def _conclude(self, rank: int, answer: _Answer) -> RankReport[T]:
+    def _conclude(self, rank: int, answer: _Answer, stacks: str) -> RankReport[T]:
         """Turn the last word of a rank into its report; a rank that is no longer clean goes."""
         if isinstance(answer, Reply):
             if not answer.reusable:
@@ -260,7 +267,7 @@ class RankPool:
             error = "not run: another rank failed to start"
             return RankReport(rank=rank, outcome=RankOutcome.ERROR, error=error)
         if answer is None:
-            return RankReport(rank=rank, outcome=RankOutcome.HUNG)
+            return RankReport(rank=rank, outcome=RankOutcome.HUNG, error=stacks)
         return RankReport(rank=rank, outcome=RankOutcome.DIED, exit_code=cast(int, answer))
 
 

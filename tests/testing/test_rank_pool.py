@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import random
 import signal
@@ -69,7 +71,13 @@ def leave_a_thread(rank: int) -> None:
 
 def wait_for_ever(rank: int) -> None:
     if rank == 1:
+        multiprocessing.get_context("fork").Process(target=forked, daemon=True).start()
         threading.Event().wait()
+
+
+def forked() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # with its rank
+    threading.Event().wait()
 
 
 def exit_quietly(rank: int) -> None:
@@ -153,8 +161,12 @@ def test_a_stopped_rank_is_hung_as_soon_as_its_peers_gave_up_on_it(rank_pool: Ra
 def test_a_rank_that_does_not_answer_is_hung_at_the_deadline(rank_pool: RankPool) -> None:
     report = rank_pool.run(wait_for_ever, 2, group=False, timeout=2)
     assert report.outcomes == [OK, HUNG]
-    with pytest.raises(RankFailed, match="rank 1 hung: no answer before the deadline"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 hung: no answer before the deadline\nprocess \d+:"
+    ) as failed:
         report.values  # noqa: B018
+    assert "in wait_for_ever" in str(failed.value)
+    assert str(failed.value).count("in forked") == 1
 
 
 def test_a_placed_exception_names_its_fault(rank_pool: RankPool) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from resiliency.runtime import RunInfo
 from resiliency.testing.faults import FaultInjector
 from resiliency.testing.pool.job import READY, Job, Reply, active
+from resiliency.testing.pool.stacks import offer_stacks
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,6 +38,7 @@ def serve(connection: Connection) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable()
+    offer_stacks()
     torch.set_num_threads(1)
     while True:
         try:
