@@ -170,10 +170,8 @@ class RankPool:
         )
         try:
             answers = self._converse(ranks, job, ready_by, timeout)
-            stacks = [
-                take_stacks(rank.pid) if told is None else ""
-                for rank, told in zip(ranks, answers, strict=True)
-            ]
+            hung = [answer is None for answer in answers]
+            stacks = [take_stacks(rank.pid) if one else "" for rank, one in zip(ranks, hung, strict=True)]
         except BaseException:  # Ctrl-C, for one: their answers must not reach the next job
             for number in range(world_size):
                 self._discard(number)
@@ -181,7 +179,7 @@ class RankPool:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         return JobReport(
-            tuple(self._conclude(i, *told) for i, told in enumerate(zip(answers, stacks, strict=True)))
+            tuple(self._conclude(i, *ended) for i, ended in enumerate(zip(answers, stacks, strict=True)))
         )
 
     def _converse(self, ranks: Sequence[_Rank], job: Job, ready_by: float, timeout: float) -> list[_Answer]:

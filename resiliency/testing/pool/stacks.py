@@ -36,14 +36,14 @@ def take_stacks(pid: int) -> str:
                 if not _offers(process.pid) or process.status() == psutil.STATUS_STOPPED:
                     continue
                 process.send_signal(_SIGNAL)
-                deadline, told = time.monotonic() + _WRITE_S, b""
+                deadline, written = time.monotonic() + _WRITE_S, b""
                 while time.monotonic() < deadline:
                     time.sleep(_POLL_S)
                     more = file.read()
-                    told += more
-                    if told and not more:
+                    written += more
+                    if written and not more:
                         break
-                found.append(f"process {process.pid}:\n{told.decode(errors='replace')}")
+                found.append(f"process {process.pid}:\n{written.decode(errors='replace')}")
     return "\n".join(found)
 
 
