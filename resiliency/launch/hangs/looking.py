@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -54,14 +54,15 @@ def look(
     """
     running = {rank: seen.pid for rank, seen in ranks.items() if not is_stopped(seen.pid)}
     before = {rank: activity(pid) for rank, pid in running.items()}
-    begun_before = _groups(running, directory)
     began = time.monotonic()
-    if wait(WINDOW_S):
+    begun_before = _groups(running, directory)
+    # A rank that does not answer is waited for once, and the others are watched meanwhile.
+    if wait(max(WINDOW_S - (time.monotonic() - began), 0.0)):
         return None
     after = {rank: activity(pid) for rank, pid in running.items()}
     seconds = time.monotonic() - began
     stacks = dump_stacks(running, directory, ANSWER_S)
-    begun = _groups(running, directory)
+    begun = _groups(running, directory, wait_for=begun_before.keys())
     views = []
     for rank, seen in ranks.items():
         frames = main_thread(stacks.get(rank, ""))
@@ -91,17 +92,25 @@ def look(
     return Look(views=tuple(views), stacks=stacks)
 
 
-def _groups(pids: Mapping[int, int], directory: str) -> dict[int, tuple[GroupState, ...]]:
-    return {rank: answer.groups for rank, answer in ask(pids, directory).items()}
+def _groups(
+    pids: Mapping[int, int], directory: str, wait_for: Collection[int] | None = None
+) -> dict[int, tuple[GroupState, ...]]:
+    return {rank: answer.groups for rank, answer in ask(pids, directory, wait_for).items()}
 
 
-def ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
-    """What those of the processes say that answer in time."""
+def ask(
+    pids: Mapping[int, int], directory: str, wait_for: Collection[int] | None = None
+) -> dict[int, RankAnswer]:
+    """What those of the processes say, by rank, that answer in time.
+
+    Args:
+        wait_for: ranks of which an answer is expected; None: of all.
+    """
     with _asking:
-        return _ask(pids, directory)
+        return _ask(pids, directory, pids.keys() if wait_for is None else wait_for)
 
 
-def _ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
+def _ask(pids: Mapping[int, int], directory: str, wait_for: Collection[int]) -> dict[int, RankAnswer]:
     asked = {}
     for rank, pid in pids.items():
         answer = answer_file(directory, pid)
@@ -115,12 +124,13 @@ def _ask(pids: Mapping[int, int], directory: str) -> dict[int, RankAnswer]:
             asked[rank] = answer
     deadline = time.monotonic() + ANSWER_S
     found: dict[int, RankAnswer] = {}
-    while len(found) < len(asked) and time.monotonic() < deadline:
+    expected = asked.keys() & wait_for
+    while not expected <= found.keys() and time.monotonic() < deadline:
         for rank, answer in asked.items():
             if rank not in found:
                 with suppress(OSError, ValueError):
                     found[rank] = read_answer(answer.read_text())
-        if len(found) < len(asked):
+        if not expected <= found.keys():
             time.sleep(_POLL_S)
     return found
 
