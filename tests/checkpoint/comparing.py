@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,11 @@ def assert_same(found: Any, expected: Any) -> None:
         assert type(found) is type(expected)
         one, other = complex(found), complex(expected)
         assert struct.pack("<dd", one.real, one.imag) == struct.pack("<dd", other.real, other.imag)
+    elif isinstance(expected, deque):
+        assert (type(found), found.maxlen) == (type(expected), expected.maxlen)
+        assert_same(list(found), list(expected))
     elif isinstance(expected, np.ndarray):
+        assert type(found) is type(expected)
         np.testing.assert_array_equal(found, expected, strict=True)
     else:
         assert type(found) is type(expected)

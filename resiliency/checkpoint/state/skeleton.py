@@ -16,7 +16,7 @@ import torch
 from resiliency.checkpoint.state import values as plain
 from resiliency.checkpoint.state.layout import Path
 from resiliency.checkpoint.state.stateful import StatefulNode
-from resiliency.checkpoint.state.tensors import Placement, Wrapped, leaf_kind, sharded_type, wrapped
+from resiliency.checkpoint.state.tensors import Placement, Wrapped, leaf_kind, leaf_of, sharded_type, wrapped
 from resiliency.checkpoint.state.tree import (
     DataclassNode,
     DictNode,
@@ -91,7 +91,9 @@ class Builder:
             view = sharded_type(type(obj)).describe(obj)  # type: ignore[union-attr]
             if not isinstance(view.data, torch.Tensor):
                 return ObjectNode(self._value(path).index, view.placement)
-        quantized = isinstance(obj, torch.Tensor) and obj.is_quantized
+        else:
+            leaf_of(obj, kind, path)  # what has no memory is refused; later walks do not look closer
+        quantized = kind != "sharded" and isinstance(obj, torch.Tensor) and obj.is_quantized
         node = TensorNode(
             key=self._key(path),
             kind=kind,

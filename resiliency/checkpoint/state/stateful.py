@@ -120,8 +120,10 @@ def _saved_groups(optimizer: Node, source: TensorSource) -> list[dict[str, Any]]
 
 
 def _load_state(target: Any, state: Any, path: Path) -> None:
+    moments: dict[Any, Any] = {}
     if isinstance(target, torch.optim.Optimizer):
         _distribute_like_parameters(target, state)
+        moments = dict(state.get("state", {}))
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -131,6 +133,29 @@ def _load_state(target: Any, state: Any, path: Path) -> None:
             hint="Other parts of the state are overwritten already.  Is it built as it was then?",
             key=key,
         ) from error
+    if moments:
+        _keep_dtypes(target, moments)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, moments: dict[Any, Any]) -> None:
+    """Torch gives what an optimizer keeps the dtype of its parameter; what was saved may have another."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        kept = optimizer.state.get(parameter, {})
+        for name, value in moments.get(index, {}).items():
+            if name in kept:
+                kept[name] = _uncast(value, kept[name])
+
+
+def _uncast(value: Any, cast: Any) -> Any:
+    """`cast`, but tensors that have another dtype than in `value` as they are there."""
+    if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor):
+        return cast if value.dtype == cast.dtype else value.to(cast.device)
+    if isinstance(value, dict) and isinstance(cast, dict):
+        return {key: _uncast(value[key], item) if key in value else item for key, item in cast.items()}
+    if isinstance(value, list) and isinstance(cast, list) and len(value) == len(cast):
+        return [_uncast(one, other) for one, other in zip(value, cast, strict=True)]
+    return cast
 
 
 def _check_moments(node: Node, optimizer: torch.optim.Optimizer, source: TensorSource) -> None:

@@ -209,16 +209,36 @@ def _plain(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         tensor = wait() if wait is not None else tensor
         if type(tensor) is cls:
             _refuse(tensor, path, f"is a wrapper subclass ({cls.__name__})")
+    if torch.nn.parameter.is_lazy(tensor):
+        _refuse(tensor, path, "has no shape yet: its module has not been called")
+    if tensor.is_nested:
+        _refuse(tensor, path, "is nested")
     if tensor.layout is not torch.strided:
         _refuse(tensor, path, f"has layout {tensor.layout}")
     if tensor.device.type == "meta":
         _refuse(tensor, path, "is on the meta device, so it has no data")
+    if not _has_memory(tensor):
+        _refuse(tensor, path, f"({cls.__name__}) has no memory of its own")
     return quantized_integers(tensor) if tensor.is_quantized else tensor
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not so fakes of a tracer, wrappers of `torch.func` and of classes that keep their data elsewhere."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    try:
+        return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
 def _refuse(tensor: torch.Tensor, path: Path, why: str) -> None:
+    try:
+        shape = f" of shape {tuple(tensor.shape)}"
+    except RuntimeError:  # nested, or not known yet
+        shape = ""
     raise ConfigError(
-        f"tensor {'/'.join(map(str, path))!r} of shape {tuple(tensor.shape)} {why}; it cannot be captured.",
+        f"tensor {'/'.join(map(str, path))!r}{shape} {why}; it cannot be captured.",
         hint="Save its parts as plain tensors, or teach captures about its type with register_sharded_type.",
         key="/".join(map(str, path)),
     )
@@ -326,3 +346,23 @@ def _mesh_text(mesh: DeviceMesh) -> tuple[int, str]:
         ranks = mesh.mesh.flatten().tolist()
         known = _meshes[mesh] = len(ranks), text_of_ranks(ranks)
     return known
+
+
+def _local_shard(tensor: Any) -> ShardedView:
+    """Of the type that FSDP1's sharded state dicts and torch's older sharding have."""
+    shards = tensor.local_shards()
+    if len(shards) > 1:
+        raise ConfigError(
+            f"a {type(tensor).__name__} of {len(shards)} parts on one rank cannot be captured.",
+            hint="Save its parts as plain tensors.",
+        )
+    shape = tuple(tensor.metadata().size)
+    if not shards:
+        return ShardedView(
+            data=None, placement=Placement(global_shape=shape, global_offset=(0,) * len(shape))
+        )
+    offset = tuple(shards[0].metadata.shard_offsets)
+    return ShardedView(data=shards[0].tensor, placement=Placement(global_shape=shape, global_offset=offset))
+
+
+register_sharded_type("torch.distributed._shard.sharded_tensor.api:ShardedTensor", _local_shard)

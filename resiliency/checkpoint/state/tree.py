@@ -130,23 +130,15 @@ class ValueNode:
         return source.value(self.index)
 
     def restore(self, target: Any, source: TensorSource, path: Path) -> Finish:
-        if leaf_kind(target) is not None or is_stateful(target):
+        is_leaf = leaf_kind(target) is not None and not plain.is_array(target)
+        if is_leaf or is_stateful(target):
             raise mismatch(path, "a plain value", kind_name(target))
         source.allowed.trust(target)
         value = source.value(self.index)
-
-        def finish() -> Any:
-            new = plain.put(target, value)
-            if type(target) is type(new) is dict:
-                target.clear()
-                target.update(new)
-                return target
-            if type(target) is type(new) is list:
-                target[:] = new
-                return target
-            return new
-
-        return finish
+        if plain.is_array(target) and not plain.is_array(value):
+            raise mismatch(path, "a plain value", kind_name(target))
+        containers = source.partial is not None
+        return lambda: plain.put(target, value, containers=containers)
 
     def to_json(self) -> Any:
         return {"n": "value", "index": self.index}
@@ -193,6 +185,8 @@ class TensorNode:
 
     def restore(self, target: Any, source: TensorSource, path: Path) -> Finish:
         kind = leaf_kind(target)
+        if kind is None and self.kind == "numpy" and plain.is_array(target):
+            return self._restore_array(target, source, path)
         if kind is None:
             raise mismatch(path, "a tensor", kind_name(target))
         if kind == "sharded":
@@ -214,6 +208,13 @@ class TensorNode:
             placement = Placement(global_shape=shape, global_offset=(0,) * len(shape))
         source.target(self.key, leaf.raw, placement)
         return lambda: target
+
+    def _restore_array(self, target: Any, source: TensorSource, path: Path) -> Finish:
+        """Into one whose memory torch cannot share: it is read-only, or has negative strides."""
+        made = self.rebuild(source)
+        if (made.shape, made.dtype) != (target.shape, target.dtype):
+            raise mismatch(path, f"{made.dtype} {made.shape}", f"{target.dtype} {target.shape}")
+        return lambda: plain.put(target, made)
 
     def to_json(self) -> Any:
         node: dict[str, Any] = {"n": "tensor", "key": self.key, "kind": self.kind, "path": list(self.path)}
@@ -291,7 +292,7 @@ class DictNode:
         if set(target) != set(self.keys):
             self._differs(target, source, path)
         finishes = {
-            key: node.restore(target[key], source, (*path, path_part(key)))
+            key: _restore_item(key, node, target[key], source, (*path, path_part(key)))
             for key, node in zip(self.keys, self.items, strict=True)
             if key in target
         }
@@ -331,6 +332,18 @@ class DictNode:
             "keys": keys,
             "items": [node.to_json() for node in self.items],
         }
+
+
+def _restore_item(key: Any, node: Node, target: Any, source: TensorSource, path: Path) -> Finish:
+    """What a module says of itself in `get_extra_state` may have another form in a fresh one."""
+    if source.partial is not None or not isinstance(key, str) or key.rpartition(".")[2] != "_extra_state":
+        return node.restore(target, source, path)
+    mark = source.mark()
+    try:
+        return node.restore(target, source, path)
+    except LayoutMismatch:
+        source.forget(mark)
+        return constantly(node.rebuild(source))
 
 
 @dataclass(frozen=True)

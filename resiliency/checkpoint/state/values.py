@@ -26,9 +26,12 @@ import math
 import pickle
 import struct
 import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +55,14 @@ ALWAYS_ALLOWED = frozenset(
         "argparse:Namespace", "random:Random", "types:SimpleNamespace", "_io:BytesIO",
         "numpy.random._pickle:__bit_generator_ctor", "numpy.random._pickle:__generator_ctor",
         "numpy.random._pickle:__randomstate_ctor",
+        "numpy:dtype", "numpy:matrix", "numpy:ndarray", "numpy:recarray", "numpy:record",
+        "numpy.ma.core:MaskedArray", "numpy.ma.core:MaskedConstant", "numpy.ma.core:_mareconstruct",
+        *(f"numpy.{core}.multiarray:{name}"
+          for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        *(f"ml_dtypes:{name}" for name in
+          ("bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3",
+           "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+           "float8_e8m0fnu", "int1", "int2", "int4", "uint1", "uint2", "uint4")),
         "numpy.random._mt19937:MT19937", "numpy.random._pcg64:PCG64", "numpy.random._pcg64:PCG64DXSM",
         "numpy.random._philox:Philox", "numpy.random._sfc64:SFC64",
         "numpy.random.bit_generator:SeedSequence", "numpy.random.bit_generator:__pyx_unpickle_SeedSequence",
@@ -132,12 +143,7 @@ def encode(value: Any) -> Any:
             return encoder(value)
         if (content := _content(value)) is not None:
             return {content[0]: [class_name(kind), content[1]]}
-        numpy = sys.modules.get("numpy")
-        if (
-            numpy is not None
-            and isinstance(value, (numpy.ndarray, numpy.generic))
-            and not value.dtype.hasobject
-        ):
+        if _is_numpy(value):
             return _encode_numpy(value)
     except RecursionError:
         raise ConfigError("the state contains itself, or is nested too deeply to be saved.") from None
@@ -162,35 +168,83 @@ def decode(value: Any, allowed: Allowed) -> Any:
         raise CheckpointCorrupt(f"a plain value of the checkpoint cannot be read: {error!r}.") from error
 
 
-def put(target: Any, value: Any) -> Any:
+def put(target: Any, value: Any, *, containers: bool = True) -> Any:
     """`value`, in place of `target` in a state, but as the objects that others may hold a reference to.
 
-    Generators and dataclasses (not frozen ones) that `target` has at the same place take over the content.
+    Generators, dataclasses (not frozen ones), arrays and the standard library's containers that `target` has
+    at the same place take over the content.
+
+    Args:
+        containers: False: lists, dicts and the like are made anew, for an object that takes its state whole
+            and may compare it with what it has.
     """
-    return _put(target, value, set())
+    return _Put(containers).put(target, value)
 
 
-def _put(target: Any, value: Any, used: set[int]) -> Any:
-    kind = type(value)
-    if type(target) is not kind:
-        return value
-    if kind is dict:
-        return {key: _put(target.get(key), item, used) for key, item in value.items()}
-    if kind is list or kind is tuple:
+class _Put:
+    def __init__(self, containers: bool) -> None:
+        self._containers = containers
+        self._used: set[int] = set()
+
+    def put(self, target: Any, value: Any) -> Any:
+        kind = type(value)
+        if type(target) is not kind:
+            return value
+        if kind is tuple:
+            return tuple(self._items(target, value))
+        # One object in two places may have been two when it was saved.
+        if id(target) in self._used:
+            return value
+        self._used.add(id(target))
+        if kind is dict and not self._containers:
+            return {key: self.put(target.get(key), item) for key, item in value.items()}
+        if kind is list and not self._containers:
+            return self._items(target, value)
+        if kind is torch.Generator and target.device.type == value.device.type:
+            target.set_state(value.get_state())
+            return target
+        if _is_record(kind) and not kind.__dataclass_params__.frozen:
+            for name in _names_set(value):
+                item = self.put(getattr(target, name, None), getattr(value, name))
+                object.__setattr__(target, name, item)
+            return target
+        return target if self._containers and self._fill(target, value) else value
+
+    def _items(self, target: Any, value: Any) -> list[Any]:
         olds = [*target, *[None] * (len(value) - len(target))]
-        return kind(_put(old, item, used) for old, item in zip(olds, value, strict=False))
-    # One object in two places may have been two when it was saved.
-    if id(target) in used:
-        return value
-    used.add(id(target))
-    if kind is torch.Generator and target.device.type == value.device.type:
-        target.set_state(value.get_state())
-        return target
-    if _is_record(kind) and not kind.__dataclass_params__.frozen:
-        for name in _names_set(value):
-            object.__setattr__(target, name, _put(getattr(target, name, None), getattr(value, name), used))
-        return target
-    return value
+        return [self.put(old, item) for old, item in zip(olds, value, strict=False)]
+
+    def _fill(self, target: Any, value: Any) -> bool:
+        """Let a container of the standard library, or an array, take over the content; whether it did."""
+        kind = type(value)
+        if kind in (dict, OrderedDict, defaultdict, Counter):
+            items = {key: self.put(target.get(key), item) for key, item in value.items()}
+            target.clear()
+            for key, item in items.items():  # a Counter's `update` adds
+                target[key] = item
+            if kind is defaultdict:
+                target.default_factory = value.default_factory
+        elif kind is list:
+            target[:] = self._items(target, value)
+        elif kind is deque and target.maxlen == value.maxlen:
+            items_in_order = self._items(target, value)
+            target.clear()
+            target.extend(items_in_order)
+        elif kind is set:
+            target.clear()
+            target.update(value)
+        elif kind in (Namespace, SimpleNamespace):
+            olds = vars(target)
+            attributes = {name: self.put(olds.get(name), item) for name, item in vars(value).items()}
+            olds.clear()
+            olds.update(attributes)
+        elif is_array(value) and target.flags.writeable and (target.shape, target.dtype) == (
+            value.shape, value.dtype,
+        ):  # fmt: skip
+            target[...] = value
+        else:
+            return False
+        return True
 
 
 def opaque_parts(
@@ -347,16 +401,39 @@ def _encode_list(value: Any) -> Any:
     return [encode(item) for item in value]
 
 
-def _is_numpy(value: Any) -> bool:
-    """True for numpy's own arrays and scalars, unless they hold Python objects."""
+def is_array(value: Any) -> bool:
+    """True for arrays of numpy's own class: the others have more than elements."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not (isinstance(value, numpy.generic) or type(value) is numpy.ndarray):
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def _is_numpy(value: Any) -> bool:
+    """True for numpy's own arrays and scalars of a dtype that its description gives back.
+
+    Not so those of Python objects, of ml_dtypes, of records and of fields with gaps: they are pickled.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not (isinstance(value, numpy.generic) or is_array(value)) or value.dtype.hasobject:
         return False
-    return not value.dtype.hasobject
+    try:
+        found = _dtype_described(json.loads(json.dumps(_description(value.dtype))))
+    except (ValueError, TypeError):
+        return False
+    return bool(found == value.dtype and found.type is value.dtype.type)
+
+
+def _description(dtype: Any) -> Any:
+    return dtype.descr if dtype.names else dtype.str
+
+
+def _dtype_described(descr: Any) -> Any:
+    import numpy
+
+    return numpy.dtype([_field(item) for item in descr] if isinstance(descr, list) else descr)
 
 
 def _encode_numpy(value: Any) -> Any:
-    descr = value.dtype.descr if value.dtype.names else value.dtype.str
+    descr = _description(value.dtype)
     kind = "array" if hasattr(value, "ctypes") else "scalar"
     return {"numpy": [kind, descr, list(value.shape), _b64(value.tobytes())]}
 
@@ -365,7 +442,7 @@ def _decode_numpy(body: Any, allowed: Allowed) -> Any:
     import numpy
 
     kind, descr, shape, data = body
-    dtype = numpy.dtype([_field(item) for item in descr] if isinstance(descr, list) else descr)
+    dtype = _dtype_described(descr)
     if dtype.hasobject:
         raise CheckpointCorrupt("a numpy value of Python objects is not read.")
     array = numpy.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()

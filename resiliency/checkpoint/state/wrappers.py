@@ -14,6 +14,7 @@ from resiliency.checkpoint.state.tensors import (
     Leaf,
     Placement,
     Wrapped,
+    sharded_type,
     wrapped,
 )
 from resiliency.checkpoint.state.tree import (
@@ -219,4 +220,6 @@ def _tensor_paths(node: Node) -> list[Path]:
 
 
 def is_sparse(obj: object) -> bool:
-    return isinstance(obj, torch.Tensor) and obj.layout is torch.sparse_coo
+    if not isinstance(obj, torch.Tensor) or sharded_type(type(obj)) is not None:
+        return False
+    return obj.layout is torch.sparse_coo
