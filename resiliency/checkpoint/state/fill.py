@@ -22,6 +22,7 @@ from resiliency.checkpoint.state.staging import threads_to_device
 from resiliency.checkpoint.state.tensors import Placement
 from resiliency.checkpoint.state.values import (
     Allowed,
+    Put,
     decode,
     dtype_called,
     load_values,
@@ -194,6 +195,7 @@ class Restore(Targets):
         self.allowed = Allowed(allow)
         self._values = load_values(values)
         self._fresh: dict[str, torch.Tensor] = {}
+        self.putting = Put()
         root = from_bytes(layout.skeleton)
         self._finish: Callable[[], Any]
         with torch.no_grad():
@@ -202,6 +204,12 @@ class Restore(Targets):
                 self._finish = lambda: made
             else:
                 self._finish = root.restore(into, self, ())
+
+    def forget(self, mark: int) -> None:
+        """Also the new tensors among them, which nothing would fill."""
+        dropped = {id(raw) for _, raw in self._targets[mark:]}
+        self._fresh = {key: made for key, made in self._fresh.items() if id(made) not in dropped}
+        super().forget(mark)
 
     def value(self, index: int) -> Any:
         if not 0 <= index < len(self._values):

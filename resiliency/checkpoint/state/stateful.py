@@ -120,10 +120,9 @@ def _saved_groups(optimizer: Node, source: TensorSource) -> list[dict[str, Any]]
 
 
 def _load_state(target: Any, state: Any, path: Path) -> None:
-    moments: dict[Any, Any] = {}
     if isinstance(target, torch.optim.Optimizer):
         _distribute_like_parameters(target, state)
-        moments = dict(state.get("state", {}))
+    moments = dict(state["state"]) if _casts(target) and isinstance(state, dict) else {}
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -137,13 +136,35 @@ def _load_state(target: Any, state: Any, path: Path) -> None:
         _keep_dtypes(target, moments)
 
 
+def _casts(target: Any) -> bool:
+    """Whether torch's own code alone loads its state: with more, the result is what the program wants."""
+    if not isinstance(target, torch.optim.Optimizer) or not isinstance(getattr(target, "state", None), dict):
+        return False
+    cls, base = type(target), torch.optim.Optimizer
+    hooks = ("load_state_dict_pre", "load_state_dict_post", "state_dict_pre", "state_dict_post")
+    return (
+        cls.load_state_dict is base.load_state_dict
+        and cls.state_dict is base.state_dict
+        and not any(getattr(target, f"_optimizer_{hook}_hooks", None) for hook in hooks)
+    )
+
+
 def _keep_dtypes(optimizer: torch.optim.Optimizer, moments: dict[Any, Any]) -> None:
-    """Torch gives what an optimizer keeps the dtype of its parameter; what was saved may have another."""
+    """Torch gives what an optimizer keeps the dtype of its parameter; what was saved may have another.
+
+    Torch's own optimizers make what has a parameter's shape in its dtype: where that has changed, they need
+    it.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
     for index, parameter in enumerate(parameters):
-        kept = optimizer.state.get(parameter, {})
-        for name, value in moments.get(index, {}).items():
-            if name in kept:
+        kept: Any = optimizer.state.get(parameter)
+        saved = moments.get(index)
+        if not isinstance(kept, dict) or not isinstance(saved, dict):
+            continue
+        for name, value in saved.items():
+            follows = is_torchs and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if name in kept and not follows:
                 kept[name] = _uncast(value, kept[name])
 
 
@@ -153,8 +174,8 @@ def _uncast(value: Any, cast: Any) -> Any:
         return cast if value.dtype == cast.dtype else value.to(cast.device)
     if isinstance(value, dict) and isinstance(cast, dict):
         return {key: _uncast(value[key], item) if key in value else item for key, item in cast.items()}
-    if isinstance(value, list) and isinstance(cast, list) and len(value) == len(cast):
-        return [_uncast(one, other) for one, other in zip(value, cast, strict=True)]
+    if type(value) is type(cast) and type(value) in (list, tuple) and len(value) == len(cast):
+        return type(value)([_uncast(one, other) for one, other in zip(value, cast, strict=True)])
     return cast
 
 

@@ -365,4 +365,8 @@ def _local_shard(tensor: Any) -> ShardedView:
     return ShardedView(data=shards[0].tensor, placement=Placement(global_shape=shape, global_offset=offset))
 
 
-register_sharded_type("torch.distributed._shard.sharded_tensor.api:ShardedTensor", _local_shard)
+register_sharded_type(
+    "torch.distributed._shard.sharded_tensor.api:ShardedTensor",
+    _local_shard,
+    assign=lambda holder, data: None,  # a rank without a part has nothing to take
+)

@@ -59,6 +59,8 @@ class TensorSource(Protocol):
     allowed: Allowed
     #: Whether dicts may have other keys than were saved; None: within an object that takes its state whole.
     partial: bool | None
+    #: What puts values in the place of the objects that are there.
+    putting: plain.Put
 
     def value(self, index: int) -> Any:
         """The decoded value at `index`."""
@@ -135,10 +137,13 @@ class ValueNode:
             raise mismatch(path, "a plain value", kind_name(target))
         source.allowed.trust(target)
         value = source.value(self.index)
-        if plain.is_array(target) and not plain.is_array(value):
-            raise mismatch(path, "a plain value", kind_name(target))
+        if leaf_kind(target) is not None:  # an array that could have been a tensor when it was saved
+            form = (value.shape, value.dtype) if plain.is_array(value) else None
+            if form != (target.shape, target.dtype):
+                held = "a plain value" if form is None else f"{form[1]} {form[0]}"
+                raise mismatch(path, held, f"{target.dtype} {target.shape}")
         containers = source.partial is not None
-        return lambda: plain.put(target, value, containers=containers)
+        return lambda: source.putting.put(target, value, containers=containers)
 
     def to_json(self) -> Any:
         return {"n": "value", "index": self.index}
@@ -214,7 +219,7 @@ class TensorNode:
         made = self.rebuild(source)
         if (made.shape, made.dtype) != (target.shape, target.dtype):
             raise mismatch(path, f"{made.dtype} {made.shape}", f"{target.dtype} {target.shape}")
-        return lambda: plain.put(target, made)
+        return lambda: source.putting.put(target, made)
 
     def to_json(self) -> Any:
         node: dict[str, Any] = {"n": "tensor", "key": self.key, "kind": self.kind, "path": list(self.path)}
@@ -246,6 +251,9 @@ class ObjectNode:
         registered = sharded_type(type(target))
         if registered is None:
             raise mismatch(path, "a sharded object", kind_name(target))
+        view = registered.describe(target)
+        if isinstance(view.data, torch.Tensor):
+            raise mismatch(path, "nothing or an object", f"{kind_name(target)} with a tensor")
         value = source.value(self.index)
 
         def finish() -> Any:

@@ -31,6 +31,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,21 +56,14 @@ ALWAYS_ALLOWED = frozenset(
         "argparse:Namespace", "random:Random", "types:SimpleNamespace", "_io:BytesIO",
         "numpy.random._pickle:__bit_generator_ctor", "numpy.random._pickle:__generator_ctor",
         "numpy.random._pickle:__randomstate_ctor",
-        "numpy:dtype", "numpy:matrix", "numpy:ndarray", "numpy:recarray", "numpy:record",
-        "numpy.ma.core:MaskedArray", "numpy.ma.core:MaskedConstant", "numpy.ma.core:_mareconstruct",
-        *(f"numpy.{core}.multiarray:{name}"
-          for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
-        *(f"ml_dtypes:{name}" for name in
-          ("bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3",
-           "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
-           "float8_e8m0fnu", "int1", "int2", "int4", "uint1", "uint2", "uint4")),
         "numpy.random._mt19937:MT19937", "numpy.random._pcg64:PCG64", "numpy.random._pcg64:PCG64DXSM",
         "numpy.random._philox:Philox", "numpy.random._sfc64:SFC64",
         "numpy.random.bit_generator:SeedSequence", "numpy.random.bit_generator:__pyx_unpickle_SeedSequence",
         "torch:Size", "torch:device",
         *(f"torch:{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
         *(f"resiliency.checkpoint.state.values:{name}" for name in
-          ("_generator_from_parts", "_numpy_from_parts", "_tensor_from_bytes")),
+          ("_generator_from_parts", "_numpy_from_text", "_objects_from_parts",
+           "_tensor_from_bytes")),
     }
 )  # fmt: skip
 
@@ -143,8 +137,8 @@ def encode(value: Any) -> Any:
             return encoder(value)
         if (content := _content(value)) is not None:
             return {content[0]: [class_name(kind), content[1]]}
-        if _is_numpy(value):
-            return _encode_numpy(value)
+        if (encoded := _encode_numpy(value)) is not None:
+            return encoded
     except RecursionError:
         raise ConfigError("the state contains itself, or is nested too deeply to be saved.") from None
     return {"pickle": _b64(_pickled(value))}
@@ -168,83 +162,109 @@ def decode(value: Any, allowed: Allowed) -> Any:
         raise CheckpointCorrupt(f"a plain value of the checkpoint cannot be read: {error!r}.") from error
 
 
-def put(target: Any, value: Any, *, containers: bool = True) -> Any:
-    """`value`, in place of `target` in a state, but as the objects that others may hold a reference to.
+class Put:
+    """Puts values in the place of parts of a state, as the objects that others may hold a reference to.
 
-    Generators, dataclasses (not frozen ones), arrays and the standard library's containers that `target` has
-    at the same place take over the content.
-
-    Args:
-        containers: False: lists, dicts and the like are made anew, for an object that takes its state whole
-            and may compare it with what it has.
+    Generators, dataclasses (not frozen ones), tensors, arrays and the standard library's containers that are
+    at the same place take over the content.  What was one object when it was saved is one again, and one that
+    is at two places takes over the first: they may have been two.  One for a whole restore.
     """
-    return _Put(containers).put(target, value)
 
+    def __init__(self) -> None:
+        # With the objects themselves: the number of one that is gone may be another's.
+        self._used: dict[int, Any] = {}
+        self._done: dict[int, tuple[Any, Any]] = {}
 
-class _Put:
-    def __init__(self, containers: bool) -> None:
-        self._containers = containers
-        self._used: set[int] = set()
+    def put(self, target: Any, value: Any, *, containers: bool = True) -> Any:
+        """`value`, as `target` where that can be.
 
-    def put(self, target: Any, value: Any) -> Any:
+        Args:
+            containers: False: lists, dicts and the like are made anew, for an object that takes its state
+                whole and may compare it with what it has.
+        """
         kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if isinstance(value, torch.Tensor):
+            return _put_tensor(target, value) if containers else value
+        if id(value) in self._done:
+            return self._done[id(value)][1]
         if type(target) is not kind:
             return value
-        if kind is tuple:
-            return tuple(self._items(target, value))
-        # One object in two places may have been two when it was saved.
-        if id(target) in self._used:
+        if kind is tuple or (kind is list and not containers):
+            items = []
+            for i, item in enumerate(value):
+                items.append(self.put(target[i] if i < len(target) else None, item, containers=containers))
+            return kind(items)
+        if kind is dict and not containers:
+            made = {}
+            for key, item in value.items():
+                made[key] = self.put(target.get(key), item, containers=False)
+            return made
+        if id(target) in self._used or not _takes_over(target, value, containers):
             return value
-        self._used.add(id(target))
-        if kind is dict and not self._containers:
-            return {key: self.put(target.get(key), item) for key, item in value.items()}
-        if kind is list and not self._containers:
-            return self._items(target, value)
-        if kind is torch.Generator and target.device.type == value.device.type:
-            target.set_state(value.get_state())
-            return target
-        if _is_record(kind) and not kind.__dataclass_params__.frozen:
-            for name in _names_set(value):
-                item = self.put(getattr(target, name, None), getattr(value, name))
-                object.__setattr__(target, name, item)
-            return target
-        return target if self._containers and self._fill(target, value) else value
-
-    def _items(self, target: Any, value: Any) -> list[Any]:
-        olds = [*target, *[None] * (len(value) - len(target))]
-        return [self.put(old, item) for old, item in zip(olds, value, strict=False)]
-
-    def _fill(self, target: Any, value: Any) -> bool:
-        """Let a container of the standard library, or an array, take over the content; whether it did."""
-        kind = type(value)
-        if kind in (dict, OrderedDict, defaultdict, Counter):
-            items = {key: self.put(target.get(key), item) for key, item in value.items()}
+        self._used[id(target)] = target
+        self._done[id(value)] = value, target  # before its items, of which it may be one
+        # One frame of Python for each level: what was decoded is not too deep for this.
+        if kind in _DICTS:
+            olds = dict(target)
             target.clear()
-            for key, item in items.items():  # a Counter's `update` adds
-                target[key] = item
+            for key, item in value.items():  # a Counter's `update` adds
+                target[key] = self.put(olds.get(key), item)
             if kind is defaultdict:
                 target.default_factory = value.default_factory
-        elif kind is list:
-            target[:] = self._items(target, value)
-        elif kind is deque and target.maxlen == value.maxlen:
-            items_in_order = self._items(target, value)
+        elif kind is list or kind is deque:
+            old = list(target)
             target.clear()
-            target.extend(items_in_order)
+            for i, item in enumerate(value):
+                target.append(self.put(old[i] if i < len(old) else None, item))
         elif kind is set:
             target.clear()
             target.update(value)
-        elif kind in (Namespace, SimpleNamespace):
-            olds = vars(target)
-            attributes = {name: self.put(olds.get(name), item) for name, item in vars(value).items()}
-            olds.clear()
-            olds.update(attributes)
-        elif is_array(value) and target.flags.writeable and (target.shape, target.dtype) == (
-            value.shape, value.dtype,
-        ):  # fmt: skip
+        elif kind is Namespace or kind is SimpleNamespace:
+            olds = dict(vars(target))
+            vars(target).clear()
+            for name, item in vars(value).items():
+                vars(target)[name] = self.put(olds.get(name), item)
+        elif kind is torch.Generator:
+            target.set_state(value.get_state())
+        elif is_array(value):
             target[...] = value
-        else:
-            return False
-        return True
+        else:  # a dataclass
+            for name in _names_set(value):
+                item = self.put(getattr(target, name, None), getattr(value, name), containers=containers)
+                object.__setattr__(target, name, item)
+        return target
+
+
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+
+
+def _takes_over(target: Any, value: Any, containers: bool) -> bool:
+    """Whether `target`, of the same class, can have the content of `value`."""
+    kind = type(value)
+    if kind is torch.Generator:
+        return bool(target.device.type == value.device.type)
+    if _is_record(kind):
+        return not kind.__dataclass_params__.frozen
+    if not containers:
+        return False
+    if kind is deque:
+        return bool(target.maxlen == value.maxlen)
+    if is_array(value):
+        return bool(target.flags.writeable) and (target.shape, target.dtype) == (value.shape, value.dtype)
+    return kind in (*_DICTS, list, set, Namespace, SimpleNamespace)
+
+
+def _put_tensor(target: Any, value: torch.Tensor) -> Any:
+    """One that was hidden in an object: a parameter of the program stays one."""
+    if not isinstance(target, torch.Tensor) or target.layout is not torch.strided:
+        return value
+    if (target.shape, target.dtype) != (value.shape, value.dtype):
+        return value
+    target.detach().copy_(value)
+    return target
 
 
 def opaque_parts(
@@ -407,50 +427,128 @@ def is_array(value: Any) -> bool:
     return numpy is not None and type(value) is numpy.ndarray
 
 
-def _is_numpy(value: Any) -> bool:
-    """True for numpy's own arrays and scalars of a dtype that its description gives back.
+#: Of dtypes that are not numpy's own, those that arrays are made of again; their classes can do no harm.
+_ML_DTYPES = frozenset(
+    {
+        *("bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3"),
+        *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "int1", "int2", "int4", "uint1", "uint2", "uint4"),
+    }
+)
 
-    Not so those of Python objects, of ml_dtypes, of records and of fields with gaps: they are pickled.
+
+@lru_cache(maxsize=256)
+def _description(dtype: Any, cls: type) -> Any:
+    """JSON from which `_dtype_described` makes an equal dtype, whose scalars are of `cls`; None: none does.
+
+    Never a pickle of it: a dtype takes whatever flags a pickle gives it, and then bytes for objects.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not (isinstance(value, numpy.generic) or is_array(value)) or value.dtype.hasobject:
-        return False
+    if dtype.hasobject:
+        return None
+    if dtype.names:
+        parts = [(*dtype.fields[name][:2], name) for name in dtype.names]
+        formats = [_description(part.base, part.base.type) for part, _, _ in parts]
+        if None in formats:
+            return None
+        described: Any = {
+            "names": list(dtype.names),
+            "formats": formats,
+            "shapes": [list(part.shape) for part, _, _ in parts],
+            "offsets": [offset for _, offset, _ in parts],
+            "itemsize": dtype.itemsize,
+            "aligned": dtype.isalignedstruct,
+        }
+    else:
+        described = f"ml_dtypes:{cls.__name__}" if cls.__module__ == "ml_dtypes" else dtype.str
     try:
-        found = _dtype_described(json.loads(json.dumps(_description(value.dtype))))
-    except (ValueError, TypeError):
-        return False
-    return bool(found == value.dtype and found.type is value.dtype.type)
+        found = _dtype_described(described)
+    except (ValueError, TypeError, ImportError):
+        return None
+    return described if found == dtype and found.type is cls else None
 
 
-def _description(dtype: Any) -> Any:
-    return dtype.descr if dtype.names else dtype.str
-
-
-def _dtype_described(descr: Any) -> Any:
+def _dtype_described(described: Any) -> Any:
     import numpy
 
-    return numpy.dtype([_field(item) for item in descr] if isinstance(descr, list) else descr)
+    if isinstance(described, dict):
+        formats = [
+            (_dtype_described(one), tuple(shape))
+            for one, shape in zip(described["formats"], described["shapes"], strict=True)
+        ]
+        fields: Any = {name: described[name] for name in ("names", "offsets", "itemsize")}
+        return numpy.dtype(fields | {"formats": formats}, align=bool(described["aligned"]))
+    library, _, name = described.rpartition(":")
+    if library:
+        if library != "ml_dtypes" or name not in _ML_DTYPES:
+            raise ValueError(f"no dtype {described[:80]!r} is known")
+        return numpy.dtype(getattr(importlib.import_module(library), name))
+    return numpy.dtype(described)
 
 
 def _encode_numpy(value: Any) -> Any:
-    descr = _description(value.dtype)
-    kind = "array" if hasattr(value, "ctypes") else "scalar"
-    return {"numpy": [kind, descr, list(value.shape), _b64(value.tobytes())]}
+    """An array or scalar of numpy's own classes; None: it is something else, or holds Python objects."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return None
+    kind, dtype = type(value), value.dtype
+    if kind is numpy.ma.MaskedArray:
+        mask = numpy.ma.getmask(value)
+        fill = value.fill_value if value._fill_value is not None else None
+        parts = [value.data, None if mask is numpy.ma.nomask else mask, fill]
+        if None in (_encode_numpy(value.data), fill is None or _encode_numpy(numpy.asarray(fill))):
+            return None
+        return {"masked": [*map(encode, parts), bool(value.hardmask)]}
+    if kind is numpy.recarray or kind is numpy.matrix:
+        plain = numpy.asarray(value)
+        if dtype.names:
+            plain = plain.view(numpy.dtype((numpy.void, dtype)))
+        encoded = _encode_numpy(plain)
+        return None if encoded is None else {"view": [kind.__name__, encoded]}
+    if kind is not numpy.ndarray and kind is not dtype.type:
+        return None
+    described = _description(dtype, dtype.type)
+    if described is None:
+        return None
+    form = "array" if kind is numpy.ndarray else "scalar"
+    return {"numpy": [form, described, list(value.shape), _b64(value.tobytes())]}
 
 
 def _decode_numpy(body: Any, allowed: Allowed) -> Any:
     import numpy
 
-    kind, descr, shape, data = body
-    dtype = _dtype_described(descr)
+    form, described, shape, data = body
+    dtype = _dtype_described(described)
     if dtype.hasobject:
         raise CheckpointCorrupt("a numpy value of Python objects is not read.")
-    array = numpy.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()
-    return array[()] if kind == "scalar" else array
+    if dtype.itemsize:
+        array = numpy.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()
+    else:  # empty texts
+        array = numpy.zeros(shape, dtype)
+    return array[()] if form == "scalar" else array
 
 
-def _field(item: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(part) if isinstance(part, list) else part for part in item)
+def _decode_masked(body: Any, allowed: Allowed) -> Any:
+    import numpy
+
+    data, mask, fill, hard = body
+    data, mask, fill = (decode(part, allowed) for part in (data, mask, fill))
+    if not is_array(data) or not (mask is None or is_array(mask)):
+        raise CheckpointCorrupt("a masked array of the checkpoint has no array in it.")
+    if mask is not None and mask.shape != data.shape:
+        raise CheckpointCorrupt("a masked array of the checkpoint has a mask of another shape.")
+    hidden: Any = numpy.ma.nomask if mask is None else mask
+    masked_array: Any = numpy.ma.MaskedArray
+    return masked_array(data, mask=hidden, fill_value=fill, hard_mask=bool(hard))
+
+
+def _decode_view(body: Any, allowed: Allowed) -> Any:
+    import numpy
+
+    name, encoded = body
+    plain = decode(encoded, allowed)
+    if not is_array(plain) or name not in ("matrix", "recarray"):
+        raise CheckpointCorrupt("a matrix or record array of the checkpoint cannot be read.")
+    return plain.view(getattr(numpy, name))
 
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
@@ -476,6 +574,8 @@ _DECODERS: dict[str, Callable[[Any, Allowed], Any]] = {
     "device": lambda b, a: torch.device(b),
     "size": lambda b, a: torch.Size(b),
     "numpy": _decode_numpy,
+    "masked": _decode_masked,
+    "view": _decode_view,
     "enum": _decode_enum,
     "named": _decode_named,
     "record": _decode_record,
@@ -500,8 +600,10 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors and arrays in opaque objects as their bytes; their own way names many functions."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if _is_numpy(obj):
-            return _numpy_from_parts, tuple(_encode_numpy(obj)["numpy"])
+        if (encoded := _encode_numpy(obj)) is not None:
+            return _numpy_from_text, (json.dumps(encoded),)
+        if is_array(obj) and obj.dtype == object:
+            return _objects_from_parts, (obj.shape, list(obj.flat))
         if type(obj) is torch.Generator:
             return _generator_from_parts, tuple(_encode_generator(obj)["generator"])
         if not isinstance(obj, torch.Tensor):
@@ -517,8 +619,17 @@ class _Pickler(pickle.Pickler):
         return _tensor_from_bytes, (str(plain.dtype).removeprefix("torch."), tuple(plain.shape), data)
 
 
-def _numpy_from_parts(*parts: Any) -> Any:
-    return _decode_numpy(parts, Allowed())
+def _numpy_from_text(text: str) -> Any:
+    return decode(json.loads(text), Allowed())
+
+
+def _objects_from_parts(shape: tuple[int, ...], items: list[Any]) -> Any:
+    import numpy
+
+    array = numpy.empty(len(items), dtype=object)
+    for position, item in enumerate(items):  # at once, numpy would look into lists
+        array[position] = item
+    return array.reshape(shape)
 
 
 def _tensor_from_bytes(dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:

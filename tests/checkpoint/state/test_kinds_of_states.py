@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import collections
 import io
 import pickle
@@ -27,6 +28,7 @@ from torch.masked import masked_tensor
 from torch.optim import lr_scheduler
 
 from resiliency.checkpoint import StateWalker, materialize, restore_into
+from resiliency.checkpoint.state.values import Allowed, decode
 from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint.capture_builders import bits, saved
@@ -94,19 +96,84 @@ def test_an_object_that_takes_its_state_is_not_changed_before_it_does(
     assert sampler.sizes == [1, 3]
 
 
+def test_a_parameter_in_a_namespace_stays_the_parameter_of_the_program(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    def settings(value: float) -> types.SimpleNamespace:
+        return types.SimpleNamespace(scale=torch.nn.Parameter(torch.full((2,), value)))
+
+    shard = saved({"settings": settings(3.0)}, tmp_path / "job", stack, allow=["torch:Tensor"])
+    held = settings(0.0)
+    scale = held.scale
+    restore_into({"settings": held}, shard)
+    assert held.scale is scale
+    assert (scale.tolist(), scale.requires_grad) == ([3.0, 3.0], True)
+
+
+def test_what_was_one_object_is_one_again_and_what_was_two_is_two(tmp_path: Path, stack: ExitStack) -> None:
+    shared, itself = [1, 2], types.SimpleNamespace(step=3)
+    itself.me = itself
+    state = {"both": collections.OrderedDict(a=shared, b=shared), "itself": itself, "sets": [{1}, {2}]}
+    shard = saved(state, tmp_path / "job", stack)
+    one, namespace, common = [0], types.SimpleNamespace(me=None), {0}
+    target = {"both": collections.OrderedDict(a=one, b=[9]), "itself": namespace, "sets": [common, common]}
+    found = restore_into(target, shard)
+    assert found["both"]["a"] is found["both"]["b"] is one
+    assert found["itself"] is namespace is namespace.me
+    assert found["sets"] == [{1}, {2}]
+
+
+def test_a_deep_list_is_put_in_place(tmp_path: Path, stack: ExitStack) -> None:
+    def deep(value: int) -> list[Any]:
+        nested: list[Any] = [value]
+        for _ in range(280):
+            nested = [nested]
+        return nested
+
+    shard = saved({"deep": deep(3)}, tmp_path / "job", stack)
+    assert restore_into({"deep": deep(0)}, shard)["deep"] == deep(3)
+
+
+@pytest.mark.parametrize("held", [None, torch.ones(3)])
+def test_a_part_that_does_not_fit_a_sampler_leaves_no_tensor_that_nothing_fills(
+    held: Any, tmp_path: Path, stack: ExitStack
+) -> None:
+    """An array that is read-only cannot be filled in place: it is made, and the rest may not fit then."""
+
+    class Both(Sampler):
+        def __init__(self, order: Any, more: Any) -> None:
+            self.order, self.more = order, more
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"order": self.order, "more": self.more}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.order, self.more = state["order"], state["more"]
+
+    shard = saved({"x": Both(np.arange(100_000), torch.ones(3))}, tmp_path / "job", stack)
+    target = Both(np.frombuffer(bytes(800_000), np.int64), held)
+    restore_into({"x": target}, shard)
+    assert target.order.tolist() == list(range(100_000))
+    assert target.more.tolist() == [1.0] * 3
+
+
 # ----------------------------------------------------------------------------------------------------- numpy
 
+RECORDS = [("a", "i4"), ("b", "f8")]
 ARRAYS: dict[str, Any] = {
     "masked": np.ma.masked_array([1.5, 2.5], mask=[True, False], fill_value=7.0),
-    "a masked value": np.ma.masked,
-    "records": np.rec.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]),
-    "a record": np.rec.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")])[0],
+    "masked by nothing": np.ma.masked_array([1.5, 2.5]),
+    "masked for good": np.ma.masked_array([(1, 2.5)], mask=[(True, False)], dtype=RECORDS, hard_mask=True),
+    "records": np.rec.array([(1, 2.5)], dtype=RECORDS),
+    "a structured value": np.array([(1, 2.5)], dtype=RECORDS)[0],
+    "an empty text": np.str_(""),
     "matrix": np.array([[1, 2], [3, 4]]).view(np.matrix),
     "ml_dtypes bfloat16": np.array([1.5, 2.5], dtype=ml_dtypes.bfloat16),
     "ml_dtypes float8": np.array([1.5, 2.0], dtype=ml_dtypes.float8_e4m3fn),
     "ml_dtypes int4": np.array([1, -2], dtype=ml_dtypes.int4),
     "ml_dtypes scalar": ml_dtypes.bfloat16(1.5),
     "fields with gaps": np.zeros(2, dtype=np.dtype({"names": ["a"], "formats": ["i1"], "itemsize": 24})),
+    "aligned fields": np.zeros(2, dtype=np.dtype([("a", "i1"), ("b", "i8")], align=True)),
     "fields in fields": np.zeros(2, dtype=[("a", [("x", "i4"), ("y", "f8", (2,))])]),
     "fields": np.ones(2, dtype=[("a", "i4"), ("b", "f8", (2,))]),
     "objects": np.array([1, "a", None], dtype=object),
@@ -127,11 +194,15 @@ def test_a_numpy_value_of_any_kind_comes_back_equal_with_its_class(
     again = {"x": value.copy() if isinstance(value, np.ndarray) else value, "weight": torch.ones(1)}
     for found in (materialize(shard)["x"], restore_into(again, shard)["x"]):
         assert type(found) is type(value)
-        assert (found.dtype, found.dtype.type) == (value.dtype, value.dtype.type)
+        assert (str(found.dtype), found.dtype.type) == (str(value.dtype), value.dtype.type)
+        assert found.dtype == value.dtype
         assert_same(np.ma.getmaskarray(found), np.ma.getmaskarray(value))
         assert str(found.tolist()) == str(value.tolist())
-        if value.dtype.names is None and not value.dtype.hasobject and value is not np.ma.masked:
+        if value.dtype.names is None and not value.dtype.hasobject:
             assert found.tobytes() == value.tobytes()
+        if isinstance(value, np.ma.MaskedArray):
+            assert (found.mask is np.ma.nomask) == (value.mask is np.ma.nomask)
+            assert found.hardmask == value.hardmask
         assert getattr(found, "fill_value", 0) == getattr(value, "fill_value", 0)
 
 
@@ -139,9 +210,37 @@ class Measured(np.ndarray):
     """An array with a unit that its pickle knows nothing of."""
 
 
-def test_a_class_of_arrays_that_a_restore_would_not_know_is_refused_at_the_save() -> None:
-    with pytest.raises(ConfigError, match=r"lengths: .* names .*Measured"):
-        StateWalker(allow=()).snapshot({"lengths": np.zeros(2).view(Measured), "weight": torch.zeros(1)})
+class Length(np.float64):
+    """A number with one."""
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.zeros(2).view(Measured), "Measured"),
+        (Length(1.5), "numpy:dtype"),
+        (np.ma.masked, "MaskedConstant"),
+        (np.rec.array([(1, 2.5)], dtype=RECORDS)[0], "numpy:dtype"),
+    ],
+)
+def test_a_value_of_numpy_that_a_restore_could_not_make_is_refused_at_the_save(value: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"lengths: .* names .*{name}"):
+        StateWalker(allow=()).snapshot({"lengths": value, "weight": torch.zeros(1)})
+
+
+def test_no_checkpoint_makes_an_array_of_whatever_its_bytes_point_to() -> None:
+    """A dtype of numpy's believes a pickle that there are no objects in it."""
+
+    def call(function: Any, *args: Any, state: Any = None) -> Any:
+        return type("Call", (), {"__reduce__": lambda self: (function, args, state)})()
+
+    forged = call(
+        np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+    )
+    array = call(np.ndarray, (0,), state=(1, (1,), forged, False, b"A" * 8))
+    crafted = {"pickle": base64.b64encode(pickle.dumps(array)).decode()}
+    with pytest.raises(ConfigError, match=r"names numpy:(ndarray|dtype), which is not on the list"):
+        decode(crafted, Allowed())
 
 
 # --------------------------------------------------------------------------------------- tensors of all kinds
@@ -189,6 +288,17 @@ def test_a_sharded_tensor_of_torch_comes_back_in_place_with_its_place(
     target = filled(0.0)
     assert restore_into({"x": target}, shard)["x"] is target
     assert target.local_tensor().tolist() == [[7.0, 7.0]] * 4
+
+    empty = filled(0.0)
+    empty._local_shards = []  # as on a rank that has no part of a small tensor
+    with pytest.raises(LayoutMismatch, match="s: the checkpoint holds a tensor"):
+        restore_into(
+            {"s": empty, "x": filled(0.0)}, saved({"s": filled(1.0), "x": target}, tmp_path / "1", stack)
+        )
+    shard = saved({"s": empty, "x": target}, tmp_path / "2", stack)
+    assert restore_into({"s": empty, "x": filled(0.0)}, shard)["s"] is empty
+    with pytest.raises(LayoutMismatch, match=r"s: .* ShardedTensor with a tensor"):
+        restore_into({"s": filled(0.0), "x": filled(0.0)}, shard)
 
 
 def train_fsdp1(rank: int, directory: str) -> list[Any]:
@@ -290,6 +400,41 @@ def test_moments_keep_their_own_dtype_and_training_goes_on_bit_for_bit(
         train(other, fresh, 3, seed=2)
         assert_same(other.state_dict(), model.state_dict())
         assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+class Compressed(torch.optim.AdamW):
+    """Keeps less than it works with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for moments in state["state"].values():
+            moments["exp_avg"] = moments["exp_avg"].bfloat16()
+        return state
+
+
+def test_an_optimizer_that_loads_its_state_in_its_own_way_is_left_alone(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    def in_half(optimizer: torch.optim.Optimizer) -> None:
+        for moments in optimizer.state.values():
+            moments["exp_avg"] = moments["exp_avg"].half()
+
+    model = torch.nn.Linear(4, 3)
+    optimizer = Compressed(model.parameters())
+    train(model, optimizer, 1, seed=1)
+    shard = saved([optimizer], tmp_path / "job", stack)
+    fresh = Compressed(model.parameters())
+    restore_into([fresh], shard)
+    train(model, fresh, 1, seed=1)
+    with_hook = torch.optim.AdamW(model.parameters())
+    with_hook.register_load_state_dict_post_hook(in_half)
+    restore_into([with_hook], shard)
+    assert {moments["exp_avg"].dtype for moments in with_hook.state.values()} == {torch.float16}
+    # Torch's own optimizers work in the dtype of their parameters, which has changed here.
+    other = torch.nn.Linear(4, 3).bfloat16()
+    narrow = torch.optim.AdamW(other.parameters())
+    restore_into([narrow], saved([with_hook], tmp_path / "1", stack))
+    train(other, narrow, 1, seed=1)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
