@@ -382,7 +382,9 @@ class ResilientAgent(HookedAgent):
         else:
             cause = f"hosts left: {', '.join(lost)}"
             self._events.emit(EventType.FAULT_DETECTED, attempt=self.attempt, cause=cause)
-            self._diagnose(lost)
+            # One that has ended the job leaves, too, and has said why.
+            if not self._rendezvous_handler.is_closed() and self.find_stop() is None:
+                self._diagnose(lost)
         logger.warning("attempt %d ends: %s", self.attempt, cause)
 
     def _report(self, rank: int, local_rank: int, state: WorkerReport) -> None:

@@ -10,8 +10,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 _SIGNAL = signal.SIGRTMIN + 9
 _NAME = "rank-pool-stacks"
 #: A process that can write its stacks does so within milliseconds, also on a busy machine within this.
@@ -27,6 +25,8 @@ def offer_stacks() -> None:
 
 def take_stacks(pid: int) -> str:
     """The stacks of all threads of process `pid` and of its children; empty where nothing can be seen."""
+    import psutil  # imported when it is needed: `resiliency.testing` is cheap to import
+
     found = []
     with suppress(OSError, psutil.Error):
         (text,) = (fd for fd in Path(f"/proc/{pid}/fd").iterdir() if _NAME in os.readlink(fd))
