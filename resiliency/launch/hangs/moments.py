@@ -60,8 +60,10 @@ class MomentsOfRank:
                 counts["other"] += one.count
             else:
                 counts["waiting" if one.state in _WAITS else "busy"] += one.count
-        # The interpreter was not free, in a call that does not let go of it: that is no waiting.
+        # The interpreter was not free, in a call that does not let go of it: that is no waiting for others,
+        # and work only where it ran.  It may sleep in such a call, as in a save to storage that hangs.
         counts["busy"] += sum(max(0, self._states[state] - reported[state]) for state in _RUNS)
+        counts["other"] += sum(max(0, self._states[state] - reported[state]) for state in _WAITS)
         counts["stopped"] = sum(self._states[state] for state in _STOPPED)
         samples = sum(counts.values()) - counts["other"]
         if counts["other"] > samples / 4 or not samples or self.step is None:
