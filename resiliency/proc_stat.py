@@ -27,6 +27,25 @@ def stat_fields(pid: int | str = "self") -> list[str]:
         return []
 
 
+def has_ended(pid: int) -> bool:
+    """Whether it is gone, or a zombie that its parent has not looked at yet."""
+    return (stat_fields(pid) or ["X"])[0] in ("Z", "X")
+
+
+def handles_signal(pid: int, number: int) -> bool:
+    """Whether the process has a handler: without one, most signals would end it.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
+        for line in status:
+            name, _, mask = line.partition(":")
+            if name == "SigCgt":
+                return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
+
+
 def wait_for_program(pid: int, timeout_s: float) -> None:
     """Return when a child that was just spawned shows its environment, has ended or takes too long.
 
@@ -36,6 +55,6 @@ def wait_for_program(pid: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     with suppress(OSError), open(f"/proc/{pid}/environ", "rb", buffering=0) as environ:
         while not environ.read(1) and time.monotonic() < deadline:
-            if stat_fields(pid)[:1] in ([], ["Z"], ["X"]):
+            if has_ended(pid):
                 return
             os.sched_yield()

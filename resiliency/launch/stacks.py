@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from resiliency.proc_stat import handles_signal
 from resiliency.rank.inspection import STACK_SIGNAL, stacks_file
 
 ANSWER_TIMEOUT_S = 5.0
@@ -32,7 +33,7 @@ def dump_stacks(
         file = stacks_file(directory, pid)
         with suppress(OSError):
             size = file.stat().st_size
-            if not _handles(pid, STACK_SIGNAL):
+            if not handles_signal(pid, STACK_SIGNAL):
                 continue  # another program by now, by exec or as the next process of this number
             os.kill(pid, STACK_SIGNAL)
             sizes[rank] = size
@@ -56,15 +57,6 @@ def _new_text(file: Path, size: int, deadline: float) -> str:
         opened.seek(size)
         return opened.read(_MOST_CHARS).decode(errors="replace")
     return ""
-
-
-def _handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler: without one, the signal would end it."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        name, _, mask = line.partition(":")
-        if name == "SigCgt":
-            return bool(int(mask, 16) >> (number - 1) & 1)
-    return False
 
 
 def _from_kernel(pid: int) -> str:

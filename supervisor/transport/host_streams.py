@@ -139,15 +139,12 @@ class HostStreams:
         finally:
             # gRPC cancels this task when the other side is gone, and may do so twice: what is after an
             # `await` in here may never be run.
-            tasks = [task for task in (sender, reader) if task is not None]
-            for task in tasks:
-                task.cancel()
             if self._entries.get(host.name) is entry:
                 del self._entries[host.name]
             if sender is not None and not entry.replaced:
                 logger.info("host %s: its stream ended", host.name)
                 self._listener.host_lost(host.name, entry.incarnation)
-            await end_tasks(tasks)
+            await end_tasks(task for task in (sender, reader) if task is not None)
 
     async def _read_hello(self, stream: ServerStream) -> Any:
         try:

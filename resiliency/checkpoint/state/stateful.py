@@ -136,6 +136,11 @@ def _load_state(target: Any, state: Any, path: Path) -> None:
         _keep_dtypes(target, moments)
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """In the order of the numbers that its state dict has for them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _casts(target: Any) -> bool:
     """Whether torch's own code alone loads its state: with more, the result is what the program wants."""
     if not isinstance(target, torch.optim.Optimizer) or not isinstance(getattr(target, "state", None), dict):
@@ -155,9 +160,8 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, moments: dict[Any, Any]) -> N
     Torch's own optimizers make what has a parameter's shape in its dtype: where that has changed, they need
     it.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(_parameters(optimizer)):
         kept: Any = optimizer.state.get(parameter)
         saved = moments.get(index)
         if not isinstance(kept, dict) or not isinstance(saved, dict):
@@ -182,8 +186,7 @@ def _uncast(value: Any, cast: Any) -> Any:
 def _check_moments(node: Node, optimizer: torch.optim.Optimizer, source: TensorSource) -> None:
     """Raise LayoutMismatch unless what becomes state of a sharded parameter is of the same part of it."""
     of_all = _item(node, "state")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(_parameters(optimizer)):
         if isinstance(parameter, DTensor):
             moments = _item(of_all, index)
             for moment in moments.items if isinstance(moments, DictNode) else ():
@@ -200,8 +203,7 @@ def _item(node: Node | None, key: Any) -> Node | None:
 
 def _distribute_like_parameters(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """New optimizer state of a sharded parameter holds the local shard: make it a DTensor again."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(_parameters(optimizer)):
         if not isinstance(parameter, DTensor):
             continue
         moments = state["state"].get(index, {})

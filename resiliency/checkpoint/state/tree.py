@@ -132,12 +132,12 @@ class ValueNode:
         return source.value(self.index)
 
     def restore(self, target: Any, source: TensorSource, path: Path) -> Finish:
-        is_leaf = leaf_kind(target) is not None and not plain.is_array(target)
-        if is_leaf or is_stateful(target):
+        kind = leaf_kind(target)
+        if kind not in (None, "numpy") or is_stateful(target):
             raise mismatch(path, "a plain value", kind_name(target))
         source.allowed.trust(target)
         value = source.value(self.index)
-        if leaf_kind(target) is not None:  # an array that could have been a tensor when it was saved
+        if kind is not None:  # an array that could have been a tensor when it was saved
             form = (value.shape, value.dtype) if plain.is_array(value) else None
             if form != (target.shape, target.dtype):
                 held = "a plain value" if form is None else f"{form[1]} {form[0]}"

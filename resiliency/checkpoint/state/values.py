@@ -492,12 +492,12 @@ def _encode_numpy(value: Any) -> Any:
         return None
     kind, dtype = type(value), value.dtype
     if kind is numpy.ma.MaskedArray:
-        mask = numpy.ma.getmask(value)
-        fill = value.fill_value if value._fill_value is not None else None
-        parts = [value.data, None if mask is numpy.ma.nomask else mask, fill]
-        if None in (_encode_numpy(value.data), fill is None or _encode_numpy(numpy.asarray(fill))):
+        data, mask = _encode_numpy(value.data), numpy.ma.getmask(value)
+        if data is None:
             return None
-        return {"masked": [*map(encode, parts), bool(value.hardmask)]}
+        hidden = None if mask is numpy.ma.nomask else encode(mask)
+        fill = None if value._fill_value is None else encode(value.fill_value)
+        return {"masked": [data, hidden, fill, bool(value.hardmask)]}
     if kind is numpy.recarray or kind is numpy.matrix:
         plain = numpy.asarray(value)
         if dtype.names:

@@ -74,8 +74,3 @@ def activity(pid: int) -> Activity:
 def is_stopped(pid: int) -> bool:
     """Whether the kernel does not run it, because of a signal or a debugger."""
     return (stat_fields(pid) or [""])[_STATE] in ("T", "t")
-
-
-def has_ended(pid: int) -> bool:
-    """Whether it is gone, or a zombie that its parent has not looked at yet."""
-    return (stat_fields(pid) or ["X"])[_STATE] in ("Z", "X")

@@ -21,7 +21,7 @@ from pathlib import Path
 from resiliency.events import EventStream, EventType
 from resiliency.launch._compat import hang_note
 from resiliency.launch.fleet.link import WorkerStateReporter
-from resiliency.launch.hangs.activity import has_ended, is_stopped
+from resiliency.launch.hangs.activity import is_stopped
 from resiliency.launch.hangs.attempt_thread import AttemptThread
 from resiliency.launch.hangs.hosts import HostBoard, JobView, SaidFinding, merged
 from resiliency.launch.hangs.looking import Look, Watched, look, stack_clusters
@@ -29,6 +29,7 @@ from resiliency.launch.health.causes import Advice, Cause, Confidence, Diagnosis
 from resiliency.launch.health.hang_times import FIRST_STEP_S, HangTimeout, HangTimes
 from resiliency.launch.health.hangs import HangFinding, HangKind, explain_hang
 from resiliency.launch.rendezvous.shared_lines import SharedLines
+from resiliency.proc_stat import has_ended
 from resiliency.progress import StepPage
 from resiliency.runtime import name_ranks
 

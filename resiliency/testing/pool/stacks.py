@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from resiliency.proc_stat import handles_signal
+
 _SIGNAL = signal.SIGRTMIN + 9
 _NAME = "rank-pool-stacks"
 #: A process that can write its stacks does so within milliseconds, also on a busy machine within this.
@@ -33,7 +35,8 @@ def take_stacks(pid: int) -> str:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         with text.open("rb") as file:
             for process in family:
-                if not _offers(process.pid) or process.status() == psutil.STATUS_STOPPED:
+                # One that has called exec has no handler any more.
+                if not handles_signal(process.pid, _SIGNAL) or process.status() == psutil.STATUS_STOPPED:
                     continue
                 process.send_signal(_SIGNAL)
                 deadline, written = time.monotonic() + _WRITE_S, b""
@@ -45,13 +48,3 @@ def take_stacks(pid: int) -> str:
                         break
                 found.append(f"process {process.pid}:\n{written.decode(errors='replace')}")
     return "\n".join(found)
-
-
-def _offers(pid: int) -> bool:
-    """Whether the process has a handler: the signal would end one that has called exec."""
-    (caught,) = (
-        line.split()[1]
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("SigCgt:")
-    )
-    return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)
