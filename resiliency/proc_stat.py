@@ -46,6 +46,19 @@ def handles_signal(pid: int, number: int) -> bool:
     return False
 
 
+def waited_for_core_s(task: int | str) -> float:
+    """Seconds in which a thread could have run and others had its core; 0 where the kernel counts none.
+
+    Args:
+        task: id of a process, for its first thread, or ``thread-self``.
+    """
+    try:
+        with open(f"/proc/{task}/schedstat", "rb") as schedstat:
+            return int(schedstat.read().split()[1]) / 1e9
+    except (OSError, IndexError):  # it has ended, or the kernel or a sandbox has no such numbers
+        return 0.0
+
+
 def wait_for_program(pid: int, timeout_s: float) -> None:
     """Return when a child that was just spawned shows its environment, has ended or takes too long.
 

@@ -8,6 +8,7 @@ looked at closely, given a moment to go away, and named in words that lead to it
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import socket
@@ -90,6 +91,7 @@ def leaks_since(
     found = _look(before, allowed, owners)
     if _can_end(found):
         gc.collect()  # an object in a reference cycle may be all that keeps it open
+        multiprocessing.active_children()  # waits for those that have ended, which else the next start does
         found = _look(before, allowed, owners)
     while _can_end(found) and time.monotonic() < deadline:
         # Nothing tells when a descriptor or a file of somebody else goes, so look again.

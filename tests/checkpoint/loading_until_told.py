@@ -34,7 +34,10 @@ def main() -> None:
     state = {"weights": weights, "optimizer": optimizer}
     with Checkpointer(directory, termination=TerminationOptions()) as checkpoints:
         loader = DataLoader(
-            Numbers(), num_workers=2, multiprocessing_context=context, persistent_workers="persistent" in how
+            Numbers(),
+            num_workers=1 if context == "spawn" else 2,  # which import torch, one after the other
+            multiprocessing_context=context,
+            persistent_workers="persistent" in how,
         )
         step = checkpoints.restore(state).step
         while True:
@@ -44,7 +47,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 threading.Event().wait(0.01)  # some work
                 step += 1
-                if step == 2 * BATCHES + 2:
+                if step == BATCHES + 2:
                     print("workers of process", os.getpid(), "are there", flush=True)
                 checkpoints.step(step, state)
 

@@ -7,7 +7,8 @@ comes and goes is no slowness of the host, and a host that is always slower is f
 
     python3 -m resiliency.launch.host_check.probes {memory,disk,compute} [DIRECTORY]
 
-prints one JSON object per line: what `Measurement` has, but the host.
+prints one JSON object per line: what `Measurement` has, but the host.  The last one is `_END`: what comes
+after it, as a process that takes long to end, is no fault of the host.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 from resiliency.cgroups import memory_left
 from resiliency.launch.health.evidence import signal_name
 from resiliency.launch.health.scores import Measurement
+from resiliency.proc_stat import waited_for_core_s
 
 #: Shape of the products: 0.9 GFLOP each, and matrices that no cache of a core holds.
 _SIDE = 768
@@ -41,6 +43,8 @@ _MEMORY_BYTES = 64 << 20
 _DISK_BYTES = 32 << 20
 #: Bits that stick, or that follow their neighbours, differ from one of these.
 _PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
+_END = {"end": True}
+_NO_CORE = "had no core"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +87,21 @@ class HostProbes:
         deadline = time.monotonic() + timeout_s
         found: list[Measurement] = []
         for probe in self.probes:
-            left_s = deadline - time.monotonic()
-            if left_s > 0:
-                found += self._run_one(probe, min(probe.limit_s, left_s))
+            if time.monotonic() < deadline:
+                found += self._run_one(probe, deadline)
         return found
 
-    def _run_one(self, probe: Probe, limit_s: float) -> list[Measurement]:
+    def _run_one(self, probe: Probe, deadline: float) -> list[Measurement]:
         try:
             # Made here, so that it is removed also where the probe was killed.
             with tempfile.TemporaryDirectory(prefix=".host-check-", dir=self.disk) as directory:
-                lines, error = _run_process([*self.command, probe.name, directory], limit_s)
+                lines, error = _run_process([*self.command, probe.name, directory], probe.limit_s, deadline)
         except OSError as failure:
             lines, error = [], f"cannot write to {self.disk}: {failure.strerror}"
-        found = [self._measurement(probe, line) for line in lines]
         if error:
-            found.append(self._measurement(probe, {"error": error}))
-        return found
+            lines.append({"error": error})
+        found = [self._measurement(probe, line) for line in lines]
+        return list({one.probe: one for one in found}.values())  # an error takes the place of a result
 
     def _measurement(self, probe: Probe, said: Mapping[str, Any]) -> Measurement:
         return Measurement(
@@ -113,36 +116,54 @@ class HostProbes:
         )
 
 
-def _run_process(argv: list[str], limit_s: float) -> tuple[list[dict[str, Any]], str]:
-    """What a probe has printed, and why it did not end well."""
+def _run_process(argv: list[str], limit_s: float, deadline: float) -> tuple[list[dict[str, Any]], str]:
+    """What a probe has printed, and why it did not come to its end; neither, where it had no core to run on.
+
+    Args:
+        limit_s: without the time in which other programs had its core.
+        deadline: monotonic time at which it is killed whatever it waited for.
+    """
     # A launcher limits the threads of its ranks; a probe has the host for itself.
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    began = time.monotonic()
     process = subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    error, waited_s = "", 0.0
     try:
-        output, errors = process.communicate(timeout=limit_s)
-        error = ""
-        if process.returncode:
-            code = process.returncode
-            died = signal_name(-code) if code < 0 else f"exit code {code}"
-            error = ", ".join([f"died: {died}", *errors.strip().splitlines()[-1:]])
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        error = f"hung: no result after {limit_s:.3g} s"
+        while True:
+            # At least a second, as what it waits is counted when it gets the core.
+            until = min(max(began + limit_s + waited_s, time.monotonic() + 1.0), deadline)
+            try:
+                output, errors = process.communicate(timeout=max(until - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                waited_before_s, waited_s = waited_s, waited_for_core_s(process.pid)
+                if time.monotonic() < deadline and waited_s > waited_before_s:
+                    continue
+                process.kill()
+                output, _ = process.communicate()
+                taken_s = time.monotonic() - began
+                error = f"hung: no result after {taken_s:.1f} s" if waited_s < taken_s / 2 else _NO_CORE
+            break
     finally:
         process.kill()
         process.wait()
+    if process.returncode and not error:
+        code = process.returncode
+        died = signal_name(-code) if code < 0 else f"exit code {code}"
+        error = ", ".join([f"died: {died}", *errors.strip().splitlines()[-1:]])
     lines = []
     for line in output.splitlines():
         try:
             lines.append(dict(json.loads(line)))
         except (ValueError, TypeError):  # the last one may be torn; libraries print as they like
             continue
-    if not lines and not error:
-        error = "died: no result"
-    return lines, error
+    if _END in lines:
+        lines.remove(_END)
+        return lines, ""
+    if error == _NO_CORE:
+        return [], ""
+    return lines, error or ("" if lines else "died: no result")
 
 
 def _clock() -> float:
@@ -150,12 +171,7 @@ def _clock() -> float:
 
     Load of other programs says nothing of the host.  A core that is slow, throttled or stopped does.
     """
-    try:
-        with open("/proc/thread-self/schedstat", "rb") as schedstat:
-            waited_ns = int(schedstat.read().split()[1])
-    except (OSError, IndexError):  # a kernel without these numbers, or a sandbox
-        waited_ns = 0
-    return time.perf_counter() - waited_ns / 1e9
+    return time.perf_counter() - waited_for_core_s("thread-self")
 
 
 def best_rate(work: Callable[[], float]) -> float:
@@ -305,6 +321,7 @@ def main(argv: list[str]) -> int:
     try:
         for line in PROGRAMS[name](Path(directory)):
             print(json.dumps(line), flush=True)
+        print(json.dumps(_END), flush=True)
     except (
         OSError,
         MemoryError,

@@ -4,7 +4,8 @@
     HostProbes(host="h2", disk=..., command=broken("flip", "compute"))
 
 `flip` changes one bit of each product, `die` ends the process by SIGKILL, `hang` stops it, `slow` stops it
-for 20 of every 50 ms, which leaves at most 60 % of its speed.
+for 20 of every 50 ms, which leaves at most 60 % of its speed.  `half` stops it when its first result is
+printed, `linger` when all are.
 """
 
 from __future__ import annotations
@@ -61,7 +62,13 @@ def main(argv: list[str]) -> int:
             wrong = probes.multiply_on_cores(right["platform"], flip_bit)
             print(json.dumps({**right, **wrong}))
             return 0
-    return probes.main([name, directory])
+        elif fault == "half":
+            print(json.dumps(next(probes.PROGRAMS[name](Path(directory)))), flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    code = probes.main([name, directory])
+    if (fault, faulty) == ("linger", name):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return code
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +21,7 @@ import pytest
 from resiliency.launch.health.__main__ import main
 from resiliency.launch.health.pairing import Pairing
 from resiliency.launch.health.scores import HostHealth, Measurement
-from resiliency.launch.host_check import links
+from resiliency.launch.host_check import links, probes
 from resiliency.launch.host_check.check import HostReport, report_alone, report_with_others
 from resiliency.launch.host_check.exchange import Exchange
 from resiliency.launch.host_check.probes import PROBES, HostProbes
@@ -97,12 +100,42 @@ def test_probes_that_die_or_hang_are_faults_and_their_files_are_removed(tmp_path
     assert report_alone("h", died).health is FAULTY
     began = time.monotonic()
     hung = HostProbes(host="h", disk=tmp_path, probes=REST[:1], command=broken("hang", "memory")).run(1.0)
-    assert hung[0].error == "hung: no result after 1 s"
+    assert hung[0].error.startswith("hung: no result after 1")
     assert time.monotonic() - began < 5
+    for fault, error in (("half", "hung: no result after"), ("linger", "")):
+        (one,) = HostProbes(host="h", disk=tmp_path, probes=REST[:1], command=broken(fault, "memory")).run(
+            4.0
+        )
+        assert one.error.startswith(error)
+        assert bool(one.error) == bool(error)
+        assert report_alone("h", [one]).health is (FAULTY if error else OK)
     assert list(tmp_path.iterdir()) == []
     no_disk = HostProbes(host="h", disk=tmp_path / "none", probes=REST[1:]).run(5)
     assert no_disk[0].error == f"cannot write to {tmp_path / 'none'}: No such file or directory"
     assert HostProbes(host="h", disk=tmp_path).run(0) == []
+
+
+@pytest.mark.parametrize(("limit_s", "timeout_s", "measured"), [(3.0, 60.0, 1), (60.0, 1.0, 0)])
+def test_a_probe_without_a_core_to_run_on_gets_more_time_or_says_nothing(
+    tmp_path: Path, limit_s: float, timeout_s: float, measured: int
+) -> None:
+    """Another program has most of the one core that it may use."""
+    core = min(os.sched_getaffinity(0))
+    bind = f"import os, runpy, sys, time; os.sched_setaffinity(0, {{{core}}})\n"
+    busy = [sys.executable, "-c", bind + "while True: pass"]
+    probe = bind + "os.nice(5); sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    other = subprocess.Popen(busy)
+    try:
+        found = HostProbes(
+            host="h",
+            disk=tmp_path,
+            probes=(replace(REST[0], limit_s=limit_s),),
+            command=(sys.executable, "-c", probe, probes.__file__),
+        ).run(timeout_s)
+    finally:
+        other.kill()
+        other.wait()
+    assert [one.error for one in found] == [""] * measured
 
 
 def test_results_of_an_earlier_check_are_not_read() -> None:
