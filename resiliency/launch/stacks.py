@@ -37,22 +37,28 @@ def dump_stacks(
                 continue  # another program by now, by exec or as the next process of this number
             os.kill(pid, STACK_SIGNAL)
             sizes[rank] = size
-    deadline = time.monotonic() + timeout_s
-    answers = {}
-    for rank, size in sizes.items():
-        answers[rank] = _new_text(stacks_file(directory, pids[rank]), size, deadline)
+    _wait_until_written({stacks_file(directory, pids[rank]): size for rank, size in sizes.items()}, timeout_s)
+    answers = {rank: _new_text(stacks_file(directory, pids[rank]), size) for rank, size in sizes.items()}
     return {rank: answers.get(rank) or _from_kernel(pid) for rank, pid in pids.items()}
 
 
-def _new_text(file: Path, size: int, deadline: float) -> str:
-    """What was added to `file`, once it has stopped growing."""
-    seen, since = size, time.monotonic()
-    while time.monotonic() < deadline and (seen == size or time.monotonic() < since + _SETTLED_S):
+def _wait_until_written(sizes: Mapping[Path, int], timeout_s: float) -> None:
+    """Until each of the files has grown beyond its size, and all have stopped growing."""
+    seen = dict(sizes)
+    since = began = time.monotonic()
+    while seen and (now := time.monotonic()) < began + timeout_s:
+        if now >= since + _SETTLED_S and all(seen[file] != size for file, size in sizes.items()):
+            return
         time.sleep(_POLL_S)
-        with suppress(OSError):
-            now = file.stat().st_size
-            if now != seen:
-                seen, since = now, time.monotonic()
+        for file in sizes:
+            with suppress(OSError):
+                size = file.stat().st_size
+                if size != seen[file]:
+                    seen[file], since = size, time.monotonic()
+
+
+def _new_text(file: Path, size: int) -> str:
+    """What was added to `file`."""
     with suppress(OSError), file.open("rb") as opened:
         opened.seek(size)
         return opened.read(_MOST_CHARS).decode(errors="replace")

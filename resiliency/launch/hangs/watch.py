@@ -136,9 +136,18 @@ class HangWatch:
             asked = attempt.board is not None and attempt.job.node > 0
             if asked and still_s >= _LISTEN * look_s:
                 self._listen(attempt, over)
-            if still_s >= max(attempt.next_look_s, look_s + (self._alone_s(attempt) if asked else 0.0)):
+            is_time = still_s >= max(attempt.next_look_s, look_s + (self._alone_s(attempt) if asked else 0.0))
+            if is_time and not self._is_soon_still(attempt, now):
                 self._inspect(attempt, over, still_s)
             last = time.monotonic()
+
+    def _is_soon_still(self, attempt: _Attempt, now: float) -> bool:
+        """Whether a rank will have stood still for long enough at the next turn, as those that finished the
+        same step a moment before it: until then a look finds that it moves."""
+        return any(
+            rank.count is not None and 0 < self._times.look_s - (now - rank.since) < _LOOK_EVERY_S
+            for rank in attempt.ranks.values()
+        )
 
     def _alone_s(self, attempt: _Attempt) -> float:
         """A stopped rank is known without the others, and before the first step no host asks."""

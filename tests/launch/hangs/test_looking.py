@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,12 +21,13 @@ from resiliency.launch import reaction
 from resiliency.launch.fleet.link import NullReporter
 from resiliency.launch.hangs import looking
 from resiliency.launch.hangs.hosts import HostAnswer, HostBoard, JobView, SaidFinding
+from resiliency.launch.hangs.looking import Watched
 from resiliency.launch.hangs.watch import HangWatch
 from resiliency.launch.health import hang_times
 from resiliency.launch.health.causes import Diagnosis
 from resiliency.launch.health.hang_times import HangTimeout
 from resiliency.launch.rendezvous.shared_lines import SharedLines
-from resiliency.progress import STEP_PAGE_ENV, StepPage
+from resiliency.progress import STEP_PAGE_ENV, RankProgress, StepPage
 from resiliency.runtime import STOP_NOTES_ENV, RunInfo
 from tests.waiting import wait_for_seconds, wait_until
 
@@ -182,3 +185,42 @@ def test_what_is_found_holds_for_the_ranks_as_they_were_seen(
         assert rank.process.wait(60.0) == -signal.SIGKILL
     finally:
         watch.close()
+
+
+class ProgressOfTwo(StepPage):
+    """One has finished its step a moment after the other, and neither does anything since."""
+
+    def __init__(self, times: tuple[float, float]) -> None:
+        self.times = times
+
+    def read(self, local_rank: int) -> RankProgress:
+        return RankProgress(step=7, step_time=self.times[local_rank], heartbeat_time=None, reports=True)
+
+
+def test_a_look_waits_for_the_rank_that_finished_the_same_step_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_times, "LOOK_S", 1.0)
+    seen: list[float] = []
+    looked = threading.Event()
+
+    def look(ranks: Mapping[int, Watched], *_: object) -> None:
+        seen.extend(rank.still_s for rank in ranks.values())
+        looked.set()
+
+    monkeypatch.setattr("resiliency.launch.hangs.watch.look", look)
+    now = time.monotonic()
+    watch = HangWatch(
+        ProgressOfTwo((now - 0.6, now - 0.3)),
+        directory=tmp_path,
+        host="h0",
+        events=EventStream(RunInfo()),
+        reporter=NullReporter(),
+        timeout=HangTimeout(),
+    )
+    try:
+        watch.begin(JobView(run="r", attempt=0, node=0, hosts=1), {0: (0, os.getpid()), 1: (1, os.getpid())})
+        assert looked.wait(60.0)
+    finally:
+        watch.close()
+    assert min(seen) >= 1.0

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -89,25 +88,23 @@ def test_the_hosts_that_are_slow_wrong_or_dead_are_found_and_no_other_one(tmp_pa
 
 
 def test_probes_that_die_or_hang_are_faults_and_their_files_are_removed(tmp_path: Path) -> None:
-    healthy = HostProbes(host="h", disk=tmp_path, probes=REST).run(30)
+    healthy = HostProbes(host="h", disk=tmp_path, probes=REST).run(60)
     assert [(one.probe, one.unit, one.error) for one in healthy] == [
         ("memory", "GB/s", ""),
         ("disk", "MB/s", ""),
     ]
     assert all(one.value > 0 for one in healthy)
-    died = HostProbes(host="h", disk=tmp_path, probes=REST, command=broken("die", "disk")).run(30)
+    died = HostProbes(host="h", disk=tmp_path, probes=REST, command=broken("die", "disk")).run(60)
     assert died[1].error == "died: SIGKILL"
     assert report_alone("h", died).health is FAULTY
-    began = time.monotonic()
-    hung = HostProbes(host="h", disk=tmp_path, probes=REST[:1], command=broken("hang", "memory")).run(1.0)
-    assert hung[0].error.startswith("hung: no result after 1")
-    assert time.monotonic() - began < 5
-    for fault, error in (("half", "hung: no result after"), ("linger", "")):
-        (one,) = HostProbes(host="h", disk=tmp_path, probes=REST[:1], command=broken(fault, "memory")).run(
-            4.0
-        )
+    quick = HostProbes(host="h", disk=tmp_path, probes=(replace(REST[0], limit_s=2),))
+    for fault, error in (
+        ("hang", "hung: no result after"),
+        ("half", "hung: no result after"),
+        ("linger", ""),
+    ):
+        (one,) = replace(quick, command=broken(fault, "memory")).run(60)
         assert one.error.startswith(error)
-        assert bool(one.error) == bool(error)
         assert report_alone("h", [one]).health is (FAULTY if error else OK)
     assert list(tmp_path.iterdir()) == []
     no_disk = HostProbes(host="h", disk=tmp_path / "none", probes=REST[1:]).run(5)
@@ -115,7 +112,7 @@ def test_probes_that_die_or_hang_are_faults_and_their_files_are_removed(tmp_path
     assert HostProbes(host="h", disk=tmp_path).run(0) == []
 
 
-@pytest.mark.parametrize(("limit_s", "timeout_s", "measured"), [(3.0, 60.0, 1), (60.0, 1.0, 0)])
+@pytest.mark.parametrize(("limit_s", "timeout_s", "measured"), [(5.0, 60.0, 1), (60.0, 1.0, 0)])
 def test_a_probe_without_a_core_to_run_on_gets_more_time_or_says_nothing(
     tmp_path: Path, limit_s: float, timeout_s: float, measured: int
 ) -> None:
