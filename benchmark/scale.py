@@ -20,10 +20,12 @@ and these actions, of the rank or host that the table names ("any other": the mo
 
   first save    rank 0's host commits: reads the vote of each rank, writes `.metadata` and the manifest
   later save    the same, when no rank changed what it writes: nothing of it is computed again
-  part of save  another host of the job writes its ranks' files and votes; its waiting is not counted
+  part of save  another host writes its ranks' files and votes, and collects those of a block of ranks, if
+                there are blocks; its waiting is not counted
   restart       a rank lists what is left, agrees with all others, plans, and reads its state
   fewer ranks   the same with the ranks of one host less: refused, where each rank holds a state of its own
   prune         rank 0's host deletes the checkpoint before, as after each save
+  prune of K    the same where K newer checkpoints are kept, by the number of checkpoints instead of ranks
 
 A column ends with the exponent by which it grows, fitted to all sizes: 0 is the same at any size, 1 grows as
 the number of ranks does.  Where a rank asks for the words of all ranks, as in a gather, that is 1 by nature.
@@ -53,6 +55,7 @@ from tqdm import tqdm
 
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.commit.commit import SaveTicket, commit
+from resiliency.checkpoint.commit.vote_blocks import BlockCollector, block_name, blocks_of
 from resiliency.checkpoint.format.catalog import prune
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.manifest import RankIndex, data_directory, index_name, write_index
@@ -92,9 +95,16 @@ class Job:
         return range(min(self.ranks_per_host, self.ranks))
 
     @property
-    def last_host(self) -> range:
-        """The other host that is looked at."""
-        return range((self.ranks - 1) // self.ranks_per_host * self.ranks_per_host, self.ranks)
+    def blocks(self) -> list[list[int]]:
+        """In which the votes of its ranks come to the leader."""
+        return blocks_of(range(self.ranks))
+
+    @property
+    def other_host(self) -> range:
+        """The other host that is looked at: one that collects a block of votes, if there are any."""
+        first = self.blocks[-1][0] or self.ranks - 1
+        start = first // self.ranks_per_host * self.ranks_per_host
+        return range(start, min(start + self.ranks_per_host, self.ranks))
 
     @property
     def replicated(self) -> bool:
@@ -145,7 +155,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one action asks for; units: bytes, seconds of processor time."""
+    """What one action asks for; units: bytes, seconds of processor time.
+
+    Args:
+        ranks: of the job; of the prunes of a small job the checkpoints that it keeps.
+    """
 
     action: str
     who: str
@@ -226,22 +240,27 @@ def save(job: Job, storage: MemoryStorage, step: int, of_leader: DcpFormat) -> t
     of_peers_s = [0.0]
 
     def follow() -> None:
-        shards = {rank: job.shard(rank, step) for rank in job.last_host}
+        shards = {rank: job.shard(rank, step) for rank in job.other_host}
         commit(following, job.format(), ticket, shards, leads=False)
 
     follower = threading.Thread(target=follow, name="follower")
 
     def let_peers_write() -> None:
         began = time.process_time()
-        others = range(job.first_host.stop, job.last_host.start)
+        others = [rank for rank in range(job.first_host.stop, job.ranks) if rank not in job.other_host]
         for rank in tqdm(others, desc=f"{job.layout}, step {step}", leave=False, disable=None):
             index = peers.write_rank(
                 storage, place, job.shard(rank, step), run_id=ticket.run_id, save_id=ticket.save_id
             )
             write_index(storage, place, index.placed_in(ticket.folder))
+        for block in job.blocks[1:-1]:
+            BlockCollector(storage, place, block, lambda index: True).try_collect()
         started = time.process_time()
         follower.start()
-        _wait_until(lambda: storage.exists(index_name(place, job.ranks - 1)))
+        last = index_name(place, job.other_host[-1])
+        if len(job.blocks) > 1:
+            last = block_name(place, job.blocks[-1])
+        _wait_until(lambda: storage.exists(last))
         of_follower.append((following.restart_count(), time.process_time() - started))
         of_peers_s[0] = time.process_time() - began
 
@@ -321,12 +340,24 @@ def _step_of(restorer: Restorer, fill: Fill) -> int | None:
         return None
 
 
-def remove_old(job: Job, storage: MemoryStorage) -> Cost:
-    """Keep the newest checkpoint alone."""
+def remove_old(job: Job, storage: MemoryStorage, kept: int = 1, known: dict[int, str] | None = None) -> Cost:
+    """Keep the newest checkpoints alone."""
     counting = CountingStorage(storage)
     began = time.process_time()
-    prune(counting, keep_last=1)
+    if len(prune(counting, keep_last=kept, known=known)) != 1:
+        raise SystemExit(f"a prune did not delete the one checkpoint beyond {kept}.")
     return _cost(job, "prune", "rank 0's host", counting.counts, time.process_time() - began)
+
+
+def measure_kept(job: Job, kept: int) -> Cost:
+    """A prune where so many checkpoints stay, as an agent does it that has saved them."""
+    storage, of_leader = MemoryStorage(), job.format()
+    known: dict[int, str] = {}
+    for step in range(1, kept + 2):
+        save(job, storage, step, of_leader)
+        if step <= kept:
+            prune(storage, keep_last=kept, known=known)
+    return replace(remove_old(job, storage, kept, known), action="prune of K", ranks=kept)
 
 
 def measure(job: Job) -> Iterator[Cost]:
@@ -488,6 +519,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--tensors", type=count, default=64, metavar="N", help="of the state (default: %(default)s)"
     )
     parser.add_argument(
+        "--kept", type=count, nargs="+", default=[1, 10, 100], metavar="K",
+        help="checkpoints that a small job keeps (default: 1 10 100)",
+    )  # fmt: skip
+    parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all three"
     )
     parser.add_argument("--export", type=Path, metavar="FILE.json", help="write every figure there")
@@ -512,6 +547,10 @@ def main() -> int:
         for layout in layouts
     ]
     costs = [cost for job in tqdm(jobs, unit="job", disable=None) for cost in measure(job)]
+    small = Job(
+        layout="sharded", ranks=2 * args.ranks_per_host, ranks_per_host=args.ranks_per_host, tensors=4
+    )
+    costs += [measure_kept(small, kept) for kept in sorted(set(args.kept))]
     costs.sort(key=lambda cost: LAYOUTS.index(cost.layout))
     rows = as_rows(costs)
     print(as_text(rows))

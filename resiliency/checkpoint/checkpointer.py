@@ -228,7 +228,8 @@ class Checkpointer:
         """
 
         def fill(shard: Shard) -> Callable[[], object]:
-            return plan_restore(state, shard, allow=self._options.allow, partial=partial)
+            is_own = shard.rank == self._rank_group.rank
+            return plan_restore(state, shard, allow=self._options.allow, partial=partial, own=is_own)
 
         # Where a device is in use, only a look through the state tells whether captures need pinned memory.
         has_device = self._options.capture.registry.current_device() is not None
@@ -236,9 +237,10 @@ class Checkpointer:
             restored = self._restore(fill, step=step, inventory=inventory, partial=partial)
         else:
             restored = self.restore_with(fill, step=step, inventory=inventory)
-        # Else the first step prepares, whose state an optimizer has made larger, or of which this is a part.
+        # Else the first step prepares, whose state an optimizer has made larger, or of which this is a part:
+        # an evaluation never takes one, and needs no room.
         self._is_prepared = bool(restored.step) and not partial
-        if has_device or not self._is_prepared:
+        if not partial and (has_device or not self._is_prepared):
             self._prepare(state)
         if not self._is_prepared:  # also for programs that do not call `step`
             self._saver.after_first_steps(state, lambda: self._prepare(state))

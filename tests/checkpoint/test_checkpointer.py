@@ -212,7 +212,7 @@ def test_a_program_that_only_saves_has_the_memory_after_the_first_step_of_its_op
             assert handle.state is SaveState.COMMITTED
 
 
-def test_after_a_partial_restore_the_first_step_has_memory_prepared_for_all_that_it_saves(
+def test_a_partial_restore_takes_no_memory_for_saves_and_the_first_step_has_it_prepared_for_all_of_them(
     place: Place,
 ) -> None:
     memory = place.root / "memory"
@@ -221,8 +221,12 @@ def test_after_a_partial_restore_the_first_step_has_memory_prepared_for_all_that
     with place.open() as checkpoints:
         assert checkpoints.save(1, whole).wait(SOON)
     agent_host.wait_for_end(place.root.name)
-    with place.open(arena_root=memory, every_steps=100) as checkpoints:
+    began: list[int] = []
+    capture = CaptureOptions(before_slot=lambda: began.append(1))
+    with place.open(arena_root=memory, every_steps=100, capture=capture) as checkpoints:
         assert checkpoints.restore({"model": whole["model"]}, partial=True).step == 1
+        assert not began
+        assert "resiliency-memory" not in {thread.name for thread in threading.enumerate()}
         assert checkpoints.step(2, whole) is None
         wait_until(
             lambda: [path.stat().st_size > 5 << 20 for path in memory.glob("*/rank-0/slot-*")] == [True] * 2,

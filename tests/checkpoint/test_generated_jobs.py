@@ -82,7 +82,7 @@ class Job:
 shapes = st.sampled_from([(8, 8), (3, 5), (4, 1), (1, 2), (40, 500)])
 sharded = st.builds(
     Entry,
-    kind=st.sampled_from(["grid", "line", "stage"]),
+    kind=st.sampled_from(["grid", "line", "stage", "column"]),
     shape=shapes,
     splits=st.sampled_from(["".join(pair) for pair in itertools.product("R01", repeat=2)]),
     uneven=st.booleans(),
@@ -127,6 +127,8 @@ class Meshes:
         self.line = DeviceMesh("cpu", [3, 1, 0, 2] if other else [0, 1, 2, 3])
         stages = DeviceMesh("cpu", [[1, 0], [3, 2]] if other else [[0, 1], [2, 3]], mesh_dim_names=names)
         self.stage = stages["copy"]
+        columns = DeviceMesh("cpu", [[0, 3], [1, 2]] if other else [[0, 1], [2, 3]], mesh_dim_names=names)
+        self.column = columns["stage"]
 
 
 def build(job: Job, meshes: Meshes, rank: int, number: int, *, extras: bool = True) -> dict[str, Any]:
@@ -134,13 +136,13 @@ def build(job: Job, meshes: Meshes, rank: int, number: int, *, extras: bool = Tr
     state: dict[str, Any] = {"number": number}
     for position, entry in enumerate(job.entries):
         name, stage = f"t{position}", rank // 2
-        place = {"stage": stage, "plain": rank, "tied": rank}.get(entry.kind, 0)
+        place = {"stage": stage, "column": rank % 2, "plain": rank, "tied": rank}.get(entry.kind, 0)
         if job.replicated:
             place = 0
         rows, *rest = entry.shape
         shape = (rows + place * entry.uneven, *rest)
         whole = torch.arange(float(math.prod(shape))).view(shape) + 1000 * number + 100_000 * place
-        if entry.kind in ("grid", "line", "stage"):
+        if entry.kind in ("grid", "line", "stage", "column"):
             mesh = getattr(meshes, entry.kind)
             splits = [PLACEMENTS[split] for split in entry.splits[: mesh.ndim]]
             state[name] = distribute_tensor(whole, mesh, splits, src_data_rank=None)
@@ -399,11 +401,23 @@ class Ranks:
         assert all(torch.equal(now, before[key]) for key, now in tensors(state).items())
 
     def load_with_torch(self) -> None:
-        """Of each stage its own moments, under a name of its own."""
+        """Of each stage its own moments, and of each column its own experts, under a name of its own."""
         committed = self.model.committed["persistent"]
-        if self.rank != 0 or not self.job.optimizer or not committed:
+        if self.rank != 0 or not committed:
             return
         step = max(committed)
+        for column in (0, 1):
+            experts = {
+                f"@rank{column}.t{n}": torch.zeros(entry.shape[0] + column * entry.uneven, *entry.shape[1:])
+                for n, entry in enumerate(self.job.entries)
+                if entry.kind == "column"
+            }
+            dcp.load(experts, checkpoint_id=self.root / "ckpt" / f"step={step}", no_dist=True)
+            for name, loaded in experts.items():
+                first = 1000 * committed[step] + 100_000 * column
+                assert torch.equal(loaded.flatten(), torch.arange(float(loaded.numel())) + first), name
+        if not self.job.optimizer:
+            return
         moment = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[self.job.optimizer]
         factor = 0.1 if self.job.optimizer == "adamw" else 1.0
         for stage in (0, 1):
@@ -449,8 +463,8 @@ def run_job(rank: int, root: str, name: str, job: Job, first: int) -> None:
     ranks.load_with_torch()
 
 
-def _place(part: Any) -> tuple[object, object]:
-    return part.global_shape, part.global_offset
+def _place(part: Any) -> tuple[object, ...]:
+    return part.global_shape, part.global_offset, part.attributes
 
 
 def _of_rank_0(value: object) -> object:
@@ -490,6 +504,12 @@ FOUND = {
         (PLAIN,), False, "sgd", ("save", "start"), True
     ),
     "the same beside a mesh of all ranks": Job((ROWS_AND_COLUMNS,), False, "sgd", ("save",), True),
+    "experts of one name, one of them a copy, on the columns of a mesh": Job(
+        (ROWS_AND_COLUMNS, Entry("column", (3, 5), "0"), Entry("column", (8, 8), "R")),
+        False,
+        "",
+        ("save", "other"),
+    ),
     "a rollback in one process": Job(
         (PLAIN,), False, "", ("save",) * 3 + ("back",) + ("save",) * 2 + ("start",)
     ),

@@ -245,6 +245,89 @@ def test_copies_on_several_meshes_of_one_program_keep_their_name(
     assert report.values
 
 
+def experts_beside_blocks(rank: int, directory: Path, job: str, step: int) -> None:
+    """Expert parallelism: as the norms above, but each column has experts of its own, of equal names."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    column = mesh["ep"].get_local_rank()
+
+    def build(value: float) -> dict[str, Any]:
+        expert = torch.nn.Parameter(distribute_tensor(torch.full((4,), value), mesh["dp"], [Shard(0)]))
+        expert.grad = expert.detach().clone()
+        optimizer = torch.optim.SGD([expert], momentum=0.9)
+        if step:
+            optimizer.step()
+        block = distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)])
+        return {"block": block, "expert": expert, "optimizer": optimizer}
+
+    # Before the first step all are as they were initialized, by one seed.
+    saved = build(1.0 + column if step else 1.0)
+    with opened(directory, job, rank) as checkpoints:
+        handle = checkpoints.save(step, saved)
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED, handle.record.why
+    dist.barrier()
+    with opened(directory, job, rank) as checkpoints:
+        state = build(9.0)
+        assert checkpoints.restore(state).tier.value == "persistent"
+    assert torch.equal(state["expert"].to_local(), saved["expert"].to_local())
+    if rank:
+        return
+    if not step:
+        found: dict[str, Any] = {"expert": torch.zeros(4)}
+        dcp.load(found, checkpoint_id=directory / "step=0", no_dist=True)
+        assert found["expert"].tolist() == [1.0] * 4
+        return
+    moment = "optimizer.state.0.momentum_buffer"
+    for name in ("expert", moment):
+        with pytest.raises(dcp.CheckpointException, match=f"Missing key.*{name}"):
+            dcp.load({name: torch.zeros(4)}, checkpoint_id=directory / f"step={step}", no_dist=True)
+    found = {f"@rank{n}.{name}": torch.zeros(4) for n in (0, 1) for name in ("expert", moment)}
+    dcp.load({**found, "block": torch.zeros(8, 8)}, checkpoint_id=directory / f"step={step}", no_dist=True)
+    for n in (0, 1):
+        assert found[f"@rank{n}.{moment}"].tolist() == [1.0 + n] * 4
+        assert found[f"@rank{n}.expert"].unique().numel() == 1
+    assert not torch.equal(found["@rank0.expert"], found["@rank1.expert"])
+
+
+def test_experts_of_one_name_are_copies_for_stock_torch_only_while_they_are_equal(
+    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str]
+) -> None:
+    for step in (0, 1):
+        report = rank_pool.run(
+            experts_beside_blocks, 4, tmp_path / str(step), f"{job_of(tmp_path)}-{step}", step,
+            env=agent_host_env, **TIMES,
+        )  # type: ignore[arg-type]  # fmt: skip
+        assert report.values
+
+
+def other_stages(rank: int, directory: Path, job: str) -> str:
+    """Two pipeline stages of two copies each; at the restart a rank is of another stage."""
+
+    def on(*ranks: int) -> DTensor:
+        mesh = DeviceMesh("cpu", list(ranks), _init_backend=False)
+        return DTensor.from_local(torch.full((4,), float(rank // 2)), mesh, [Replicate()], run_check=False)
+
+    first = (0, 1) if rank < 2 else (2, 3)
+    with opened(directory, job, rank) as checkpoints:
+        assert checkpoints.save(1, {"w": on(*first)}).wait(SOON)
+    dist.barrier()
+    with opened(directory, job, rank) as checkpoints:
+        with pytest.raises(LayoutMismatch) as caught:
+            checkpoints.restore({"w": on(rank % 2, rank % 2 + 2)})
+        assert checkpoints.restore({"w": on(*first)}).step == 1
+    return str(caught.value)
+
+
+def test_a_copy_is_never_restored_by_a_rank_that_now_shares_it_with_others(
+    tmp_path: Path, rank_pool: RankPool, agent_host_env: dict[str, str]
+) -> None:
+    report = rank_pool.run(other_stages, 4, tmp_path, job_of(tmp_path), env=agent_host_env, **TIMES)  # type: ignore[arg-type]
+    assert (
+        "w: the checkpoint holds a tensor of ranks 0, 1, the state to restore has one of ranks 1, 3"
+        in (report.values[1])
+    )
+
+
 def replicated_alike(rank: int, directory: Path, job: str) -> list[str]:
     """torch's composable `replicate`, whose parameters are DTensors; then one more tensor on one rank."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))

@@ -29,7 +29,6 @@ from resiliency.checkpoint.agent.jobs import FreeJob, GiveUpJob, RefuseJob, Reti
 from resiliency.checkpoint.agent.protocol import Done, Settings
 from resiliency.checkpoint.branches import Branches, record_branches
 from resiliency.checkpoint.capture.arena import free_others
-from resiliency.checkpoint.capture.limits import check_tier_in_memory
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, SaveTicket, commit
 from resiliency.checkpoint.commit.retention import (
     clean_tier,
@@ -120,6 +119,8 @@ class Worker:
         self._cleaned = ""
         #: Of the last save, and what of the settings it was made for: it knows the layouts of this host.
         self._layout: tuple[object, CheckpointFormat[Shard]] | None = None
+        #: Where it led the last save, and the committed checkpoints that it knows there.
+        self._known: tuple[object, dict[int, str]] = (None, {})
         self._lock = threading.Lock()
         self._work: _Work | None = None
         self._thread = threading.Thread(target=self._run, name=f"resiliency-{tier.value}", daemon=True)
@@ -297,7 +298,16 @@ class Worker:
                 self._on_done(job, done)
         # Nobody waits for this: to delete a large file takes a good part of writing it.
         if job.leads and not done.error:
-            _tidy(work.storage, job)
+            self._tidy(work.storage, job)
+
+    def _tidy(self, storage: Storage, job: SaveJob) -> None:
+        """What a committed save makes needless: in the local tier no other save, see `_retire`."""
+        if job.tier is TierName.PERSISTENT:
+            place = job.run_id, storage.describe()
+            if self._known[0] != place:
+                self._known = place, {}
+            try_prune(storage, job.settings.keep, spare=job.step, known=self._known[1])
+        _try(lambda: forget_failed(storage, below=job.step))
 
     def _save(self, work: _Work, job: SaveJob) -> Done:
         began = time.monotonic()
@@ -368,8 +378,6 @@ class Worker:
             remove_left(storage, job.step, branches)
         # A step that the job went on from is the one to save, and stays.
         if self._tier is TierName.LOCAL and (job.step != job.restored_step or is_damaged(storage, job.step)):
-            size = sum(slot.header.tensor_bytes + slot.header.values_bytes for slot in job.slots.values())
-            check_tier_in_memory(Path(job.settings.local_directory), size)
             delete_superseded(storage, step=job.step, run_id=job.run_id, save_id=job.save_id)
 
     def _format(self, settings: Settings) -> CheckpointFormat[Shard]:
@@ -428,13 +436,6 @@ def _ticket(job: SaveJob) -> SaveTicket:
         branches=Branches(job.branches).with_seen([job.save_id]),
         timeout=timedelta(seconds=job.settings.save_timeout_s),
     )
-
-
-def _tidy(storage: Storage, job: SaveJob) -> None:
-    """What a committed save makes needless.  In the local tier it makes no other save so: see `_retire`."""
-    if job.tier is TierName.PERSISTENT:
-        try_prune(storage, job.settings.keep, spare=job.step)
-    _try(lambda: forget_failed(storage, below=job.step))
 
 
 def _clean(storage: WatchedStorage, job: SaveJob) -> list[int]:

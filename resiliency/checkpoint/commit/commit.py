@@ -8,7 +8,8 @@ A checkpoint counts as existing when its directory ``step=N`` holds a manifest a
 
 so a kill at any point leaves what was committed before untouched and the new step either whole
 or hidden.  The leader (the agent of rank 0) makes the folder, places the marker, waits for the indexes of all
-ranks and lifts it; the others follow through the files alone: no network, no collectives, no link.
+ranks and lifts it; the others follow through the files alone: no network, no collectives, no link.  Of many
+ranks the votes come in blocks (`resiliency.checkpoint.commit.vote_blocks`).
 
 A process that is late, leader or follower, touches nothing that another save has committed: it writes in the
 folder of its own save, and that went when the step was opened again (`resiliency.checkpoint.format.claim`).
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -34,6 +36,15 @@ from typing import Generic, Protocol, TypeVar
 
 from resiliency.checkpoint.branches import Branches
 from resiliency.checkpoint.commit.protocol import FINAL, Event, State, next_state
+from resiliency.checkpoint.commit.vote_blocks import (
+    COLLECTED_WITHIN_S,
+    BlockCollector,
+    Vote,
+    block_name,
+    blocks_of,
+    is_all_there,
+    try_read_block,
+)
 from resiliency.checkpoint.format.claim import StepClaim, StepLook, StepTaken, holds_more_than_claims, look_at
 from resiliency.checkpoint.format.manifest import (
     MANIFEST,
@@ -294,6 +305,9 @@ class _Save(Generic[ShardT]):
         self._indexes: dict[int, RankIndex] = {}
         self._digests: dict[int, str] = {}
         self._error: ResiliencyError | None = None
+        self._blocks = blocks_of(ticket.ranks)
+        #: Leader: of blocks that nobody has collected, by their first rank, when all their votes were there.
+        self._all_there_since: dict[int, float] = {}
         #: Leader: its marker does not stand yet, nor can one of a later save.
         self._is_claiming = False
 
@@ -395,15 +409,10 @@ class _Save(Generic[ShardT]):
                 raise self._claimed.overtaken()
             for rank in sorted(missing):
                 self._check_refusal(rank, names)
-            voters = [rank for rank in sorted(missing) if index_name(self._place, rank) in names]
-            # In full: a vote counts when all of it is there, tables included.
-            found = map_parallel(
-                lambda rank: try_read_index(self._storage, self._place, rank), voters, "resiliency-votes"
-            )
-            for rank, vote in zip(voters, found, strict=True):
-                if vote is not None and self._is_vote_of_this_try(vote[0]):
-                    self._indexes[rank], self._digests[rank] = vote
-                    missing.discard(rank)
+            for vote in self._votes(missing, names):
+                if self._is_vote_of_this_try(vote[0]):
+                    self._indexes[vote[0].rank], self._digests[vote[0].rank] = vote
+                    missing.discard(vote[0].rank)
             return not missing
 
         if self._wait(all_voted, lambda: f"ranks {_listed(missing)}"):
@@ -416,6 +425,34 @@ class _Save(Generic[ShardT]):
             missing_ranks=sorted(missing),
             path=self._storage.describe(self._directory),
         ) from unlisted
+
+    def _votes(self, missing: set[int], names: Collection[str]) -> list[Vote]:
+        """What is there of the votes that are missed: see `resiliency.checkpoint.commit.vote_blocks`."""
+        found: list[Vote] = []
+        singly: list[int] = []
+        for number, block in enumerate(self._blocks):
+            if missing.isdisjoint(block):
+                continue
+            is_own = number == 0 or block[0] in self._shards
+            is_collected = not is_own and block_name(self._place, block) in names
+            votes = try_read_block(self._storage, self._place, block) if is_collected else None
+            if votes is not None:
+                found += votes
+            elif is_own or self._is_left_to_leader(block, names):
+                singly += (rank for rank in block if rank in missing)
+        voters = [rank for rank in singly if index_name(self._place, rank) in names]
+        # The head: tables that are not known from the save before are read when the save is sealed.
+        read = map_parallel(
+            lambda rank: try_read_index(self._storage, self._place, rank), voters, "resiliency-votes"
+        )
+        return [*found, *(vote for vote in read if vote is not None)]
+
+    def _is_left_to_leader(self, block: Sequence[int], names: Collection[str]) -> bool:
+        """Whether all its votes have been there for long, and nobody has collected them."""
+        if not is_all_there(self._place, block, names):
+            return False
+        now = self._clock.monotonic()
+        return now - self._all_there_since.setdefault(block[0], now) >= COLLECTED_WITHIN_S
 
     def _is_vote_of_this_try(self, index: RankIndex) -> bool:
         ticket = self._ticket
@@ -483,7 +520,15 @@ class _Save(Generic[ShardT]):
         return found[0]
 
     def _await(self) -> Event:
+        to_collect = [
+            BlockCollector(self._storage, self._place, block, self._is_vote_of_this_try)
+            for block in self._blocks[1:]
+            if block[0] in self._shards
+        ]
+
         def published() -> bool:
+            with suppress(CheckpointError):  # then the leader reads the votes one by one
+                to_collect[:] = [block for block in to_collect if not block.try_collect()]
             marker = try_read_marker(self._storage, self._ticket.step)
             if marker is None:
                 return self._is_committed(of_this_save=True)

@@ -330,7 +330,12 @@ def quarantine(storage: Storage, step: int, reason: str) -> None:
 
 
 def prune(
-    storage: Storage, *, keep_last: int, keep: Collection[int] = (), clock: Clock | None = None
+    storage: Storage,
+    *,
+    keep_last: int,
+    keep: Collection[int] = (),
+    known: dict[int, str] | None = None,
+    clock: Clock | None = None,
 ) -> list[int]:
     """Delete complete checkpoints that are `needless_steps`; returns the steps that went.
 
@@ -338,19 +343,34 @@ def prune(
     were found damaged, or lack their manifest or an index: those are for people to look at.  Removals that
     failed before are tried again.
 
+    Args:
+        known: step to save id of committed checkpoints that earlier calls found here; this one adds to it.
+            What is known is not looked at again until it is to go.  Take a step out when it is saved again.
     Raises:
         ConfigError: `keep_last` is below 1: the last good checkpoint is never deleted.
         CheckpointError: a removal failed; the others were tried all the same.
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last must be at least 1, found {keep_last}.", keep_last=keep_last)
+    known = {} if known is None else known
     recorded = read_branches(storage)
-    found = {step: try_read_committed(storage, step) for step in list_steps(storage)[1]}
-    saves = {step: manifest.save_id for step, manifest in found.items() if manifest is not None}
-    old = needless_steps(sorted(saves), recorded.left_steps(saves), keep_last)
-    needless = half_removed(storage) | {step: saves[step] for step in old}
+    there = list_steps(storage)[1]
+    # Where a job went back, another process may have saved a step again.
+    for step in known.keys() - (set() if recorded.known else set(there)):
+        del known[step]
+    fresh = _committed_saves(storage, set(there) - known.keys())
+    known |= fresh
+    old = set(needless_steps(sorted(known), recorded.left_steps(known), keep_last))
+    fresh |= _committed_saves(storage, old - fresh.keys())
+    needless = half_removed(storage) | {step: save for step, save in fresh.items() if step in old}
     allowed = {step: what for step, what in needless.items() if step not in keep}
     return remove_checkpoints(storage, allowed, recorded=recorded, clock=clock)
+
+
+def _committed_saves(storage: Storage, steps: Iterable[int]) -> dict[int, str]:
+    """Of those of `steps` that `try_read_committed` finds."""
+    found = {step: try_read_committed(storage, step) for step in sorted(steps)}
+    return {step: manifest.save_id for step, manifest in found.items() if manifest is not None}
 
 
 def needless_steps(committed: Sequence[int], left: Mapping[int, float], keep_last: int) -> list[int]:
@@ -422,14 +442,17 @@ def remove_checkpoints(
     return gone
 
 
-def try_prune(storage: Storage, keep_last: int, *, spare: int) -> None:
+def try_prune(storage: Storage, keep_last: int, *, spare: int, known: dict[int, str] | None = None) -> None:
     """`prune` after a save: a failure is logged, for the save stands and the next one tries again.
 
     Args:
         spare: the step just saved, which need not be among the newest: a job may go on from an older step.
+        known: see `prune`.
     """
+    if known is not None:
+        known.pop(spare, None)
     try:
-        gone = prune(storage, keep_last=keep_last, keep=(spare,))
+        gone = prune(storage, keep_last=keep_last, keep=(spare,), known=known)
     except ResiliencyError as error:
         logger.warning("old checkpoints were not deleted: %s", error)
     else:

@@ -45,10 +45,11 @@ from resiliency.checkpoint.format.manifest import (
     data_directory,
     table_digest,
 )
-from resiliency.checkpoint.format.shared_names import SharedNames
+from resiliency.checkpoint.format.shared_names import SharedNames, mesh_note, meshes_alike
 from resiliency.checkpoint.format.torch_record import RecordFile, memory_of
 from resiliency.checkpoint.format.writers import shared_entries, writers_among
 from resiliency.checkpoint.state.layout import Shard, StateLayout, TensorEntry, TensorView, contiguous_stride
+from resiliency.checkpoint.state.mesh_contents import checksums, within_others
 from resiliency.checkpoint.state.rank_sets import mesh_of
 from resiliency.checkpoint.storage.chunked_file import (
     DEFAULT_THREADS,
@@ -61,6 +62,7 @@ from resiliency.checkpoint.storage.chunked_file import (
 )
 from resiliency.checkpoint.storage.interface import Buffer, Storage
 from resiliency.checkpoint.storage.memory import PAGE_BYTES
+from resiliency.checkpoint.threads import map_parallel
 from resiliency.errors import CheckpointIncomplete, LayoutMismatch
 
 logger = logging.getLogger(__name__)
@@ -68,13 +70,12 @@ logger = logging.getLogger(__name__)
 METADATA = ".metadata"
 #: More ranks than save from one host; their plans are kept.
 _MOST_PLANS = 32
-#: Of more tensors the metadata is not kept: those of all ranks of a job take about 150 bytes each.
-_MOST_DESCRIBED = 1_000_000
 
 Path = tuple[str | int, ...]
 #: Gives the leaves of a shard's state that are no tensors, each with its place in the tree.
 NonTensorValues = Callable[[Shard], Iterable[tuple[Path, object]]]
-#: Gives the metadata of a checkpoint from all its indexes: of their ranks, tensors and leaves alone.
+#: Gives the metadata of a checkpoint from all its indexes: of their ranks, tensors and leaves alone, and of
+#: which meshes hold the same.
 Describe = Callable[[Sequence[RankIndex]], Metadata]
 #: Gives the keys and bytes of a shard's objects that stock readers look up by name, from every rank.
 Objects = Callable[[Shard], Iterable[tuple[str, bytes]]]
@@ -156,6 +157,8 @@ class DcpFormat:
             threads=self._threads,
             pace=self._pace,
         )
+        found = checksums(shard, plan.meshes)
+        notes = (mesh_note(mesh, checksum, plan.file) for mesh, checksum in found.items())
         return RankIndex(
             rank=shard.rank,
             step=shard.step,
@@ -164,7 +167,7 @@ class DcpFormat:
             fingerprint=shard.layout.fingerprint,
             files=(file,),
             tensors=plan.records,
-            blobs=(*content.blobs, *blobs, *plan.notes),
+            blobs=(*content.blobs, *blobs, *plan.notes, *notes),
             shared=plan.shared,
         )
 
@@ -197,13 +200,15 @@ class DcpFormat:
             (index.rank, table_digest(index, "tensors"), [blob for blob in index.blobs if blob.path])
             for index in indexes
         ]
+        question = of, meshes_alike(indexes)
         folder = indexes[0].folder
-        if self._described is not None and self._described[0] == of:
+        if self._described is not None and self._described[0] == question:
             # What differs from save to save are the folders, and their names are equally long.
             return self._described[1].replace(self._folder, folder.encode())
+        map_parallel(RankIndex.load, indexes, "resiliency-tables")
         content = pickle.dumps(self._describe(indexes))
-        is_kept = sum(len(index.tensors) for index in indexes) <= _MOST_DESCRIBED
-        self._described = (of, content) if is_kept and folder else None
+        # 150 bytes for each tensor of each rank: 3 GB at ten thousand ranks, which took half an hour to make.
+        self._described = (question, content) if folder else None
         self._folder = folder.encode()
         return content
 
@@ -314,6 +319,7 @@ class _FilePlan(RecordFile["TensorEntry | TensorView"]):
             if view.base not in others if view.base in shared else view.replica_id == 0:
                 self._add_view(view)
         self.records = TableRows(self._tensors)
+        self.meshes = within_others(self.layout)
         self.notes: tuple[BlobRecord, ...] = ()
         if spread is not None:
             self.notes = (BlobRecord(key=_ALIKE + spread.digest, file=self.file, position=0, size_bytes=0),)

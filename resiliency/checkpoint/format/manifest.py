@@ -152,6 +152,12 @@ class RankIndex:
         files = tuple(replace(file, name=placed.path_of(file.name)) for file in self.files)
         return replace(placed, files=files)
 
+    def load(self) -> None:
+        """Read the tables and keep them, as a look at a row does.  Raises as `check`."""
+        for table in (self.tensors, self.shared):
+            if isinstance(table, IndexTable):
+                table.rows()
+
     def check(self) -> None:
         """Read and compare the tables, which a reader of the head alone has not seen.
 
@@ -230,12 +236,10 @@ def write_index(storage: Storage, directory: str, index: RankIndex, *, suffix: s
 
 
 def try_read_index(storage: Storage, directory: str, rank: int) -> tuple[RankIndex, str] | None:
-    """The index of a rank and its digest, read and verified in full; None when it is absent or still being
-    written."""
-    name = index_name(directory, rank)
+    """`read_index` of a vote; None when it is absent or shorter than it says."""
     try:
-        return parse_index(read_file(storage, name), storage.describe(name))
-    except (CheckpointMissing, CheckpointIncomplete, CheckpointCorrupt):
+        return read_index(storage, directory, rank)
+    except (CheckpointIncomplete, CheckpointCorrupt):
         return None
 
 
@@ -249,19 +253,47 @@ def read_index(
         CheckpointCorrupt: it does not match its own digest, or not `digest`.
     """
     name = index_name(directory, rank)
+    content, size_bytes = _read_head(storage, name, rank)
+    is_whole = len(content) >= size_bytes
+    load = None if is_whole else functools.partial(_read_range, storage, name)
+    return _parse_index(content, storage.describe(name), digest, size_bytes, load)
+
+
+def read_head(storage: Storage, directory: str, rank: int) -> bytes:
+    """The index of a rank without its tables, as bytes; verified, as by `read_index`, which raises alike."""
+    name = index_name(directory, rank)
+    content, size_bytes = _read_head(storage, name, rank)
     path = storage.describe(name)
+    _parse_index(content, path, None, size_bytes, functools.partial(_read_range, storage, name))
+    return content[: len(content) - len(_unsealed(content, path)[2])]
+
+
+def index_of_head(storage: Storage, directory: str, rank: int, head: bytes) -> tuple[RankIndex, str]:
+    """The inverse of `read_head`: an index that reads its tables when they are looked at, and its digest.
+
+    Raises:
+        CheckpointCorrupt: it does not match its own digest, or is of another rank.
+    """
+    name = index_name(directory, rank)
+    path = storage.describe(name)
+    index, digest = _parse_index(head, path, None, None, functools.partial(_read_range, storage, name))
+    if index.rank != rank:
+        raise CheckpointCorrupt(f"{path} is the index of rank {index.rank}.", path=path, rank=rank)
+    return index, digest
+
+
+def _read_head(storage: Storage, name: str, rank: int) -> tuple[bytes, int]:
+    """The start of an index with its head in full, and the size of the file."""
     try:
         content, size_bytes = _read_start(storage, name)
         if len(content) < size_bytes and not _has_head(content):
             content = read_file(storage, name)
     except CheckpointMissing as error:
+        path = storage.describe(name)
         raise CheckpointIncomplete(
             f"rank {rank} has no index {path}.", rank=rank, path=path, missing_ranks=[rank]
         ) from error
-
-    is_whole = len(content) >= size_bytes
-    load = None if is_whole else functools.partial(_read_range, storage, name)
-    return _parse_index(content, path, digest, size_bytes, load)
+    return content, size_bytes
 
 
 def parse_index(content: bytes, path: str, digest: str | None = None) -> tuple[RankIndex, str]:
@@ -474,12 +506,13 @@ def _parse_index(
     content: bytes,
     path: str,
     digest: str | None,
-    size_bytes: int,
+    size_bytes: int | None,
     load: Callable[[int, int], bytes] | None,
 ) -> tuple[RankIndex, str]:
     """An index of a file of `size_bytes` whose start, or all of it, is `content`.
 
     Args:
+        size_bytes: None: it has been compared before.
         load: gives bytes at a position of the file; None: all of it is here.
     """
     record, found, rest = _unsealed(content, path)
@@ -505,7 +538,7 @@ def _parse_index(
         position = len(content) - len(rest)
         tables = fields.pop("tables")
         end = position + sum(length for _, length, _ in tables.values())
-        if end != size_bytes:
+        if size_bytes is not None and end != size_bytes:
             raise CheckpointCorrupt(
                 f"{path} holds {size_bytes} bytes, expected {end}.",
                 hint="The file was cut or replaced; restore another checkpoint.",

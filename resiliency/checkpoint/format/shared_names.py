@@ -7,8 +7,9 @@ parameters of their optimizers in common (see `_Program`).  A name that stands f
 gets, for each of them, the lowest rank that shares it in front: `@rank4.optimizer.state.0.exp_avg`.  All
 other names stay as they are.
 
-Within a stage, ranks run one program: tensors of one name and shape on several meshes of it are copies.  So
-are those that have no mesh.  Of copies one is listed.
+Within a stage, ranks run one program: tensors of one name and shape are copies where they have one path and
+no mesh, or their meshes hold the same (`resiliency.checkpoint.state.mesh_contents`).  Of copies one is
+listed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from resiliency.checkpoint.format.manifest import RankIndex, TensorRecord
+from resiliency.checkpoint.format.manifest import BlobRecord, RankIndex, TensorRecord
 from resiliency.checkpoint.state.rank_sets import mesh_of, ranks_of
+from resiliency.errors import LayoutMismatch
 
 #: A name in the state of a torch optimizer: which optimizer, and what of the parameter with that number.
 _OF_OPTIMIZER = re.compile(r"(?:(.*)\.)?state\.\d+\.(.+)")
@@ -28,6 +30,8 @@ _OF_OPTIMIZER = re.compile(r"(?:(.*)\.)?state\.\d+\.(.+)")
 #: Name, dtype and shape of a tensor that a rank has whole.
 _Plain = tuple[str, str, tuple[int, ...]]
 _CONTENT = attrgetter("key", "dtype", "global_shape", "attributes", "hidden")
+#: Begins the name of a `mesh_note`.
+_NOTE = "mesh:"
 #: In place of the lowest rank of those that meshes connect.
 _NO_MESH = -1
 _Identity = tuple[object, ...]
@@ -41,16 +45,22 @@ class _Variant:
     lowest_rank: int
     dtype: str
     global_shape: tuple[int, ...]
+    #: Without a mesh its path, else the first mesh that holds the same.
+    place: object
     parts: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The same of copies."""
-        return self.stage, self.dtype, self.global_shape, frozenset(self.parts)
+        return self.stage, self.dtype, self.global_shape, self.place, frozenset(self.parts)
 
 
 class SharedNames:
-    """The names of all tensors of a checkpoint."""
+    """The names of all tensors of a checkpoint.
+
+    Raises:
+        LayoutMismatch: the state has a name that begins like one of those made here.
+    """
 
     def __init__(self, indexes: Sequence[RankIndex]) -> None:
         #: Tensors without a mesh of which ranks hold parts; one may hold all of it, and others nothing.
@@ -60,6 +70,7 @@ class SharedNames:
             if record.shape != record.global_shape
         }
         self._stages = self._find_stages(indexes)
+        alike = meshes_alike(indexes)
         variants: dict[str, dict[_Identity, _Variant]] = defaultdict(dict)
         for index, record in _records(indexes):
             of_name = variants[record.key]
@@ -68,7 +79,9 @@ class SharedNames:
             if variant is None:
                 mesh = mesh_of(record.attributes)
                 lowest = ranks_of(mesh)[0] if mesh else index.rank
-                variant = _Variant(self._stages[index.rank], lowest, record.dtype, record.global_shape)
+                place = alike.get(mesh, mesh) if mesh else record.path
+                stage = self._stages[index.rank]
+                variant = _Variant(stage, lowest, record.dtype, record.global_shape, place)
                 of_name[identity] = variant
             variant.parts.add((record.offsets, record.shape))
         self._prefixes: dict[tuple[str, _Identity], str] = {}
@@ -79,7 +92,14 @@ class SharedNames:
                     known = lowest_ranks.get(variant.kind, variant.lowest_rank)
                     lowest_ranks[variant.kind] = min(known, variant.lowest_rank)
                 for identity, variant in of_name.items():
-                    self._prefixes[key, identity] = f"@rank{lowest_ranks[variant.kind]}"
+                    prefix = self._prefixes[key, identity] = f"@rank{lowest_ranks[variant.kind]}"
+                    if f"{prefix}.{key}" in variants:
+                        raise LayoutMismatch(
+                            f"{prefix}.{key} is the name of a tensor, and that of {key} of rank"
+                            f" {variant.lowest_rank}, as other ranks have another {key}.",
+                            hint="Begin no name in the state with @rank.",
+                            key=key,
+                        )
 
     def prefix(self, rank: int, record: TensorRecord) -> str:
         """What stands before the name of a tensor, and is the top of its path; empty: nothing."""
@@ -98,7 +118,7 @@ class SharedNames:
             return (mesh,)
         if (record.key, record.dtype, record.global_shape) in self._in_parts:
             return ()  # of all ranks
-        return self._stages[rank], record.dtype, record.global_shape
+        return self._stages[rank], record.dtype, record.global_shape, record.path
 
     def _find_stages(self, indexes: Sequence[RankIndex]) -> dict[int, int]:
         """The number of each rank's stage."""
@@ -163,6 +183,27 @@ class _Program:
             if shape and (match := _OF_OPTIMIZER.fullmatch(name)) is not None
         )
         return all(count <= parameters[shape] for (_, shape), count in wanted.items())
+
+
+def mesh_note(mesh: str, checksum: str, file: str) -> BlobRecord:
+    """An empty blob of `file` that says what `resiliency.checkpoint.state.mesh_contents` found of a mesh."""
+    return BlobRecord(key=f"{_NOTE}{mesh}:{checksum}", file=file, position=0, size_bytes=0)
+
+
+def meshes_alike(indexes: Iterable[RankIndex]) -> dict[str, str]:
+    """Mesh to the first mesh that holds the same; those of which a rank noted nothing are left out."""
+    noted: dict[str, list[str]] = defaultdict(list)
+    for index in indexes:
+        for blob in index.blobs:
+            if blob.key.startswith(_NOTE):
+                mesh, _, digest = blob.key.removeprefix(_NOTE).partition(":")
+                noted[mesh].append(digest)
+    first: dict[tuple[str, ...], str] = {}
+    return {
+        mesh: first.setdefault(tuple(sorted(digests)), mesh)
+        for mesh, digests in noted.items()
+        if len(digests) == len(ranks_of(mesh))
+    }
 
 
 def _records(indexes: Iterable[RankIndex]) -> Iterator[tuple[RankIndex, TensorRecord]]:

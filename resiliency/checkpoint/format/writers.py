@@ -25,6 +25,7 @@ from resiliency.checkpoint.format.manifest import (
 )
 from resiliency.checkpoint.state.layout import StateLayout, TensorEntry
 from resiliency.checkpoint.state.rank_sets import mesh_of, text_of_ranks
+from resiliency.checkpoint.threads import map_parallel
 from resiliency.errors import CheckpointIncomplete
 
 #: Among so many ranks at most are entries spread that all have whole: each restart reads the files of all.
@@ -80,6 +81,7 @@ def find_writers(indexes: Sequence[RankIndex]) -> Mapping[str, str]:
         known = _ANSWERS.get(question)
     if known is not None:
         return known
+    map_parallel(RankIndex.load, indexes, "resiliency-tables")
     answer = _find_writers(indexes)
     with _LOCK:
         _ANSWERS[question] = answer

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from resiliency.checkpoint.state.layout import TensorEntry, TensorView, align, contiguous_stride
-from resiliency.checkpoint.state.tensors import Leaf, Placement
+from resiliency.checkpoint.state.tensors import Leaf, Placement, refuse
 from resiliency.checkpoint.state.tree import TensorNode
 
 #: A span is only stored as a whole if it is not much larger than the members, or they truly overlap.
@@ -54,6 +54,8 @@ def stored_tensors(nodes: Sequence[TensorNode], leaves: Sequence[Leaf], *, repli
 
     Args:
         replica_id: of tensors that have no placement of their own.
+    Raises:
+        ConfigError: the memory of one was freed; the text names it.
     """
     members = [_member(i, node, leaf) for i, (node, leaf) in enumerate(zip(nodes, leaves, strict=True))]
     groups = sorted(_groups(members), key=lambda group: min(m.position for m in group))
@@ -69,6 +71,8 @@ def stored_tensors(nodes: Sequence[TensorNode], leaves: Sequence[Leaf], *, repli
 
 def _member(position: int, node: TensorNode, leaf: Leaf) -> Member:
     raw = leaf.raw
+    if not has_its_memory(raw):
+        refuse(raw, node.path, "has lost its memory: its storage is smaller than it is, as after a resize_")
     start = raw.data_ptr() if raw.numel() else 0
     return Member(position, node, leaf, start, start + span_bytes(raw))
 
@@ -79,6 +83,12 @@ def span_bytes(raw: torch.Tensor) -> int:
         return 0
     last = sum((n - 1) * s for n, s in zip(raw.shape, raw.stride(), strict=True))
     return (last + 1) * raw.element_size()
+
+
+def has_its_memory(raw: torch.Tensor) -> bool:
+    """Whether all of it is within its storage, which may have been freed under it."""
+    storage = raw.untyped_storage()
+    return raw.storage_offset() * raw.element_size() + span_bytes(raw) <= storage.nbytes()
 
 
 def _groups(members: Iterable[Member]) -> list[list[Member]]:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from resiliency.checkpoint.state.aliases import dtype_name
+from resiliency.checkpoint.state.aliases import dtype_name, has_its_memory
 from resiliency.checkpoint.state.copying import Copier, Piece, memory_pieces, pieces
 from resiliency.checkpoint.state.layout import Shard, StateLayout, TensorEntry, TensorView, item_bytes
+from resiliency.checkpoint.state.rank_sets import mesh_of, named, ranks_of
 from resiliency.checkpoint.state.skeleton import from_bytes
 from resiliency.checkpoint.state.staging import threads_to_device
 from resiliency.checkpoint.state.tensors import Placement
@@ -83,10 +84,15 @@ def stored_as(item: TensorEntry | TensorView, flat: torch.Tensor) -> torch.Tenso
 
 
 class Targets:
-    """Memory that is to be filled from the tensors of one layout, by key."""
+    """Memory that is to be filled from the tensors of one layout, by key.
 
-    def __init__(self, layout: StateLayout) -> None:
+    Args:
+        own: the layout is of the rank that restores, and not of another of its group.
+    """
+
+    def __init__(self, layout: StateLayout, *, own: bool = False) -> None:
         self._layout = layout
+        self._own = own
         self._items: dict[str, TensorEntry | TensorView] = {item.key: item for item in layout.tensors()}
         self._targets: list[tuple[TensorEntry | TensorView, torch.Tensor]] = []
 
@@ -116,6 +122,12 @@ class Targets:
                 expected_shape=item.shape,
                 found_shape=tuple(raw.shape),
             )
+        if not has_its_memory(raw):
+            raise LayoutMismatch(
+                f"{key}: the storage of the tensor to restore is smaller than the tensor, as after resize_.",
+                hint="Give it its memory back first.",
+                key=key,
+            )
         if placement is not None:
             self.check_place(key, placement)
         self._targets.append((item, raw))
@@ -135,6 +147,18 @@ class Targets:
                 found_shape=item.shape,
                 expected_offset=saved[1],
                 found_offset=found[1],
+            )
+        # Of a replica the ranks that have it are all that tells it from that of another pipeline stage.
+        meshes = mesh_of(item.attributes), mesh_of(placement.attributes)
+        if self._own and all(meshes) and meshes[0] != meshes[1]:
+            with_ranks, now_with = (named(ranks_of(mesh)) for mesh in meshes)
+            raise LayoutMismatch(
+                f"{key}: the checkpoint holds a tensor of ranks {with_ranks},"
+                f" the state to restore has one of ranks {now_with}.",
+                hint="Is this the same parallel layout, with its ranks in the same order?",
+                key=key,
+                expected_shape=item.shape,
+                found_shape=item.shape,
             )
 
     def mark(self) -> int:
@@ -176,6 +200,7 @@ class Restore(Targets):
         into: a state of the same structure, whose tensors are to be filled in place; None makes a
             new state on the host (DTensors and registered sharded types come back as their local part).
         partial: `into` may lack parts that were saved, and have others, which stay as they are.
+        own: see `Targets`.
     Raises:
         LayoutMismatch: `into` differs; the text names the key and both sides.
         ConfigError: a class is not allowed.
@@ -189,8 +214,9 @@ class Restore(Targets):
         into: object = None,
         allow: Iterable[type | str] = (),
         partial: bool = False,
+        own: bool = False,
     ) -> None:
-        super().__init__(layout)
+        super().__init__(layout, own=own)
         self.partial: bool | None = partial
         self.allowed = Allowed(allow)
         self._values = load_values(values)
@@ -277,15 +303,17 @@ def plan_restore(
     *,
     allow: Iterable[type | str] = (),
     partial: bool = False,
+    own: bool = False,
     threads: int = 2,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Callable[[], Any]:
     """The first half of `restore_into`, which changes nothing, for ranks that first agree; returns the other.
 
     With `partial`, dicts of `state` may lack keys that were saved, and have others, which stay as they are.
-    Raises as `restore_into`.
+    `own` says that this rank saved the shard, or takes its place: then tensors must also be shared with the
+    same ranks.  Raises as `restore_into`.
     """
-    restore = Restore(shard.layout, shard.values, into=state, allow=allow, partial=partial)
+    restore = Restore(shard.layout, shard.values, into=state, allow=allow, partial=partial, own=own)
     populating = _populate_beside(restore)
 
     def act() -> Any:

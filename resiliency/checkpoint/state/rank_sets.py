@@ -11,11 +11,18 @@ from collections.abc import Iterable, Sequence
 
 #: Attribute of a tensor: the ranks that share it, unless all ranks have all of it.
 MESH = "mesh"
+_NAMED = 8
 
 
 def mesh_of(attributes: Sequence[tuple[str, str]]) -> str:
     """The text of a tensor's mesh; empty: it has none, or all ranks have all of it."""
     return dict(attributes).get(MESH, "") if attributes else ""
+
+
+def named(ranks: Sequence[int]) -> str:
+    """For messages; of many the first ones."""
+    listed = ", ".join(map(str, ranks[:_NAMED]))
+    return f"{listed} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else listed
 
 
 def text_of_ranks(ranks: Iterable[int]) -> str:

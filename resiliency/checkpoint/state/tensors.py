@@ -208,17 +208,17 @@ def _plain(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         wait = getattr(tensor, "wait", None)  # a collective's pending result has it
         tensor = wait() if wait is not None else tensor
         if type(tensor) is cls:
-            _refuse(tensor, path, f"is a wrapper subclass ({cls.__name__})")
+            refuse(tensor, path, f"is a wrapper subclass ({cls.__name__})")
     if torch.nn.parameter.is_lazy(tensor):
-        _refuse(tensor, path, "has no shape yet: its module has not been called")
+        refuse(tensor, path, "has no shape yet: its module has not been called")
     if tensor.is_nested:
-        _refuse(tensor, path, "is nested")
+        refuse(tensor, path, "is nested")
     if tensor.layout is not torch.strided:
-        _refuse(tensor, path, f"has layout {tensor.layout}")
+        refuse(tensor, path, f"has layout {tensor.layout}")
     if tensor.device.type == "meta":
-        _refuse(tensor, path, "is on the meta device, so it has no data")
+        refuse(tensor, path, "is on the meta device, so it has no data")
     if not _has_memory(tensor):
-        _refuse(tensor, path, f"({cls.__name__}) has no memory of its own")
+        refuse(tensor, path, f"({cls.__name__}) has no memory of its own")
     return quantized_integers(tensor) if tensor.is_quantized else tensor
 
 
@@ -232,7 +232,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _refuse(tensor: torch.Tensor, path: Path, why: str) -> None:
+def refuse(tensor: torch.Tensor, path: Path, why: str) -> None:
+    """Raise ConfigError: the tensor at `path` of the state cannot be captured."""
     try:
         shape = f" of shape {tuple(tensor.shape)}"
     except RuntimeError:  # nested, or not known yet

@@ -21,8 +21,11 @@ from typing import Any
 import pytest
 import torch
 
+from resiliency.checkpoint.commit import commit as commit_module
+from resiliency.checkpoint.commit import vote_blocks
 from resiliency.checkpoint.commit.commit import CheckpointFormat, Committed, open_save
 from resiliency.checkpoint.commit.protocol import FINAL, FOLLOWER, LEADER, Event, State, next_state
+from resiliency.checkpoint.commit.vote_blocks import block_name, blocks_of
 from resiliency.checkpoint.format.catalog import Condition, find_newest, inspect, remove_checkpoint
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.local import LocalFormat
@@ -40,6 +43,7 @@ from resiliency.errors import (
     InternalError,
 )
 from resiliency.testing import warm
+from resiliency.testing.counting_storage import CountingStorage
 from resiliency.testing.storage import (
     CachingStorage,
     FaultyStorage,
@@ -96,6 +100,64 @@ def test_the_marker_is_lifted_only_after_the_manifest() -> None:
 def test_an_unforeseen_event_is_our_bug() -> None:
     with pytest.raises(InternalError, match="leader in state 'new' saw event 'done'"):
         next_state(State.NEW, Event.DONE, leads=True)
+
+
+# --- votes of many ranks -----------------------------------------------------------------------
+
+
+def save_by_processes(storage: Storage, leading: Storage, ranks: int) -> list[Committed]:
+    """Each rank is a process of its own."""
+    shards = [small_shard(1, rank=rank, world_size=ranks) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(
+            threads.map(
+                lambda shard: save(
+                    storage if shard.rank else leading, LocalFormat(), [shard], leads=not shard.rank
+                ),
+                shards,
+            )
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 64, 65, 128, 1000, 10_000])
+def test_blocks_are_of_all_ranks_and_there_are_as_few_of_them_as_ranks_in_one(ranks: int) -> None:
+    blocks = blocks_of(range(ranks))
+    assert [rank for block in blocks for rank in block] == list(range(ranks))
+    assert len(blocks) <= len(blocks[0]) <= max(64, int(ranks**0.5) + 1)
+
+
+def test_a_leader_reads_the_votes_of_its_block_and_one_file_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vote_blocks, "LEAST", 3)
+    monkeypatch.setattr(commit_module, "COLLECTED_WITHIN_S", 60.0)
+    storage = MemoryStorage()
+    leading = CountingStorage(storage)
+    assert len(save_by_processes(storage, leading, 8)) == 8
+    votes = {name.rpartition("/")[2] for name in leading.counts.opened if "rank=" in name or "votes=" in name}
+    assert votes == {"rank=1.json", "rank=2.json", "votes=3.json", "votes=6.json"}
+    for rank in range(8):
+        assert_holds(storage, small_shard(1, rank=rank, world_size=8))
+
+
+@pytest.mark.parametrize("fault", ["gone", "torn", "other"])
+def test_votes_that_nobody_collects_are_read_by_the_leader(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The collector is gone, was killed as it wrote, or wrote what is no vote."""
+    monkeypatch.setattr(vote_blocks, "LEAST", 2)
+    monkeypatch.setattr(commit_module, "COLLECTED_WITHIN_S", 0.1)
+
+    def collect(collector: Any) -> bool:
+        if fault != "gone":
+            content = b'["{"algo' if fault == "torn" else b"[1, 2]"
+            write_file(storage, block_name(collector._place, collector._block), content)
+        return True
+
+    monkeypatch.setattr(vote_blocks.BlockCollector, "try_collect", collect)
+    storage = MemoryStorage()
+    assert len(save_by_processes(storage, storage, 5)) == 5
+    assert inspect(storage, 1).condition is Condition.COMPLETE
 
 
 # --- saves that succeed ------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from resiliency.errors import (
     CheckpointWriteFailed,
     ConfigError,
 )
+from resiliency.testing.counting_storage import CountingStorage
 from resiliency.testing.storage import (
     FaultyStorage,
     LateStorage,
@@ -361,6 +362,31 @@ def test_pruning_reads_manifests_and_no_index() -> None:
     assert prune(storage, keep_last=2) == [1]
     read = {name for name in storage.operations if "unfinished" not in name and "marker" not in name}
     assert read == {f"read step={step}/manifest.json" for step in (1, 2, 3)}
+
+
+def test_pruning_after_each_save_looks_at_what_is_new_and_what_goes_however_many_are_kept() -> None:
+    def operations(kept: int) -> int:
+        inner = saved(LocalFormat(), *range(1, kept + 1))
+        known: dict[int, str] = {}
+        assert prune(inner, keep_last=kept, known=known) == []
+        save(inner, LocalFormat(), [small_shard(kept + 1)])
+        storage = CountingStorage(inner)
+        assert prune(storage, keep_last=kept, known=known) == [1]
+        return storage.counts.total
+
+    assert operations(3) == operations(30)
+
+
+def test_what_is_known_is_looked_at_again_before_it_goes_and_forgotten_when_it_is_gone() -> None:
+    known: dict[int, str] = {}
+    storage = saved(LocalFormat(), 1, 2, 3, 4)
+    assert prune(storage, keep_last=4, known=known) == []
+    storage.remove(f"{folder_of(storage, 1)}/rank=0.json")
+    quarantine(storage, 4, "bad")
+    assert prune(storage, keep_last=1, known=known) == [2]
+    save(storage, LocalFormat(), [small_shard(5)])
+    assert prune(storage, keep_last=2, known=known) == []
+    assert sorted(known) == [1, 3, 5]
 
 
 def test_a_checkpoint_that_lacks_an_index_counts_for_none_and_stays() -> None:

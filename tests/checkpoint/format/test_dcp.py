@@ -262,6 +262,19 @@ def test_stages_without_a_mesh_whose_optimizers_number_alike_are_told_apart() ->
     assert {"@rank0.optimizer.state.0.exp_avg", "@rank1.optimizer.state.0.exp_avg"} < names_of(longer)
 
 
+def test_names_that_meet_only_with_dots_are_told_apart_and_none_is_taken_for_a_made_one() -> None:
+    def shard(rank: int, *paths: tuple[str, ...]) -> Shard:
+        made = make_shard({"/".join(path): torch.ones(2) for path in paths}, rank=rank, world_size=2)
+        assert [entry.path for entry in made.layout.entries] == list(paths)
+        return made
+
+    storage = MemoryStorage()
+    save(storage, DcpFormat(), [shard(0, ("a", "b"), ("c",)), shard(1, ("a.b",), ("c",))])
+    assert set(CheckpointReader(storage, 1).keys()) == {"@rank0.a.b", "@rank1.a.b", "c"}
+    with pytest.raises(LayoutMismatch, match=r"@rank1\.a\.b is the name of a tensor"):
+        save(MemoryStorage(), DcpFormat(), [shard(0, ("a", "b"), ("@rank1.a.b",)), shard(1, ("a.b",))])
+
+
 def test_data_parallel_ranks_with_entries_of_their_own_keep_the_names() -> None:
     model = {"model/weight": WEIGHT, **STATE}
     plain = {"model.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.step"}

@@ -33,6 +33,7 @@ from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.testing.rank_pool import RankPool
 from tests.checkpoint.capture_builders import bits, saved
 from tests.checkpoint.comparing import assert_same
+from tests.checkpoint.shard_builders import shard_of
 
 
 @pytest.fixture
@@ -268,6 +269,24 @@ def fake() -> torch.Tensor:
 def test_a_tensor_without_plain_memory_is_refused_by_name(make: Callable[[], Any], why: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor 'x.*{why}.*cannot be captured"):
         StateWalker().snapshot({"x": make(), "weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("parameter", [False, True])
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_tensor_whose_memory_was_freed_since_the_last_save_is_refused_by_name(
+    left: int, parameter: bool
+) -> None:
+    tensor = torch.nn.Parameter(torch.ones(3)) if parameter else torch.ones(3)
+    walker, shard = StateWalker(), shard_of({"x": tensor})
+    walker.snapshot({"x": tensor})
+    tensor.untyped_storage().resize_(left)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"tensor 'x' of shape \(3,\) .* memory.*cannot be captured"):
+            walker.snapshot({"x": tensor})
+    with pytest.raises((ConfigError, LayoutMismatch), match=r"x.*(smaller than the tensor|no memory)"):
+        restore_into({"x": tensor}, shard)
+    tensor.untyped_storage().resize_(12)
+    assert len(walker.snapshot({"x": tensor}).sources) == 1
 
 
 @pytest.mark.filterwarnings("ignore")
