@@ -373,7 +373,6 @@ class History:
             mock.patch.object(restore, "LocalStorage", self._mount_here),
             mock.patch.object(lost_checkpoints, "LocalStorage", self._mount_here),
             mock.patch.object(retirement, "LocalStorage", self._mount_here),
-            mock.patch.object(tier_writers, "check_tier_in_memory"),
         ):
             yield
 

@@ -195,6 +195,29 @@ def test_saves_hold_training_where_the_optimizer_writes_outside_of_its_steps(
     ]
 
 
+def test_steps_that_a_cuda_graph_has_recorded_are_not_copied_behind(
+    tmp_path: Path, opened: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin of a graph: it writes what the recorded step wrote, and calls no hook."""
+    weights, optimizer = trained(1.0)
+    state = {"weights": weights, "optimizer": optimizer}
+    copying = Copying()
+    with opened(copying) as checkpoints:
+        assert checkpoints.save(1, state).wait(SOON)
+        with monkeypatch.context() as recording:
+            recording.setattr(torch.cuda, "is_initialized", lambda: True)
+            recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            optimizer.step()
+        handle = checkpoints.save(2, state)
+        weights.data.fill_(2.0)  # replayed
+        copying.go_on.set()
+        assert handle.wait(SOON)
+        assert handle.state is SaveState.COMMITTED
+    assert stored(tmp_path, 2) == [1.0]
+    held = [record.message for record in caplog.records if "saves hold training" in record.message]
+    assert held == ["saves hold training until the state is copied: a CUDA graph has recorded a step of SGD"]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_optimizers_that_step_without_their_hooks_are_known(tmp_path: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward

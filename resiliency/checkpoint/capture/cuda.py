@@ -100,6 +100,11 @@ class PinnedMemory:
         self._segments.clear()
 
 
+def is_recording() -> bool:
+    """Whether what this thread does on the device is recorded in a CUDA graph, and not done."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 class DeviceRun:
     """Copies enqueued on the side stream.  Holds the sources until they are done."""
 
@@ -110,7 +115,7 @@ class DeviceRun:
 
     def fence(self, timeout: timedelta | None) -> bool:
         """Let later work of the calling thread's current stream start after the copies; does not block."""
-        if torch.cuda.is_current_stream_capturing():
+        if is_recording():
             return True  # nothing is written while a graph is recorded, and it may not wait for other streams
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return True

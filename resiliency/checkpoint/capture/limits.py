@@ -9,7 +9,6 @@ answered by the OOM killer, and the process's limit on file sizes.  The first is
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resiliency.cgroups import memory_left
-from resiliency.checkpoint.storage.posix import write_failed
-from resiliency.errors import CheckpointWriteFailed, ConfigError
+from resiliency.checkpoint.storage.memory_files import MEMORY_LIMIT_HINT
+from resiliency.errors import ConfigError
 from resiliency.proc_stat import stat_fields
 
 
@@ -59,50 +58,6 @@ def check_room(directory: Path, wanted_bytes: int, *, others_bytes: int = 0) -> 
             )
 
 
-def check_tier_in_memory(
-    directory: Path,
-    wanted_bytes: int,
-    *,
-    cgroups: Path = Path("/sys/fs/cgroup"),
-    proc: Path = Path("/proc"),
-) -> None:
-    """Refuse to write so much more to a `directory` in memory as the container's memory limit does not leave.
-
-    A disk that is full answers with an error; memory is answered by the OOM killer.  On a disk: nothing.
-
-    Raises:
-        CheckpointWriteFailed: as for a full disk.
-    """
-    try:
-        while not directory.exists() and directory != directory.parent:
-            directory = directory.parent
-        if not is_in_memory(directory):
-            return
-    except OSError as error:
-        raise write_failed(error, "look at", str(directory)) from error
-    for room in _cgroup_rooms(cgroups, proc):
-        if wanted_bytes > room.free_bytes:
-            raise CheckpointWriteFailed(
-                f"{directory} is memory: {_size(wanted_bytes)} more are needed there, {room.limit} leaves"
-                f" {_size(room.free_bytes)}.",
-                hint=f"{room.hint}  Or put the local tier on a disk.",
-                path=str(directory),
-                errno=errno.ENOSPC,
-            )
-
-
-def is_in_memory(path: Path) -> bool:
-    """Whether what is written there takes memory, and not a disk."""
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return False
-    found = (line.split(" - ", 1) for line in mounts if line.split()[2] == number)
-    return any(rest.split()[0] in ("tmpfs", "ramfs") for _, rest in found)
-
-
 def rooms(
     directory: Path, *, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 ) -> Iterator[Room]:
@@ -122,10 +77,8 @@ def rooms(
 
 
 def _cgroup_rooms(cgroups: Path, proc: Path) -> Iterator[Room]:
-    hint = "Raise the container's memory limit (docker run --memory, resources.limits.memory): shared memory"
-    hint += " counts against it."
     for group, free_bytes in memory_left(cgroups, proc):
-        yield Room(f"the memory limit of the container ({group})", free_bytes, hint)
+        yield Room(f"the memory limit of the container ({group})", free_bytes, MEMORY_LIMIT_HINT)
 
 
 def _size(count: int) -> str:

@@ -25,7 +25,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from resiliency.checkpoint.branches import Branches
-from resiliency.checkpoint.capture.limits import check_tier_in_memory
 from resiliency.checkpoint.commit.commit import open_save
 from resiliency.checkpoint.commit.retention import committed_save
 from resiliency.checkpoint.format.catalog import free_hidden, remove_checkpoint, steps_in
@@ -123,7 +122,6 @@ class ReplicaStore:
             if holds(storage, copy_plan, attempt_id=attempt_id, is_spared=copy_plan.step == self.spared_step):
                 return ReplicaWriter(self, source_host, None, 0)
             self._sweep(source_host, storage, copy_plan.step)
-            check_tier_in_memory(self._root, copy_plan.size_bytes)
             partial = _Partial(storage, copy_plan)
             try:
                 partial.open()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from resiliency.checkpoint.storage.interface import Buffer, ReadableFile, WritableFile
 from resiliency.checkpoint.storage.memory import is_page_aligned
+from resiliency.checkpoint.storage.memory_files import room_in_memory
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointMissing,
@@ -163,8 +164,9 @@ class _LocalWriter:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             if size_bytes >= _PREALLOCATE_FROM_BYTES:
                 try:
-                    _preallocate(self._fd, size_bytes)
-                except OSError:
+                    with room_in_memory(self._fd, size_bytes, path):
+                        _preallocate(self._fd, size_bytes)
+                except (OSError, CheckpointWriteFailed):
                     self.close()
                     raise
         if direct:

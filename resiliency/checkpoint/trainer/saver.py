@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resiliency.checkpoint.capture.capturer import Capture, Capturer, FoundCapture, WhenFull
+from resiliency.checkpoint.capture.cuda import is_recording
 from resiliency.checkpoint.capture.owned_memory import takes_hooks, unwrapped, why_unfenced
 from resiliency.checkpoint.names import TierName
 from resiliency.checkpoint.trainer.delivery import Delivery
@@ -66,6 +70,9 @@ class Saver:
         #: Of optimizers that have not stepped yet: what to do once they have, and the handles of their hooks.
         self._first_steps: dict[int, Callable[[], None]] = {}
         self._first_hooks: list[Any] = []
+        #: Those of which a CUDA graph has a step, that it may replay without calling any hook.
+        self._recorded: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._first_hooks.append(register_optimizer_step_pre_hook(partial(_note_recording, self._recorded)))
         self._capture: Capture | None = None
         #: Something wrote the state without a fence: no later save overlaps with training.
         self._is_written_unfenced = False
@@ -261,10 +268,15 @@ class Saver:
         for key, writer in writers.items():
             if key not in self._hooks:
                 self._hooks[key] = writer, self._capturer.install_fence(writer)
-                self._unfenced[key] = why_unfenced(writer)
-                if self._unfenced[key]:
-                    logger.warning("saves hold training until the state is copied: %s", self._unfenced[key])
+                self._note_why(key, why_unfenced(writer))
+            if writer in self._recorded and not self._unfenced[key]:
+                self._note_why(key, f"a CUDA graph has recorded a step of {type(writer).__name__}")
         return [] if any(map(self._unfenced.get, writers)) else list(writers.values())
+
+    def _note_why(self, key: int, why: str) -> None:
+        self._unfenced[key] = why
+        if why:
+            logger.warning("saves hold training until the state is copied: %s", why)
 
     def _note_unfenced(self) -> None:
         self._capturer.fence()  # as the next capture does first: from here on it is known
@@ -304,6 +316,13 @@ class Saver:
     @property
     def _held_s(self) -> float:
         return self._capturer.stats.last_held_s
+
+
+def _note_recording(
+    recorded: WeakSet[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, *_: object
+) -> None:
+    if is_recording():
+        recorded.add(optimizer)
 
 
 def _optimizers_in(state: object, depth: int = 3) -> Iterator[torch.optim.Optimizer]:

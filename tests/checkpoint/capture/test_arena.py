@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import weakref
 from collections.abc import Iterator
 from concurrent import futures
@@ -29,25 +28,17 @@ from resiliency.checkpoint import (
 )
 from resiliency.checkpoint.capture.arena import free_others, peek, rank_directory, ranks_in, try_open_slot
 from resiliency.checkpoint.capture.job_memory import (
-    DEFAULT_ROOT,
     OWNER_LOCK,
     hold_job,
     remove_if_dead,
     remove_when_dead,
 )
-from resiliency.checkpoint.capture.limits import (
-    check_room,
-    check_tier_in_memory,
-    is_in_memory,
-    is_leaving,
-    rooms,
-)
+from resiliency.checkpoint.capture.limits import check_room, is_leaving, rooms
 from resiliency.checkpoint.locks import FileLock
 from resiliency.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMissing,
-    CheckpointWriteFailed,
     ConfigError,
 )
 from resiliency.testing import warm
@@ -476,25 +467,6 @@ def test_preflight_sees_the_tightest_memory_limit_of_the_cgroups_above(version: 
     ]
     assert [room.free_bytes for room in found] == [150]
     assert "resources.limits.memory" in found[0].hint
-
-
-def test_a_local_tier_in_memory_is_refused_what_the_container_has_no_memory_for(tmp_path: Path) -> None:
-    (tmp_path / "cgroup").mkdir()
-    (tmp_path / "cgroup/memory.max").write_text("1000\n")
-    (tmp_path / "cgroup/memory.current").write_text("900\n")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
-    limits = {"cgroups": tmp_path / "cgroup", "proc": tmp_path / "proc"}
-    with tempfile.TemporaryDirectory(dir=DEFAULT_ROOT) as memory:
-        tier = Path(memory) / "not" / "made" / "yet"
-        check_tier_in_memory(tier, 100, **limits)
-        with pytest.raises(
-            CheckpointWriteFailed, match=r"is memory: .* the memory limit of the container"
-        ) as found:
-            check_tier_in_memory(tier, 101, **limits)
-    assert found.value.fields["errno"] == errno.ENOSPC
-    if not is_in_memory(tmp_path):
-        check_tier_in_memory(tmp_path, 101, **limits)
 
 
 def test_different_job_names_never_share_a_directory() -> None:

@@ -31,9 +31,9 @@ from resiliency.checkpoint import (
     restore_into,
 )
 from resiliency.checkpoint.capture.cuda import PACK_BYTES
-from resiliency.checkpoint.capture.limits import is_in_memory
 from resiliency.checkpoint.state import staging
 from resiliency.checkpoint.state.staging import STAGE_BYTES
+from resiliency.checkpoint.storage.memory_files import is_in_memory
 from resiliency.errors import ConfigError
 from resiliency.runtime import RunInfo
 from tests.checkpoint.capture_builders import SOON, bits
@@ -156,7 +156,7 @@ def test_the_slots_are_pinned_and_given_back(make: Make) -> None:
 def test_an_arena_on_a_disk_is_refused_with_where_to_put_it(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if is_in_memory(tmp_path):
+    if is_in_memory(tmp_path.stat().st_dev):
         pytest.skip("gpu: the temporary folders of this machine are in memory")
     arena = RankArena(tmp_path / "job", rank=0)
     capturer = Capturer(arena, CaptureOptions())

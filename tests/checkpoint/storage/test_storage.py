@@ -10,12 +10,17 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Callable
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
+from resiliency.checkpoint.storage import memory_files
 from resiliency.checkpoint.storage.interface import Storage, read_file, write_file
 from resiliency.checkpoint.storage.memory import is_populated
 from resiliency.checkpoint.storage.posix import LocalStorage, write_failed
@@ -35,6 +40,45 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     made = builders[request.param]()
     made.make_dir("")
     return made
+
+
+def test_of_files_that_reserve_memory_at_once_none_gets_what_another_was_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The container has 5 MiB left, and two files of 3 MiB are created."""
+    with tempfile.TemporaryDirectory(dir=DEFAULT_ROOT) as directory:
+        others = [threading.Event(), threading.Event()]
+
+        def left() -> Iterator[tuple[Path, int]]:
+            others.pop().set()
+            if others:  # the other one asks, too, before this one takes anything, if it may
+                others[0].wait(0.5)
+            yield Path("/pod"), (5 << 20) - sum(f.stat().st_blocks * 512 for f in Path(directory).iterdir())
+
+        monkeypatch.setattr(memory_files, "memory_left", left)
+        storage = LocalStorage(Path(directory))
+
+        def create(name: str) -> ResiliencyError | None:
+            try:
+                storage.create(name, 3 << 20).close()
+            except CheckpointWriteFailed as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(2) as threads:
+            refused = [error for error in threads.map(create, "ab") if error is not None]
+        assert (
+            "is memory: 3.0 MiB more are needed there, the memory limit of the container (/pod) leaves 2.0"
+            in (str(*refused))
+        )
+        assert refused[0].fields["errno"] == errno.ENOSPC
+        assert {file.stat().st_size for file in Path(directory).iterdir()} == {0, 3 << 20}
+
+
+def test_a_file_on_a_disk_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory_files, "memory_left", lambda: [(Path("/pod"), 0)])
+    monkeypatch.setattr(memory_files, "is_in_memory", lambda device: False)
+    LocalStorage(tmp_path).create("a", 3 << 20).close()
 
 
 def test_what_was_written_is_read(storage: Storage) -> None:
