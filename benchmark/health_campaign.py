@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -74,9 +74,9 @@ class JobOutcome:
 class CampaignJob:
     """One launcher with four ranks, and what its events say."""
 
-    def __init__(self, seed: int, root: Path) -> None:
+    def __init__(self, seed: int, root: Path, kinds: Collection[FaultKind]) -> None:
         self.seed = seed
-        self._faults = schedule(seed)
+        self._faults = [fault for fault in schedule(seed) if fault.kind in kinds]
         self._root = root
         self._read: dict[Path, int] = {}
         self._accused: list[tuple[frozenset[int], str, float]] = []
@@ -216,6 +216,8 @@ def as_table(jobs: Sequence[JobOutcome]) -> str:
     for kind in FaultKind:
         bound_s = HANG_BOUND_S if kind.is_hang else SLOW_BOUND_S
         all_of = [one for job in jobs for one in job.outcomes if one.kind == kind.name]
+        if not all_of:
+            continue
         times = [one.latency_s for one in all_of if one.named and one.latency_s is not None]
         good = sum(seconds <= bound_s for seconds in times)
         longest = f"{median(times):.1f} | {max(times):.1f}" if times else " | "
@@ -241,6 +243,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="at a time, each with four ranks (default: 1)",
     )
+    names = [kind.name.lower() for kind in FaultKind]
+    parser.add_argument(
+        "--faults", nargs="+", choices=names, default=names, metavar="FAULT",
+        help=f"of each job: {', '.join(names)} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--export", type=Path, metavar="FILE.json", help="write every outcome there")
     parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="write the table there")
     parser.add_argument("--keep", action="store_true", help="keep what the jobs wrote")
@@ -250,6 +257,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Exit codes: 0 all was named as it should be, 1 not."""
     args = build_parser().parse_args()
+    kinds = [FaultKind[name.upper()] for name in args.faults]
     root = Path(tempfile.mkdtemp(prefix="health-"))
     print(json.dumps(machine()))
     jobs: list[JobOutcome] = []
@@ -257,7 +265,7 @@ def main() -> int:
     try:
         with ThreadPoolExecutor(args.jobs) as pool:
             running = [
-                pool.submit(CampaignJob(seed, root / str(seed)).run)
+                pool.submit(CampaignJob(seed, root / str(seed), kinds).run)
                 for seed in range(args.first_seed, args.first_seed + args.seeds)
             ]
             for one in tqdm(as_completed(running), total=len(running), unit="job", file=sys.stderr):
