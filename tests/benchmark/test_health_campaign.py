@@ -43,7 +43,7 @@ def test_the_table_counts_who_was_named_in_time_late_and_wrongly() -> None:
     job = JobOutcome(seed=1, outcomes=outcomes, false=("rank 3 is slow",), seconds=3600.0)
     text = as_table([job])
     assert f"| {FaultKind.STUCK.value} | 5 | 2 | 2 | 9.0 | 11.0 |" in text
-    assert f"| {FaultKind.SAVE.value} | 0 | 0 | 0 |  |  |" in text
+    assert FaultKind.SAVE.value not in text
     assert text.endswith("False accusations: 1, in 1.0 hours of 4 ranks.\n- rank 3 is slow")
 
 

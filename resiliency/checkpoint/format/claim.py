@@ -166,7 +166,14 @@ class StepClaim:
         name, taken = marker_name(self.step), f"{self.place}/{to}"
         if not self._is(name, is_ours):
             return False
-        self._move(name, taken)
+        try:
+            self._move(name, taken)
+        except StepTaken:
+            raise
+        except CheckpointWriteFailed as error:
+            if error.fields.get("errno") == errno.ENOENT:  # another removal was quicker
+                return False
+            raise
         if not self._is(taken, is_ours):  # replaced since
             self._move(taken, name)
             return False

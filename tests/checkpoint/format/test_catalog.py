@@ -25,6 +25,7 @@ from resiliency.checkpoint.format.catalog import (
     remove_checkpoint,
     verify,
 )
+from resiliency.checkpoint.format.claim import StepClaim
 from resiliency.checkpoint.format.dcp import DcpFormat
 from resiliency.checkpoint.format.lease import Lease
 from resiliency.checkpoint.format.local import LocalFormat
@@ -403,6 +404,23 @@ def test_a_removal_that_failed_is_tried_again_and_keeps_no_other_from_being_done
     assert storage.list("") == ["step=1", "step=1-unfinished", "step=3", "step=4"]
     assert prune(troubled, keep_last=2) == [1]
     assert storage.list("") == ["step=3", "step=4"]
+
+
+def test_a_marker_that_another_removal_takes_in_the_same_moment_is_gone_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = saved(LocalFormat(), 1)
+    claim = StepClaim.for_removal(storage, 1)
+    claim.take()
+    claim.mark(Marker(state=MarkerState.REMOVING))
+    replace = storage.replace
+
+    def late(source: str, target: str) -> None:
+        storage.remove(source)
+        replace(source, target)
+
+    monkeypatch.setattr(storage, "replace", late)
+    assert not claim.try_lift(lambda marker: True)
 
 
 def test_the_last_good_checkpoint_cannot_be_asked_away() -> None:
