@@ -84,11 +84,10 @@ class BlockCollector:
     def _read(self, rank: int) -> bytes:
         """Empty: the vote is torn, or does not count."""
         try:
-            head = read_head(self._storage, self._place, rank)
-            is_vote = self._counts(index_of_head(self._storage, self._place, rank, head)[0])
+            index, head = read_head(self._storage, self._place, rank)
         except (CheckpointIncomplete, CheckpointCorrupt):
             return b""
-        return head if is_vote else b""
+        return head if index.rank == rank and self._counts(index) else b""
 
 
 def try_read_block(storage: Storage, place: str, block: Sequence[int]) -> list[Vote] | None:

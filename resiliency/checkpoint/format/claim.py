@@ -166,14 +166,8 @@ class StepClaim:
         name, taken = marker_name(self.step), f"{self.place}/{to}"
         if not self._is(name, is_ours):
             return False
-        try:
-            self._move(name, taken)
-        except StepTaken:
-            raise
-        except CheckpointWriteFailed as error:
-            if error.fields.get("errno") == errno.ENOENT:  # another removal was quicker
-                return False
-            raise
+        if not self._try_move(name, taken):
+            return False
         if not self._is(taken, is_ours):  # replaced since
             self._move(taken, name)
             return False
@@ -221,12 +215,10 @@ class StepClaim:
         """Move what is in the directory into the folder; returns where it is."""
         path, taken = f"{self._directory}/{name}", f"{self.place}/{_OLD}{name}"
         try:
-            self._move(path, taken)
+            self._try_move(path, taken)
         except StepTaken:
             raise
-        except CheckpointWriteFailed as error:
-            if error.fields.get("errno") == errno.ENOENT:  # another removal was quicker
-                return taken
+        except CheckpointWriteFailed:
             if not name.startswith(_UNSHARED):
                 raise
             return path  # a mount without renames of directories
@@ -250,6 +242,18 @@ class StepClaim:
             return is_ours(parse_marker(read_file(self._storage, name)))
         except CheckpointMissing:
             return False
+
+    def _try_move(self, source: str, target: str) -> bool:
+        """False: there is no `source`, as another removal was quicker."""
+        try:
+            self._move(source, target)
+        except StepTaken:
+            raise
+        except CheckpointWriteFailed as error:
+            if error.fields.get("errno") != errno.ENOENT:
+                raise
+            return False
+        return True
 
     def _move(self, source: str, target: str) -> None:
         with self.changing():

@@ -259,13 +259,14 @@ def read_index(
     return _parse_index(content, storage.describe(name), digest, size_bytes, load)
 
 
-def read_head(storage: Storage, directory: str, rank: int) -> bytes:
-    """The index of a rank without its tables, as bytes; verified, as by `read_index`, which raises alike."""
+def read_head(storage: Storage, directory: str, rank: int) -> tuple[RankIndex, bytes]:
+    """The index of a rank, and its bytes without the tables; verified, and raises, as `read_index`."""
     name = index_name(directory, rank)
     content, size_bytes = _read_head(storage, name, rank)
-    path = storage.describe(name)
-    _parse_index(content, path, None, size_bytes, functools.partial(_read_range, storage, name))
-    return content[: len(content) - len(_unsealed(content, path)[2])]
+    load = functools.partial(_read_range, storage, name)
+    index, _ = _parse_index(content, storage.describe(name), None, size_bytes, load)
+    header, body, _ = content.split(b"\n", 2)
+    return index, b"\n".join((header, body, _END))
 
 
 def index_of_head(storage: Storage, directory: str, rank: int, head: bytes) -> tuple[RankIndex, str]:
