@@ -15,7 +15,7 @@ import torch
 
 from resiliency.checkpoint.state import values as plain
 from resiliency.checkpoint.state.layout import Path
-from resiliency.checkpoint.state.stateful import StatefulNode
+from resiliency.checkpoint.state.stateful import StatefulNode, check_takes_back
 from resiliency.checkpoint.state.tensors import Placement, Wrapped, leaf_kind, leaf_of, sharded_type, wrapped
 from resiliency.checkpoint.state.tree import (
     DataclassNode,
@@ -81,7 +81,10 @@ class Builder:
             items = tuple(self._node(item, (*path, i)) for i, item in enumerate(obj))
             return SequenceNode(sequence_class(obj), items)
         if is_stateful(obj):
-            return StatefulNode(class_name(type(obj)), self._node(obj.state_dict(), path))
+            state = obj.state_dict()
+            if isinstance(obj, torch.nn.Module):
+                check_takes_back(obj, state, path)
+            return StatefulNode(class_name(type(obj)), self._node(state, path))
         names = tuple(f.name for f in fields(obj))
         items = tuple(self._node(getattr(obj, name, None), (*path, name)) for name in names)
         return DataclassNode(class_name(type(obj)), names, items)

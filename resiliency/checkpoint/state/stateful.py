@@ -29,7 +29,7 @@ from resiliency.checkpoint.state.tree import (
 )
 from resiliency.checkpoint.state.values import class_name
 from resiliency.checkpoint.state.wrappers import WrapperNode
-from resiliency.errors import CheckpointError, LayoutMismatch
+from resiliency.errors import CheckpointError, ConfigError, LayoutMismatch
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,19 @@ class StatefulNode:
 
     def to_json(self) -> Any:
         return {"n": "stateful", "class": self.cls, "item": self.item.to_json()}
+
+
+def check_takes_back(module: torch.nn.Module, state: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError for a state that the module gives and would not load: of FSDP1, LOCAL_STATE_DICT over
+    parameters that keep their shapes."""
+    flat = next((name for name in state if name.endswith("_flat_param")), None)
+    if flat is not None and not any(name.endswith("_flat_param") for name, _ in module.named_parameters()):
+        key = "/".join(map(str, (*path, flat)))
+        raise ConfigError(
+            f"{key}: torch gives FSDP's LOCAL_STATE_DICT with use_orig_params=True, and does not load it.",
+            hint="FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before the save.",
+            key=key,
+        )
 
 
 def _refer_to_wrappers(module: torch.nn.Module, state: dict[str, Any]) -> None:

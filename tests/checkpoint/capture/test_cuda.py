@@ -8,6 +8,7 @@ its copies still wait behind `torch.cuda._sleep`, so a copy that is ordered wron
 from __future__ import annotations
 
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,7 +31,7 @@ from resiliency.checkpoint import (
     open_captured,
     restore_into,
 )
-from resiliency.checkpoint.capture.cuda import PACK_BYTES
+from resiliency.checkpoint.capture.cuda import PACK_BYTES, CudaHostRegistry
 from resiliency.checkpoint.state import staging
 from resiliency.checkpoint.state.staging import STAGE_BYTES
 from resiliency.checkpoint.storage.memory_files import is_in_memory
@@ -151,6 +152,21 @@ def test_the_slots_are_pinned_and_given_back(make: Make) -> None:
     assert capture.wait(SOON)
     capturer.close()
     assert [view.is_pinned() for view in views] == [False, False]
+
+
+def test_the_first_capture_pins_in_a_thread_of_its_own(make: Make) -> None:
+    class Noting(CudaHostRegistry):
+        def register(self, address: int, length: int, device: torch.device) -> str:
+            threads.append(threading.current_thread())
+            return super().register(address, length, device)
+
+    threads: list[threading.Thread] = []
+    _, capturer = make(registry=Noting())
+    capture = capturer.begin({"w": torch.ones(MEBI, device="cuda")}, 1)
+    assert capture is not None
+    assert capture.wait(SOON)
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_an_arena_on_a_disk_is_refused_with_where_to_put_it(

@@ -345,10 +345,13 @@ def train_fsdp1(rank: int, directory: str) -> list[Any]:
         other, fresh = build(1)
         restore_into({"model": other, "optimizer": fresh}, shard)
         step(other, fresh)
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        with pytest.raises(ConfigError, match="model/_flat_param: torch .*SHARDED_STATE_DICT"):
+            saved({"model": model}, Path(directory, f"local-{rank}"), stack)
     return [weights(model), weights(other)]
 
 
-def test_a_model_of_fsdp1_with_sharded_state_goes_on_as_if_nothing_happened(
+def test_a_model_of_fsdp1_with_sharded_state_goes_on_and_one_that_could_not_is_refused_at_the_save(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
     for trained, restored in rank_pool.run(train_fsdp1, 2, str(tmp_path)).values:
