@@ -26,6 +26,8 @@ and these actions, of the rank or host that the table names ("any other": the mo
   fewer ranks   the same with the ranks of one host less: refused, where each rank holds a state of its own
   prune         rank 0's host deletes the checkpoint before, as after each save
   prune of K    the same where K newer checkpoints are kept, by the number of checkpoints instead of ranks
+  save of S     the first save where the ranks form S pipeline stages, each with tensors of its own and an
+                optimizer that numbers its state from 0; by the number of stages
 
 A column ends with the exponent by which it grows, fitted to all sizes: 0 is the same at any size, 1 grows as
 the number of ranks does.  Where a rank asks for the words of all ranks, as in a gather, that is 1 by nature.
@@ -86,6 +88,7 @@ class Job:
     ranks: int
     ranks_per_host: int
     tensors: int
+    stages: int = 1
 
     def host(self, rank: int) -> str:
         return f"host-{rank // self.ranks_per_host:05}"
@@ -125,14 +128,19 @@ class Job:
 
     def shard(self, rank: int, step: int) -> Shard:
         """What `rank` captured: each byte tells its place in the whole and the step."""
-        holders = {"sharded": self.ranks, "hybrid": self.ranks_per_host, "replicated": 1}[self.layout]
-        part, replica = rank % holders, rank // holders
+        of_stage = self.ranks // self.stages
+        stage = rank // of_stage
+        holders = {"sharded": of_stage, "hybrid": self.ranks_per_host, "replicated": 1}[self.layout]
+        part, replica = rank % holders, rank % of_stage // holders
         shape = (_VALUES_PER_PART,)
-        mesh = () if self.replicated else ((MESH, text_of_ranks(range(self.ranks))),)
+        members = range(stage * of_stage, (stage + 1) * of_stage)
+        mesh = () if self.replicated else ((MESH, text_of_ranks(members)),)
         entries = []
         end = 0
         for number in range(self.tensors):
-            key = f"layer.{number}.weight"
+            key = f"layer.{stage * self.tensors + number}.weight"
+            if self.stages > 1 and number % 2:
+                key = f"optimizer.state.{number}.exp_avg"
             entries.append(
                 TensorEntry(
                     key=key, name=key, path=(key,), dtype="uint8", shape=shape,
@@ -158,7 +166,8 @@ class Cost:
     """What one action asks for; units: bytes, seconds of processor time.
 
     Args:
-        ranks: of the job; of the prunes of a small job the checkpoints that it keeps.
+        ranks: of the job; of the prunes of a small job the checkpoints that it keeps; of saves
+            of stages how many.
     """
 
     action: str
@@ -360,6 +369,11 @@ def measure_kept(job: Job, kept: int) -> Cost:
     return replace(remove_old(job, storage, kept, known), action="prune of K", ranks=kept)
 
 
+def measure_stages(job: Job) -> Cost:
+    first, _ = save(job, MemoryStorage(), 1, job.format())
+    return replace(first, action="save of S", ranks=job.stages)
+
+
 def measure(job: Job) -> Iterator[Cost]:
     """All actions of one job, which saves twice."""
     storage, of_leader = MemoryStorage(), job.format()
@@ -523,6 +537,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="checkpoints that a small job keeps (default: 1 10 100)",
     )  # fmt: skip
     parser.add_argument(
+        "--stages", type=count, nargs="+", default=[2, 8, 32], metavar="S",
+        help="pipeline stages of a job of 64 ranks, which they divide (default: 2 8 32)",
+    )  # fmt: skip
+    parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all three"
     )
     parser.add_argument("--export", type=Path, metavar="FILE.json", help="write every figure there")
@@ -535,6 +553,8 @@ def main() -> int:
     args = parser.parse_args()
     if min(args.ranks) < 2 * args.ranks_per_host:
         parser.error(f"--ranks {min(args.ranks)}: a job needs two hosts of {args.ranks_per_host} ranks")
+    if any(64 % stages for stages in args.stages):
+        parser.error(f"--stages {' '.join(map(str, args.stages))}: each must divide 64")
     for path in (args.export, args.markdown):
         if path and not path.resolve().parent.is_dir():
             parser.error(f"the directory of {path} does not exist")
@@ -551,6 +571,10 @@ def main() -> int:
         layout="sharded", ranks=2 * args.ranks_per_host, ranks_per_host=args.ranks_per_host, tensors=4
     )
     costs += [measure_kept(small, kept) for kept in sorted(set(args.kept))]
+    costs += [
+        measure_stages(Job(layout="sharded", ranks=64, ranks_per_host=8, tensors=args.tensors, stages=stages))
+        for stages in sorted(set(args.stages))
+    ]
     costs.sort(key=lambda cost: LAYOUTS.index(cost.layout))
     rows = as_rows(costs)
     print(as_text(rows))

@@ -22,7 +22,7 @@ def test_the_operations_of_a_restart_a_prune_and_a_part_of_a_save_do_not_grow_wi
     tmp_path: Path,
 ) -> None:
     report, note = tmp_path / "scale.json", tmp_path / "scale.md"
-    flags = ["--ranks", "64", "256", "--export", str(report), "--markdown", str(note)]
+    flags = ["--ranks", "128", "512", "--export", str(report), "--markdown", str(note)]
     with Command([sys.executable, SCRIPT, *flags]) as command:
         assert command.wait(timeout=WAIT) == 0, command.output
     figures = json.loads(report.read_text())
@@ -46,7 +46,8 @@ def test_the_operations_of_a_restart_a_prune_and_a_part_of_a_save_do_not_grow_wi
             for cost in figures["costs"]
             if (cost["action"], cost["who"], cost["layout"]) == ("restart", "any other rank", state)
         }
-        assert read[256] - read[64] < 64 * (256 - 64), state
+        assert read[512] - read[128] < 64 * (512 - 128), state
+    assert abs(power["save of S", "rank 0's host", "sharded"]["cpu_s"]) < 0.2
     assert "| restart | any other rank | hybrid | exponent | ^0.00 |" in note.read_text()
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
+import itertools
 import json
 import logging
 import math
@@ -64,6 +65,7 @@ from resiliency.checkpoint.storage.interface import Buffer, Storage
 from resiliency.checkpoint.storage.memory import PAGE_BYTES
 from resiliency.checkpoint.threads import map_parallel
 from resiliency.errors import CheckpointIncomplete, LayoutMismatch
+from resiliency.runtime import no_garbage_collection
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +134,7 @@ class DcpFormat:
         self._extra_files = dict(extra_files or {})
         self._describe = describe or dcp_metadata
         self._plans: dict[int, _FilePlan] = {}
-        self._described: tuple[object, bytes] | None = None
-        #: Of the save that it was described for.
-        self._folder = b""
+        self._described: tuple[object, list[bytes]] | None = None
 
     def write_rank(
         self, storage: Storage, directory: str, shard: Shard, *, run_id: str, save_id: str
@@ -190,27 +190,33 @@ class DcpFormat:
         """
         if self._spread:
             _check_alike(storage, directory, indexes)
-        content = {**self._extra_files, METADATA: self._metadata(indexes)}
         place = data_directory(directory, indexes[0].folder)
-        return [write_whole_file(storage, place, name, data) for name, data in content.items()]
+        extra = [write_whole_file(storage, place, name, data) for name, data in self._extra_files.items()]
+        folder = indexes[0].folder.encode()
+        parts = [part for text in self._metadata(indexes) for part in (text, folder)][:-1]
+        ends = list(itertools.accumulate(map(len, parts)))
+        pieces = [FilePiece(end - len(part), part) for end, part in zip(ends, parts, strict=True)]
+        return [*extra, write_shard_file(storage, place, METADATA, pieces, ends[-1])]
 
-    def _metadata(self, indexes: Sequence[RankIndex]) -> bytes:
+    def _metadata(self, indexes: Sequence[RankIndex]) -> list[bytes]:
+        """What stands before, between and behind the names of the save's folder: those differ from save to
+        save, and are equally long."""
         # By checksums: the tables of other ranks are parsed only when one of them changed.
         of = [
             (index.rank, table_digest(index, "tensors"), [blob for blob in index.blobs if blob.path])
             for index in indexes
         ]
         question = of, meshes_alike(indexes)
-        folder = indexes[0].folder
         if self._described is not None and self._described[0] == question:
-            # What differs from save to save are the folders, and their names are equally long.
-            return self._described[1].replace(self._folder, folder.encode())
-        map_parallel(RankIndex.load, indexes, "resiliency-tables")
-        content = pickle.dumps(self._describe(indexes))
+            return self._described[1]
+        with no_garbage_collection():  # of millions of records, none refers to itself
+            map_parallel(RankIndex.load, indexes, "resiliency-tables")
+            content = pickle.dumps(self._describe(indexes))
+        folder = indexes[0].folder.encode()
+        texts = content.split(folder) if folder else [content]
         # 150 bytes for each tensor of each rank: 3 GB at ten thousand ranks, which took half an hour to make.
-        self._described = (question, content) if folder else None
-        self._folder = folder.encode()
-        return content
+        self._described = (question, texts) if folder else None
+        return texts
 
 
 def write_whole_file(storage: Storage, directory: str, name: str, data: bytes) -> FileRecord:

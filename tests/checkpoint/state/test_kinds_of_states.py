@@ -346,7 +346,7 @@ def train_fsdp1(rank: int, directory: str) -> list[Any]:
         restore_into({"model": other, "optimizer": fresh}, shard)
         step(other, fresh)
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-        with pytest.raises(ConfigError, match="model/_flat_param: torch .*SHARDED_STATE_DICT"):
+        with pytest.raises(ConfigError, match=r"model/_flat_param: torch .*SHARDED_STATE_DICT"):
             saved({"model": model}, Path(directory, f"local-{rank}"), stack)
     return [weights(model), weights(other)]
 
