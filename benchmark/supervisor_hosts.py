@@ -40,7 +40,7 @@ from supervisor.values import (
 WORKERS = 8
 #: Hosts of one job.
 JOB_HOSTS = 64
-#: Streams that are opened side by side: a server that gets all at once answers none in time.
+#: Streams that are opened side by side.
 OPENING = 50
 
 
@@ -93,8 +93,8 @@ class Hosts:
             response_deserializer=GetMessageClass(SENSOR_CONNECT.output_type).FromString,
         )
         host, job, report = self._values(number)
-        call = stub()
         async with self._opening:
+            call = stub()  # it opens here: all at once, and none is answered in time
             hello = fleet_pb2.Hello(
                 protocol=PROTOCOL_VERSION,
                 release="benchmark",

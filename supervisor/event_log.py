@@ -85,6 +85,8 @@ class Replayed:
     state: State
     now: float
     records: int
+    #: Of these records.
+    bytes: int
 
 
 class EventLog:
@@ -96,6 +98,7 @@ class EventLog:
             higher epochs and other ids, which hosts and orchestrators do not take for those of before.
         compact_after: records since the last snapshot that make a new one.
         keep: records before the snapshot that stay, for people.
+        most_bytes: of those records, and of the records after it, unless the snapshot is larger than that.
     """
 
     def __init__(
@@ -106,17 +109,21 @@ class EventLog:
         first_epoch: int = 0,
         compact_after: int = 2000,
         keep: int = 10_000,
+        most_bytes: int = 16 << 20,
     ) -> None:
         self._path = path
         self._first_epoch = first_epoch
         self._compact_after = compact_after
         self._keep = keep
+        self._most_bytes = most_bytes
         self._lock_fd = -1
         self._connection = connection
         self._connection.isolation_level = None
         with self._mapped():
             self.epoch, self.replayed = self._begin()
         self._since_snapshot = self.replayed.records
+        self._bytes_since = self.replayed.bytes
+        self._snapshot_bytes = 0
 
     @classmethod
     def open(cls, path: Path, **options: int) -> EventLog:
@@ -166,10 +173,12 @@ class EventLog:
         """
         with self._mapped(), self._transaction():
             self._check_epoch()
-            self._insert(records)
+            written = self._insert(records)
         self._since_snapshot += len(records)
+        self._bytes_since += written
 
-    def _insert(self, records: Sequence[Record]) -> None:
+    def _insert(self, records: Sequence[Record]) -> int:
+        """The bytes that they took."""
         epoch, rows = self._epoch(), []
         for record in records:
             body = json.dumps(
@@ -184,11 +193,13 @@ class EventLog:
         self._connection.executemany(
             "INSERT INTO records (epoch, now, kind, body, crc) VALUES (?, ?, ?, ?, ?)", rows
         )
+        return sum(len(body) for _, _, _, body, _ in rows)
 
     def compact(self, state: State, now: float) -> bool:
         """Put a snapshot in place of old records, where there are enough of them; True if it was made."""
-        # A snapshot writes all rows, so it waits for as many records: a large fleet pays once a row.
-        if self._since_snapshot < max(self._compact_after, state.size):
+        # A snapshot writes all rows, so it waits for as many records or bytes: a large fleet pays once a row.
+        few = self._since_snapshot < max(self._compact_after, state.size)
+        if few and self._bytes_since < max(self._most_bytes, self._snapshot_bytes):
             return False
         body = json.dumps(changes_to_plain(state.to_changes()), separators=(",", ":"))
         with self._mapped(), self._transaction():
@@ -199,8 +210,12 @@ class EventLog:
                 "INSERT INTO snapshots (seq, now, body, crc) VALUES (?, ?, ?, ?)",
                 (last, now, body, zlib.crc32(body.encode())),
             )
-            self._connection.execute("DELETE FROM records WHERE seq <= ?", (last - self._keep,))
-        self._since_snapshot = 0
+            self._connection.execute(
+                "DELETE FROM records WHERE seq <= ? OR seq <= (SELECT max(seq) FROM (SELECT seq,"
+                " sum(length(body)) OVER (ORDER BY seq DESC) AS total FROM records) WHERE total > ?)",
+                (last - self._keep, self._most_bytes),
+            )
+        self._since_snapshot, self._bytes_since, self._snapshot_bytes = 0, 0, len(body)
         return True
 
     @property
@@ -286,6 +301,7 @@ class EventLog:
 
     def _replay(self) -> Replayed:
         state, now, first, mine = State.empty(), 0.0, 0, set[str]()
+        size = 0
         snapshot = self._connection.execute("SELECT seq, now, body, crc FROM snapshots").fetchone()
         if snapshot:
             first, now, body, crc = snapshot
@@ -297,7 +313,8 @@ class EventLog:
         for seq, moment, body, crc in rows:
             changes = changes_from_plain(self._checked(body, crc, f"record {seq}")["changes"])
             state, now, records = state.with_changes(changes, mine), max(now, moment), records + 1
-        return Replayed(state, now, records)
+            size += len(body)
+        return Replayed(state, now, records, size)
 
     def _checked(self, body: str, crc: int, what: str) -> Any:
         if zlib.crc32(body.encode()) != crc:

@@ -134,11 +134,28 @@ def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
         subject,
         replace(
             incident,
-            reports=(*incident.reports, event),
+            reports=(*(each for each in incident.reports if not _is_replaced(each, event)), event),
             reported_at=turn.now,
             decide_at=min(incident.decide_at, soon) if incident.reports else soon,
         ),
     )
+
+
+def _is_replaced(old: Event, new: Event) -> bool:
+    """Whether `new` says all that `old` did, or the same of later ranks: a job that restarts its ranks in vain
+    reports them for days."""
+
+    def whose(event: Event) -> tuple[object, ...]:
+        return event.type, event.host, event.run, event.launcher, event.change
+
+    def what(event: Event) -> tuple[object, ...]:
+        found = {
+            (each.code, each.device, each.cause, each.advice, each.confidence) for each in event.evidence
+        }
+        return event.attempt, event.ranks, found
+
+    later = (new.is_of_ranks or new.type is EventType.DIAGNOSIS) and old.attempt < new.attempt
+    return whose(old) == whose(new) and (later or what(old) == what(new))
 
 
 def _concerns_next_run(event: Event, host: HostInfo | None) -> bool:

@@ -257,8 +257,14 @@ class ControllerPart:
             counters=dict(self._counters),
             sights=None if sights is None else {sight.host: sight for sight in sights},
         )
-        return make_status(
-            self._core.state, self._core.at(now), self._settings.thresholds, self._journal, around
+        # Beside this loop, which goes on: a state is never changed, its successor is another one.
+        return await asyncio.to_thread(
+            make_status,
+            self._core.state,
+            self._core.at(now),
+            self._settings.thresholds,
+            self._journal.copy(),
+            around,
         )
 
     async def act(self, request: ActRequest) -> ActReply:

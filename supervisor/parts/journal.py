@@ -61,6 +61,16 @@ class Journal:
         self.notes: deque[tuple[float, str]] = deque(maxlen=NOTES)
         self._open: dict[str, str] = {}  # subject: id
 
+    def copy(self) -> Journal:
+        """As it is now; what is added later is not in it."""
+        copy = Journal()
+        copy.incidents, copy.commands, copy.notes = (
+            dict(self.incidents),
+            dict(self.commands),
+            self.notes.copy(),
+        )
+        return copy
+
     def add(self, record: Record) -> None:
         self.notes.extend((record.now, note) for note in record.notes)
         for table, key, row in record.changes:

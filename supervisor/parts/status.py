@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -66,10 +67,15 @@ def find_host(state: State, name: str) -> HostInfo | None:
 def make_status(
     state: State, now: float, limits: Thresholds, journal: Journal, around: Surroundings
 ) -> Status:
-    """The document at `now` of the log's clock."""
+    """The document at `now` of the log's clock.  Seconds for the largest fleets, so in any thread: nothing
+    that is given may change meanwhile."""
     view = View(state=state, now=now, limits=limits)
     fleet = view.fleet
     window = [mark for mark in state.cordons.values() if now - mark.at < limits.cordon_window_s]
+    working: dict[str, list[str]] = defaultdict(list)
+    for host in state.hosts.values():
+        if host.state is not DeviceState.FAILED:
+            working[host.workload].append(host.id)
     return Status(
         release=__version__,
         epoch=around.epoch,
@@ -88,7 +94,7 @@ def make_status(
             for part in around.parts
         ),
         hosts=tuple(_host(host, view, around.sights) for _, host in sorted(state.hosts.items())),
-        jobs=tuple(_job(job, view) for _, job in sorted(state.workloads.items())),
+        jobs=tuple(_job(job, sorted(working[name]), view) for name, job in sorted(state.workloads.items())),
         incidents=tuple(_incidents(view, journal)),
         commands=tuple(_commands(view, journal)),
         verdicts=tuple(
@@ -170,7 +176,7 @@ def _diagnosis(row: Diagnosed | None, now: float) -> DiagnosisStatus | None:
     )
 
 
-def _job(job: WorkloadInfo, view: View) -> JobStatus:
+def _job(job: WorkloadInfo, hosts: list[str], view: View) -> JobStatus:
     name, limits = job.workload, view.limits
     account, mark = view.account(name), view.state.progress.get(name)
     verdict = view.state.verdicts.get(f"job:{name}")
@@ -184,13 +190,7 @@ def _job(job: WorkloadInfo, view: View) -> JobStatus:
         max_replicas=job.max_replicas,
         nodes_per_replica=job.nodes_per_replica,
         scaling=job.scaling,
-        hosts=tuple(
-            sorted(
-                host.id
-                for host in view.state.hosts.values()
-                if host.workload == name and host.state is not DeviceState.FAILED
-            )
-        ),
+        hosts=tuple(hosts),
         hosts_needed=job.hosts,
         step=mark.step if mark else None,
         step_age_s=_age(view.now, mark.at) if mark else None,

@@ -6,6 +6,7 @@ They travel as compressed JSON, because the status of 20,000 hosts is larger tha
 
 from __future__ import annotations
 
+import asyncio
 import json
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -34,7 +35,7 @@ def operator_service(
     history: Callable[[HistoryRequest], Awaitable[History]],
 ) -> Service:
     async def answer_status(_: Any) -> Any:
-        return _pack(await status())
+        return await asyncio.to_thread(_pack, await status())  # a large fleet takes a while
 
     async def answer_act(message: Any) -> Any:
         return _pack(await act(_unpack(ActRequest, message)))

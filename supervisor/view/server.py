@@ -128,7 +128,8 @@ class StatusServer:
         if path not in _PATHS:
             return _Answer("404 Not Found", f"there are {', '.join(_PATHS)}\n")
         try:
-            return _PATHS[path](await wait_for(self._newest(), STATUS_S))
+            status = await wait_for(self._newest(), STATUS_S)
+            return await asyncio.to_thread(_PATHS[path], status)  # a large fleet's page takes a while
         except ResiliencyError as error:
             return _Answer("503 Service Unavailable", f"{error}\n")
         except asyncio.TimeoutError:

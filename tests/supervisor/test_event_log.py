@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -32,6 +33,7 @@ from supervisor.values import (
     EventType,
     Evidence,
     HostInfo,
+    LauncherState,
     Outcome,
     OutcomeStatus,
     Progress,
@@ -294,3 +296,44 @@ def test_a_record_is_readable_without_this_program(tmp_path: Path) -> None:
     assert kind == "HostInfo"
     assert json.loads(body)["given"]["id"] == "h1"
     assert State.empty() != State.empty().with_changes(CHANGES)
+
+
+def stuck(kind: EventType, host: str, attempt: int) -> Event:
+    name = f"s:{kind.value}:{host}:{attempt}"
+    found = Evidence(id=f"{name}/0", witness="worker", text="rank 3 has finished no step for 300 s")
+    at_it = LauncherState.RESTARTING if kind is EventType.WORKER_HB else LauncherState.UNKNOWN
+    return Event(
+        id=name, type=kind, evidence=(found,), workload="train", host=host, ranks=(3,), attempt=attempt,
+        launcher=at_it,
+    )  # fmt: skip
+
+
+#: More by hand: `RESILIENCY_HOURS=168 python -m pytest tests/supervisor/test_event_log.py -k stuck`.
+HOURS = float(os.environ.get("RESILIENCY_HOURS", "0.5"))
+
+
+def test_a_job_that_is_stuck_in_a_frozen_fleet_for_days_takes_little_of_the_disk(tmp_path: Path) -> None:
+    """Its launchers restart the ranks in vain, and each look is written down."""
+    frozen = Event(
+        id="p1", type=EventType.OPERATOR, request=Request.FREEZE,
+        evidence=(Evidence(id="p1/0", witness="operator"),),
+    )  # fmt: skip
+    options = {"compact_after": 100, "most_bytes": 1 << 20} if HOURS < 1 else {}
+    path, largest = tmp_path / "log", 0
+    with EventLog.open(path, **options) as log:
+        controller = core(log)
+        controller.take(WorkloadInfo(workload="train", replicas=8, max_in_job_restarts=3), 0.0)
+        controller.take_all((HostInfo(id=f"h{n}", name=f"n{n}", workload="train") for n in range(8)), 0.0)
+        controller.take(frozen, 0.0)
+        for minute in range(round(HOURS * 60)):
+            for kind in (EventType.WORKER_HB, EventType.HANG):
+                controller.take_all((stuck(kind, f"h{n}", minute) for n in range(8)), minute * 60.0)
+            for look in range(1, 12):
+                controller.take(None, minute * 60.0 + 5.0 * look)
+            largest = max(largest, path.stat().st_size)
+        (incident,) = controller.state.incidents.values()
+        assert len(incident.reports) == 16
+        assert {report.attempt for report in incident.reports} == {minute}
+    assert largest < (64 << 20 if HOURS >= 1 else 6 << 20)  # a snapshot, and twice what may stay
+    with EventLog.open(path) as log:
+        assert log.replayed.state == controller.state

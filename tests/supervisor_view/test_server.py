@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 
@@ -84,6 +85,26 @@ def test_each_path_holds_its_form_of_the_status() -> None:
         assert int(head["Content-Length"]) > 1000
 
     serve(Controller(WELL), use)
+
+
+def test_a_page_that_takes_long_to_make_keeps_nobody_else_waiting() -> None:
+    """The loop that serves it is the controller's."""
+    begun, asked_again = threading.Event(), threading.Event()
+
+    class LongStatus(Status):
+        def to_dict(self) -> dict[str, object]:
+            begun.set()
+            assert asked_again.wait(WAIT_S)
+            return super().to_dict()
+
+    async def use(server: StatusServer) -> None:
+        page = asyncio.ensure_future(get(server, "/status.json"))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        assert (await get(server, "/healthz"))[0] == 200
+        asked_again.set()
+        assert (await page)[0] == 200
+
+    serve(Controller(LongStatus(**{one.name: getattr(WELL, one.name) for one in fields(WELL)})), use)
 
 
 def test_a_controller_that_cannot_write_its_log_is_not_healthy() -> None:
