@@ -34,6 +34,33 @@ from resiliency.errors import ConfigError
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
+#: Names a file that a program touches while it runs, for whoever asks whether it does.
+ALIVE_FILE_ENV = "RESILIENCY_ALIVE_FILE"
+#: How often; a probe asks for one touch of the last minute.
+ALIVE_PERIOD_S = 5.0
+
+
+def touch_alive_file() -> None:
+    """Say that this program runs, where the environment names a file for that.
+
+    For probes: a program that is stopped, or waits for ever, accepts connections as before.
+
+    Raises:
+        ConfigError: the file cannot be made.
+    """
+    path = os.environ.get(ALIVE_FILE_ENV, "")
+    if not path:
+        return
+    try:
+        Path(path).touch()  # once it is there, that takes no room of a disk
+    except OSError as error:
+        raise ConfigError(
+            f"{ALIVE_FILE_ENV}: {path} cannot be touched: {error.strerror}.",
+            hint="Name a file in a directory that this program may write, or none.",
+            path=path,
+        ) from error
+
+
 def matching(directory: Path, pattern: str) -> list[Path]:
     """Entries of a directory, unsorted; none if it does not exist.
 

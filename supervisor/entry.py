@@ -18,7 +18,9 @@ from typing import Any
 
 from resiliency import log
 from resiliency.errors import ConfigError
+from resiliency.files import ALIVE_PERIOD_S, touch_alive_file
 from resiliency.runtime import RunInfo
+from resiliency.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +56,35 @@ def explained(run: Callable[[], int]) -> int:
 
 
 async def until_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until its end, or cancel it at SIGTERM or SIGINT."""
+    """Run `work` until its end, or cancel it at SIGTERM or SIGINT.
+
+    Meanwhile the file for probes is touched, if there is one.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
     loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(work)
+    both = asyncio.ensure_future(_until_one_ends(work, _touch_alive_file()))
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, both.cancel)
     with suppress(asyncio.CancelledError):
-        await task
+        await both
+
+
+async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await end_tasks(tasks)
+
+
+async def _touch_alive_file() -> None:
+    while True:
+        touch_alive_file()
+        await asyncio.sleep(ALIVE_PERIOD_S)
 
 
 def other_distribution(distributions: Iterable[importlib.metadata.Distribution], here: Path) -> str:

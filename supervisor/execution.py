@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actuator's logic, without I/O: each command once, in time, and only while its reason holds.
 
-submit -> [look at the evidence again] -> perform -> DONE
-                    | gone                  | passing failure, or no answer: wait, then again
-                 WITHDRAWN                  | lasting failure: FAILED       deadline: TIMED_OUT
+submit -> [wait for stacks] -> [look at the evidence again] -> perform -> DONE
+                               | gone                       | passing failure, or no answer: wait, again
+                            WITHDRAWN                       | lasting failure: FAILED
+                                                            | deadline: TIMED_OUT
 
 A command id is carried out by one submission and answered to all of them with the same outcome.  A command
 below the highest epoch that was ever seen is refused: a controller that was deposed, and does not know it
@@ -40,9 +41,13 @@ Act = Look | Perform | Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How the actuator tries: `at_once` commands side by side, each try `try_s` long, waits between."""
+    """How the actuator tries: `at_once` commands side by side, each try `try_s` long, waits between.
+
+    `stacks_s`: the longest that a restart of ranks waits for their stacks.
+    """
 
     at_once: int = 8
+    stacks_s: float = 10.0
     look_s: float = 5.0
     try_s: float = 60.0
     retry_s: float = 1.0
@@ -100,6 +105,11 @@ class Executor:
             return []
         withdrawn = self._withdraw_resets(command)
         self._jobs[command.id] = _Job(command, now)
+        together = [job for job in self._jobs.values() if job.command.is_beside(command)]
+        if any(job.command.kind is CommandKind.DUMP_STACKS for job in together):
+            for job in together:  # they may come in either order
+                if job.command.kind.restarts and not job.tries:
+                    job.stage, job.until = _Stage.WAITING, now + self._pace.stacks_s
         return [*withdrawn, *self._go_on(now)]
 
     def _withdraw_resets(self, command: Command) -> list[Act]:
@@ -201,6 +211,10 @@ class Executor:
     def _end(self, job: _Job, status: OutcomeStatus, text: str, seen: int = 0) -> Outcome:
         command = job.command
         del self._jobs[command.id]
+        if command.kind is CommandKind.DUMP_STACKS:
+            for other in self._jobs.values():
+                if not other.tries and other.stage is _Stage.WAITING and other.command.is_beside(command):
+                    other.until = 0.0  # it waited for this
         epoch = max(seen, command.epoch)
         outcome = Outcome(
             command=command.id, epoch=epoch, status=status, text=text, tries=job.tries, spare=job.spare

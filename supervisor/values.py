@@ -814,6 +814,10 @@ class Command(Value):
             "must be given exactly to scale down or up",
         )
 
+    def is_beside(self, other: Command) -> bool:
+        """Whether both are for one incident; a command is beside itself."""
+        return bool(self.incident) and self.incident == other.incident
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Value):

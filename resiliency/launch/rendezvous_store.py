@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from resiliency import log
 from resiliency.errors import ConfigError
+from resiliency.files import ALIVE_PERIOD_S, touch_alive_file
 from resiliency.launch.cli import RefusingParser
 from resiliency.runtime import RunInfo
 
@@ -90,7 +91,7 @@ def serve_until_signal(host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen there, or touch the file for probes.
     """
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before torch starts threads, which inherit the mask
@@ -114,9 +115,12 @@ def serve_until_signal(host: str, port: int) -> None:
         use_libuv=True,
     )
     store.set(SERVED_BY, BY_PROCESS)
+    touch_alive_file()
     logger.info("rendezvous store listens at %s, port %d", host or "all interfaces", port)
-    number = signal.sigwait(ends)
-    logger.info("rendezvous store ends: %s", signal.Signals(number).name)
+    while (end := signal.sigtimedwait(ends, ALIVE_PERIOD_S)) is None:
+        store.get(SERVED_BY)  # by its own port, as launchers ask
+        touch_alive_file()
+    logger.info("rendezvous store ends: %s", signal.Signals(end.si_signo).name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -142,8 +142,10 @@ def open_incident(turn: Turn, event: Event, *, subject: str = "") -> None:
 
 
 def _is_replaced(old: Event, new: Event) -> bool:
-    """Whether `new` says all that `old` did, or the same of later ranks: a job that restarts its ranks in vain
-    reports them for days."""
+    """Whether `new` says all that `old` did, or the same of later ranks.
+
+    A job that restarts its ranks in vain reports them for days.
+    """
 
     def whose(event: Event) -> tuple[object, ...]:
         return event.type, event.host, event.run, event.launcher, event.change

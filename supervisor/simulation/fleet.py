@@ -386,7 +386,9 @@ class SimOrchestrator:
             if not lost:
                 loop.after(0.1, lambda: answer(result))
 
-        loop.after(15.0 * draw() if trouble and not lost else 0.5 * draw(), carry_out)
+        # Launchers wait for the stacks of all ranks.
+        usual_s = 4.0 if command.kind is CommandKind.DUMP_STACKS else 0.5
+        loop.after((15.0 if trouble and not lost else usual_s) * draw(), carry_out)
 
     def look(self, host: str, answer: Callable[[bool | None], None]) -> None:
         loop = self.fleet.loop

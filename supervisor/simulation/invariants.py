@@ -9,6 +9,7 @@ from collections import Counter
 from supervisor.decision.controller import Input
 from supervisor.decision.state import State
 from supervisor.detection.sightings import SILENT_SHARE
+from supervisor.execution import Pace
 from supervisor.policy.thresholds import Thresholds
 from supervisor.simulation.faults import SimFault, hit_hosts
 from supervisor.simulation.plane import Plane
@@ -64,6 +65,7 @@ class Invariants:
         self._fell_together: set[str] = set()
         self._incident_of: dict[str, str] = {}
         self._hears_all = True
+        self._dumps: dict[str, tuple[str, float]] = {}  # by incident: the command, and when it was begun
         self._for_ended: dict[str, str] = {}  # commands for jobs whose launchers had given up
         plane.decided = self.command_decided
         plane.performing = self.command_starts
@@ -331,9 +333,16 @@ class Invariants:
     def command_starts(self, command: Command) -> None:
         """The first try of a command; its evidence was looked at again a moment ago."""
         plane, job = self._plane, self._plane.fleet.jobs.get(command.workload)
+        now = plane.loop.now
+        if command.kind is CommandKind.DUMP_STACKS:
+            self._dumps[command.incident] = command.id, now
         if job is None or not command.kind.restarts or not command.incident:
             return
-        now = plane.loop.now
+        dump, at = self._dumps.get(command.incident, ("", 0.0))
+        if dump and not self._effects[dump] and now - at < Pace().stacks_s - 0.5:
+            raise Violation(
+                f"{command.id} restarts the ranks of {command.workload} before their stacks are here"
+            )
         self._check_gone(command)
         running_s = now - job.since if job.since is not None else 0.0
         heard = any(

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -159,12 +162,13 @@ def test_the_supervisors_image_installs_runs_is_healthy_and_ends_in_order(tmp_pa
         **{f"{part}_ADDRESS": f"127.0.0.1:{port}" for part, port in zip(PARTS, ports, strict=False)},
         "SUPERVISOR_PLAINTEXT": "1",
         "PYTHONPATH": None,
+        "RESILIENCY_ALIVE_FILE": str(tmp_path / "alive"),
     }
     flags = [f"--status-port={ports[3]}", f"--state-dir={tmp_path / 'state'}"]
     argv = [str(python), *entry[1:], *flags]
     health = re.search(r"CMD (\[.*\])$", last("supervisor", "HEALTHCHECK"))
     assert health is not None
-    probe = [str(python), *json.loads(health[1].replace("60064", str(ports[3])))[1:]]
+    probe = ["env", f"RESILIENCY_ALIVE_FILE={tmp_path / 'alive'}", *json.loads(health[1])]
     with Program(argv, env=env, cwd=tmp_path, log=tmp_path / "log.txt", cold=True) as program:
         program.wait_for_line("actuator ready", timeout=60)
         wait_until(
@@ -173,9 +177,18 @@ def test_the_supervisors_image_installs_runs_is_healthy_and_ends_in_order(tmp_pa
         )
         with urllib.request.urlopen(f"http://127.0.0.1:{ports[3]}/metrics", timeout=10) as answer:
             assert b"resiliency_supervisor_info" in answer.read()
-        program.signal(15)
+        # Its ports accept connections still.
+        program.signal(signal.SIGSTOP)
+        long_ago = time.time() - 120.0
+        os.utime(tmp_path / "alive", (long_ago, long_ago))
+        assert subprocess.run(probe, timeout=60, check=False).returncode == 1
+        program.signal(signal.SIGCONT)
+        wait_until(
+            lambda: subprocess.run(probe, timeout=60, check=False).returncode == 0,
+            "a program that goes on is not alive",
+        )
+        program.signal(signal.SIGTERM)
         assert program.wait(timeout=60) == 0
-    assert subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode != 0
 
 
 PARTS = ("SENSOR", "CONTROLLER", "ACTUATOR")

@@ -19,6 +19,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from resiliency.events import EventType
+from resiliency.files import ALIVE_FILE_ENV
 from resiliency.launch import _compat
 from resiliency.launch.job import KUBERNETES_ENV
 from resiliency.launch.rendezvous import reconnecting_store
@@ -55,6 +56,19 @@ def serve() -> Iterator[Serve]:
             return store
 
         yield start
+
+
+def test_a_store_says_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = tmp_path / "alive"
+    monkeypatch.setenv(ALIVE_FILE_ENV, str(alive))
+    with Command([*MODULE, "--host", "127.0.0.1", "--port", "0"], cwd=ROOT) as store:
+        store.wait_for_line("rendezvous store listens", timeout=WAIT_S)
+        os.utime(alive, (1.0, 1.0))
+        wait_until(lambda: alive.stat().st_mtime > 1.0, "the store does not say that it is alive")
+    monkeypatch.setenv(ALIVE_FILE_ENV, str(tmp_path / "none" / "alive"))
+    with Command([*MODULE, "--host", "127.0.0.1", "--port", "0"], cwd=ROOT) as store:
+        assert store.wait(timeout=WAIT_S) == 2
+        assert "RESILIENCY_ALIVE_FILE" in store.output
 
 
 def join(launch: Launch, tmp_path: Path, port: int, name: object, nnodes: str, *words: object) -> Command:

@@ -32,6 +32,25 @@ def test_evidence_is_looked_at_before_what_cannot_be_taken_back_and_only_there()
     assert status(executor.answered("c1", 1, DONE, 2.0)) is OutcomeStatus.DONE
 
 
+def test_ranks_are_restarted_when_their_stacks_are_here_or_do_not_come() -> None:
+    stacks, reset = replace(STACKS, incident="i1"), replace(RESET, incident="i1")
+    executor = Executor(PACE)
+    assert executor.submit(stacks, 0.0) == [Perform(command=stacks, number=1)]
+    assert executor.submit(reset, 0.0) == []
+    assert executor.submit(replace(RESET, id="c9", incident="i2"), 0.0) != []
+    (outcome, *later) = executor.answered("c2", 1, DONE, 3.0)
+    assert status([outcome]) is OutcomeStatus.DONE
+    assert later == [Look(command=reset)]
+
+    executor = Executor(PACE)
+    executor.submit(reset, 0.0)  # a message may overtake another
+    executor.submit(stacks, 0.0)
+    assert executor.looked("c1", True, 0.1) == []
+    assert executor.wake_at() == PACE.stacks_s
+    assert executor.tick(PACE.stacks_s - 0.1) == []
+    assert executor.tick(PACE.stacks_s) == [Look(command=reset)]
+
+
 def test_a_command_whose_evidence_is_gone_does_nothing() -> None:
     executor = Executor(PACE)
     executor.submit(RESET, 0.0)

@@ -42,6 +42,18 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- else }}{{ include "rs.name" . }}-host-tls{{ end -}}
 {{- end -}}
 
+{{- define "rs.aliveEnv" -}}
+- {name: RESILIENCY_ALIVE_FILE, value: /tmp/alive}
+{{- end -}}
+
+{{- define "rs.liveness" -}}
+# A program that is stopped, or waits for ever, accepts connections as before: it is asked for its own word.
+exec: {command: [sh, -c, 'test -n "$(find "$RESILIENCY_ALIVE_FILE" -mmin -1)"']}
+periodSeconds: 20
+timeoutSeconds: 10
+failureThreshold: 6
+{{- end -}}
+
 {{- define "rs.tlsEnv" -}}
 {{- if eq .Values.tls.mode "plaintext" }}
 - {name: SUPERVISOR_PLAINTEXT, value: "1"}
