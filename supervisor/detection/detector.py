@@ -505,8 +505,6 @@ class Detector:
         attempt = job.attempt if job is not None else 0
         # Else it may be as old as this process was late, or of a host that waits and knows no step.
         knows = report.workers or host.states or (job is not None and not self._has_workers(job))
-        if job is not None and not self._unread_s and knows:
-            job.answered = True
         for worker in report.workers:
             if why := host.take_worker(worker, time, self._limits.heartbeat_timeout_s):
                 lost[worker.global_rank] = why
@@ -517,6 +515,8 @@ class Detector:
                     self._job_watch.take_step(
                         job, report.attempt, worker.step, time - worker.step_age_s, self._unread_s
                     )
+        if job is not None and not self._unread_s and knows and self._tells_most(report.host, job):
+            job.answered = True
         self._expect_workers(report.host, host)
         said = self._release_left(job) if job is not None and job.attempt > attempt else []
         said += self._change_state(report.host, host)
@@ -541,6 +541,17 @@ class Detector:
             self._conditions.note_loss(event, time)
             said += [event, *self.poll(host.info.workload)]
         return said
+
+    def _tells_most(self, name: str, job: SeenJob) -> bool:
+        """Whether no other host knows more of the job's steps.
+
+        One whose ranks are lost may have a launcher that is stopped, beside ranks that go on.
+        """
+        return not self._hosts[name].failed or not any(
+            host.connected and host.states and not host.failed and other not in self._silent
+            for other in self._job_watch.hosts_there(job)
+            for host in (self._hosts[other],)
+        )
 
     def _has_workers(self, job: SeenJob) -> bool:
         there = (self._hosts[name] for name in self._job_watch.hosts_there(job))

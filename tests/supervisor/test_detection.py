@@ -563,6 +563,9 @@ def test_whether_evidence_holds_is_told_only_after_a_host_was_asked() -> None:
     sensor.run(4)
     assert sensor.detector.poll("train") == [Poll(host="h0"), Poll(host="h1")]
     assert sensor.detector.holds(_command(event), sensor.now) is None
+    # Nor by the one that has lost its own: their launcher may be stopped, and the ranks go on.
+    sensor.beat("h1", workers=_worker(1, state=DeviceState.FAILED), attempt=1)
+    assert sensor.detector.holds(_command(event), sensor.now) is None
     sensor.beat("h0", workers=_worker(0, step=7, step_age_s=5.0), attempt=1)
     assert sensor.detector.holds(_command(event), sensor.now) is True
     sensor.beat("h0", workers=_worker(0, step=8, step_age_s=0.2), attempt=1)

@@ -11,8 +11,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import pytest
 
 from resiliency.errors import ControlPlaneError
 from resiliency.testing.processes import stop_process
-from supervisor.orchestrators.processes import kill_all
+from supervisor.orchestrators.processes import Marked, kill_all
 from supervisor.parts.run import LOG_NAME
 from supervisor.values import CommandKind, OutcomeStatus, Request
 from tests.supervisor_plane.forwarder import Forwarder
@@ -151,6 +151,63 @@ def test_a_drained_host_is_replaced_and_a_frozen_fleet_waits_for_its_thaw(twins:
     assert {host_of(status, name).id for name in ("b", "spare")} == set(job_of(status).hosts)
     assert len(twins.processes("spare", "launcher")) == 1
     assert len(twins.processes("a", "daemon")) == 1
+
+
+# ------------------------------------------------------------------------------------- what stands still
+
+#: Of a job that stands still for so long something is done.
+STILL = ("--hang-threshold-s=3", "--workload-downtime-threshold-s=8")
+
+
+@contextmanager
+def stopped(processes: Sequence[Marked]) -> Iterator[None]:
+    """SIGSTOP of all of them; what is left of them goes on afterwards."""
+    for one in processes:
+        os.kill(one.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for one in processes:
+            with suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGCONT)
+
+
+def test_a_rank_that_is_stopped_is_restarted_when_its_stacks_are_here(tmp_path: Path) -> None:
+    with open_twins(tmp_path, thresholds=STILL) as twins:
+        twins.start_all()
+        with stopped(twins.processes("a", "rank")):
+            status = twins.plane.wait_for(
+                lambda seen: any(one.closed_age_s is not None for one in seen.incidents), "no incident ended"
+            )
+        ended = {one.kind: one.age_s - (one.seconds or 0.0) for one in status.commands}
+        assert ended.keys() == {CommandKind.DUMP_STACKS, CommandKind.IN_JOB_RESET}
+        assert ended[CommandKind.DUMP_STACKS] > ended[CommandKind.IN_JOB_RESET]  # so long ago
+        twins.is_whole()
+
+
+def test_a_launcher_that_is_stopped_beside_ranks_that_go_on_is_left_alone(twins: Twins) -> None:
+    twins.start_all()
+    ranks = twins.processes("a", "rank")
+    with stopped(twins.processes("a", "launcher")):
+        twins.plane.wait_for(lambda seen: seen.incidents, "not noticed")
+        wait_for_seconds(TIMEOUT_S)
+    status = twins.is_whole()
+    assert {one.outcome for one in status.commands} <= {OutcomeStatus.WITHDRAWN}
+    assert twins.processes("a", "rank") == ranks
+
+
+def test_a_host_of_which_all_is_stopped_is_swapped_and_harms_nothing_when_it_goes_on(tmp_path: Path) -> None:
+    with open_twins(tmp_path, thresholds=STILL) as twins:
+        twins.start_all()
+        with stopped(twins.processes("b")):
+            twins.plane.wait_for(
+                lambda seen: any(one.closed_age_s is not None for one in seen.incidents), "no incident ended"
+            )
+        status = twins.plane.status()
+        assert CommandKind.HOT_SWAP in [
+            one.kind for one in status.commands if one.outcome is OutcomeStatus.DONE
+        ]
+        assert {host_of(status, name).id for name in ("a", "spare")} == set(job_of(status).hosts)
 
 
 # ------------------------------------------------------------------------------------- network and clocks
