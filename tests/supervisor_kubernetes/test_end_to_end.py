@@ -22,6 +22,7 @@ from tests.ports import free_port, free_row
 from tests.supervisor_kubernetes.fleet import JOBS, OWN, field, jobset
 from tests.supervisor_kubernetes.pods import ProcessKubelet
 from tests.supervisor_kubernetes.threaded import Threaded, add_node, drive, threaded_cluster
+from tests.supervisor_plane.fault_table import fault
 from tests.supervisor_plane.plane import PATIENCE_S, ROOT, Plane, job_of, open_plane
 from tests.supervisor_plane.training import break_gpu
 from tests.waiting import wait_until
@@ -249,6 +250,7 @@ def _swaps(status: Status) -> list[CommandStatus]:
     return [one for one in swaps if one.outcome is not OutcomeStatus.WITHDRAWN]
 
 
+@fault("node", "drained against a disruption budget", "waits for the budget, then as a host that is drained")
 @pytest.mark.thorough("test_contract.py drains, a broken GPU is near")
 def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -> None:
     plane = training.plane
@@ -278,6 +280,11 @@ def test_a_drained_host_is_replaced_once_its_budget_allows(training: Training) -
     plane.wait_for(lambda seen: _is_spare(seen, "n2"), "it is no spare again")
 
 
+@fault(
+    "pod",
+    "evicted by somebody else",
+    "made again by its Job; the job goes on from its last step, nothing is done",
+)
 @pytest.mark.thorough("a broken GPU is near")
 def test_a_pod_that_somebody_else_evicts_is_made_again_and_the_job_goes_on_from_its_last_step(
     training: Training,
@@ -296,6 +303,11 @@ def test_a_pod_that_somebody_else_evicts_is_made_again_and_the_job_goes_on_from_
     assert (status.commands, status.incidents) == ((), ())
 
 
+@fault(
+    "node, and the supervisor while it replaces it",
+    "gone; SIGKILL",
+    "one hot swap, finished by the next supervisor",
+)
 @pytest.mark.thorough("test_contract.py loses nodes, test_crashes.py kills adapters, a broken GPU is near")
 def test_a_lost_host_is_replaced_once_also_by_a_supervisor_that_was_killed(training: Training) -> None:
     plane = training.plane
@@ -317,6 +329,7 @@ def test_a_lost_host_is_replaced_once_also_by_a_supervisor_that_was_killed(train
     assert steps == sorted(steps)
 
 
+@fault("GPU of a node", "Xid 79", "cordoned, its pod moves to a spare node")
 def test_a_host_whose_gpu_is_gone_leaves_at_once_and_the_others_meet_its_replacement(
     training: Training,
 ) -> None:
@@ -338,6 +351,11 @@ def test_a_host_whose_gpu_is_gone_leaves_at_once_and_the_others_meet_its_replace
     assert training.restored() == {"memory", "peers"}
 
 
+@fault(
+    "node, while the API server is away",
+    "gone",
+    "decided at once, done when the server is back: the JobSet restarts",
+)
 @pytest.mark.thorough("test_crashes.py takes the server away, a broken GPU is near")
 def test_a_job_that_restarts_as_a_whole_loses_a_node_while_the_api_server_is_away(training: Training) -> None:
     plane = training.plane
@@ -359,6 +377,7 @@ def test_a_job_that_restarts_as_a_whole_loses_a_node_while_the_api_server_is_awa
     assert others[-1] > first
 
 
+@fault("node, without a spare", "gone, later back", "a smaller JobSet, which grows again")
 @pytest.mark.thorough("test_contract.py shrinks and grows, a broken GPU is near")
 def test_without_a_spare_the_job_is_smaller_until_the_node_is_back(training: Training) -> None:
     plane = training.plane

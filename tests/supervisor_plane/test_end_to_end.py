@@ -12,6 +12,7 @@ from resiliency.events import RunEvent
 from resiliency.goodput_measure.timeline.file import write_timeline
 from supervisor.orchestrators.local import stop_all
 from supervisor.values import CommandKind, OutcomeStatus, Request
+from tests.supervisor_plane.fault_table import fault
 from tests.supervisor_plane.plane import PATIENCE_S, host_of, job_of
 from tests.supervisor_plane.training import Training, check_losses, ended, open_training
 
@@ -24,6 +25,11 @@ def training(tmp_path: Path) -> Iterator[Training]:
         yield training
 
 
+@fault(
+    "two hosts, with one spare",
+    "SIGKILL of all their processes",
+    "the spare takes one place, then the job is smaller until a host is back",
+)
 def test_a_job_loses_two_hosts_goes_on_with_the_spare_and_smaller_and_grows_when_one_is_back(
     training: Training,
 ) -> None:

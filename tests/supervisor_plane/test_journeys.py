@@ -22,6 +22,7 @@ from supervisor.orchestrators.wanted import restart_at_next_run
 from supervisor.values import CommandKind, OutcomeStatus, Request
 from supervisor.view.page import status_page
 from supervisor.view.status import Status
+from tests.supervisor_plane.fault_table import fault
 from tests.supervisor_plane.plane import host_of, job_of
 from tests.supervisor_plane.training import Training, check_losses, open_training
 from tests.waiting import wait_until
@@ -61,6 +62,11 @@ def done(status: Status) -> list[CommandKind]:
     return [one.kind for one in reversed(status.commands) if one.outcome is not withdrawn]
 
 
+@fault(
+    "host that trains",
+    "drained by a person",
+    "all ranks save and stop at one step, the job goes on from it with a spare",
+)
 def test_a_drain_of_a_living_host_costs_no_step(tmp_path: Path) -> None:
     with journey(tmp_path) as (training, status):
         survivor = {one.pid for one in training.processes("a")}
@@ -76,6 +82,7 @@ def test_a_drain_of_a_living_host_costs_no_step(tmp_path: Path) -> None:
         assert set(training.restored(2)[-1]) == {"memory", "peers"}
 
 
+@fault("GPU", "Xid 79 in the kernel's log", "the host is cordoned and swapped at once")
 def test_a_living_host_whose_gpu_is_gone_is_swapped_at_once(tmp_path: Path) -> None:
     with journey(tmp_path) as (training, status):
         survivor = {one.pid for one in training.processes("a")}
@@ -87,6 +94,7 @@ def test_a_living_host_whose_gpu_is_gone_is_swapped_at_once(tmp_path: Path) -> N
         assert "all ranks stop" not in training.launcher_log("a") + training.launcher_log("b")
 
 
+@fault("GPU", "a rank finds none", "its launcher's diagnosis: swapped, and it checks itself")
 def test_a_host_whose_rank_finds_no_gpu_is_swapped_checks_itself_and_the_page_says_why(
     tmp_path: Path,
 ) -> None:
@@ -120,6 +128,11 @@ def test_a_host_whose_rank_finds_no_gpu_is_swapped_checks_itself_and_the_page_sa
         )
 
 
+@fault(
+    "two hosts, one after the other",
+    "SIGKILL of all their processes",
+    "a launcher that waits takes the first place, a spare the second",
+)
 def test_two_hosts_are_lost_and_a_launcher_that_waits_and_a_spare_take_their_places(tmp_path: Path) -> None:
     with journey(tmp_path, waiting=1) as (training, status):
         survivor = {one.pid for one in training.processes("a")}
@@ -135,6 +148,11 @@ def test_two_hosts_are_lost_and_a_launcher_that_waits_and_a_spare_take_their_pla
         assert survivor & {one.pid for one in training.processes("a")}
 
 
+@fault(
+    "host, and the spare while it takes the place",
+    "SIGKILL of all their processes",
+    "the next spare takes it",
+)
 def test_the_spare_is_lost_while_it_takes_a_place(tmp_path: Path) -> None:
     with journey(tmp_path) as (training, status):
         training.lose("b")
@@ -144,6 +162,7 @@ def test_the_spare_is_lost_while_it_takes_a_place(tmp_path: Path) -> None:
         assert hosts_of(training, status) == {"a", "s2"}
 
 
+@fault("host", "SIGSTOP of all its processes, later SIGCONT", "swapped; it harms nobody when it goes on")
 def test_a_host_that_stands_still_is_replaced_and_harms_nobody_when_it_goes_on(tmp_path: Path) -> None:
     with journey(tmp_path) as (training, status):
         survivor = {one.pid for one in training.processes("a")}
@@ -168,6 +187,7 @@ def test_a_host_that_stands_still_is_replaced_and_harms_nobody_when_it_goes_on(t
         assert (job_of(status).attempt, job_of(status).incident) == (attempt, "")
 
 
+@fault("rank, of a job without restarts", "SIGKILL", "launchers gave up: all are started again")
 def test_launchers_that_gave_up_are_all_started_again(tmp_path: Path) -> None:
     with journey(tmp_path, max_restarts=0) as (training, status):
         os.kill(training.rank_on("b"), signal.SIGKILL)
@@ -176,6 +196,7 @@ def test_launchers_that_gave_up_are_all_started_again(tmp_path: Path) -> None:
         assert done(status) == [CommandKind.WORKLOAD_RESET]
 
 
+@fault("job", "its name is used again", "the new job is left alone")
 def test_a_job_whose_name_is_used_again_is_left_alone(tmp_path: Path) -> None:
     with journey(tmp_path) as (training, status):
         training.plane.programs.pop("all").close()

@@ -19,6 +19,7 @@ from resiliency.testing.processes import stop_process
 from supervisor.orchestrators.processes import Marked, kill_all
 from supervisor.values import CommandKind, DeviceState, OutcomeStatus
 from supervisor.view.status import CommandStatus, JobStatus, Status
+from tests.supervisor_plane.fault_table import fault
 from tests.supervisor_plane.forwarder import Forwarder
 from tests.supervisor_plane.plane import PARTS
 from tests.supervisor_plane.twins import TIMEOUT_S, Twins, open_twins
@@ -178,6 +179,11 @@ def mend(incidents: Incidents, part: str, number: signal.Signals, pids: list[int
         incidents.twins.start(part)
 
 
+@fault(
+    "each part, daemon, rank, launcher, host",
+    "SIGKILL or SIGSTOP at each phase of an incident",
+    "no action is done twice, no job is lost",
+)
 @pytest.mark.thorough("test_faults.py kills and stops each part")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_fault_of_any_part_at_any_phase_of_an_incident_costs_no_job_and_repeats_no_action(
