@@ -22,7 +22,7 @@ from resiliency.events import EventStream, FileSink, events_path
 from resiliency.runtime import RunInfo
 from simulator.command_line import Options
 from simulator.faults import COLUMNS, RULES, PlannedFault, seconds
-from simulator.injectors import Injector
+from simulator.injectors import Injector, refusal_of
 from simulator.injectors.gpu import Nvml, PowerCap, Xid
 from simulator.injectors.host import FullDisk, MemoryPressure, NetworkCut
 from simulator.injectors.processes import CpuQuota, Kill, Niceness, Stop
@@ -37,7 +37,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: Options) -> int:
-    """Run the simulator; returns 0, or 1 when an effect of this run or an earlier one is not undone.
+    """Run the simulator; returns 0, or 1 when a fault failed, or an effect of this run or an earlier one stays.
 
     Raises:
         ConfigError: the flags cannot work on this host; nothing was injured.
@@ -69,7 +69,7 @@ def run(options: Options) -> int:
         logger.info("job is there: the schedule begins")
         summary = player.play()
         logger.info("simulator ended: %s", summary)
-        return 1 if summary.kept or left else 0
+        return 1 if summary.failed or summary.kept or left else 0
 
 
 def _job(options: Options) -> Job:
@@ -166,7 +166,7 @@ def _possible(
     """
     refused: dict[str, str] = {}
     for kind in sorted({fault.kind for fault in faults}, key=lambda kind: kind.value):
-        reasons = [each.refusal() for each in injectors if kind in each.kinds]
+        reasons = [refusal_of(each) for each in injectors if kind in each.kinds]
         if options.parent is not None and not RULES[kind].in_rank:
             reasons = ["it strikes more than the one process of --parent."]
         if all(reasons):

@@ -253,6 +253,10 @@ class Idle(Abort):
     def refusal(self):
         return "it never works."
 
+class Fragile(Abort):
+    def inject(self, record):
+        raise KeyError("rank")
+
 class Empty:
     name = "empty"
 
@@ -278,6 +282,21 @@ def test_an_injector_of_the_user_takes_the_place_of_ours_where_it_works(
     flags = ["--at", "0,kill,gpu=0", "--job", JOB, "--yes", "--state_dir", str(state_dir)]
     assert main([*flags, *own]) == 0
     assert worker.wait(60) == -end
+
+
+@pytest.mark.usefixtures("my_injectors")
+def test_an_error_in_the_users_injector_is_told_and_the_schedule_goes_on(
+    start_worker: StartWorker, state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = start_worker(JOB)
+    flags = ["--at", "0,kill,gpu=0", "--at", "0.1,stop,gpu=0,duration=0.1", "--job", JOB, "--yes"]
+    flags += ["--injector", "my_injectors:Fragile", "--state_dir", str(state_dir)]
+    assert main(flags) == 1
+    told = capsys.readouterr().err
+    assert "fault kill of node 0 gpu 0 at 0.000000 s not injected: KeyError: 'rank'" in told
+    assert "1 faults injected, 0 missed, 1 effects undone, 1 failed" in told
+    assert worker.poll() is None
+    assert os.listdir(state_dir) == []
 
 
 @pytest.mark.usefixtures("my_injectors")
