@@ -352,11 +352,6 @@ def _mean_us(args: argparse.Namespace, shape: Shape) -> Fraction | None:
 
 
 def _profile_mean_us(found: Published, shape: Shape, as_gpus: int | None, speed: Fraction) -> Fraction:
-    if found.gpu_mean_us is None:
-        raise ConfigError(
-            f"--profile {found.name} has a mix of causes but no rate.",
-            hint="Add --fault_interval, --mtbf_gpu_s or --mtbf_host_s.",
-        )
     return found.gpu_mean_us / (as_gpus or shape.gpus) / speed
 
 

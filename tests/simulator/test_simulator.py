@@ -189,7 +189,6 @@ def test_on_a_terminal_it_asks_first(
         (["--job", "j", "--kinds", "kill", "--speed", "0"], "--speed must be a number above 0"),
         (["--job", "j", "--fault_interval", "5"], "needs kinds to draw from"),
         (["--job", "j", "--profile", "llama3", "--kinds", "kill"], "exclude each other"),
-        (["--job", "j", "--profile", "byterobust"], "has a mix of causes but no rate"),
         (["--job", "j", "--profile", "acme"], "invalid choice: 'acme'"),
         (["--job", "j", "--kinds", "kill", "--as_gpus", "8"], "needs --profile"),
         (["--job", "j", "--xid_crash", "--kinds", "kill"], "--xid_crash needs --enable_xid_failure"),
