@@ -43,7 +43,7 @@ kinds of faults:
   disk_full    no room on the file system of --disk_dir for a while, but for VALUE MiB
   network_cut  nothing leaves the job's network namespace for a while (root; a namespace of the job's own)
 
-exit codes: 0 done, or declined; 1 a fault or its undoing failed, or no job came; 2 refused, nothing was injured"""
+exit codes: 0 done, or declined; 1 a fault or its end failed, or no job came; 2 refused, nothing was injured"""
 
 
 class _Parser(argparse.ArgumentParser):

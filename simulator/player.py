@@ -32,7 +32,7 @@ class Summary:
     """What became of a node's faults.
 
     Attributes:
-        injected, missed, failed: faults that happened, had no target, met an error or a refusal of the system.
+        injected, missed, failed: faults that happened, had no target, met an error.
         undone: effects that were ended.
         kept: effects that could not be ended; they are in the journal.
     """
@@ -113,7 +113,9 @@ class Player:
         """Play all faults until none is left, the job ends, or `wait` says so.  All is undone then."""
         # Now that the job is there, they know whether they can work on it.
         self._injectors = {
-            kind: next((one for one in self._all_injectors if kind in one.kinds and not refusal_of(one)), None)
+            kind: next(
+                (one for one in self._all_injectors if kind in one.kinds and not refusal_of(one)), None
+            )
             for kind in {fault.kind for fault in self._pending}
         }
         began = seen = self._clock.monotonic()

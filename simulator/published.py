@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failure statistics that others have published, as sources of schedules.
 
-The figures with their source are in ``published.json`` beside this file; only those are there that a table of the
-source states as numbers:
+The figures with their source are in ``published.json`` beside this file; only those are there that a table of
+the source states as numbers:
 
 - ``llama3``: Llama Team, AI @ Meta: The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.4, table 5
-  ("Root-cause categorization of unexpected interruptions during a 54-day period of Llama 3 405B pre-training"):
+  (root causes of unexpected interruptions in 54 days of pre-training of Llama 3 405B):
   18 causes with their counts, 419 together, on 16,384 GPUs.
 
 Which kind stands for a cause is our choice.  A rate belongs to a fleet: the same

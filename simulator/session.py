@@ -37,7 +37,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: Options) -> int:
-    """Run the simulator; returns 0, or 1 when a fault failed, or an effect of this run or an earlier one stays.
+    """Run the simulator; returns 0, or 1 when a fault failed, or an effect of this or an earlier run stays.
 
     Raises:
         ConfigError: the flags cannot work on this host; nothing was injured.

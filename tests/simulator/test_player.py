@@ -76,9 +76,7 @@ def faults(count: int) -> list[PlannedFault]:
     return [PlannedFault(at_us=at, kind=Kind.MEMORY, node=0, duration_us=1, value=1) for at in range(count)]
 
 
-def play(
-    injector: Injector, journal: Journal, planned: list[PlannedFault], *others: Injector
-) -> Summary:
+def play(injector: Injector, journal: Journal, planned: list[PlannedFault], *others: Injector) -> Summary:
     return Player(planned, Job(JOB, 0), [injector, *others], journal, wait=lambda timeout_s: False).play()
 
 
