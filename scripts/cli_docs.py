@@ -87,8 +87,10 @@ def main() -> int:
         # argparse words its pages a little differently in every Python.
         print(f"help pages are compared with Python {'.'.join(map(str, PYTHON))} only")
         return 0
-    # Defaults of some flags come from the environment: leave only what an interpreter needs.
-    needed = {name: os.environ[name] for name in ("PATH", "HOME", "VIRTUAL_ENV") if name in os.environ}
+    # Defaults of some flags come from the environment: leave only what an interpreter needs.  PYTHONPATH: the
+    # pages of a work tree are not those of the tree that is installed.
+    names = ("PATH", "HOME", "VIRTUAL_ENV", "PYTHONPATH")
+    needed = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.clear()
     os.environ.update(needed, COLUMNS="100")
     stale = []

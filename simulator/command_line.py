@@ -43,7 +43,7 @@ kinds of faults:
   disk_full    no room on the file system of --disk_dir for a while, but for VALUE MiB
   network_cut  nothing leaves the job's network namespace for a while (root; a namespace of the job's own)
 
-exit codes: 0 done, or declined; 1 a fault or its end failed, or no job came; 2 refused, nothing was injured"""
+exit codes: 0 done or declined; 1 a fault or its end failed, or no job came; 2 refused, nothing injured"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,7 +119,7 @@ def _job_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="PID",
         help="injure the process that starts this simulator, whose number this is, and no other: for a"
-        " program that injures itself; --job is only a name then",
+        " program that injures itself; only host_kill and network_cut strike its job, by the name of --job",
     )
     group.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the job (1)")
     group.add_argument("--gpus_per_node", type=int, default=8, metavar="N", help="GPUs or workers a node (8)")

@@ -3,7 +3,7 @@
 
 It looks at the limits of its container before each piece and ever after.  Where others take what it left, it
 gives memory back and does not take it again.  To be the first that the kernel kills is not enough: Kubernetes
-sets ``memory.oom.group`` (cgroup v2), by which all of the container dies with the holder, the simulator included.
+sets ``memory.oom.group`` (cgroup v2), by which the container dies with the holder, the simulator included.
 """
 
 from __future__ import annotations
