@@ -61,6 +61,10 @@ COMMANDS = {
         "python3 simulator/simulator_entrypoint.py",
         ["simulator/simulator_entrypoint.py"],
     ),
+    "simulator_trace": (
+        "python3 simulator/simulator_entrypoint.py trace",
+        ["simulator/simulator_entrypoint.py", "trace"],
+    ),
     "goodput_calculator": (
         "python3 -m resiliency.goodput_measure.calculator",
         ["-m", "resiliency.goodput_measure.calculator"],

@@ -186,6 +186,8 @@ class Player:
                 fault=fault.text,
                 kind=fault.kind.value,
                 cause=fault.cause,
+                duration_s=fault.duration_us / 1e6,
+                value=fault.value,
             )
         if fault.duration_us:
             heapq.heappush(self._active, effect)
