@@ -283,6 +283,7 @@ def _fault_flags(group: argparse._ArgumentGroup) -> None:
         help="make one rank fail: rank_killed, rank_hung, rank_exception, rank_exit or "
         "rank_terminated, after DELAY seconds of training or at step=N; keys rank, attempt, "
         "phase, code; may be given several times.  Example: rank_killed,step=25.  "
-        "random,SECONDS[,seed=N][,duration=S]: in each attempt one fault that the simulator draws "
-        "and does, after SECONDS on average, for S seconds (30) if it ends",
+        "random,SECONDS[,seed=N][,duration=S][,disk_dir=DIR]: in each attempt one fault that the "
+        "simulator draws and does, after SECONDS on average, for S seconds (30) if it ends, of all kinds "
+        "that this job can have on this host (a full disk: on DIR's file system)",
     )

@@ -61,6 +61,10 @@ COMMANDS = {
         "python3 simulator/simulator_entrypoint.py",
         ["simulator/simulator_entrypoint.py"],
     ),
+    "simulator_trace": (
+        "python3 simulator/simulator_entrypoint.py trace",
+        ["simulator/simulator_entrypoint.py", "trace"],
+    ),
     "goodput_calculator": (
         "python3 -m resiliency.goodput_measure.calculator",
         ["-m", "resiliency.goodput_measure.calculator"],
@@ -87,8 +91,10 @@ def main() -> int:
         # argparse words its pages a little differently in every Python.
         print(f"help pages are compared with Python {'.'.join(map(str, PYTHON))} only")
         return 0
-    # Defaults of some flags come from the environment: leave only what an interpreter needs.
-    needed = {name: os.environ[name] for name in ("PATH", "HOME", "VIRTUAL_ENV") if name in os.environ}
+    # Defaults of some flags come from the environment: leave only what an interpreter needs.  PYTHONPATH: the
+    # pages of a work tree are not those of the tree that is installed.
+    names = ("PATH", "HOME", "VIRTUAL_ENV", "PYTHONPATH")
+    needed = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.clear()
     os.environ.update(needed, COLUMNS="100")
     stale = []

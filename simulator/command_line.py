@@ -29,7 +29,8 @@ Start it once on every node of the job, with the same flags and the node's own -
 
 The first prints the schedule and does nothing; the second waits for the job's workers and plays it.  Only
 processes of this job and this user are touched; what can be undone is undone at the end, and after a SIGKILL
-at the next start.  See docs/simulator.md."""
+at the next start.  The failures of a real job, from its event log: simulator_entrypoint.py trace --help.
+See docs/simulator.md."""
 EPILOG = """\
 kinds of faults:
   kill         SIGKILL to the process on a GPU; without GPUs, to the worker of that local rank
@@ -43,10 +44,12 @@ kinds of faults:
   disk_full    no room on the file system of --disk_dir for a while, but for VALUE MiB
   network_cut  nothing leaves the job's network namespace for a while (root; a namespace of the job's own)
 
-exit codes: 0 done, or declined; 1 failed, or an effect could not be undone; 2 refused, nothing was injured"""
+exit codes: 0 done or declined; 1 a fault or its end failed, or no job came; 2 refused, nothing injured"""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """One whose errors are ours."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.", hint="See --help.")
 
@@ -85,7 +88,7 @@ class Options:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=PROGRAM,
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -119,7 +122,7 @@ def _job_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="PID",
         help="injure the process that starts this simulator, whose number this is, and no other: for a"
-        " program that injures itself; --job is only a name then",
+        " program that injures itself; only host_kill and network_cut strike its job, by the name of --job",
     )
     group.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the job (1)")
     group.add_argument("--gpus_per_node", type=int, default=8, metavar="N", help="GPUs or workers a node (8)")
@@ -233,7 +236,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> Options:
     Raises:
         ConfigError: a flag is unknown or cannot work.
     """
-    args = build_parser().parse_args([_underscored(word) for word in argv])
+    args = build_parser().parse_args([underscored(word) for word in argv])
     shape = Shape(
         nnodes=args.nnodes,
         gpus_per_node=args.gpus_per_node,
@@ -352,11 +355,6 @@ def _mean_us(args: argparse.Namespace, shape: Shape) -> Fraction | None:
 
 
 def _profile_mean_us(found: Published, shape: Shape, as_gpus: int | None, speed: Fraction) -> Fraction:
-    if found.gpu_mean_us is None:
-        raise ConfigError(
-            f"--profile {found.name} has a mix of causes but no rate.",
-            hint="Add --fault_interval, --mtbf_gpu_s or --mtbf_host_s.",
-        )
     return found.gpu_mean_us / (as_gpus or shape.gpus) / speed
 
 
@@ -384,7 +382,8 @@ def _node_rank(env: Mapping[str, str]) -> int:
     raise ConfigError(f"environment variable NODE_RANK must be a whole number, found {text!r}.")
 
 
-def _underscored(word: str) -> str:
+def underscored(word: str) -> str:
+    """A flag with the underscores of its definition; other words as they are."""
     if not word.startswith("--"):
         return word
     name, separator, value = word.partition("=")

@@ -62,8 +62,6 @@ class Rule:
         unit: of the value, "" where the kind has none.
         choices: values that are drawn where none is given; the first one is the default of fixed faults.
         least, most: allowed values.
-        in_rank: a rank can do it to itself, with ``--parent``: its launcher, the host's kernel log, disks and
-            network stay whole.  The benchmark's ``--sim-fault-desc random`` draws from these.
     """
 
     on_gpu: bool
@@ -72,12 +70,11 @@ class Rule:
     choices: tuple[int, ...] = ()
     least: int = 0
     most: int = 0
-    in_rank: bool = False
 
 
 RULES: dict[Kind, Rule] = {
-    Kind.KILL: Rule(on_gpu=True, lasts=False, in_rank=True),
-    Kind.STOP: Rule(on_gpu=True, lasts=True, in_rank=True),
+    Kind.KILL: Rule(on_gpu=True, lasts=False),
+    Kind.STOP: Rule(on_gpu=True, lasts=True),
     Kind.SLOW: Rule(
         on_gpu=True,
         lasts=True,
@@ -85,7 +82,6 @@ RULES: dict[Kind, Rule] = {
         choices=(25, 10, 50),
         least=1,
         most=99,
-        in_rank=True,
     ),
     Kind.POWER_CAP: Rule(
         on_gpu=True,
@@ -94,7 +90,6 @@ RULES: dict[Kind, Rule] = {
         choices=tuple(range(200, 701)),
         least=50,
         most=2000,
-        in_rank=True,
     ),
     Kind.XID: Rule(on_gpu=True, lasts=False, unit="Xid code", choices=tuple(XID_REASONS), least=1, most=999),
     Kind.XID_CRASH: Rule(
@@ -108,7 +103,6 @@ RULES: dict[Kind, Rule] = {
         choices=(50, 25, 75),
         least=1,
         most=90,
-        in_rank=True,
     ),
     Kind.DISK_FULL: Rule(on_gpu=False, lasts=True, unit="MiB left free", choices=(0,), least=0, most=1 << 30),
     Kind.NETWORK_CUT: Rule(on_gpu=False, lasts=True),

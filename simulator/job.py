@@ -138,9 +138,9 @@ class Job:
             for pid in _pids()
             if pids & ancestors(pid) and self._names_job(pid) and (process := Process.of(pid)) is not None
         }
-        mine = ancestors(os.getpid())
+        spared = self._spared()
         others = sorted(
-            process for process in (started | members) - set(launchers) if process.pid not in mine
+            process for process in (started | members) - set(launchers) if process.pid not in spared
         )
         return [*launchers, *others]
 
@@ -168,7 +168,11 @@ class Job:
 
     def _may_be_launcher(self, pid: int) -> bool:
         # Workers whose launcher is gone have process 1 as their parent, which need not be the job's.
-        return pid not in ancestors(os.getpid()) and (pid != 1 or self._names_job(pid))
+        return pid not in self._spared() and (pid != 1 or self._names_job(pid))
+
+    def _spared(self) -> set[int]:
+        """Numbers of processes that are never a target: this one, and what started it."""
+        return ancestors(os.getpid())
 
     def _names_job(self, pid: int) -> bool:
         return _uid(pid) == self._uid and self.name in _names(_environment(pid))
@@ -195,18 +199,23 @@ class Job:
 class ParentJob(Job):
     """The process that started this simulator, as a job of one worker: a program that injures itself.
 
-    Whose it is needs no name: no process can be taken for the parent.
+    Whose it is needs no name: no process is taken for the parent.  What strikes a host or its network strikes
+    the job of this name on this node, launcher and parent included, if the parent is of that job.
 
     Args:
-        name: for log lines.
+        name: as for `Job`.
+        node_rank: as for `Job`.
         pid: of the parent; the simulator may be started after its end.
         rank, local_rank: of the parent.
     Raises:
         ConfigError: another process started this one.
     """
 
-    def __init__(self, name: str, pid: int, *, rank: int | None, local_rank: int) -> None:
+    def __init__(
+        self, name: str, node_rank: int | None, pid: int, *, rank: int | None, local_rank: int
+    ) -> None:
         super().__init__(name, None)
+        self._whole = _JobOfParent(name, node_rank)
         parent = Process.of(pid)
         # The number is looked at again: only now it cannot have been given to another process before.
         if parent is None or os.getppid() != pid:
@@ -220,8 +229,22 @@ class ParentJob(Job):
     def members(self) -> list[Member]:
         return [self._parent] if self._parent.process.alive else []
 
+    def launchers(self) -> list[Process]:
+        self._whole.members()
+        return self._whole.launchers()
+
+    def host_processes(self) -> list[Process]:
+        return self._whole.host_processes() if self._whole.owns(self._parent.process) else []
+
     def owns(self, process: Process) -> bool:
-        return process == self._parent.process and process.alive
+        return (process == self._parent.process and process.alive) or self._whole.owns(process)
+
+
+class _JobOfParent(Job):
+    """The job of the program that started this simulator: what started the simulator is a target, too."""
+
+    def _spared(self) -> set[int]:
+        return {os.getpid()}
 
 
 def _topmost(members: Iterable[Member]) -> list[Member]:

@@ -17,7 +17,7 @@ from resiliency.errors import ResiliencyError
 from resiliency.events import EventStream, EventType
 from resiliency.runtime import Clock, SystemClock
 from simulator.faults import FaultMissed, InjectionFailed, Kind, PlannedFault
-from simulator.injectors import Injector
+from simulator.injectors import Injector, error_text, refusal_of
 from simulator.job import Job
 from simulator.journal import Journal, Record, Recovered
 
@@ -32,7 +32,7 @@ class Summary:
     """What became of a node's faults.
 
     Attributes:
-        injected, missed, failed: faults that happened, had no target, were refused by the system.
+        injected, missed, failed: faults that happened, had no target, met an error.
         undone: effects that were ended.
         kept: effects that could not be ended; they are in the journal.
     """
@@ -46,7 +46,7 @@ class Summary:
     def __str__(self) -> str:
         text = f"{self.injected} faults injected, {self.missed} missed, {self.undone} effects undone"
         if self.failed:
-            text += f", {self.failed} refused by the system"
+            text += f", {self.failed} failed"
         return text + (f", {self.kept} NOT undone" if self.kept else "")
 
 
@@ -113,7 +113,9 @@ class Player:
         """Play all faults until none is left, the job ends, or `wait` says so.  All is undone then."""
         # Now that the job is there, they know whether they can work on it.
         self._injectors = {
-            kind: next((one for one in self._all_injectors if kind in one.kinds and not one.refusal()), None)
+            kind: next(
+                (one for one in self._all_injectors if kind in one.kinds and not refusal_of(one)), None
+            )
             for kind in {fault.kind for fault in self._pending}
         }
         began = seen = self._clock.monotonic()
@@ -155,18 +157,22 @@ class Player:
             self._count(missed=1)
             logger.warning("%s", error)
             return
-        except (InjectionFailed, OSError) as error:
+        except Exception as error:  # the border to an injector, which may be anybody's
             self._count(failed=1)
-            logger.error("fault %s not injected: %s", fault.text, error)
+            _log_failure(f"fault {fault.text} not injected", error)
             return
         at, end_s = self._clock.now(), self._clock.monotonic() + fault.duration_us / 1e6
         effect = (end_s, number, injector, record, fault.text)
         try:
             injector.inject(record)
-        except (FaultMissed, InjectionFailed, OSError) as error:  # no room for a process or a descriptor
-            missed = isinstance(error, FaultMissed)
-            self._count(missed=int(missed), failed=int(not missed))
+        except FaultMissed as error:
+            self._count(missed=1)
             logger.warning("fault %s not injected: %s", fault.text, error)
+            self._end_effect(effect, counted=False)
+            return
+        except Exception as error:  # as above; also no room for a process or a descriptor
+            self._count(failed=1)
+            _log_failure(f"fault {fault.text} not injected", error)
             self._end_effect(effect, counted=False)
             return
         self._count(injected=1)
@@ -180,11 +186,18 @@ class Player:
                 fault=fault.text,
                 kind=fault.kind.value,
                 cause=fault.cause,
+                duration_s=fault.duration_us / 1e6,
+                value=fault.value,
             )
         if fault.duration_us:
             heapq.heappush(self._active, effect)
         else:
-            self._journal.end_effect(number)
+            try:
+                self._journal.end_effect(number)
+            except OSError as error:
+                # The next start undoes it, which changes nothing of an effect that has no end.
+                self._count(kept=1)
+                _log_failure(f"effect kept in the journal: {fault.text}", error)
 
     def _end_effects(self, now: float | None) -> None:
         """Those that are due; all for None."""
@@ -196,9 +209,9 @@ class Player:
         try:
             injector.end_effect(record)
             self._journal.end_effect(number)
-        except (InjectionFailed, OSError) as error:
+        except Exception as error:  # as in `_inject`
             self._count(kept=1)
-            logger.error("effect kept: %s: %s", text, error)
+            _log_failure(f"effect kept: {text}", error)
             return
         if counted:
             self._count(undone=1)
@@ -207,6 +220,11 @@ class Player:
     def _count(self, **more: int) -> None:
         changed = {name: getattr(self._summary, name) + number for name, number in more.items()}
         self._summary = replace(self._summary, **changed)
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    is_known = isinstance(error, (ResiliencyError, OSError))  # they say enough
+    logger.error("%s: %s", what, error_text(error), exc_info=None if is_known else error)
 
 
 def recover(journal: Journal, injectors: Iterable[Injector]) -> Recovered:
@@ -222,7 +240,7 @@ def recover(journal: Journal, injectors: Iterable[Injector]) -> Recovered:
                 injector.end_effect(record)
             except ResiliencyError:
                 raise
-            except (KeyError, TypeError, ValueError, OSError) as error:
+            except Exception as error:  # as in `_inject`: the other effects must not wait for this one
                 raise InjectionFailed(f"cannot undo {record}: {error!r}.") from error
         logger.info("effect undone that a killed simulator left: %s", record.get("fault"))
 

@@ -11,7 +11,7 @@ import importlib
 import logging
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -21,8 +21,8 @@ from resiliency.errors import ConfigError
 from resiliency.events import EventStream, FileSink, events_path
 from resiliency.runtime import RunInfo
 from simulator.command_line import Options
-from simulator.faults import COLUMNS, RULES, PlannedFault, seconds
-from simulator.injectors import Injector
+from simulator.faults import COLUMNS, Kind, PlannedFault, seconds
+from simulator.injectors import Injector, refusal_of
 from simulator.injectors.gpu import Nvml, PowerCap, Xid
 from simulator.injectors.host import FullDisk, MemoryPressure, NetworkCut
 from simulator.injectors.processes import CpuQuota, Kill, Niceness, Stop
@@ -37,7 +37,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(options: Options) -> int:
-    """Run the simulator; returns 0, or 1 when an effect of this run or an earlier one is not undone.
+    """Run the simulator; returns 0, or 1 when a fault failed, or an effect of this or an earlier run stays.
 
     Raises:
         ConfigError: the flags cannot work on this host; nothing was injured.
@@ -69,7 +69,7 @@ def run(options: Options) -> int:
         logger.info("job is there: the schedule begins")
         summary = player.play()
         logger.info("simulator ended: %s", summary)
-        return 1 if summary.kept or left else 0
+        return 1 if summary.failed or summary.kept or left else 0
 
 
 def _job(options: Options) -> Job:
@@ -77,7 +77,8 @@ def _job(options: Options) -> Job:
         return Job(options.job, None if options.any_group_rank else options.node_rank)
     # The environment of a program's child is the program's.
     info = RunInfo.from_env()
-    return ParentJob(options.job, options.parent, rank=info.rank, local_rank=info.local_rank or 0)
+    node_rank = None if options.any_group_rank else options.node_rank
+    return ParentJob(options.job, node_rank, options.parent, rank=info.rank, local_rank=info.local_rank or 0)
 
 
 def all_injectors(job: Job, options: Options) -> list[Injector]:
@@ -164,21 +165,30 @@ def _possible(
     Raises:
         ConfigError: one cannot, and --skip_impossible is not given.
     """
-    refused: dict[str, str] = {}
-    for kind in sorted({fault.kind for fault in faults}, key=lambda kind: kind.value):
-        reasons = [each.refusal() for each in injectors if kind in each.kinds]
-        if options.parent is not None and not RULES[kind].in_rank:
-            reasons = ["it strikes more than the one process of --parent."]
-        if all(reasons):
-            refused[kind.value] = " ".join(reasons)
+    refused = refusals({fault.kind for fault in faults}, injectors)
     if refused and not options.skip_impossible:
         raise ConfigError(
-            "this host cannot do " + " ".join(f"{kind}: {reason}" for kind, reason in refused.items()),
+            "this host cannot do " + " ".join(f"{kind.value}: {reason}" for kind, reason in refused.items()),
             hint="Leave these kinds out (--kinds), or skip them with --skip_impossible.",
         )
-    for kind_name, reason in refused.items():
-        logger.warning("all faults of kind %s are left out: %s", kind_name, reason)
-    return [fault for fault in faults if fault.kind.value not in refused]
+    log_left_out(refused)
+    return [fault for fault in faults if fault.kind not in refused]
+
+
+def refusals(kinds: Iterable[Kind], injectors: Sequence[Injector]) -> dict[Kind, str]:
+    """The kinds that no injector can carry out on this host, with the reasons as sentences."""
+    refused: dict[Kind, str] = {}
+    for kind in sorted(kinds, key=lambda kind: kind.value):
+        reasons = [refusal_of(each) for each in injectors if kind in each.kinds]
+        if all(reasons):
+            refused[kind] = " ".join(reasons)
+    return refused
+
+
+def log_left_out(refused: Mapping[Kind, str]) -> None:
+    """Name the kinds of a schedule that are left out."""
+    for kind, reason in refused.items():
+        logger.warning("all faults of kind %s are left out: %s", kind.value, reason)
 
 
 def _print_schedule(faults: Iterable[PlannedFault], options: Options, out: TextIO) -> None:

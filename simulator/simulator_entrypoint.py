@@ -22,8 +22,13 @@ FAILED, REFUSED = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the simulator with `argv` (default: the process's own) and return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        return run(parse(sys.argv[1:] if argv is None else argv, os.environ))
+        if words[:1] == ["trace"]:
+            from simulator import recording  # only here: to injure a job, nothing of goodput is needed
+
+            return recording.main(words[1:])
+        return run(parse(words, os.environ))
     except ConfigError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return REFUSED

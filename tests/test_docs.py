@@ -148,6 +148,8 @@ def _unknown(words: list[str]) -> list[str]:
         source = source.with_suffix("") / "__main__.py"
     if name == "-m supervisor":
         name += " --all-in-one"
+    if words and f"python3 {name} {words[0]}" in _help():  # a command of its own, with its own flags
+        name, words = f"{name} {words[0]}", words[1:]
     text = _help().get(f"python3 {name}") or (source.read_text() if source.is_file() else "")
     wrapped: list[str] = []
     if name in (

@@ -2,14 +2,19 @@
 """How a fault happens: each injector carries out some kinds, and undoes what can be undone.
 
 An injector of your own has the methods of `Injector`; hand it to `simulator.player.Player` before the others.
+An error that `Injector` does not name is reported, and costs the fault that it happened in and no other.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
+from resiliency.errors import ResiliencyError
 from simulator.faults import Kind, PlannedFault
 from simulator.journal import Record
+
+logger = logging.getLogger(__name__)
 
 
 class Injector(Protocol):
@@ -53,3 +58,19 @@ class Injector(Protocol):
             InjectionFailed: it is still in effect.
         """
         ...
+
+
+def refusal_of(injector: Injector) -> str:
+    """Why `injector` cannot work on this host; "" when it can.  One that fails to look cannot."""
+    try:
+        return injector.refusal()
+    except Exception as error:  # an injector may be anybody's
+        logger.warning("injector %s is left out: its refusal failed", injector.name, exc_info=True)
+        return f"injector {injector.name} cannot say whether it works: {error_text(error)}."
+
+
+def error_text(error: Exception) -> str:
+    """Of an error that need not be ours: with its class, for `KeyError('rank')` says only 'rank'."""
+    if isinstance(error, (ResiliencyError, OSError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

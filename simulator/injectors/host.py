@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from resiliency.cgroups import memory_left
 from simulator.faults import FaultMissed, InjectionFailed, Kind, PlannedFault
+from simulator.injectors import memory_holder
+from simulator.injectors.memory_holder import SPARED_BYTES, available_bytes
 from simulator.injectors.processes import pack
 from simulator.job import Job, Process, ancestors
 from simulator.journal import Record
 
-#: What memory pressure leaves free at least.
-_SPARED_BYTES = 512 << 20
 #: How long a disk may take to fill, and by how much at a time.
 _FILL_S, _PIECE_BYTES = 60, 1 << 30
 #: Longest wait for the end of processes whose network is gone already, for all of them together.
@@ -34,21 +33,9 @@ _RULE_PRIORITY = "5"
 _HOST_PIDS = "pid:[4026531836]"
 _NAMED = Path("/run/netns")
 
-#: Holds memory until its standard input ends, which it does however the simulator ends.
-_HOLDER = """
-import sys
-open("/proc/self/oom_score_adj", "w").write("1000")
-size, page = int(sys.argv[1]), 1 << 20
-held = []
-for _ in range(size // page):
-    held.append(b"x" * page)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
 
 class MemoryPressure:
-    """A process that holds memory; the kernel's out-of-memory killer takes it before any other."""
+    """A process that holds memory of the machine, or of the container that the simulator is in."""
 
     name = "memory"
     kinds = frozenset({Kind.MEMORY})
@@ -62,8 +49,8 @@ class MemoryPressure:
 
     def aim_fault(self, fault: PlannedFault) -> Record:
         assert fault.value is not None
-        available = _available_bytes()
-        size = min(available * fault.value // 100, available - _SPARED_BYTES)
+        available = available_bytes()
+        size = min(available * fault.value // 100, available - SPARED_BYTES)
         if size <= 0:
             raise FaultMissed(
                 f"{fault.text} missed: {available >> 20} MiB are available, too few to take any."
@@ -72,7 +59,7 @@ class MemoryPressure:
 
     def inject(self, record: Record) -> None:
         holder = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _HOLDER, str(record["bytes"])],
+            [sys.executable, "-E", "-s", "-S", memory_holder.__file__, str(record["bytes"])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -363,10 +350,3 @@ def _entrance(space: str) -> Path | None:
 
 def _words(done: subprocess.CompletedProcess[bytes]) -> str:
     return done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-
-
-def _available_bytes() -> int:
-    """For this process and what it starts: of the machine, and of the container that they are in."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    machine = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return min([machine, *(free_bytes for _, free_bytes in memory_left())])

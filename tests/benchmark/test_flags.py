@@ -221,7 +221,7 @@ def test_heartbeats_are_sent_where_monitors_watch(monkeypatch: pytest.MonkeyPatc
         (["--sim-fault-desc=random"], ["random", "must be seconds"]),
         (["--sim-fault-desc=random,0"], ["--sim-fault-desc random,0", "above 0"]),
         (["--sim-fault-desc=random,often"], ["must be seconds, found 'often'"]),
-        (["--sim-fault-desc=random,5,rank=1"], ["random,SECONDS[,seed=N][,duration=S]"]),
+        (["--sim-fault-desc=random,5,rank=1"], ["random,SECONDS[,seed=N][,duration=S][,disk_dir=DIR]"]),
         (["--sim-fault-desc=random,5,duration=0"], ["--sim-fault-desc random,5,duration=0", "above 0"]),
         (["--sim-fault-desc=random,5,seed=1,seed=2"], ["random,SECONDS[,seed=N][,duration=S]"]),
         (["--sim-fault-desc=random,5,7"], ["random,SECONDS[,seed=N][,duration=S]"]),

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import flags
 import pytest
+from random_faults import draw_faults, possible_kinds
 
 from resiliency.events import EventType
 from resiliency.goodput_measure.reader import read_events
 from resiliency.proc_stat import stat_fields
 from simulator.faults import RULES, Kind, seconds
+from tests.simulator.disks import small_disk  # noqa: F401 - a fixture
 from tests.waiting import wait_until_equal
 
 from .conftest import BENCHMARK, LAUNCHER_VARIABLES
@@ -59,13 +61,13 @@ def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
 
 
-def test_each_attempt_has_one_fault_of_a_kind_that_a_rank_can_do_to_itself() -> None:
+def test_each_attempt_has_one_fault_of_a_kind_that_this_job_can_have() -> None:
     found = flags.parse(["--sim-fault-desc=random,20"]).random_faults
     assert found == flags.parse(["--sim-fault-desc=random,20,seed=42,duration=30"]).random_faults
     assert found != flags.parse(["--sim-fault-desc=random,20,seed=43"]).random_faults
     assert [each.attempt for each in found] == list(range(100))
     assert {each.fault.node for each in found} == {0, 1, 2, 3}
-    assert {each.fault.kind for each in found} == {kind for kind, rule in RULES.items() if rule.in_rank}
+    assert {each.fault.kind for each in found} == set(possible_kinds(""))
     assert 14 < sum(each.fault.at_us for each in found) / 100e6 < 26
     lasts = {each.fault.duration_us for each in found if RULES[each.fault.kind].lasts}
     assert lasts == {30_000_000}
@@ -73,13 +75,45 @@ def test_each_attempt_has_one_fault_of_a_kind_that_a_rank_can_do_to_itself() -> 
     assert {each.fault.duration_us for each in shorter} == {0, 1_500_000}
 
 
-def test_kinds_that_a_rank_cannot_do_to_itself_are_the_documented_ones() -> None:
-    others = {kind for kind, rule in RULES.items() if not rule.in_rank}
-    assert others == {Kind.XID, Kind.XID_CRASH, Kind.HOST_KILL, Kind.DISK_FULL, Kind.NETWORK_CUT}
-    page = (ROOT / "docs" / "testing.md").read_text()
-    drawn, _, left_out = page.partition("Drawn are")[2].partition("Not drawn are")
-    for kind, rule in RULES.items():
-        assert f"`{kind.value}`" in (drawn if rule.in_rank else left_out.partition("\n\n")[0]), kind
+def test_every_kind_that_is_possible_is_drawn() -> None:
+    found = draw_faults("random,20,disk_dir=/disk", 4, lambda disk_dir: list(Kind) if disk_dir else [])
+    assert {each.fault.kind for each in found} == set(Kind)
+    assert {each.disk_dir for each in found} == {"/disk"}
+
+
+def test_hosts_that_cannot_do_the_same_agree_on_rank_attempt_and_time() -> None:
+    def places(kinds: list[Kind]) -> list[tuple[int, int, int]]:
+        found = draw_faults("random,20", 4, lambda _: kinds)
+        return [(each.attempt, each.fault.node, each.fault.at_us) for each in found]
+
+    assert places(list(Kind)) == places([Kind.KILL, Kind.STOP, Kind.MEMORY])
+
+
+def test_kinds_that_are_impossible_here_are_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    small_disk: Path,  # noqa: F811
+) -> None:
+    assert {Kind.KILL, Kind.STOP, Kind.MEMORY} <= set(possible_kinds(""))
+    assert not {Kind.DISK_FULL, Kind.HOST_KILL, Kind.NETWORK_CUT} & set(possible_kinds(""))
+    assert "kind disk_full are left out: --disk_dir names no directory" in caplog.text
+    assert "kind host_kill are left out: no launcher has started this process" in caplog.text
+    assert Kind.DISK_FULL in possible_kinds(str(small_disk))
+    monkeypatch.setenv("JOB_IDENTIFIER", JOB)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert Kind.HOST_KILL not in possible_kinds("")
+    assert "kind host_kill are left out: the job has one host" in caplog.text
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Kind.HOST_KILL in possible_kinds("")
+    # As of a host without a kernel log for this user.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert not {Kind.XID, Kind.XID_CRASH} & set(possible_kinds(""))
+    assert "kind xid are left out: the kernel log /dev/kmsg cannot be written" in caplog.text
+
+
+def test_the_page_has_every_kind() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text().partition("| Drawn where |")[2].partition("\n\n")[0]
+    assert all(f"`{kind.value}`" in page for kind in Kind)
 
 
 def test_all_ranks_draw_the_same_faults() -> None:

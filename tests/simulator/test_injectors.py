@@ -223,44 +223,6 @@ def test_niceness_is_raised_for_all_threads_and_lowered_again() -> None:
         worker.communicate()
 
 
-def test_memory_is_held_by_a_process_that_dies_first_and_ends(start_worker: StartWorker) -> None:
-    injector = MemoryPressure()
-    record = injector.aim_fault(fault(Kind.MEMORY, 1))
-    size = record["bytes"]
-    assert isinstance(size, int)
-    injector.inject(record | {"bytes": min(size, 32 << 20)})
-    (holder,) = injector._holders.values()
-
-    def holds() -> bool:
-        status = Path(f"/proc/{holder.pid}/status").read_text()
-        resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
-        return resident << 10 >= min(size, 32 << 20)
-
-    wait_until(holds, "the memory is not held")
-    assert Path(f"/proc/{holder.pid}/oom_score_adj").read_text().strip() == "1000"
-    injector.end_effect(record)
-    assert holder.returncode is not None
-    injector.end_effect(record)
-
-
-def test_memory_never_takes_the_last_half_gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    from simulator.injectors import host
-
-    monkeypatch.setattr(host, "_available_bytes", lambda: 600 << 20)
-    injector = MemoryPressure()
-    assert injector.aim_fault(fault(Kind.MEMORY, 90))["bytes"] == 88 << 20
-    monkeypatch.setattr(host, "_available_bytes", lambda: 500 << 20)
-    with pytest.raises(FaultMissed, match="too few to take any"):
-        injector.aim_fault(fault(Kind.MEMORY, 90))
-
-
-def test_memory_is_taken_of_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from simulator.injectors import host
-
-    monkeypatch.setattr(host, "memory_left", lambda: iter([(Path("/sys/fs/cgroup/pod"), 600 << 20)]))
-    assert MemoryPressure().aim_fault(fault(Kind.MEMORY, 90))["bytes"] == 88 << 20
-
-
 def test_a_full_disk_refuses_a_byte_and_has_its_room_again(small_disk: Path) -> None:
     injector = FullDisk(small_disk, [])
     assert injector.refusal() == ""

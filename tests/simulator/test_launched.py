@@ -10,6 +10,8 @@ from pathlib import Path
 
 from resiliency.events import EventType
 from resiliency.testing.processes import Command
+from simulator.faults import Kind
+from simulator.recording import record
 from tests.launch.conftest import (  # noqa: F401
     ROOT,
     WAIT,
@@ -51,6 +53,19 @@ def test_a_killed_worker_is_restarted_and_the_report_knows_when_it_died(
     detected = next(event for event in story if event.type is EventType.FAULT_DETECTED)
     assert injected.time <= detected.time
     assert detected.fields["cause"] == "SIGKILL"
+    # As a trace it is the same fault, by the word of the simulator or by that of the launcher alone.
+    log = tmp_path / "run" / f"{JOB}-events.jsonl"
+    (told,) = record([log]).failures
+    assert (told.kind, told.node, told.gpu, told.cause) == (
+        Kind.KILL,
+        0,
+        1,
+        "kill of node 0 gpu 1 at 0.000000 s",
+    )
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if "fault_injected" not in line))
+    (seen,) = record([log]).failures
+    assert (seen.kind, seen.node, seen.gpu, seen.cause) == (Kind.KILL, 0, 1, "killed")
 
 
 def test_a_lost_host_takes_its_launcher_along(launch: Launch, tmp_path: Path) -> None:  # noqa: F811

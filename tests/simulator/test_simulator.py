@@ -19,7 +19,8 @@ from resiliency.events import EventType, RunEvent
 from resiliency.testing.processes import Command
 from simulator import session
 from simulator.command_line import parse
-from simulator.faults import RULES, Kind
+from simulator.faults import Kind
+from simulator.job import Job
 from simulator.journal import Journal, boot_id
 from simulator.simulator_entrypoint import main
 from tests.simulator.conftest import NOBODY, StartWorker, state_of
@@ -189,7 +190,6 @@ def test_on_a_terminal_it_asks_first(
         (["--job", "j", "--kinds", "kill", "--speed", "0"], "--speed must be a number above 0"),
         (["--job", "j", "--fault_interval", "5"], "needs kinds to draw from"),
         (["--job", "j", "--profile", "llama3", "--kinds", "kill"], "exclude each other"),
-        (["--job", "j", "--profile", "byterobust"], "has a mix of causes but no rate"),
         (["--job", "j", "--profile", "acme"], "invalid choice: 'acme'"),
         (["--job", "j", "--kinds", "kill", "--as_gpus", "8"], "needs --profile"),
         (["--job", "j", "--xid_crash", "--kinds", "kill"], "--xid_crash needs --enable_xid_failure"),
@@ -253,6 +253,10 @@ class Idle(Abort):
     def refusal(self):
         return "it never works."
 
+class Fragile(Abort):
+    def inject(self, record):
+        raise KeyError("rank")
+
 class Empty:
     name = "empty"
 
@@ -278,6 +282,21 @@ def test_an_injector_of_the_user_takes_the_place_of_ours_where_it_works(
     flags = ["--at", "0,kill,gpu=0", "--job", JOB, "--yes", "--state_dir", str(state_dir)]
     assert main([*flags, *own]) == 0
     assert worker.wait(60) == -end
+
+
+@pytest.mark.usefixtures("my_injectors")
+def test_an_error_in_the_users_injector_is_told_and_the_schedule_goes_on(
+    start_worker: StartWorker, state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = start_worker(JOB)
+    flags = ["--at", "0,kill,gpu=0", "--at", "0.1,stop,gpu=0,duration=0.1", "--job", JOB, "--yes"]
+    flags += ["--injector", "my_injectors:Fragile", "--state_dir", str(state_dir)]
+    assert main(flags) == 1
+    told = capsys.readouterr().err
+    assert "fault kill of node 0 gpu 0 at 0.000000 s not injected: KeyError: 'rank'" in told
+    assert "1 faults injected, 0 missed, 1 effects undone, 1 failed" in told
+    assert worker.poll() is None
+    assert os.listdir(state_dir) == []
 
 
 @pytest.mark.usefixtures("my_injectors")
@@ -324,10 +343,11 @@ sys.stdin.read()
 
 
 def test_a_program_that_injures_itself_is_the_only_one_that_is_touched(
-    start_worker: StartWorker, state_dir: Path
+    start_worker: StartWorker, state_dir: Path, tmp_path: Path
 ) -> None:
     others = [start_worker(JOB, 0), start_worker(JOB, 1)]
     flags = ["--state_dir", str(state_dir), "--at", "0,stop,gpu=1,duration=0.2"]
+    flags += ["--at", "0.3,xid,gpu=1,value=48", "--kernel_log", str(tmp_path / "kmsg")]
     flags += ["--at", "0.5,kill,gpu=1"]
     simulator = str(ROOT / "simulator" / "simulator_entrypoint.py")
     env = {"PATH": os.environ["PATH"], "LOCAL_RANK": "1", "RANK": "5"}
@@ -337,7 +357,8 @@ def test_a_program_that_injures_itself_is_the_only_one_that_is_touched(
         # Its end is that of the simulator, too, which writes there; what it reads stays open until then.
         output = program.stderr.read()
         assert program.wait(PATIENCE) == -signal.SIGKILL
-    assert "2 faults injected, 0 missed, 1 effects undone" in output
+    assert "3 faults injected, 0 missed, 1 effects undone" in output
+    assert f": 48, pid={program.pid}, " in (tmp_path / "kmsg").read_text()
     assert [state_of(worker) for worker in others] == ["S", "S"]
     assert os.listdir(state_dir) == []
 
@@ -352,14 +373,58 @@ def test_a_process_that_did_not_start_the_simulator_is_not_taken_for_its_parent(
     assert worker.poll() is None
 
 
-@pytest.mark.parametrize("kind", [kind for kind, rule in RULES.items() if not rule.in_rank])
-def test_a_program_cannot_do_to_itself_what_strikes_more_than_one_process(
-    kind: Kind, state_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+#: A launcher of two ranks, the second of which lets its host be killed.
+SELF_INJURING_JOB = """
+exec 3<&0
+GROUP_RANK=0 RANK=0 LOCAL_RANK=0 sleep 600 &
+GROUP_RANK=0 RANK=1 LOCAL_RANK=1 "$@" <&3 &
+wait
+"""
+
+
+def test_a_program_that_loses_its_host_takes_its_job_on_this_node_along(
+    start_worker: StartWorker, state_dir: Path
 ) -> None:
-    flags = ["--job", JOB, "--yes", "--at", f"0,{kind.value}", "--state_dir", str(state_dir)]
-    flags += ["--kernel_log", str(tmp_path / "kmsg")]
-    assert main([*flags, "--parent", str(os.getppid())]) == 2
-    assert f"{kind.value}: it strikes more than the one process of --parent" in capsys.readouterr().err
+    others = [start_worker(JOB, group_rank=1), start_worker("another-job")]
+    simulator = str(ROOT / "simulator" / "simulator_entrypoint.py")
+    flags = ["--state_dir", str(state_dir), "--at", "0.5,host_kill,node=0"]
+    argv = [sys.executable, "-c", SELF_INJURER, simulator, JOB, *flags]
+    env = {"PATH": os.environ["PATH"], "JOB_IDENTIFIER": JOB}
+    reads, writes = os.pipe()  # the program waits for its end
+    with subprocess.Popen(
+        ["sh", "-c", SELF_INJURING_JOB, "sh", *argv],
+        env=env,
+        stdin=reads,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        try:
+            _, output = launcher.communicate(timeout=PATIENCE)  # until the simulator has ended, too
+        finally:
+            os.close(reads)
+            os.close(writes)
+            left = Job(JOB, 0).members()
+            for member in left:
+                member.process.send(signal.SIGKILL)
+            launcher.kill()
+    assert launcher.returncode == -signal.SIGKILL
+    assert "1 faults injected, 0 missed" in output
+    assert left == []
+    assert [state_of(worker) for worker in others] == ["S", "S"]
+
+
+def test_a_program_of_no_job_has_no_host_to_lose(start_worker: StartWorker, state_dir: Path) -> None:
+    worker = start_worker(JOB)
+    simulator = str(ROOT / "simulator" / "simulator_entrypoint.py")
+    flags = ["--state_dir", str(state_dir), "--at", "0,host_kill"]
+    argv = [sys.executable, "-c", SELF_INJURER, simulator, JOB, *flags]
+    env = {"PATH": os.environ["PATH"], "LOCAL_RANK": "1"}
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        ended = next(line for line in program.stderr if "simulator ended" in line)
+        program.kill()
+    assert "0 faults injected, 1 missed" in ended
+    assert worker.poll() is None
 
 
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
