@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -94,6 +95,8 @@ def _decoder(hint: Any) -> _Decoder:
 
 
 def _typed(data: Any, accepted: tuple[type, ...], where: str) -> Any:
+    if type(data) is accepted[0]:
+        return data
     if not isinstance(data, accepted) or (isinstance(data, bool) and bool not in accepted):
         raise InvalidValue(
             f"{where} must be of type {accepted[0].__name__}, found {data!r:.80}.", field=where
@@ -102,8 +105,7 @@ def _typed(data: Any, accepted: tuple[type, ...], where: str) -> Any:
 
 
 def _member(kind: type[Enum], data: Any, where: str) -> Enum:
-    for member in kind:
-        if member.value == data:
-            return member
+    with suppress(ValueError):
+        return kind(data)
     allowed = ", ".join(str(member.value) for member in kind)
     raise InvalidValue(f"{where} must be one of {allowed}, found {data!r:.80}.", field=where)

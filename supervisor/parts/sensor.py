@@ -60,6 +60,8 @@ IDLE_S = 1.0
 RETRY_S = 2.0
 #: For all tries of one batch.
 SEND_S = 5.0
+#: News that no decision waits for are gathered that long: a fleet that connects is told of in few calls.
+GATHER_S = 0.05
 #: For each path to a host that is probed, and how many are probed at once.
 PROBE_S, PROBES_AT_ONCE = 2.0, 64
 #: Before each look at a host whose stream has ended.
@@ -89,6 +91,10 @@ class News:
         else:
             self._silence = report
         self.arrived.set()
+
+    @property
+    def is_pressing(self) -> bool:
+        return bool(self._events) or self._silence is not None
 
     def take(self) -> Observations:
         """All of it, which is none afterwards."""
@@ -267,6 +273,8 @@ class SensorPart:
     async def _send_news(self) -> int:
         with suppress(asyncio.TimeoutError):
             await wait_for(self._news.arrived.wait(), IDLE_S)
+        if not self._news.is_pressing:
+            await asyncio.sleep(GATHER_S)
         return await send_observations(self._controller, self._news.take(), deadline_s=SEND_S)
 
     # ------------------------------------------------------------------------------------- calls

@@ -6,6 +6,7 @@ What arrives becomes a value, and so is checked, before any other code sees it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
@@ -64,17 +65,22 @@ def from_message(kind: type[V], message: Any) -> V:
 
 def _plain(message: Any) -> dict[str, object]:
     plain: dict[str, object] = {}
-    for descriptor in message.DESCRIPTOR.fields:
-        name = descriptor.name
-        if descriptor.has_presence and not message.HasField(name):
+    for name, has_presence, is_message in _fields(message.DESCRIPTOR):
+        if has_presence and not message.HasField(name):
             continue
         item = getattr(message, name)
         if isinstance(item, (str, int, float)):
             plain[name] = item
-        elif descriptor.message_type is None:
+        elif not is_message:
             plain[name] = list(item)
-        elif descriptor.has_presence:
+        elif has_presence:
             plain[name] = _plain(item)
         else:
             plain[name] = [_plain(one) for one in item]
     return plain
+
+
+@functools.cache
+def _fields(descriptor: Any) -> tuple[tuple[str, bool, bool], ...]:
+    """Of each field its name, and whether it may be absent, and holds messages."""
+    return tuple((one.name, one.has_presence, one.message_type is not None) for one in descriptor.fields)
