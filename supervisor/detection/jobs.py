@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 
 from supervisor.detection.conditions import Conditions
 from supervisor.detection.sightings import Offer, Output, SeenHost, SeenJob
+from supervisor.policy.spares import JobShape
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import DeviceState, EventType, LauncherState, Progress
 
@@ -127,9 +128,11 @@ class JobWatch:
         return [event]
 
     def _offer(self, workload: str, job: SeenJob, time: float) -> list[Output]:
+        shape = JobShape.of([self._hosts[name].info.place for name in job.hosts])
         spares = sum(
             host.info.state is DeviceState.SPARE
             and not (host.info.workload or host.info.cordoned or host.lost or name in self._silent)
+            and not shape.refuse(workers=host.info.workers_per_host, zone=host.info.zone)
             for name, host in self._hosts.items()
         )
         wanted = job.info.nodes_per_replica

@@ -468,6 +468,13 @@ def test_capacity_is_offered_once_for_what_is_there_and_again_after_a_while() ->
     assert offer.evidence[0].text == "capacity: 1 spares, a replica needs 1"
 
 
+def test_a_spare_that_cannot_run_the_jobs_ranks_is_no_capacity() -> None:
+    sensor = Sensor(scaling=True)
+    for name in ("h2", "h3"):
+        sensor.take(sensor.detector.register_host(replace(_host(name), workers_per_host=4), sensor.now))
+    assert events(sensor.run(3 * LIMITS.scale_up_hold_s), EventType.SCALE_UP) == []
+
+
 def test_an_offer_that_nobody_takes_is_repeated_more_and_more_seldom_until_something_changes() -> None:
     sensor = Sensor(scaling=True)
     hold_s = LIMITS.scale_up_hold_s
