@@ -529,7 +529,7 @@ class WorkerReport(Value):
     Attributes:
         heartbeat_age_s: since the worker or its launcher gave a sign; None before the first.
         monitor_age_s: since its launcher's rank monitor got a heartbeat or section; None where it got none.
-            No decision rests on it: the monitor ends a rank that is late itself.
+            A job all of whose ranks send them is not taken for hung; a rank that is late the monitor ends.
         step, step_age_s: the last finished step and the time since; None before the first.
     """
 

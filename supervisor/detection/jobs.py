@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 
 from supervisor.detection.conditions import Conditions
@@ -104,6 +105,9 @@ class JobWatch:
                 return []  # that is something else than a hang, or no longer this attempt
             if host.info.state is not DeviceState.RUNNING or host.attempt != job.attempt:
                 return []
+        heartbeats = (host.heartbeats.get(rank, -math.inf) for host in hosts for rank in host.states)
+        if time - min(heartbeats, default=-math.inf) < self._limits.hang_threshold_s:
+            return []  # each rank sends them to its monitor: it evaluates, or loads
         least = min((min(host.steps.values(), default=0) for host in hosts), default=0)
         behind = {
             rank: host.info.id

@@ -29,9 +29,9 @@ class JobShape:
     """What a spare must be like to work for a job.
 
     A job has the same number of ranks on each host: a spare with fewer has no room for them, and one with
-    more is not whole without the others.  A job whose hosts are all in one zone stays there: its volumes may be
-    bound to the zone, and each of its collectives would cross to the other one.  A spare without a label may
-    be in any zone: labels may come a moment after the host.
+    more is not whole without the others.  A job whose hosts are all in one zone stays there: its volumes may
+    be bound to the zone, and each of its collectives would cross to the other one.  A spare without a label
+    may be in any zone: labels may come a moment after the host.
 
     Attributes:
         workers: ranks on each host; 0 where the job has no host.
