@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-store": ("store.enabled=false",),
     "standalone": ("daemon.standaloneMode=true",),
     "topology-aware": ("daemon.topologyAware=true",),
+    "launcher-token": ('daemon.launcherTokenSecret="launcher-token"',),
     "other-namespace": ('workloadNamespace="training"',),
     "least": (
         'orchestrator="none"',
@@ -159,11 +160,16 @@ def test_every_program_takes_the_flags_and_the_environment_that_it_is_given(
     variant: str, tmp_path: Path
 ) -> None:
     objects = Objects(rendered(variant))
+    (tmp_path / "token").write_text("a-token-of-all-the-launchers\n")
     programs = []
     for template in objects.pods().values():
         (container,) = template["spec"]["containers"]
         command = " ".join(container["command"])
-        args = [re.sub(r"=/var/lib/resiliency$", f"={tmp_path}", arg) for arg in container["args"]]
+        there = r"=/(var/lib/resiliency$|etc/resiliency/launcher/)"
+        args = [
+            re.sub(there, lambda found: f"={tmp_path}{'/' * found[0].endswith('/')}", arg)
+            for arg in container["args"]
+        ]
         env = {**environment(objects, container), "SUPERVISOR_PLAINTEXT": "1"}
         programs.append(command)
         if command.endswith("supervisor.host_daemon"):
@@ -171,6 +177,7 @@ def test_every_program_takes_the_flags_and_the_environment_that_it_is_given(
             assert daemon.watchdogs.names
             assert daemon.environment.sensor_address.endswith("-sensor.fleet.svc:60061")
             assert daemon.standalone == (variant == "standalone")
+            assert (daemon.launcher_token is not None) == (variant == "launcher-token")
             assert (daemon.metadata is not None) == (variant == "topology-aware")
         elif command.endswith("rendezvous_store"):
             assert args == ["--port=29400"]
