@@ -4,7 +4,9 @@
 #
 #   docker build -f deploy/images/supervisor.Dockerfile -t REGISTRY/resiliency-supervisor:0.1.0 .
 #
-# For a build that gives the same image each time, name the base by its digest: --build-arg BASE=python@sha256:...
+# The base is a tag, which gets the distribution's security updates with each build.  For a build that gives the same
+# image each time, name it by its digest, which a registry knows and this file cannot without growing old:
+#   docker buildx imagetools inspect python:3.11.13-slim-bookworm; docker build --build-arg BASE=python@sha256:... ...
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build
@@ -20,6 +22,7 @@ USER 65532:65532
 WORKDIR /tmp
 # Each program ends by SIGTERM, with 0; streams are closed, and nothing in a job notices.
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=20s --timeout=10s --start-period=30s CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:60064/healthz', timeout=5)"]
+# Of whichever program is the first process: its own loop has to answer.
+HEALTHCHECK --interval=60s --timeout=20s --start-period=30s CMD ["python3", "-m", "supervisor.parts.health"]
 # The chart names the part: python3 -m supervisor.sensor, .controller, .actuator, .host_daemon.
 CMD ["python3", "-m", "supervisor", "--all-in-one"]

@@ -63,6 +63,13 @@ def test_the_chart_has_nothing_that_helm_warns_of() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_cluster_that_cannot_make_one_pod_again_is_refused() -> None:
+    for version, taken in (("1.28.9", False), ("1.29.0", True), ("1.36.2-gke.100", True)):
+        done = run_helm("template", "rs", str(CHART), "--kube-version", version)
+        assert (done.returncode == 0) == taken, done.stderr
+    assert "| Kubernetes 1.29 or newer |" in (ROOT / "docs" / "gke.md").read_text()
+
+
 def _flags_of_the_walkthrough() -> list[list[str]]:
     """Values that each `helm` command of the page sets, and each flag that a table of it names."""
     text = (ROOT / "docs" / "gke-walkthrough.md").read_text().replace("\\\n", " ")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -164,18 +165,22 @@ def test_the_supervisors_image_installs_runs_is_healthy_and_ends_in_order(tmp_pa
     argv = [str(python), *entry[1:], *flags]
     health = re.search(r"CMD (\[.*\])$", last("supervisor", "HEALTHCHECK"))
     assert health is not None
-    probe = [str(python), *json.loads(health[1].replace("60064", str(ports[3])))[1:]]
     with Program(argv, env=env, cwd=tmp_path, log=tmp_path / "log.txt", cold=True) as program:
         program.wait_for_line("actuator ready", timeout=60)
-        wait_until(
-            lambda: subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode == 0,
-            "the health check of the image fails",
-        )
+        # In a container it is process 1, and the check has its environment.
+        probe = [str(python), *json.loads(health[1])[1:], str(program.pid)]
+        own = {**os.environ, **{name: text for name, text in env.items() if text is not None}}
+
+        def is_well() -> bool:
+            done = subprocess.run(probe, capture_output=True, timeout=60, check=False, env=own, cwd=tmp_path)
+            return done.returncode == 0
+
+        wait_until(is_well, "the health check of the image fails")
         with urllib.request.urlopen(f"http://127.0.0.1:{ports[3]}/metrics", timeout=10) as answer:
             assert b"resiliency_supervisor_info" in answer.read()
         program.signal(15)
         assert program.wait(timeout=60) == 0
-    assert subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode != 0
+    assert not is_well()
 
 
 PARTS = ("SENSOR", "CONTROLLER", "ACTUATOR")
