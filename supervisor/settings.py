@@ -26,7 +26,8 @@ _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 class Settings:
     """Values of the environment; see `docs/supervisor.md` for their meaning.
 
-    An empty address means that the part is not used.  `port` is None where PORT is not set.
+    An empty address means that the part is not used.  `port` is None where PORT is not set.  `nodes_per_dp`
+    and `dp_replicas` are 0 where they are not set.
     """
 
     port: int | None = None
@@ -42,8 +43,8 @@ class Settings:
     max_in_job_restarts: int = 0
     max_workload_restarts: int = 0
     scaling: bool = False
-    nodes_per_dp: int = 1
-    dp_replicas: int = 1
+    nodes_per_dp: int = 0
+    dp_replicas: int = 0
 
     def __post_init__(self) -> None:
         if self.heartbeat_timeout_s <= self.heartbeat_polling_period_s:
@@ -53,6 +54,16 @@ class Settings:
                 "on time is lost.",
                 variable="HEARTBEAT_TIMEOUT_S",
             )
+
+    def hosts_per_replica(self, hosts: int) -> int:
+        """Hosts of one data-parallel replica of a job that does not say; 0 where that is no whole number.
+
+        The hosts of a replica go before the number of replicas: a job that is resized keeps them.
+        """
+        count = self.nodes_per_dp or self.dp_replicas or 1
+        if hosts % count:
+            return 0
+        return self.nodes_per_dp or hosts // count
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Settings:

@@ -21,6 +21,7 @@ from resiliency.launch.health.causes import Advice, Cause, Confidence
 from resiliency.launch.health.scores import HostHealth
 from supervisor.plain import InvalidValue, from_plain, to_plain
 from supervisor.policy.diagnosis import is_against_host
+from supervisor.policy.spares import Place
 
 #: Longest name, id or address; a DNS name has at most 253 characters.
 MAX_NAME_CHARS = 253
@@ -320,15 +321,18 @@ class HostInfo(Value):
     @property
     def domains(self) -> tuple[str, ...]:
         """What it shares with others, from small to large; without labels none."""
-        return tuple(
-            f"{label}={value}"
-            for label, value in (
-                ("subblock", self.subblock),
-                ("superblock", self.superblock),
-                ("zone", self.zone),
-            )
-            if value
-        )
+        return (*self.blocks, *([f"zone={self.zone}"] if self.zone else ()))
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Its domains below the zone, which holds all hosts of many fleets."""
+        labels = (("subblock", self.subblock), ("superblock", self.superblock))
+        return tuple(f"{label}={value}" for label, value in labels if value)
+
+    @property
+    def place(self) -> Place:
+        """What decides for which jobs it can be a spare."""
+        return Place(id=self.id, workers=self.workers_per_host, blocks=self.blocks, zone=self.zone)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -525,7 +529,7 @@ class WorkerReport(Value):
     Attributes:
         heartbeat_age_s: since the worker or its launcher gave a sign; None before the first.
         monitor_age_s: since its launcher's rank monitor got a heartbeat or section; None where it got none.
-            No decision rests on it: the monitor ends a rank that is late itself.
+            A job all of whose ranks send them is not taken for hung; a rank that is late the monitor ends.
         step, step_age_s: the last finished step and the time since; None before the first.
     """
 

@@ -4,7 +4,9 @@
 #
 #   docker build -f deploy/images/supervisor.Dockerfile -t REGISTRY/resiliency-supervisor:0.1.0 .
 #
-# For a build that gives the same image each time, name the base by its digest: --build-arg BASE=python@sha256:...
+# The base is a tag, which gets the distribution's security updates with each build.  For a build that gives the same
+# image each time, name it by its digest, which a registry knows and this file cannot without growing old:
+#   docker buildx imagetools inspect python:3.11.13-slim-bookworm; docker build --build-arg BASE=python@sha256:... ...
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build

@@ -39,7 +39,7 @@ from supervisor.decision.turn import Decision, EventReport, Turn
 from supervisor.decision.verdicts import codes, condemn, count_xid, give_up, gives_up, suspect_hang
 from supervisor.policy.caps import CordonMark
 from supervisor.policy.ladder import Cause, Rung, rungs
-from supervisor.policy.spares import Place, choose_spare
+from supervisor.policy.spares import JobShape, choose_spare
 from supervisor.policy.thresholds import Thresholds
 from supervisor.policy.xid import worst
 from supervisor.values import (
@@ -133,12 +133,12 @@ class BaseController:
             return not ended and self._expect_replacement(report)
         view = self._turn.view
         spares = {host.id: host for host in view.spares()}
-        others = [Place(id=host.id, domains=host.domains) for host in self._others_of_job(report)]
-        lost = Place(id=report.host.id, domains=report.host.domains)
-        places = [Place(id=host.id, domains=host.domains) for host in spares.values()]
+        others = [host.place for host in self._others_of_job(report)]
+        lost, places = report.host.place, [host.place for host in spares.values()]
         chosen = choose_spare(lost, others, places)
         if chosen is None:
-            note_refusal(self._turn, report, "hot swap: no spare fits")
+            why = JobShape.of([lost, *others]).refuse_all(places)
+            note_refusal(self._turn, report, f"hot swap: no spare fits{why and f': {why}'}")
             return False
         whole = ended or report.host.id in report.incident.not_swapped
         kind = CommandKind.WORKLOAD_RESET if whole else CommandKind.HOT_SWAP
@@ -169,7 +169,7 @@ class BaseController:
         first = report.event.evidence[0]
         text = f"{first.cause}: {first.text}" if report.event.type is EventType.DIAGNOSIS else ""
         condemn(turn, f"host:{host.id}", report.event.type.value, evidence, turn.limits.verdict_s, text)
-        turn.put("cordons", host.id, CordonMark(host=host.id, at=turn.now, domains=host.domains))
+        turn.put("cordons", host.id, CordonMark(host=host.id, at=turn.now, domains=host.blocks))
         send_command(
             self._turn, CommandKind.CORDON_HOST, host=host.id, incident=report.incident.id, evidence=evidence
         )

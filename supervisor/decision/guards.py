@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from supervisor.decision.state import Account, Fleet, State
 from supervisor.policy.budget import backoff_s
 from supervisor.policy.caps import refuse_cordon, refuse_growth
+from supervisor.policy.spares import JobShape
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import CommandKind, DeviceState, EventType, HostInfo, LauncherState, WorkloadInfo
 
@@ -236,7 +237,7 @@ def within_cordon_caps(view: View, intent: Intent) -> Refusal | None:
         return None
     why = refuse_cordon(
         view.state.cordons.values(),
-        intent.host.domains,
+        intent.host.blocks,
         view.now,
         window_s=view.limits.cordon_window_s,
         per_window=view.limits.max_cordons,
@@ -250,7 +251,10 @@ def above_spare_floor(view: View, intent: Intent) -> Refusal | None:
     if intent.kind is not CommandKind.SCALE_UP or intent.workload is None or intent.replicas is None:
         return None
     needed = (intent.replicas - intent.workload.replicas) * intent.workload.nodes_per_replica
-    why = refuse_growth(len(view.spares()), needed=needed, floor=view.limits.spare_floor)
+    name = intent.workload.workload
+    shape = JobShape.of([host.place for host in view.state.hosts.values() if host.workload == name])
+    fit = [one for one in view.spares() if not shape.refuse(workers=one.workers_per_host, zone=one.zone)]
+    why = refuse_growth(len(fit), needed=needed, floor=view.limits.spare_floor)
     return Refusal(text=why) if why else None
 
 

@@ -219,6 +219,7 @@ class Detector:
             self._begin_attempt(host, time)
             host.states.clear()
             host.steps.clear()
+            host.heartbeats.clear()
             host.failed.clear()
             self._conditions.close(("worker", report.host))
         reacts = report.launcher is not host.launcher and report.launcher in _REACTIONS

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 
 from supervisor.detection.conditions import Conditions
 from supervisor.detection.sightings import Offer, Output, SeenHost, SeenJob
+from supervisor.policy.spares import JobShape
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import DeviceState, EventType, LauncherState, Progress
 
@@ -103,6 +105,9 @@ class JobWatch:
                 return []  # that is something else than a hang, or no longer this attempt
             if host.info.state is not DeviceState.RUNNING or host.attempt != job.attempt:
                 return []
+        heartbeats = (host.heartbeats.get(rank, -math.inf) for host in hosts for rank in host.states)
+        if time - min(heartbeats, default=-math.inf) < self._limits.hang_threshold_s:
+            return []  # each rank sends them to its monitor: it evaluates, or loads
         least = min((min(host.steps.values(), default=0) for host in hosts), default=0)
         behind = {
             rank: host.info.id
@@ -127,9 +132,11 @@ class JobWatch:
         return [event]
 
     def _offer(self, workload: str, job: SeenJob, time: float) -> list[Output]:
+        shape = JobShape.of([self._hosts[name].info.place for name in job.hosts])
         spares = sum(
             host.info.state is DeviceState.SPARE
             and not (host.info.workload or host.info.cordoned or host.lost or name in self._silent)
+            and not shape.refuse(workers=host.info.workers_per_host, zone=host.info.zone)
             for name, host in self._hosts.items()
         )
         wanted = job.info.nodes_per_replica

@@ -71,6 +71,7 @@ class SeenHost:
         "earlier",
         "failed",
         "heard",
+        "heartbeats",
         "incarnation",
         "info",
         "launcher",
@@ -106,6 +107,7 @@ class SeenHost:
         self.states: dict[int, DeviceState] = {}  # by local rank
         self.failed: set[int] = set()
         self.steps: dict[int, int] = {}  # by global rank
+        self.heartbeats: dict[int, float] = {}  # when a rank monitor got its last one, by local rank
 
     @property
     def is_expected(self) -> bool:
@@ -117,6 +119,7 @@ class SeenHost:
         self.states.clear()
         self.failed.clear()
         self.steps.clear()
+        self.heartbeats.clear()
         self.attempt = 0
 
     def look_in(self, time: float, limits: Thresholds) -> float:
@@ -129,6 +132,8 @@ class SeenHost:
         """Note the state of one worker; why it is lost, if it is and was not before."""
         silent, known = worker.heartbeat_age_s, worker.local_rank in self.failed
         self.states[worker.local_rank] = worker.state
+        if worker.monitor_age_s is not None:
+            self.heartbeats[worker.local_rank] = time - worker.monitor_age_s
         if worker.state is DeviceState.FAILED:
             self.failed.add(worker.local_rank)
             return "" if known else "launcher: failed"

@@ -140,7 +140,7 @@ def _make_gke(settings: PartSettings) -> RunningOrchestrator:
     return GkeOrchestrator(
         environment.workload_namespace,
         environment.job_namespace,
-        hosts_per_replica=environment.nodes_per_dp,
+        hosts_per_replica=environment.hosts_per_replica,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CordonMark:
-    """A host that was taken out of service at `at`, and the failure domains that it is in."""
+    """A host that was taken out of service at `at`, and the failure domains below its zone that it is in."""
 
     host: str
     at: float
@@ -25,7 +25,7 @@ def refuse_cordon(
     per_window: int,
     per_domain: int,
 ) -> str:
-    """Why one more host in `domains` must not be cordoned now; empty if it may.
+    """Why one more host in `domains`, as in its `CordonMark`, must not be cordoned now; empty if it may.
 
     Only the smallest domain counts: a zone holds all hosts of many fleets.
     """

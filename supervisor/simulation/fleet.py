@@ -123,6 +123,11 @@ class Fleet:
         hosts = [self.hosts[name] for name in job.hosts]
         return len(hosts) == job.info.hosts and all(host.alive and not host.failed for host in hosts)
 
+    def is_free(self, host: SimHost) -> bool:
+        """Whether a scheduler may put a pod there: it looks at devices, and at no zone."""
+        info = host.info
+        return not (info.workload or info.cordoned) and info.workers_per_host == self.workers_per_host
+
     def has_launchers(self, job: SimJob) -> bool:
         """Whether no launcher of the job has given up, and so ended."""
         return all(self.hosts[name].launcher is not LauncherState.GAVE_UP for name in job.hosts)
@@ -448,11 +453,7 @@ class SimOrchestrator:
             return ""  # no launcher is left that could do it, as its answer will say
         if command.spare:
             # A scheduler takes any node that fits: the spare of the command is the controller's guess.
-            free = [
-                one
-                for one in fleet.hosts.values()
-                if one.alive and not one.info.workload and not one.info.cordoned
-            ]
+            free = [one for one in fleet.hosts.values() if one.alive and fleet.is_free(one)]
             if not free or command.host not in job.hosts:
                 return "no spare is free, or the host is not of the job"
             spare = fleet.loop.random.choice(free)
@@ -493,7 +494,7 @@ class SimOrchestrator:
         free = [
             host
             for host in self.fleet.hosts.values()
-            if host.alive and not (host.info.workload or host.info.cordoned or host.broken)
+            if host.alive and not host.broken and self.fleet.is_free(host)
         ]
         needed = larger.hosts - len(job.hosts)
         if len(free) < needed:

@@ -18,6 +18,7 @@ from supervisor.values import (
     CommandKind,
     Event,
     EventType,
+    HostInfo,
     LauncherState,
     Outcome,
     OutcomeStatus,
@@ -191,6 +192,8 @@ class Invariants:
                 f"{command.kind.value} {command.id} for {command.workload},"
                 f" which advanced {now - reported_at:.1f} s ago"
             )
+        if command.spare:
+            self._check_spare(command)
         if command.kind is CommandKind.SCALE_UP:
             self._check_growth(command)
         if command.kind in (CommandKind.IN_JOB_RESET, CommandKind.WORKLOAD_RESET):
@@ -221,10 +224,27 @@ class Invariants:
                         f" {command.id} of {incident.id} as well"
                     )
 
+    def _check_spare(self, command: Command) -> None:
+        """What was known of it allows the job's ranks, and no zone but the job's only one."""
+        hosts = self._plane.core.state.hosts
+        spare, lost = hosts[command.spare], hosts[command.host]
+        zones = {host.zone for host in (*self._hosts_of(command.workload), lost)}
+        if spare.workers_per_host != lost.workers_per_host:
+            raise Violation(f"{command.id} takes {spare.id}, which has {spare.workers_per_host} workers")
+        if len(zones) == 1 and spare.zone not in zones:
+            raise Violation(f"{command.id} takes {spare.id}, which is in another zone than its job")
+
+    def _hosts_of(self, workload: str) -> list[HostInfo]:
+        return [host for host in self._plane.core.state.hosts.values() if host.workload == workload]
+
     def _check_growth(self, command: Command) -> None:
-        state = self._plane.core.state
+        state, hosts = self._plane.core.state, self._hosts_of(command.workload)
+        workers, zones = {host.workers_per_host for host in hosts}, {host.zone for host in hosts}
         spares = sum(
-            host.state.value == "spare" and not host.workload and not host.cordoned
+            host.state.value == "spare"
+            and not (host.workload or host.cordoned)
+            and host.workers_per_host in workers
+            and (len(zones) > 1 or host.zone in zones)
             for host in state.hosts.values()
         )
         job = state.workloads[command.workload]

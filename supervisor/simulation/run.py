@@ -92,13 +92,21 @@ def scenario(seed: int, hosts: int) -> Scenario:
 
 
 def build_fleet(loop: Loop, hosts: int) -> Fleet:
-    """Hosts in racks of four; most work for one or more jobs, the rest are spares."""
+    """Hosts in racks of four; most work for one or more jobs, the rest are spares.
+
+    Some hosts that no job has at first have more workers than jobs do, or are in another zone.
+    """
     fleet, draw = Fleet(loop, workers_per_host=1), loop.random
     spares = draw.randint(0, max(1, hosts // 4))
     racks = 4
     for number in range(hosts):
+        spare = number >= hosts - spares
         info = HostInfo(
-            id=f"h{number}", name=f"n{number}", subblock=f"r{number // racks}", zone="z", workers_per_host=1
+            id=f"h{number}",
+            name=f"n{number}",
+            subblock=f"r{number // racks}",
+            zone="y" if spare and number % 5 == 0 else "z",
+            workers_per_host=2 if spare and number % 4 == 0 else 1,
         )
         fleet.hosts[info.id] = SimHost(info=info)
     names = list(fleet.hosts)[: hosts - spares]

@@ -99,6 +99,8 @@ class Remote:
         self.address = address
         self._security = security
         self._channels: dict[Role, grpc.aio.Channel] = {}
+        self._version = security.version
+        self._replaced: list[grpc.aio.Channel] = []  # calls that have begun end on them
 
     async def call(self, method: Any, request: Any, *, timeout_s: float) -> Any:
         """One call.
@@ -108,6 +110,11 @@ class Remote:
             Unreachable: no answer within `timeout_s`.
         """
         server = SERVERS[method.containing_service.name]
+        # A connection that breaks is made again by gRPC, with the certificate that its channel began with.
+        if (version := self._security.version) != self._version:
+            self._version = version
+            self._replaced += self._channels.values()
+            self._channels = {}
         if server not in self._channels:
             self._channels[server] = self._connect(server)
         stub = self._channels[server].unary_unary(_path(method), **_coders(method))
@@ -157,8 +164,9 @@ class Remote:
             await channel.close()
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
+        channels = (*self._replaced, *self._channels.values())
+        self._replaced, self._channels = [], {}
+        for channel in channels:
             await channel.close()
 
     async def __aenter__(self) -> Remote:

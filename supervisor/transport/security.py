@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,6 +97,52 @@ class TokenFile:
                 hint="Make one with: openssl rand -hex 32",
                 variable=self._variable,
             )
+
+
+#: When each of some files was written, and its inode.
+Stamp = tuple[tuple[int, int], ...]
+
+
+def _stamp(*files: Path | None) -> Stamp:
+    """Of those of `files` that are there now."""
+    found = []
+    for file in files:
+        with suppress(OSError):
+            if file is not None:
+                stat = file.stat()
+                found.append((stat.st_mtime_ns, stat.st_ino))
+    return tuple(found)
+
+
+class _ServedFiles:
+    """What a server shows and asks for, read again at the first connection after the files have changed."""
+
+    def __init__(self, certificate: Path, key: Path, authority: Path | None) -> None:
+        self._certificate, self._key, self._authority = certificate, key, authority
+        self._stamp: Stamp = ()
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        stamp = _stamp(self._certificate, self._key, self._authority)
+        made = grpc.ssl_server_certificate_configuration(
+            [(self._key.read_bytes(), self._certificate.read_bytes())],
+            root_certificates=self._authority.read_bytes() if self._authority else None,
+        )
+        self._stamp = stamp
+        return made
+
+    def read_changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """For gRPC, before each handshake, in a thread of its own; None: as before.
+
+        gRPC also goes on with what it had where files do not belong together, because only one has been
+        replaced yet.
+        """
+        if _stamp(self._certificate, self._key, self._authority) == self._stamp:
+            return None
+        try:
+            return self.read()
+        except OSError as error:
+            logger.warning("certificates of this server stay as they were: %s", error)
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +247,15 @@ class Security:
         if self.certificate is None or self.key is None or self.authority is None:
             raise ConfigError(f"a server needs {CERT_ENV}, {KEY_ENV} and {CA_ENV}.", variable=CERT_ENV)
         demand = self.tokens is None
-        return grpc.ssl_server_credentials(
-            [(self.key.read_bytes(), self.certificate.read_bytes())],
-            root_certificates=self.authority.read_bytes() if demand else None,
-            require_client_auth=demand,
+        files = _ServedFiles(self.certificate, self.key, self.authority if demand else None)
+        return grpc.dynamic_ssl_server_credentials(
+            files.read(), files.read_changed, require_client_authentication=demand
         )
+
+    @property
+    def version(self) -> Stamp:
+        """Another one after each change of the files that `channel_credentials` reads."""
+        return _stamp(self.certificate, self.key, self.authority)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """None means plaintext.  Files are read again for each connection, so that they may be rotated."""

@@ -16,6 +16,8 @@ from tests.tools import kept
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "resiliency-supervisor"
 RUN_S = 60.0
+#: The chart renders nothing before it knows where nodes are.
+NODES = ("--set-json", 'networkPolicy.nodeCidrs=["10.128.0.0/20"]')
 
 
 def run_helm(*args: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +34,7 @@ def render(*values: str, file: Path | None = None, namespace: str = "fleet") -> 
     """
     flags = [word for value in values for word in ("--set-json", value)]
     flags += ["--values", str(file)] if file else []
-    done = run_helm("template", "rs", str(CHART), "--namespace", namespace, *flags)
+    done = run_helm("template", "rs", str(CHART), "--namespace", namespace, *NODES, *flags)
     assert done.returncode == 0, done.stderr
     text = re.sub(
         r"^  (ca\.crt|tls\.crt|tls\.key): \S+$", r"  \1: bWFkZSBieSBoZWxt", done.stdout, flags=re.MULTILINE

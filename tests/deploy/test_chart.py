@@ -22,7 +22,7 @@ from supervisor.orchestrators.gke import RIGHTS
 from supervisor.parts.settings import ALL, PartSettings
 from supervisor.policy.thresholds import flags
 from supervisor.transport.roles import CONTROL, Role
-from tests.deploy.chart import CHART, ROOT, Objects, render, run_helm
+from tests.deploy.chart import CHART, NODES, ROOT, Objects, render, run_helm
 from tests.deploy.schemas import problems, type_of
 
 pytestmark = pytest.mark.slow
@@ -36,6 +36,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-store": ("store.enabled=false",),
     "standalone": ("daemon.standaloneMode=true",),
     "topology-aware": ("daemon.topologyAware=true",),
+    "cilium": ("networkPolicy.cilium=true", "networkPolicy.nodeCidrs=[]"),
+    "launcher-token": ('daemon.launcherTokenSecret="launcher-token"',),
     "other-namespace": ('workloadNamespace="training"',),
     "least": (
         'orchestrator="none"',
@@ -58,8 +60,15 @@ def rendered(variant: str) -> str:
 
 
 def test_the_chart_has_nothing_that_helm_warns_of() -> None:
-    done = run_helm("lint", "--strict", str(CHART))
+    done = run_helm("lint", "--strict", str(CHART), *NODES)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_cluster_that_cannot_make_one_pod_again_is_refused() -> None:
+    for version, taken in (("1.28.9", False), ("1.29.0", True), ("1.36.2-gke.100", True)):
+        done = run_helm("template", "rs", str(CHART), *NODES, "--kube-version", version)
+        assert (done.returncode == 0) == taken, done.stderr
+    assert "| Kubernetes 1.29 or newer |" in (ROOT / "docs" / "gke.md").read_text()
 
 
 def _flags_of_the_walkthrough() -> list[list[str]]:
@@ -82,7 +91,7 @@ def test_the_helm_flags_of_the_walkthrough_are_values_of_the_chart(flags: list[s
         str(ROOT / word) if before == "-f" else word
         for before, word in zip(["", *flags], flags, strict=False)
     ]
-    done = run_helm("template", "rs", str(CHART), "--namespace", "fleet", *flags)
+    done = run_helm("template", "rs", str(CHART), "--namespace", "fleet", *NODES, *flags)
     assert done.returncode == 0, done.stderr
     for before, word in pairwise(flags):
         if before == "--set":
@@ -123,7 +132,7 @@ def test_every_object_fits_the_schema_of_its_api(variant: str) -> None:
             foreign.add(thing["apiVersion"])
             continue
         assert problems(thing, schema) == [], f"{thing['kind']} {thing['metadata']['name']}"
-    assert foreign <= {"cert-manager.io/v1", "monitoring.coreos.com/v1"}
+    assert foreign <= {"cert-manager.io/v1", "monitoring.coreos.com/v1", "cilium.io/v2"}
 
 
 def test_a_field_that_the_api_does_not_know_is_found() -> None:
@@ -159,11 +168,16 @@ def test_every_program_takes_the_flags_and_the_environment_that_it_is_given(
     variant: str, tmp_path: Path
 ) -> None:
     objects = Objects(rendered(variant))
+    (tmp_path / "token").write_text("a-token-of-all-the-launchers\n")
     programs = []
     for template in objects.pods().values():
         (container,) = template["spec"]["containers"]
         command = " ".join(container["command"])
-        args = [re.sub(r"=/var/lib/resiliency$", f"={tmp_path}", arg) for arg in container["args"]]
+        there = r"=/(var/lib/resiliency$|etc/resiliency/launcher/)"
+        args = [
+            re.sub(there, lambda found: f"={tmp_path}{'/' * found[0].endswith('/')}", arg)
+            for arg in container["args"]
+        ]
         env = {**environment(objects, container), "SUPERVISOR_PLAINTEXT": "1"}
         programs.append(command)
         if command.endswith("supervisor.host_daemon"):
@@ -171,6 +185,7 @@ def test_every_program_takes_the_flags_and_the_environment_that_it_is_given(
             assert daemon.watchdogs.names
             assert daemon.environment.sensor_address.endswith("-sensor.fleet.svc:60061")
             assert daemon.standalone == (variant == "standalone")
+            assert (daemon.launcher_token is not None) == (variant == "launcher-token")
             assert (daemon.metadata is not None) == (variant == "topology-aware")
         elif command.endswith("rendezvous_store"):
             assert args == ["--port=29400"]
@@ -279,6 +294,7 @@ def test_two_releases_of_one_name_share_no_object_where_they_watch_one_namespace
             namespace,
             "--set-json",
             'workloadNamespace="training"',
+            *NODES,
         )
         assert done.returncode == 0, done.stderr
         return {
@@ -287,6 +303,58 @@ def test_two_releases_of_one_name_share_no_object_where_they_watch_one_namespace
         }
 
     assert names("fleet") & names("other") == set()
+
+
+# ---------------------------------------------------------------- networks
+
+
+def test_nothing_reaches_a_pod_that_no_rule_names() -> None:
+    for variant in VARIANTS:
+        objects = Objects(rendered(variant))
+        policies = [one["spec"] for one in objects.of("NetworkPolicy").values()]
+        for policy in policies:
+            assert policy["policyTypes"] == ["Ingress"]
+            assert all(rule["from"] and rule["ports"] for rule in policy["ingress"])
+        for component, template in objects.pods().items():
+            labels = template["metadata"]["labels"].items()
+            selects = [one for one in policies if one["podSelector"]["matchLabels"].items() <= labels]
+            # A policy of pods holds for none in its node's network.
+            wanted = variant != "least" and not template["spec"].get("hostNetwork")
+            assert len(selects) == wanted, f"{component} of {variant}"
+
+
+@pytest.mark.parametrize("variant", ["default", "cilium"])
+def test_nodes_and_the_jobs_namespace_reach_the_store_and_no_other_pod(variant: str) -> None:
+    objects = Objects(rendered(variant))
+    (rule,) = objects.of("NetworkPolicy")["rs-resiliency-supervisor-store"]["spec"]["ingress"]
+    *nodes, jobs = rule["from"]
+    assert jobs == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "fleet"}}}
+    assert nodes == ([{"ipBlock": {"cidr": "10.128.0.0/20"}}] if variant == "default" else [])
+
+
+def test_where_no_address_matches_a_node_they_reach_what_they_need_by_what_they_are() -> None:
+    for values, wanted in (
+        (VARIANTS["cilium"], {"sensor": ["60061"], "actuator": ["60063"], "store": ["29400"]}),
+        (
+            (*VARIANTS["cilium"], "allInOne=true"),
+            {"supervisor": ["60061", "60063"], "store": ["29400"]},
+        ),
+    ):
+        objects = Objects(render(*values))
+        pods, found = objects.pods(), {}
+        for name, policy in objects.of("CiliumClusterwideNetworkPolicy").items():
+            selector = policy["spec"]["endpointSelector"]["matchLabels"]
+            assert selector.pop("k8s:io.kubernetes.pod.namespace") == "fleet"
+            (component,) = [
+                key for key, pod in pods.items() if selector.items() <= pod["metadata"]["labels"].items()
+            ]
+            assert name == f"fleet-rs-resiliency-supervisor-{component}"
+            (rule,) = policy["spec"]["ingress"]
+            assert rule["fromEntities"] == ["host", "remote-node"]
+            ((ports,),) = [[one["ports"] for one in rule["toPorts"]]]
+            assert {one["protocol"] for one in ports} == {"TCP"}
+            found[component] = sorted(one["port"] for one in ports)
+        assert found == wanted
 
 
 # ---------------------------------------------------------------- upgrades
@@ -348,7 +416,9 @@ def test_the_thresholds_are_the_programs_flags() -> None:
 
 @pytest.mark.parametrize("variant", ["default", "cert-manager"])
 def test_the_certificate_of_the_hosts_says_that_they_are_hosts_and_nothing_more(variant: str) -> None:
-    done = run_helm("template", "rs", str(CHART), *(f"--set-json={value}" for value in VARIANTS[variant]))
+    done = run_helm(
+        "template", "rs", str(CHART), *NODES, *(f"--set-json={value}" for value in VARIANTS[variant])
+    )
     objects = Objects(done.stdout)
     names = {}
     for name, secret in objects.of("Secret").items():
@@ -371,10 +441,14 @@ def test_the_certificate_of_the_hosts_says_that_they_are_hosts_and_nothing_more(
         ('orchestrator="slurm"', "value must be one of 'gke', 'none'"),
         ("daemon.port=0", "minimum: got 0, want 1"),
         ('thresholds={"max-cordon":1}', "invalid propertyName 'max-cordon'"),
+        (
+            "networkPolicy.nodeCidrs=[]",
+            "set nodeCidrs to the addresses of the nodes (of no pods), or cilium=true",
+        ),
         ('tls.mode="secrets"', "tls.secrets.control must name a Secret when tls.mode is secrets"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused(value: str, sentence: str) -> None:
-    done = run_helm("template", "rs", str(CHART), "--set-json", value)
+    done = run_helm("template", "rs", str(CHART), *NODES, "--set-json", value)
     assert done.returncode != 0
     assert sentence in done.stderr

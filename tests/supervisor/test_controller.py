@@ -93,6 +93,37 @@ def test_a_lost_host_is_swapped_for_a_spare_and_the_view_follows() -> None:
     assert fleet.state.incidents == {}
 
 
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"workers_per_host": 4}, "4 workers per host instead of 1 (1)"),
+        ({"zone": "z2"}, "zone z2 instead of z1 (1)"),
+    ],
+)
+def test_a_spare_that_does_not_fit_is_none_and_the_next_rung_is_taken(
+    other: dict[str, object], why: str
+) -> None:
+    fleet = Controller(spares=0, scaling=True, max_replicas=3)
+    for name in ("h0", "h1"):
+        fleet.give(replace(fleet.state.hosts[name], zone="z1"))
+    fleet.give(replace(_host("s0"), **{"zone": "z1", **other}))
+    fleet.now += LIMITS.scale_up_hold_s
+    assert fleet.give(fleet.event(EventType.SCALE_UP, "")) == []
+    assert "scale_up refused by above_spare_floor: 0 spares less 1" in fleet.notes[-1]
+    assert fleet.happens(EventType.HOST_HB) == [DOWN]
+    assert f"incident i2: hot swap: no spare fits: {why}" in fleet.notes
+
+
+def test_hosts_of_which_nothing_but_the_zone_is_known_have_no_cap_of_cordons_in_it() -> None:
+    fleet = Controller(spares=4, max_in_job_restarts=5)
+    for number in range(4):
+        name = f"s{number}"
+        fleet.give(replace(fleet.state.hosts[name], zone="z1"))
+        fleet.give(replace(fleet.event(EventType.ECC, name), workload=""))
+        fleet.wait(LIMITS.coalesce_s)
+    assert [command.host for command in fleet.sent] == ["s0", "s1", "s2", "s3"]
+
+
 def test_without_a_spare_the_job_shrinks_where_it_may_and_is_reset_where_not() -> None:
     shrinks = Controller(spares=0, scaling=True, max_replicas=2)
     assert shrinks.happens(EventType.HOST_HB) == [DOWN]

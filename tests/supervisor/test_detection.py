@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from supervisor.detection import Detector, Output, Poll, Probe
-from supervisor.policy.thresholds import Thresholds
 from supervisor.values import (
     Change,
     Command,
@@ -28,64 +27,7 @@ from supervisor.values import (
     WorkerReport,
     WorkloadInfo,
 )
-
-LIMITS = Thresholds(
-    heartbeat_timeout_s=20.0, tick_s=1.0, hang_threshold_s=60.0, scale_up_hold_s=100.0, verdict_s=3600.0
-)
-
-
-class Sensor:
-    """A detector and its clock; remembers all that it said."""
-
-    def __init__(self, hosts: int = 4, **workload: object) -> None:
-        self.now = 1000.0
-        self.detector = Detector("s1", LIMITS, self.now)
-        self.said: list[Output] = []
-        self.job = WorkloadInfo(workload="train", replicas=2, max_replicas=3, **workload)
-        self._sequences: dict[str, int] = {}
-        self.names = [f"h{n}" for n in range(hosts)]
-        self.take(self.detector.register_workload(self.job, self.now))
-        for number, name in enumerate(self.names):
-            workload_name = "train" if number < self.job.hosts else ""
-            self.take(self.detector.register_host(_host(name, workload_name), self.now))
-        self.run(LIMITS.heartbeat_timeout_s + 1.0)
-        self.said.clear()
-
-    def take(self, said: Sequence[Output]) -> list[Output]:
-        self.said += said
-        return list(said)
-
-    def beat(self, name: str, **fields: object) -> list[Output]:
-        return self.take(self.detector.report(self.report(name, **fields), self.now))
-
-    def report(self, name: str, *, incarnation: str = "d1", **fields: object) -> DaemonReport:
-        sequence = self._sequences[name] = self._sequences.get(name, -1) + 1
-        known = {"host": name, "incarnation": incarnation, "sequence": sequence, **fields}
-        return DaemonReport(**known)
-
-    def run(self, seconds: float, silent: Sequence[str] = (), **fields: object) -> list[Output]:
-        """Time passes; all hosts but `silent` report each five seconds."""
-        before = len(self.said)
-        for _ in range(round(seconds)):
-            self.now += 1.0
-            if round(self.now) % 5 == 0:
-                for name in self.names:
-                    if name not in silent:
-                        self.beat(name, **(fields if name in ("h0", "h1") else {}))
-            self.take(self.detector.tick(self.now))
-        return self.said[before:]
-
-
-def _host(name: str, workload: str = "") -> HostInfo:
-    return HostInfo(id=name, name=name, workload=workload, workers_per_host=1)
-
-
-def _worker(rank: int = 0, **fields: object) -> tuple[WorkerReport, ...]:
-    return (WorkerReport(local_rank=0, global_rank=rank, **fields),)
-
-
-def events(said: Sequence[Output], *kinds: EventType) -> list[Event]:
-    return [each for each in said if isinstance(each, Event) and (not kinds or each.type in kinds)]
+from tests.supervisor.sensors import LIMITS, Sensor, _host, _worker, events
 
 
 def test_hosts_that_report_are_never_lost() -> None:
@@ -397,6 +339,28 @@ def test_a_hang_names_the_ranks_that_are_behind() -> None:
     assert (hang.type, hang.ranks, hang.host) == (EventType.HANG, (1,), "h1")
 
 
+def test_ranks_that_go_on_sending_heartbeats_to_their_monitors_do_not_hang() -> None:
+    def run(seconds: int, *silent: str) -> list[Event]:
+        for _ in range(seconds):
+            sensor.now += 1.0
+            for rank, name in enumerate(("h0", "h1")):
+                age_s = sensor.now - stopped if name in silent else 0.0
+                step_age_s = sensor.now - began
+                sensor.beat(name, workers=_worker(rank, step=9, step_age_s=step_age_s, monitor_age_s=age_s))
+            for name in ("h2", "h3"):
+                sensor.beat(name)
+            sensor.take(sensor.detector.tick(sensor.now))
+        return events(sensor.said, EventType.HANG)
+
+    sensor = Sensor()
+    began = stopped = sensor.now
+    assert run(200) == []
+    stopped = sensor.now
+    # One rank waits in a collective for another one, which still does something: not all do.
+    assert run(59, "h1") == []
+    assert len(run(2, "h1")) == 1
+
+
 def test_a_host_that_its_job_went_on_without_hides_no_hang() -> None:
     sensor = Sensor(hosts=3)
     # The launcher of h0 died alone in attempt 1: its daemon still tells what that said, and of which job.
@@ -466,6 +430,13 @@ def test_capacity_is_offered_once_for_what_is_there_and_again_after_a_while() ->
     assert len(events(sensor.said, EventType.ORCHESTRATOR)) == 1
     (offer,) = events(sensor.run(3), EventType.SCALE_UP)
     assert offer.evidence[0].text == "capacity: 1 spares, a replica needs 1"
+
+
+def test_a_spare_that_cannot_run_the_jobs_ranks_is_no_capacity() -> None:
+    sensor = Sensor(scaling=True)
+    for name in ("h2", "h3"):
+        sensor.take(sensor.detector.register_host(replace(_host(name), workers_per_host=4), sensor.now))
+    assert events(sensor.run(3 * LIMITS.scale_up_hold_s), EventType.SCALE_UP) == []
 
 
 def test_an_offer_that_nobody_takes_is_repeated_more_and_more_seldom_until_something_changes() -> None:

@@ -13,7 +13,7 @@ from supervisor.policy.budget import Budget, TokenBucket, backoff_s
 from supervisor.policy.caps import CordonMark, refuse_cordon, refuse_growth
 from supervisor.policy.ladder import Cause, Rung, rungs
 from supervisor.policy.silence import is_correlated
-from supervisor.policy.spares import Place, choose_spare
+from supervisor.policy.spares import JobShape, Place, choose_spare
 from supervisor.policy.thresholds import Thresholds, flag, flags
 from supervisor.policy.verdict import Verdict
 from supervisor.policy.xid import Remedy, remedy, worst
@@ -136,25 +136,56 @@ def test_growth_leaves_the_floor_of_spares() -> None:
     assert "fewer than the floor of 2" in refuse_growth(3, needed=2, floor=2)
 
 
+def place(id: str, *blocks: str, zone: str = "", workers: int = 8) -> Place:
+    return Place(id=id, blocks=blocks, zone=zone, workers=workers)
+
+
 def test_a_spare_is_near_the_job_but_not_in_the_lost_hosts_rack() -> None:
-    lost = Place(id="lost", domains=("rack=a", "block=1"))
-    others = [Place(id="o1", domains=("rack=b", "block=1")), Place(id="o2", domains=("rack=a", "block=1"))]
-    same_rack = Place(id="s1", domains=("rack=a", "block=1"))
-    same_block = Place(id="s2", domains=("rack=c", "block=1"))
-    far = Place(id="s3", domains=("rack=d", "block=2"))
-    bare = Place(id="s4")
+    lost = place("lost", "rack=a", "block=1")
+    others = [place("o1", "rack=b", "block=1"), place("o2", "rack=a", "block=1")]
+    same_rack = place("s1", "rack=a", "block=1")
+    same_block = place("s2", "rack=c", "block=1")
+    far = place("s3", "rack=d", "block=2")
+    bare = place("s4")
     assert choose_spare(lost, others, [same_rack, far, same_block, bare]) == same_block
     assert choose_spare(lost, others, [same_rack, far]) == far
     assert choose_spare(lost, others, [same_rack]) == same_rack
-    assert choose_spare(lost, others, [far, bare], same="block=") is None
     assert choose_spare(lost, others, [lost]) is None
 
 
+@pytest.mark.parametrize("workers", [4, 16])
+def test_a_spare_for_another_number_of_ranks_is_none(workers: int) -> None:
+    other, right = place("a", workers=workers), place("b")
+    assert choose_spare(place("lost"), [], [other, right]) == right
+    assert choose_spare(place("lost"), [], [other]) is None
+    why = f"{workers} workers per host instead of 8"
+    assert JobShape.of([place("lost")]).refuse_all([other, other, right]) == f"{why} (2)"
+
+
+def test_a_job_in_one_zone_stays_there_and_one_in_several_takes_a_spare_where_most_of_it_is() -> None:
+    lost, near, far = place("lost", zone="z1"), place("o1", zone="z1"), place("o2", zone="z2")
+    in_1, in_2, in_3 = (place(f"s{number}", zone=f"z{number}") for number in (1, 2, 3))
+    bare = place("s4")
+    assert choose_spare(lost, [near], [in_3, in_2, bare, in_1]) == in_1
+    assert choose_spare(lost, [near], [in_2, bare]) == bare
+    assert choose_spare(lost, [near], [in_2, in_3]) is None
+    why = JobShape.of([lost, near]).refuse_all([in_2, in_3])
+    assert why == "zone z2 instead of z1 (1), zone z3 instead of z1 (1)"
+    assert choose_spare(lost, [near, far], [in_3, in_2, in_1]) == in_1
+    assert choose_spare(lost, [near, far], [in_3, in_2]) == in_2
+    assert choose_spare(lost, [near, far], [in_3]) == in_3
+    assert choose_spare(place("lost"), [], [in_2]) == in_2
+
+
+def test_the_jobs_zone_goes_before_another_rack() -> None:
+    lost, others = place("lost", "rack=a", zone="z1"), [place("o1", zone="z1"), place("o2", zone="z2")]
+    same_rack, elsewhere = place("s1", "rack=a", zone="z1"), place("s2", "rack=b", zone="z2")
+    assert choose_spare(lost, others, [same_rack, elsewhere]) == same_rack
+
+
 def test_equal_spares_are_told_apart_by_name_so_a_decision_can_be_repeated() -> None:
-    spares = [Place(id="b"), Place(id="a")]
-    assert (
-        choose_spare(Place(id="x"), [], spares) == choose_spare(Place(id="x"), [], spares[::-1]) == spares[1]
-    )
+    spares = [place("b"), place("a")]
+    assert choose_spare(place("x"), [], spares) == choose_spare(place("x"), [], spares[::-1]) == spares[1]
 
 
 @pytest.mark.parametrize(

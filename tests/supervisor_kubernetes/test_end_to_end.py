@@ -186,6 +186,11 @@ class Training:
         found = re.findall(r"^rank \d of (\d) begins at step (\d+)", log, re.M)
         return [(int(ranks), int(step)) for ranks, step in found]
 
+    def stopped_at(self) -> int:
+        """The last step that the rank on the first node finished before it began the last time."""
+        before = self.log("n1").rpartition(" begins at step ")[0]
+        return int(re.findall(r"^rank \d of \d step (\d+) loss", before, re.M)[-1])
+
     def restored(self) -> set[str]:
         """Tiers that the ranks began from the last time, as the rank on the first node says."""
         found = re.findall(r"^rank \d of \d restored (.*)$", self.log("n1"), re.M)
@@ -298,8 +303,7 @@ def test_a_pod_that_somebody_else_evicts_is_made_again_and_the_job_goes_on_from_
     assert training.uid() == jobset_uid
     assert "memory" in training.restored()
     # All ranks stopped at one step, and that is saved.
-    before = training.log("n1").rpartition(" begins at step ")[0]
-    assert training.begun()[-1][1] == int(re.findall(r"^rank \d of 2 step (\d+) loss", before, re.M)[-1])
+    assert training.begun()[-1][1] == training.stopped_at()
     assert (status.commands, status.incidents) == ((), ())
 
 
@@ -398,6 +402,8 @@ def test_without_a_spare_the_job_is_smaller_until_the_node_is_back(training: Tra
     sizes, steps = zip(*training.begun(), strict=True)
     assert sizes == (2, 1, 2)
     assert 0 == steps[0] < steps[1] < steps[2]
+    # A growth costs no step: the pods' grace is enough for their ranks to stop at one step and save it.
+    assert steps[2] == training.stopped_at()
     done = [one.kind for one in status.commands if one.outcome is OutcomeStatus.DONE]
     assert [kind for kind in reversed(done) if kind is not CommandKind.UNCORDON_HOST] == [
         *(CommandKind.SCALE_DOWN, CommandKind.SCALE_UP)

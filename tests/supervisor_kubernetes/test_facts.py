@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from supervisor.daemon.standalone import read_annotations
+from supervisor.orchestrators.gke.jobsets import pod_template
+from supervisor.orchestrators.gke.names import HOSTS_PER_REPLICA
 from supervisor.values import DeviceState, HostFacts, PodFacts
 from tests.supervisor_kubernetes.fleet import JOBS, Adapter, cluster_of, jobset, submit
 from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
@@ -69,6 +71,19 @@ def test_a_pod_with_annotations_is_told_to_its_host_and_one_without_is_not() -> 
             workload, sentences = read_annotations(told()[0])
             assert sentences == ()
             assert (workload.replicas, workload.max_workload_restarts, workload.job) == (2, 3, "workers")
+
+    run(work())
+
+
+def test_a_host_is_told_the_size_that_an_action_takes_its_job_for() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
+            thing = annotated("a", hosts=2)
+            del pod_template(thing["spec"]["replicatedJobs"][0])["metadata"]["annotations"][HOSTS_PER_REPLICA]
+            await submit(cluster, thing)
+            await cluster.until(lambda: all(facts.pod for facts in adapter.facts.values()), "nothing is told")
+            jobs = [read_annotations(facts.pod)[0] for facts in adapter.facts.values() if facts.pod]
+            assert [(job.replicas, job.nodes_per_replica) for job in jobs] == [(2, 1)] * 2
 
     run(work())
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from supervisor.orchestrators.gke.nodes import can_take
 from supervisor.orchestrators.gke.sizes import CannotResize, resized, size_of
 from supervisor.parts.run import make_orchestrator
 from supervisor.parts.settings import ALL, PartSettings
+from supervisor.settings import Settings
 from supervisor.testing.kubernetes.hosts import node
 from tests.supervisor_kubernetes.fleet import jobset
 
@@ -104,6 +106,36 @@ def test_a_replica_of_several_hosts_and_numbers_that_are_not_the_size() -> None:
         resized(odd, size_of(odd), 3)
     with pytest.raises(CannotResize, match="workers has 4 hosts for 3 replicas"):
         size_of(jobset(hosts=4, env={"NUM_DP_REPLICAS": "3"}))
+
+
+@pytest.mark.parametrize(
+    ("variables", "replicas"),
+    [({}, 1), ({"NUM_DP_REPLICAS": "3"}, 3), ({"NUM_NODES_PER_DP": "2", "NUM_DP_REPLICAS": "2"}, 3)],
+)
+def test_a_job_that_names_no_size_has_the_one_of_the_environment_and_keeps_the_hosts_of_a_replica(
+    variables: dict[str, str], replicas: int
+) -> None:
+    default = Settings.from_env(variables).hosts_per_replica
+    thing = jobset(hosts=6)
+    size = size_of(thing, default)
+    assert size.replicas == replicas
+    for wanted in (2, 4):  # no number of hosts that the default was for
+        thing, _ = resized(thing, size_of(thing, default), wanted)
+        hosts = wanted * size.hosts_per_replica
+        assert size_of(thing, default) == replace(size, replicas=wanted, hosts=hosts)
+    named = jobset(hosts=6, env={"NUM_DP_REPLICAS": "6"})
+    assert size_of(named, default).replicas == 6
+    annotated = jobset(hosts=6)
+    annotated["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"] = {
+        "annotations": {"supervisor/num-nodes-per-dp": "1"}
+    }
+    assert size_of(annotated, default).replicas == 6
+
+
+def test_a_default_that_does_not_fit_a_job_is_refused_with_a_sentence() -> None:
+    for variables in ({"NUM_DP_REPLICAS": "4"}, {"NUM_NODES_PER_DP": "4"}):
+        with pytest.raises(CannotResize, match="names no size, and its 6 hosts are no whole number of"):
+            size_of(jobset(hosts=6), Settings.from_env(variables).hosts_per_replica)
 
 
 def test_generations_only_grow_over_restarts_and_new_objects() -> None:

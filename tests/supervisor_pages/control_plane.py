@@ -42,6 +42,13 @@ MORE_KINDS = (
     Kind(plural="clusterroles", kind="ClusterRole", group=_RBAC, namespaced=False),
     Kind(plural="clusterrolebindings", kind="ClusterRoleBinding", group=_RBAC, namespaced=False),
     Kind(plural="networkpolicies", kind="NetworkPolicy", group="networking.k8s.io"),
+    Kind(
+        plural="ciliumclusterwidenetworkpolicies",
+        kind="CiliumClusterwideNetworkPolicy",
+        group="cilium.io",
+        version="v2",
+        namespaced=False,
+    ),
     Kind(plural="priorityclasses", kind="PriorityClass", group="scheduling.k8s.io", namespaced=False),
 )
 SHORT_NAMES = {"pods": ["po"], "persistentvolumeclaims": ["pvc"], "namespaces": ["ns"], "nodes": ["no"]}

@@ -302,22 +302,36 @@ def test_a_launcher_without_the_token_is_refused(tmp_path: Path, token_file: Pat
         assert "welcome" in _say(fleet.launcher_port, good, '{"detach":true}')
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_a_program_of_another_user_is_refused(daemon_alone: Fleet) -> None:
-    hello = '{"hello":{"protocol":1,"kind":"worker","key":"u","workload":{"workload":"job"}}}'
+def _as_another_user(port: int, *lines: str) -> str:
+    """What the daemon answers a program of user 65534."""
     read_fd, write_fd = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.setuid(65534)
-            os.write(write_fd, _say(daemon_alone.launcher_port, hello).encode())
+            os.write(write_fd, _say(port, *lines).encode())
         finally:
             os._exit(0)
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
         answer = pipe.read()
     os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_program_of_another_user_is_refused_without_a_token_and_heard_with_it(
+    daemon_alone: Fleet, tmp_path: Path, token_file: Path
+) -> None:
+    hello = '{"hello":{"protocol":1,"kind":"worker","key":"u","token":%s,"workload":{"workload":"job"}}}'
+    good = hello % '"a-token-of-training-hosts"'
+    answer = _as_another_user(daemon_alone.launcher_port, good)
     assert "the program runs as user 65534, and this daemon listens to root and user 0 only." in answer
+    fleet = Fleet(tmp_path)
+    with fleet.daemon(f"--launcher_token_file={token_file}") as daemon:
+        daemon.wait_for_line("host daemon of host-1 ready", timeout=WAIT_S)
+        assert "welcome" in _as_another_user(fleet.launcher_port, good, '{"detach":true}')
+        assert "the token is not one that" in _as_another_user(fleet.launcher_port, hello % "null")
 
 
 def test_a_forked_child_does_not_keep_the_connection_of_its_parent() -> None:

@@ -654,6 +654,64 @@ def test_a_token_does_where_certificates_are_not_at_hand(authority: Authority, t
         run(greet(server, authority.security(HOST)))
 
 
+def test_certificates_are_rotated_without_a_restart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    past = timedelta(minutes=-1)
+
+    async def work() -> None:
+        authority = Authority(tmp_path)
+        expired = {"lifetime": past}
+        server = Security(**_files(authority, *CONTROL, file="server", **expired))
+        caller = Security(**_files(authority, *CONTROL, file="client"))
+        told: list[Observations] = []
+
+        async def take(seen: Any) -> None:
+            told.append(seen)
+
+        services = [controller_service(take, take, nothing_known)]
+        async with (
+            serve(services, address="127.0.0.1", port=0, security=server) as port,
+            Remote(f"127.0.0.1:{port}", caller) as remote,
+        ):
+
+            async def tell(deadline_s: float = WAIT_S) -> None:
+                await send_observations(remote, Observations(), deadline_s=deadline_s)
+
+            with pytest.raises(Unreachable):
+                await tell(1.0)
+            authority.issue(*CONTROL, file="server")
+            await tell()
+            # A call that could go on over its connection takes another one, with the new certificate.
+            authority.issue(HOST, file="client")
+            with pytest.raises(Refused, match="and the caller is resiliency-host") as refused:
+                await tell()
+            assert refused.value.reason is Reason.ROLE
+            authority.issue(*CONTROL, file="client", **expired)
+            with pytest.raises(Unreachable):
+                await tell(1.0)
+            authority.issue(*CONTROL, file="client")
+            await tell()
+            # Of files that do not belong together yet, the ones of before hold.
+            (tmp_path / "server.key").write_text("half of a ke")
+            os.utime(tmp_path / "client.pem")
+            await tell()
+            # Another authority, in the place of the one before.
+            other = Authority(tmp_path)
+            for file in ("server", "client"):
+                other.issue(*CONTROL, file=file)
+            await tell()
+        assert len(told) == 4
+
+    run(work())
+    capfd.readouterr()  # gRPC's own lines about handshakes
+
+
+def _files(authority: Authority, *names: str, **how: Any) -> dict[str, Path]:
+    certificate, key = authority.issue(*names, **how)
+    return {"certificate": certificate, "key": key, "authority": authority.path}
+
+
 def test_tokens_are_rotated_without_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "token"
     file = tokens(path, "the-first-token-of-all\n")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pods whose annotations say what their job is, for jobs without our launcher.  Pure.
 
-Names and owners come from the objects themselves; what the annotations say, the daemon of the host checks.
+Names, owners and sizes come from the objects themselves; what the annotations say, the daemon of the host
+checks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 
 from supervisor.orchestrators.gke.jobsets import end_of, pods_of, pods_of_job, replicated_jobs
 from supervisor.orchestrators.gke.names import (
+    HOSTS_PER_REPLICA,
     INDEX,
     Object,
     annotations_of,
@@ -18,6 +20,7 @@ from supervisor.orchestrators.gke.names import (
     owner_uid,
 )
 from supervisor.orchestrators.gke.pods import has_ended, node_of
+from supervisor.orchestrators.gke.sizes import CannotResize, HostsPerReplica, size_of
 from supervisor.values import DeviceState, PodFacts
 
 PREFIX = "supervisor/"
@@ -31,10 +34,18 @@ _JOB_INDEX, _REPLICATED = "jobset.sigs.k8s.io/job-index", "jobset.sigs.k8s.io/re
 
 
 def annotated_pods(
-    jobsets: Iterable[Object], jobs: Iterable[Object], pods: Iterable[Object]
+    jobsets: Iterable[Object],
+    jobs: Iterable[Object],
+    pods: Iterable[Object],
+    hosts_per_replica: HostsPerReplica,
 ) -> dict[str, PodFacts]:
-    """By the name of their node: of each index of a Job the newest pod, as long as the JobSet has no end."""
+    """By the name of their node: of each index of a Job the newest pod, as long as the JobSet has no end.
+
+    Args:
+        hosts_per_replica: for JobSets that do not say.
+    """
     running = {one["metadata"]["uid"]: one for one in jobsets if not end_of(one)}
+    sizes: dict[str, str] = {}
     owners = {job["metadata"]["uid"]: running.get(owner_uid(job)) for job in jobs}
     newest: dict[tuple[str, str], Object] = {}
     for pod in sorted(pods, key=_age):
@@ -47,8 +58,22 @@ def annotated_pods(
             f"{name}={text}" for name in NAMES if (text := annotations_of(pod).get(PREFIX + name)) is not None
         )
         if jobset is not None and said and node_of(pod) and not is_deleting(pod):
+            if HOSTS_PER_REPLICA not in annotations_of(pod):
+                uid = jobset["metadata"]["uid"]
+                if uid not in sizes:
+                    sizes[uid] = _size(jobset, hosts_per_replica)
+                said += (sizes[uid],) * bool(sizes[uid])
             found[node_of(pod)] = _facts(jobset, pod, said)
     return found
+
+
+def _size(jobset: Object, hosts_per_replica: HostsPerReplica) -> str:
+    """The annotation that says what an action takes the size of the JobSet for."""
+    try:
+        size = size_of(jobset, hosts_per_replica)
+    except CannotResize:
+        return ""
+    return f"{HOSTS_PER_REPLICA.removeprefix(PREFIX)}={size.hosts_per_replica}"
 
 
 def _age(pod: Object) -> tuple[str, bool]:

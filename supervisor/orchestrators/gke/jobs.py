@@ -36,7 +36,7 @@ from supervisor.orchestrators.gke.names import (
 )
 from supervisor.orchestrators.gke.nodes import can_take, holds_place, host_id, name_of
 from supervisor.orchestrators.gke.records import Record, Records
-from supervisor.orchestrators.gke.sizes import CannotResize, resized, size_of
+from supervisor.orchestrators.gke.sizes import CannotResize, HostsPerReplica, resized, size_of
 from supervisor.orchestrators.gke.view import LOOK_S, ClusterView, Refused, TimedOut
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,11 @@ class JobActions:
     """Actions on the JobSets of one namespace.
 
     Args:
-        hosts_per_replica: where a JobSet does not say.
+        hosts_per_replica: for JobSets that do not say.
     """
 
     def __init__(
-        self, view: ClusterView, records: Records, hosts: HostActions, hosts_per_replica: int = 0
+        self, view: ClusterView, records: Records, hosts: HostActions, hosts_per_replica: HostsPerReplica
     ) -> None:
         self._view, self._records, self._hosts = view, records, hosts
         self._hosts_per_replica = hosts_per_replica

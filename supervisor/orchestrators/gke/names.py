@@ -27,6 +27,8 @@ SCALES = "supervisor/scales"
 CORDONED_BY = "supervisor/cordoned-by"
 #: On a node: the drain that found a job on it.
 DRAINED = "supervisor/drained"
+#: On pod templates: hosts of one data-parallel replica; also written where the size of a job was a default.
+HOSTS_PER_REPLICA = "supervisor/num-nodes-per-dp"
 #: On pod templates: goes before the restart attempt in RESILIENCY_JOB_GENERATION.
 GENERATION_BASE = "supervisor/generation-base"
 

@@ -25,6 +25,7 @@ from supervisor.orchestrators.gke.jobs import JobActions
 from supervisor.orchestrators.gke.lease import Fenced, NotHolder, WriterLease
 from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of
 from supervisor.orchestrators.gke.records import Records
+from supervisor.orchestrators.gke.sizes import HostsPerReplica, one_host
 from supervisor.orchestrators.gke.view import ClusterView, Refused, TimedOut, Times
 from supervisor.orchestrators.tasks import LoggedTasks
 from supervisor.values import Change, Command, CommandKind, Evidence, HostFacts, OutcomeStatus, cut_text
@@ -45,7 +46,7 @@ class GkeOrchestrator:
     Args:
         namespace: of JobSets, their Jobs and pods (WORKLOAD_NAMESPACE).
         own_namespace: of the Lease and of records (JOB_NAMESPACE).
-        hosts_per_replica: where a JobSet does not say (NUM_NODES_PER_DP); 0 is one.
+        hosts_per_replica: for JobSets that do not say (NUM_NODES_PER_DP, NUM_DP_REPLICAS).
         connect: finds the cluster.
     """
 
@@ -54,7 +55,7 @@ class GkeOrchestrator:
         namespace: str,
         own_namespace: str,
         *,
-        hosts_per_replica: int = 0,
+        hosts_per_replica: HostsPerReplica = one_host,
         times: Times | None = None,
         connect: Callable[[], Awaitable[Configuration]] = find_cluster,
     ) -> None:
@@ -276,7 +277,9 @@ class GkeOrchestrator:
         await self._all_listed()
         while True:
             view = self._view
-            trains = annotated_pods(view.jobsets.all(), view.jobs.all(), view.pods.all())
+            trains = annotated_pods(
+                view.jobsets.all(), view.jobs.all(), view.pods.all(), self._hosts_per_replica
+            )
             names = {node["metadata"]["name"]: node for node in view.nodes.all()}
             known = {name: replace(nodes.facts(node), pod=trains.get(name)) for name, node in names.items()}
             for name, facts in known.items():

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from supervisor.orchestrators.gke.jobsets import pod_template, pods_of, pods_of_job, replicated_jobs, words_of
-from supervisor.orchestrators.gke.names import SCALES, Object, annotations_of
+from supervisor.orchestrators.gke.names import HOSTS_PER_REPLICA, SCALES, Object, annotations_of
 
 #: Variables and flags that hold a number of hosts, of replicas, of ranks; flags with dashes or underscores.
 _HOSTS = ("NNODES", "PET_NNODES", "NUM_NODES", "NODE_COUNT", "JOB_COMPLETIONS")
@@ -20,6 +21,10 @@ _REPLICAS = ("NUM_DP_REPLICAS",)
 _RANKS = ("WORLD_SIZE", "NUM_PROCESSES")
 _HOST_FLAGS, _REPLICA_FLAGS = ("nnodes", "num-nodes"), ("num-dp-replicas",)
 _RANK_FLAGS = ("world-size", "num-processes")
+
+
+#: Hosts of one replica of a job of so many hosts that does not say; 0 where that is no whole number.
+HostsPerReplica = Callable[[int], int]
 
 
 class CannotResize(Exception):
@@ -43,23 +48,39 @@ class Size:
         return self.hosts // self.replicas
 
 
-def size_of(jobset: Object, hosts_per_replica: int = 0) -> Size:
-    """The present size.
+def one_host(hosts: int) -> int:
+    """Each host is a replica."""
+    del hosts
+    return 1
 
-    Args:
-        hosts_per_replica: where the JobSet does not say; 0 is unknown.
+
+def size_of(jobset: Object, default: HostsPerReplica = one_host) -> Size:
+    """The present size, by what the JobSet says or else by `default`.
+
     Raises:
         CannotResize: the JobSet contradicts itself.
     """
     replicated = trained_by(jobset)
     hosts = pods_of(replicated)
     replicas = _number(replicated, _REPLICAS, _REPLICA_FLAGS)
-    per = _number(replicated, ("NUM_NODES_PER_DP",), ("num-nodes-per-dp",)) or hosts_per_replica
     if not replicas:
-        replicas = hosts // (per or 1)
+        per = _named_per_replica(replicated) or default(hosts)
+        if not per:
+            raise CannotResize(
+                f"{replicated['name']} names no size, and its {hosts} hosts are no whole number of replicas"
+                " by NUM_NODES_PER_DP or NUM_DP_REPLICAS"
+            )
+        replicas = hosts // per
     if not replicas or hosts % replicas:
         raise CannotResize(f"{replicated['name']} has {hosts} hosts for {replicas} replicas")
     return Size(job=replicated["name"], replicas=replicas, hosts=hosts)
+
+
+def _named_per_replica(replicated: Object) -> int:
+    """Hosts of a replica as the job says; 0 where it does not."""
+    text = (pod_template(replicated).get("metadata") or {}).get("annotations", {}).get(HOSTS_PER_REPLICA, "")
+    annotated = int(text) if text.isascii() and text.isdecimal() else 0
+    return _number(replicated, ("NUM_NODES_PER_DP",), ("num-nodes-per-dp",)) or annotated
 
 
 def trained_by(jobset: Object) -> Object:
@@ -86,6 +107,13 @@ def resized(jobset: Object, size: Size, replicas: int) -> tuple[Object, tuple[st
     scales = annotations_of(made).get(SCALES, default)
     made["metadata"]["annotations"] = {**annotations_of(made), SCALES: scales}
     _set_pods(trained, wanted, scales)
+    if not (_named_per_replica(trained) or _number(trained, _REPLICAS, _REPLICA_FLAGS)):
+        # The default was for the size that it had.
+        metadata = pod_template(trained).setdefault("metadata", {})
+        metadata["annotations"] = {
+            **(metadata.get("annotations") or {}),
+            HOSTS_PER_REPLICA: str(size.hosts_per_replica),
+        }
     left: list[str] = []
     for replicated in replicated_jobs(made):
         spec = pod_template(replicated)["spec"]

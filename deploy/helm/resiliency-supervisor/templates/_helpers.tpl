@@ -93,3 +93,26 @@ capabilities: {drop: [ALL]}
 {{- define "rs.parts" -}}
 {{- if .Values.allInOne }}supervisor{{ else }}sensor,controller,actuator{{ end -}}
 {{- end -}}
+
+
+{{- /* Lets the nodes of the cluster reach ports of a part, where networks know them by what they are. */ -}}
+{{- define "rs.nodePolicy" }}
+---
+apiVersion: cilium.io/v2
+kind: CiliumClusterwideNetworkPolicy
+metadata:
+  name: {{ .root.Release.Namespace }}-{{ include "rs.name" .root }}-{{ .part }}
+  labels: {{- include "rs.labels" . | nindent 4 }}
+spec:
+  endpointSelector:
+    matchLabels:
+      k8s:io.kubernetes.pod.namespace: {{ .root.Release.Namespace }}
+      {{- include "rs.selector" . | nindent 6 }}
+  ingress:
+    - fromEntities: [host, remote-node]
+      toPorts:
+        - ports:
+            {{- range .ports }}
+            - {port: {{ . | quote }}, protocol: TCP}
+            {{- end }}
+{{- end -}}
