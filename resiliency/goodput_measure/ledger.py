@@ -28,6 +28,9 @@ from resiliency.goodput_measure.lanes import Bucket, Painter, Span, Spans, resol
 from resiliency.goodput_measure.lives import Life, from_us, lives_of, mark_of, to_us
 from resiliency.goodput_measure.marks import Marks
 
+#: A job that terminated and is silent for so long has ended, also where a host never said so.
+_SILENT_US = 600_000_000
+
 __all__ = ["Bucket", "Ledger", "LedgerBuilder", "Span", "build_ledger"]
 
 
@@ -117,6 +120,14 @@ def build_ledger(events: Iterable[RunEvent], job_name: str | None = None) -> Led
     return builder.build()
 
 
+@dataclass(slots=True)
+class _Launcher:
+    """What a host said of its launchers: its newest event, and how many started and did not terminate."""
+
+    newest: int = 0
+    running: int = 0
+
+
 class LedgerBuilder:
     """Takes the events of one job, keeps what the ledger needs of them, and makes it at any time."""
 
@@ -129,7 +140,9 @@ class LedgerBuilder:
         self._launcher: list[LauncherFact] = []
         self._faults: list[Failure] = []
         self._saves: list[tuple[int, int | None]] = []
-        self._ended_at: int | None = None
+        self._started_at = 0  # when a launcher last started
+        self._ended_at: int | None = None  # when the job was last said to have terminated
+        self._launchers: dict[str, _Launcher] = defaultdict(_Launcher)  # by host
 
     def add_event(self, event: RunEvent) -> None:
         """In any order."""
@@ -140,8 +153,14 @@ class LedgerBuilder:
         if event.type not in (EventType.ACTION_DECIDED, EventType.ACTION_ENDED, EventType.FAULT_INJECTED):
             self.start = time if self.start is None else min(self.start, time)
             self.end = time if self.end is None else max(self.end, time)
-        if event.type is EventType.JOB_TERMINATED:
-            self._ended_at = max(time, self._ended_at or time)
+            launcher = self._launchers[event.host]
+            launcher.newest = max(launcher.newest, time)
+            if event.type is EventType.JOB_STARTED:
+                launcher.running += 1
+                self._started_at = max(time, self._started_at)
+            elif event.type is EventType.JOB_TERMINATED:
+                launcher.running -= 1
+                self._ended_at = max(time, self._ended_at or time)
         if event.rank is not None and (mark := mark_of(event, time)) is not None:
             self._marks[event.rank][event.attempt].append(mark)
             self._hosts[event.rank] = event.host
@@ -154,10 +173,21 @@ class LedgerBuilder:
             cause, action = (str(event.fields.get(name, "")) for name in ("cause", "action"))
             self._launcher.append(LauncherFact(time, event.type, event.rank, cause, action))
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the newest event of the job itself is that it terminated."""
-        return self._ended_at is not None and self._ended_at == self.end
+    def has_ended(self, now: int | None = None) -> bool:
+        """Whether the job terminated, and no host runs it.
+
+        Events may be later than the last termination: clocks differ, and a commit may outlive the training.
+        They mean that the job runs where their host has a launcher that did not terminate.  One that was
+        killed with its host never will, so ten minutes of silence end a job as well.
+
+        Args:
+            now: in microseconds since the epoch; None asks about the events alone.
+        """
+        if self._ended_at is None or self.end is None or self._started_at > self._ended_at:
+            return False
+        if now is not None and now - self.end >= _SILENT_US:
+            return True
+        return not any(of.newest > self._ended_at and of.running > 0 for of in self._launchers.values())
 
     def build(self, *, until: int | None = None) -> Ledger:
         """The ledger of all events so far.

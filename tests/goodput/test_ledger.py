@@ -226,7 +226,7 @@ def test_a_failure_that_is_injected_after_the_end_of_a_job_lengthens_nothing() -
     builder = LedgerBuilder()
     for one in (*story.events, event(story.now + 60, E.FAULT_INJECTED, kind="memory")):
         builder.add_event(one)
-    assert builder.has_ended
+    assert builder.has_ended()
     assert builder.build().wall_us == build_ledger(story.events).wall_us
 
 
