@@ -68,7 +68,8 @@ class JsonSplitter:
                 self._document = _Document(self._line)
                 continue
             elif text:
-                yield JsonText(text[:MAX_TEXT_BYTES], self._line, too_long=len(text) > MAX_TEXT_BYTES)
+                too_long = len(text) > MAX_TEXT_BYTES
+                yield JsonText(text[:MAX_TEXT_BYTES], self._line, too_long)
             at, self._line = end + 1, self._line + 1
         if not self._skips:
             self._rest = data[at:]

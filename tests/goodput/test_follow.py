@@ -20,6 +20,7 @@ from resiliency.events import EventType as E
 from resiliency.events import RunEvent
 from resiliency.goodput_measure.jobs import Fleet, JobEvents, JobResult, Options
 from resiliency.goodput_measure.ledger import build_ledger
+from resiliency.goodput_measure.live.figures import figures_of_result
 from resiliency.goodput_measure.live.follow import LogTail, follow
 from resiliency.goodput_measure.live.prometheus import as_metrics, serving, write_metrics
 from resiliency.goodput_measure.reader import ReadStats
@@ -106,7 +107,7 @@ def test_a_job_is_measured_while_it_runs_and_until_it_ends(tmp_path: Path) -> No
 
     jobs = {"demo": JobEvents("demo")}
     found = list(follow([path], jobs, Options(), stats=ReadStats(), every_s=1.0, clock=clock, wait=wait))
-    ledgers = [results[0].measured.ledger for results in found if results[0].measured is not None]
+    ledgers = [figures[0] for figures in found]
     assert len(ledgers) == 3
     assert ledgers[1].wall_us == ledgers[0].wall_us + 30_000_000
     assert (ledgers[1].goodput or 0) < (ledgers[0].goodput or 0)
@@ -156,7 +157,9 @@ def test_metrics_say_what_the_ledger_says() -> None:
     events = failed_once('a "job"')
     result = result_of(events)
     assert result.measured is not None
-    text = as_metrics([result])
+    figures = figures_of_result(result)
+    assert figures is not None
+    text = as_metrics([figures])
     values = dict(re.findall(r"^(resiliency_goodput_\S+?\{.*\}) (\S+)$", text, re.MULTILINE))
     job = r'job="a \"job\""'
     assert float(values[f"resiliency_goodput_ratio{{{job}}}"]) == result.measured.ledger.goodput

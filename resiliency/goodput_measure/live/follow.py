@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows logs while they are written, and measures their jobs again and again.
+"""Follows logs while they are written, and measures their jobs again and again, at the price of what is new.
 
 A line counts once its newline is there.  A file that is not there yet is waited for; one that was replaced
 is read to its end before the one that has its name now, and one that became shorter is read from its begin.
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from resiliency.errors import ConfigError
 from resiliency.events import RunEvent
-from resiliency.goodput_measure.jobs import JobEvents, JobResult, Options
+from resiliency.goodput_measure.jobs import JobEvents, Options
+from resiliency.goodput_measure.live.figures import LiveFigures, figures_so_far
 from resiliency.goodput_measure.lives import to_us
 from resiliency.goodput_measure.reader import EventReader, ReadStats, portions_of
 from resiliency.runtime import Clock
@@ -106,11 +107,12 @@ def follow(
     every_s: float,
     clock: Clock,
     wait: Callable[[float], bool],
-) -> Iterator[list[JobResult]]:
-    """Yield the results of the jobs that have begun, whenever there is something new to tell.
+) -> Iterator[list[LiveFigures]]:
+    """Yield figures of the jobs that have begun, whenever there is something new to tell.
 
     While a job runs, its wall time goes on though nothing is written, so that a hang shows.  Ends when all
-    jobs have ended and nothing came for a period, or when `wait` says so.
+    jobs have ended and nothing came for a period, or when `wait` says so; then all that the files hold was
+    added to `jobs`.
 
     Args:
         jobs: by name; events are added to them.
@@ -120,18 +122,30 @@ def follow(
     with LogTails(paths, stats) as tails:
         while True:
             began = time.monotonic()
-            is_new = False
-            for event in tails.poll():
-                if (job := jobs.get(event.job_name)) is not None:
-                    job.add_full(event)
-                    stats.events += 1
-                    is_new = True
+            is_new = _add_events(tails.poll(), jobs, stats)
             now = to_us(clock.now())
             begun = [job for job in jobs.values() if job.goodput_events]
-            running = [job for job in jobs.values() if not job.builder.has_ended(now)]
+            running = running_jobs(jobs, now)
             if begun and (is_new or running):
-                yield [job.result(options, until=now if job in running else None) for job in begun]
+                yield [figures_so_far(job, options, until=now if job in running else None) for job in begun]
             elif begun and not running:
-                return
+                break
             if wait(max(every_s, time.monotonic() - began)):
-                return
+                break
+        _add_events(tails.finish(), jobs, stats)
+
+
+def running_jobs(jobs: Mapping[str, JobEvents], now: int) -> list[JobEvents]:
+    """Those that have not ended, with `now` in microseconds since the epoch."""
+    return [job for job in jobs.values() if not job.builder.has_ended(now)]
+
+
+def _add_events(events: Iterable[RunEvent], jobs: Mapping[str, JobEvents], stats: ReadStats) -> bool:
+    """Returns whether there are any of the jobs."""
+    is_new = False
+    for event in events:
+        if (job := jobs.get(event.job_name)) is not None:
+            job.add_full(event)
+            stats.events += 1
+            is_new = True
+    return is_new
