@@ -5,14 +5,21 @@
 
 Writes the event log of a job that steps, saves, fails and restarts, as its ranks and launcher would have
 written it.  Then the calculator reads it in a process of its own, whose time and largest memory are printed.
+
+    python3 benchmark/ledger_scale.py --ranks 1000 --incidents 10 100 1000
+
+measures logs with so many incidents and two steps between them, with the time that the report took after the
+log was read, and the exponent with which both grow.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +33,10 @@ from typing import Any
 from measuring import count, machine
 
 from resiliency.events import EventType, JsonValue, RunEvent
+from resiliency.goodput_measure.jobs import JobEvents, Options
+from resiliency.goodput_measure.reader import read_events
+from resiliency.goodput_measure.report import job_text
+from resiliency.runtime import no_garbage_collection
 
 JOB = "scale"
 _BEGIN = datetime(2026, 3, 1, tzinfo=timezone.utc)
@@ -54,9 +65,27 @@ def main() -> int:
     parser.add_argument(
         "--step-s", type=float, default=1.0, metavar="S", help="duration of a step (default: %(default)g)"
     )
+    parser.add_argument(
+        "--incidents", type=count, nargs="+", metavar="N", help="measure logs of so many, of any size"
+    )
     parser.add_argument("--export", type=Path, metavar="FILE.json", help="write every figure there")
     args = parser.parse_args()
     facts = machine()
+    if args.incidents:
+        grown = [measure_incidents(number, args.ranks) for number in args.incidents]
+        if args.export:
+            of_all = {"machine": facts, "ranks": args.ranks, "incidents": [vars(one) for one in grown]}
+            args.export.write_text(json.dumps(of_all, indent=2) + "\n")
+        for what, costs in (
+            ("reading", [one.read_s for one in grown]),
+            ("report", [one.report_s for one in grown]),
+        ):
+            powers = (
+                math.log(cost / before) / math.log(more.incidents / fewer.incidents)
+                for before, cost, fewer, more in zip(costs, costs[1:], grown, grown[1:], strict=False)
+            )
+            print(f"{what} grows with incidents to the power of {', '.join(f'{one:.2f}' for one in powers)}")
+        return int(max(one.report_s for one in grown) > BAR_S)
     with tempfile.TemporaryDirectory(prefix="ledger-scale-") as directory:
         log = Path(directory) / f"{JOB}-events.jsonl"
         lines = write_log(log, args.megabytes * 1_000_000, ranks=args.ranks, step_s=args.step_s)
@@ -94,20 +123,67 @@ def measure(log: Path, *flags: str) -> Cost:
     return Cost(time.monotonic() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
-def write_log(path: Path, size_bytes: int, *, ranks: int, step_s: float = 1.0) -> int:
-    """Write the events of a job until the file has `size_bytes`; returns their number."""
+@dataclass(frozen=True)
+class Grown:
+    """What a log with so many incidents took, in seconds of a core, and in memory."""
+
+    incidents: int
+    events: int
+    read_s: float
+    report_s: float
+    memory_mib: float
+
+
+def measure_incidents(incidents: int, ranks: int) -> Grown:
+    """Read and report a log in this process, and print what that took."""
+    with tempfile.TemporaryDirectory(prefix="ledger-scale-") as directory, no_garbage_collection():
+        log = Path(directory) / f"{JOB}-events.jsonl"
+        events = write_log(log, ranks=ranks, incidents=incidents)
+        job = JobEvents(JOB)
+        began = time.process_time()
+        for event in read_events(log, progress=False):
+            job.add_full(event)
+        read = time.process_time()
+        result = job.result(Options())
+        job_text(result)
+        done = time.process_time()
+    if result.measured is None or len(result.measured.ledger.incidents) != incidents:
+        raise RuntimeError(f"expected {incidents} incidents in the report.")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    grown = Grown(incidents, events, read - began, done - read, peak)
+    print(
+        f"{ranks} ranks, {incidents} incidents, {events} events: read in {grown.read_s:.1f} s, "
+        f"reported in {grown.report_s:.1f} s, {peak:.0f} MiB",
+        flush=True,
+    )
+    return grown
+
+
+def write_log(
+    path: Path,
+    size_bytes: int | None = None,
+    *,
+    ranks: int,
+    step_s: float = 1.0,
+    incidents: int | None = None,
+) -> int:
+    """Write the events of a job until the file has `size_bytes`; returns their number.
+
+    Args:
+        incidents: how many the job has, with two steps between them; None means without an end.
+    """
     written = lines = 0
     with path.open("w") as file:
-        for event in _job(ranks, step_s):
+        for event in _job(ranks, step_s, incidents):
             written += file.write(event.to_json() + "\n")
             lines += 1
-            if written >= size_bytes:
+            if size_bytes is not None and written >= size_bytes:
                 break
     return lines
 
 
-def _job(ranks: int, step_s: float) -> Iterator[RunEvent]:
-    """A job without an end: every 40 to 120 steps a rank is killed, and all come back to the newest save."""
+def _job(ranks: int, step_s: float, incidents: int | None) -> Iterator[RunEvent]:
+    """Every 40 to 120 steps, or after two, a rank is killed, and all come back to the newest save."""
     numbers = random.Random(1)  # noqa: S311 (a history, no secret)
     step = saved = attempt = 0
     now = _BEGIN
@@ -141,15 +217,18 @@ def _job(ranks: int, step_s: float) -> Iterator[RunEvent]:
         yield from everyone(EventType.RESTORE_STARTED, 0.0)
         yield from everyone(EventType.CHECKPOINT_LOADED, 1.0, step=saved, tier="local")
         step = saved
-        for _ in range(numbers.randrange(40, 120)):
+        for _ in range(numbers.randrange(40, 120) if incidents is None else 2):
             step += 1
             busy_s = step_s * (0.98 + 0.01 * numbers.random())
             yield from everyone(EventType.STEP_FINISHED, step_s, step=step, duration_s=busy_s)
-            if step % _SAVE_EVERY == 0:
+            if step % (_SAVE_EVERY if incidents is None else 2) == 0:
                 yield from everyone(EventType.SAVE_STARTED, 0.002, step=step)
                 yield from everyone(EventType.SAVE_RELEASED, 0.007, step=step)
                 saved = step
                 yield launcher(EventType.CHECKPOINT_SAVED, 0.001, rank=0, step=step)
+        if incidents is not None and attempt == incidents:
+            yield launcher(EventType.JOB_TERMINATED, 0.5)
+            return
         struck = numbers.randrange(ranks)
         yield launcher(EventType.FAULT_INJECTED, 0.3 * step_s, rank=struck, fault="kill")
         yield launcher(EventType.FAULT_DETECTED, 0.2, rank=struck, cause="SIGKILL")

@@ -36,6 +36,8 @@ JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, J
 class EventType(str, Enum):
     """Every event that the project writes.  The value is the word on the wire."""
 
+    __hash__ = str.__hash__  # that of Enum is written in Python, and a log may hold millions
+
     # --- goodput (the published six, in the order in which equal timestamps are sorted) ---------
     USER_SCHEDULED = "user_scheduled"
     JOB_STARTED = "job_started"

@@ -25,11 +25,13 @@ from pathlib import Path
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import JsonValue, RunEvent
 from resiliency.goodput_measure.jobs import Fleet, JobEvents, JobResult, Options
-from resiliency.goodput_measure.live.follow import follow
+from resiliency.goodput_measure.live.figures import figures_of_result
+from resiliency.goodput_measure.live.follow import follow, running_jobs
 from resiliency.goodput_measure.live.prometheus import MetricsServer, as_metrics, serving, write_metrics
+from resiliency.goodput_measure.lives import to_us
 from resiliency.goodput_measure.published import GoodputReport, calculate
 from resiliency.goodput_measure.reader import ReadStats, read_cloud, read_events
-from resiliency.goodput_measure.report import fleet_text, job_text, live_text
+from resiliency.goodput_measure.report import fleet_text, job_text
 from resiliency.goodput_measure.timeline.file import SUFFIXES, write_timeline
 from resiliency.goodput_measure.tracker import GOODPUT_TYPES, published_record
 from resiliency.runtime import SystemClock, no_garbage_collection
@@ -196,7 +198,9 @@ def _run(arguments: argparse.Namespace) -> bool:
     else:
         stats, is_sound = _read(arguments, jobs)
         results = [job.result(options) for job in jobs.values()]
-        _write_metrics(arguments, results)
+        if arguments.prometheus:
+            known = (figures_of_result(result) for result in results)
+            _write_metrics(arguments, as_metrics(job for job in known if job is not None))
     _report(arguments, results, stats)
     return is_sound
 
@@ -253,23 +257,32 @@ def _goodput_events(arguments: argparse.Namespace, stats: ReadStats) -> Iterator
 def _follow(
     arguments: argparse.Namespace, jobs: Mapping[str, JobEvents], options: Options, stats: ReadStats
 ) -> list[JobResult]:
-    """Print a line for each job and look, until the jobs or this program end; returns the last results."""
-    results: list[JobResult] = []
+    """Print a line for each job and look, until the jobs or this program end; returns the results then."""
+    clock = SystemClock()
     with ExitStack() as stack:
         stop = stack.enter_context(_stopped_by_signals())
         server: MetricsServer | None = None
         if arguments.prometheus_port is not None:
             server = stack.enter_context(serving(arguments.prometheus_port, arguments.prometheus_listen))
             print(f"metrics: http://{arguments.prometheus_listen}:{server.port}/metrics", flush=True)
-        for results in follow(
+        for figures in follow(
             arguments.event_log, jobs, options,
-            stats=stats, every_s=arguments.follow, clock=SystemClock(), wait=stop.wait,
+            stats=stats, every_s=arguments.follow, clock=clock, wait=stop.wait,
         ):  # fmt: skip
-            if server is not None:
-                server.text = as_metrics(results)
-            _write_metrics(arguments, results)
-            for result in results:
-                print(live_text(result), flush=True)
+            if server is not None or arguments.prometheus:
+                text = as_metrics(figures)
+                _write_metrics(arguments, text)
+                if server is not None:
+                    server.text = text
+            for job in figures:
+                print(job, flush=True)
+    now = to_us(clock.now())
+    running = running_jobs(jobs, now)
+    results = [
+        job.result(options, until=now if job in running else None)
+        for job in jobs.values()
+        if job.goodput_events
+    ]
     _report_reading(stats, jobs, arguments.verbose)
     if not results:
         raise _NoEvents(_missing("event", ", ".join(jobs), stats))
@@ -291,9 +304,9 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _write_metrics(arguments: argparse.Namespace, results: Iterable[JobResult]) -> None:
+def _write_metrics(arguments: argparse.Namespace, text: str) -> None:
     if arguments.prometheus:
-        write_metrics(as_metrics(results), arguments.prometheus)
+        write_metrics(text, arguments.prometheus)
 
 
 def _missing(what: str, job_name: str, stats: ReadStats) -> str:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The border to Google Cloud Logging: the only file that touches its client.
+"""The border to Google Cloud Logging: the only file that touches its client, or knows its entries.
 
 The client is optional and imported on first use.  Whatever it raises leaves this file as
 `ControlPlaneError`, so that a caller has one thing to catch.
+
+An export has each event in a LogEntry: ``gcloud logging read --format=json`` and the sinks to storage write
+them.  `event_in_entry` takes the event out.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -19,6 +23,37 @@ from resiliency.events import JsonValue
 _CLIENT = "google.cloud.logging"
 #: Key of the entry about itself that the client puts before the first entry of each process, in the same log.
 _DIAGNOSTIC = "logging.googleapis.com/diagnostic"
+#: What an entry has one of, beside `logName` and `insertId`.
+_PAYLOADS = ("jsonPayload", "textPayload", "protoPayload")
+#: Agents that read a log file and do not parse its lines put them under these keys.
+_LINE_KEYS = ("message", "log")
+_FRACTION = re.compile(r"\.(\d+)")
+
+
+def is_log_entry(record: object) -> bool:
+    """Whether `record` is a LogEntry of an export, and no event."""
+    return (
+        isinstance(record, Mapping)
+        and "event_type" not in record
+        and ("logName" in record or any(name in record for name in _PAYLOADS))
+    )
+
+
+def event_in_entry(entry: Mapping[str, Any]) -> Mapping[str, JsonValue] | str | None:
+    """The event of a LogEntry: an object, or a line to parse; None where the entry has another subject.
+
+    An agent takes the key `timestamp` out of what it reads; then the entry has it.
+    """
+    payload = entry.get("jsonPayload", entry.get("textPayload"))
+    if isinstance(payload, Mapping) and "event_type" not in payload:
+        payload = next((payload[name] for name in _LINE_KEYS if name in payload), None)
+    if isinstance(payload, str):
+        return payload if payload.lstrip().startswith("{") and '"event_type"' in payload else None
+    if not isinstance(payload, Mapping):
+        return None
+    if "timestamp" in payload or not isinstance(stamp := entry.get("timestamp"), str):
+        return payload
+    return {**payload, "timestamp": _FRACTION.sub(lambda found: f".{found[1]:0<6.6}", stamp)}
 
 
 def is_installed() -> bool:

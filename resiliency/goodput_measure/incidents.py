@@ -9,16 +9,20 @@ a restart takes.
 
 Where a supervisor restarted the job, its decision and the end of its action are two more stages.  A
 decision opens an incident as a fault does: a second action comes when the first one changed nothing.
+
+`IncidentFinder` takes facts as they become known, and looks again at those incidents alone that they may
+change: at each rank once for each of them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from resiliency.events import EventType, JsonValue
-from resiliency.goodput_measure.lives import Life, from_us
+from resiliency.goodput_measure.lives import REACHED, Life, from_us
 
 #: Stages after the fault, in the order in which a restart goes through them.
 STAGES = (
@@ -55,6 +59,12 @@ class LauncherFact(NamedTuple):
     cause: str = ""
     action: str = ""  # of a supervisor
 
+    @property
+    def order(self) -> tuple[int, int, int, str, str]:
+        """The same for the facts of all hosts, in whatever order their logs are read."""
+        rank = -1 if self.rank is None else self.rank
+        return self.time, _ORDER.get(self.type, -1), rank, self.cause, self.action
+
 
 class Failure(NamedTuple):
     """A fault that was injected, so that its true time is known."""
@@ -62,6 +72,20 @@ class Failure(NamedTuple):
     time: int
     rank: int | None = None
     kind: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        return self.time, -1 if self.rank is None else self.rank, self.kind
+
+
+class LivesOfRank(Protocol):
+    """Lives of one rank, sorted by when they began to work, and these times."""
+
+    @property
+    def lives(self) -> Sequence[Life]: ...
+
+    @property
+    def workings(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +116,11 @@ class Incident:
     last_step_at: int | None = None  # when any rank last finished one before the detection
     restored_step: int | None = None
     tier: str | None = None
+
+    @property
+    def painted(self) -> tuple[object, ...]:
+        """What the lanes show of the incident."""
+        return self.fault, self.detected, self.decided, self.acted, self.action, self.rendezvous
 
     @property
     def spans(self) -> dict[str, float | None]:
@@ -147,24 +176,171 @@ def stages_of(incidents: Iterable[Incident]) -> tuple[str, ...]:
     return SUPERVISED_STAGES if acted else STAGES
 
 
-def find_incidents(
-    facts: Iterable[LauncherFact], lives: Sequence[Sequence[Life]], faults: Sequence[Failure]
-) -> tuple[Incident, ...]:
-    """Group launcher facts into incidents and complete them from the ranks' lives."""
-    drafts = _drafts(sorted(facts, key=lambda fact: (fact.time, _ORDER.get(fact.type, -1))))
-    incidents = []
-    for index, draft in enumerate(drafts):
-        after = drafts[index - 1].detected if index else None
-        before = drafts[index + 1].detected if index + 1 < len(drafts) else None
-        incidents.append(_complete(index, draft, lives, faults, after, before))
-    return tuple(incidents)
+#: The other types say nothing about an incident.
+_KNOWN = frozenset({*_ORDER, EventType.JOB_TERMINATED})
+
+
+class IncidentFinder:
+    """Groups launcher facts into incidents and completes them from the lives of the ranks."""
+
+    def __init__(self) -> None:
+        self.incidents: tuple[Incident, ...] = ()
+        self.faults: list[Failure] = []  # by time
+        self._facts: list[LauncherFact] = []  # in their order
+        self._new: list[LauncherFact] = []
+        self._drafts: list[_Draft] = []
+        self._found: list[_Draft] = []  # those that are incidents
+        self._changed = 0  # the first incident that is not up to date; at most their number
+
+    def add_fact(self, fact: LauncherFact) -> None:
+        if fact.type in _KNOWN:
+            self._new.append(fact)
+
+    def add_fault(self, fault: Failure) -> None:
+        insort(self.faults, fault, key=lambda one: one.order)
+        self._change_from(bisect_left(self._found, fault.time, key=_detected))
+
+    def note_lives(self, *, began: int, new_marks: int) -> None:
+        """A life has new marks, of which one is the first of its type, or not later than an incident.
+
+        Args:
+            began: when the life began to work, or was thought to.
+            new_marks: time of the first of them.
+        """
+        # The newest incident before it began waits for it; those after its marks ended it.
+        waits = bisect_left(self._found, began, key=_detected) - 1
+        self._change_from(min(waits, bisect_left(self._found, new_marks, key=_detected)))
+
+    def forget_lives(self) -> None:
+        """The lives are others than they were."""
+        self._changed = -1
+
+    @property
+    def newest(self) -> int | None:
+        """When the newest incident was detected, as of the last `update`."""
+        return self.incidents[-1].detected if self.incidents else None
+
+    def update(self, ranks: Iterable[LivesOfRank]) -> int | None:
+        """Bring `incidents` up to date; returns from when on they are others, None where they are not.
+
+        Args:
+            ranks: in their order.
+        """
+        self._take_facts()
+        if self._changed >= len(self._found) == len(self.incidents):
+            return None
+        first = max(min(self._changed, len(self._found)), 0)
+        before, ranks = self.incidents, tuple(ranks)
+        self.incidents = (
+            *before[:first],
+            *(self._complete(index, ranks) for index in range(first, len(self._found))),
+        )
+        self._changed = len(self._found)
+        for old, new in zip(before[first:], self.incidents[first:], strict=False):
+            if old.painted != new.painted:
+                return min(old.detected, new.detected)
+        longer = max(before, self.incidents, key=len)
+        common = min(len(before), len(self.incidents))
+        return longer[common].detected if len(longer) > common else None
+
+    def _change_from(self, index: int) -> None:
+        self._changed = min(self._changed, index)
+
+    def _take_facts(self) -> None:
+        if not self._new:
+            return
+        new = sorted(self._new, key=lambda fact: fact.order)
+        self._new = []
+        # The last draft may still take in facts, and it ends the waiting of the incident before it.
+        self._change_from(len(self._found) - 2)
+        begin = len(self._facts)
+        if self._facts and new[0].order < self._facts[-1].order:
+            while self._drafts and self._drafts[-1].opened > new[0].order:
+                self._drafts.pop()
+            opened = self._drafts.pop().opened if self._drafts else None
+            begin = 0 if opened is None else bisect_left(self._facts, opened, key=lambda fact: fact.order)
+            self._facts[begin:] = sorted((*self._facts[begin:], *new), key=lambda fact: fact.order)
+            self._change_from(sum(draft.is_incident for draft in self._drafts) - 2)
+        else:
+            self._facts += new
+        for index in range(begin, len(self._facts)):
+            _add_fact(self._drafts, self._facts[index])
+        self._found = [draft for draft in self._drafts if draft.is_incident]
+
+    def _complete(self, index: int, ranks: Iterable[LivesOfRank]) -> Incident:
+        draft = self._found[index]
+        after = self._found[index - 1].detected if index else None
+        before = self._found[index + 1].detected if index + 1 < len(self._found) else None
+        injected = self._injected_at(draft.detected, after)
+        reached: dict[EventType, int] = {}
+        last_steps: list[int] = []
+        ended: list[int] = []
+        resumed: list[int] = []
+        tier: str | None = None
+        for rank in ranks:
+            place = bisect_right(rank.workings, draft.detected)
+            old = rank.lives[place - 1] if place else None
+            if old is not None and (after is None or old.last > after):
+                at, step = old.finished_step(draft.detected)
+                if at is not None:
+                    ended.append(at)
+                if step is not None:
+                    last_steps.append(step)
+                # Survivors finish at most the step they are in; more steps since then mean that this
+                # fault (a slowdown, say) did not interrupt the job.
+                if injected is not None and (
+                    old.marks.count_of(EventType.STEP_FINISHED, injected, draft.detected) > 1
+                ):
+                    injected = None
+            if place < len(rank.lives) and (before is None or rank.workings[place] < before):
+                new = rank.lives[place]
+                for stage in REACHED:
+                    if (time := new.first(stage)) is not None:
+                        reached[stage] = max(time, reached.get(stage, time))
+                if (from_step := new.resumed_from) is not None:
+                    resumed.append(from_step)
+                tier = tier or new.marks.first_tier()
+        last_step_at = max(ended, default=None)
+        first_new_step = reached.get(EventType.STEP_FINISHED)
+        acted = draft.acted
+        if acted is not None and first_new_step is not None:
+            acted = min(acted, first_new_step)  # the job did not wait for what the supervisor learnt later
+        return Incident(
+            index=index,
+            fault=next(time for time in (injected, last_step_at, draft.detected) if time is not None),
+            fault_known=injected is not None,
+            detected=draft.detected,
+            decided=draft.decided,
+            acted=acted,
+            stopped=draft.stopped,
+            rendezvous=draft.rendezvous,
+            started=draft.started,
+            imported=reached.get(EventType.IMPORTED),
+            initialized=reached.get(EventType.INITIALIZED),
+            restored=reached.get(EventType.CHECKPOINT_LOADED),
+            first_new_step=first_new_step,
+            ranks=tuple(sorted(draft.ranks)),
+            cause=draft.cause,
+            action=draft.action,
+            last_step=max(last_steps, default=None),
+            last_step_at=last_step_at,
+            restored_step=min(resumed, default=None),
+            tier=tier,
+        )
+
+    def _injected_at(self, detected: int, after: int | None) -> int | None:
+        """When the newest fault was injected that may have interrupted the job; None where none was."""
+        place = bisect_right(self.faults, detected, key=lambda fault: fault.time)
+        if place and (after is None or self.faults[place - 1].time > after):
+            return self.faults[place - 1].time
+        return None
 
 
 @dataclass
 class _Draft:
     """An incident while launcher facts still arrive."""
 
-    detected: int
+    opened: tuple[int, int, int, str, str]  # order of the fact that opened it
     certain: bool = False  # a fault was reported; mere stopping is also how a job ends
     ranks: set[int] = field(default_factory=set)
     cause: str = ""
@@ -175,121 +351,42 @@ class _Draft:
     rendezvous: int | None = None
     started: int | None = None
 
+    @property
+    def detected(self) -> int:
+        return self.opened[0]
 
-def _drafts(facts: list[LauncherFact]) -> list[_Draft]:
-    drafts: list[_Draft] = []
-    for fact in facts:
-        draft = drafts[-1] if drafts and drafts[-1].started is None else None
-        if fact.type in (EventType.FAULT_DETECTED, EventType.ACTION_DECIDED, EventType.WORKERS_STOPPED):
-            if draft is None:
-                draft = _Draft(detected=fact.time)
-                drafts.append(draft)
-            if fact.type is EventType.WORKERS_STOPPED:
-                draft.stopped = fact.time
-            else:
-                draft.certain = True
-                draft.cause = draft.cause or fact.cause
-                if fact.rank is not None:
-                    draft.ranks.add(fact.rank)
-                if fact.type is EventType.ACTION_DECIDED:
-                    draft.decided, draft.action = fact.time, fact.action
-        elif fact.type is EventType.ACTION_ENDED:
-            # Often after the ranks have started: the supervisor learns of it last.
-            if drafts and drafts[-1].decided is not None:
-                drafts[-1].acted = fact.time
-        elif draft is not None and fact.type is EventType.RENDEZVOUS_DONE:
-            draft.rendezvous = fact.time
-        elif draft is not None and fact.type is EventType.WORKERS_STARTED:
-            draft.started = fact.time
-        elif draft is not None and fact.type is EventType.JOB_TERMINATED and not draft.certain:
-            drafts.pop()  # stopped because the job was told to end
-    return [draft for draft in drafts if draft.certain or draft.started is not None]
+    @property
+    def is_incident(self) -> bool:
+        return self.certain or self.started is not None
 
 
-def _complete(
-    index: int,
-    draft: _Draft,
-    lives: Sequence[Sequence[Life]],
-    faults: Sequence[Failure],
-    after: int | None,
-    before: int | None,
-) -> Incident:
-    old = [
-        life
-        for of_rank in lives
-        if (life := _last_working(of_rank, draft.detected)) and (after is None or life.last > after)
-    ]
-    new = [life for of_rank in lives if (life := _next_working(of_rank, draft.detected, before))]
-    ends = [life.marks.last_of(EventType.STEP_FINISHED, draft.detected) for life in old]
-    last_step_at = max((time for time in ends if time is not None), default=None)
-    injected = _injected_at(draft.detected, old, faults, after)
-    fault = next(time for time in (injected, last_step_at, draft.detected) if time is not None)
-    incident = Incident(
-        index=index,
-        fault=fault,
-        fault_known=injected is not None,
-        detected=draft.detected,
-        decided=draft.decided,
-        acted=draft.acted,
-        stopped=draft.stopped,
-        rendezvous=draft.rendezvous,
-        started=draft.started,
-        ranks=tuple(sorted(draft.ranks)),
-        cause=draft.cause,
-        action=draft.action,
-        last_step_at=last_step_at,
-        last_step=max(
-            (
-                step
-                for life in old
-                if (step := life.marks.highest_step(EventType.STEP_FINISHED, draft.detected)) is not None
-            ),
-            default=None,
-        ),
-    )
-    return _with_recovery(incident, new)
+def _detected(draft: _Draft) -> int:
+    return draft.opened[0]
 
 
-def _with_recovery(incident: Incident, new: list[Life]) -> Incident:
-    def reached(type: EventType) -> int | None:
-        times = [time for life in new if (time := life.first(type)) is not None]
-        return max(times, default=None)
-
-    loads = [mark for life in new for mark in life.marks.of_type(EventType.CHECKPOINT_LOADED)]
-    resumed = [step for life in new if (step := life.resumed_from) is not None]
-    first_new_step = reached(EventType.STEP_FINISHED)
-    acted = incident.acted
-    if acted is not None and first_new_step is not None:
-        acted = min(acted, first_new_step)  # the job did not wait for what the supervisor learnt later
-    return replace(
-        incident,
-        acted=acted,
-        imported=reached(EventType.IMPORTED),
-        initialized=reached(EventType.INITIALIZED),
-        restored=reached(EventType.CHECKPOINT_LOADED),
-        first_new_step=first_new_step,
-        restored_step=min(resumed, default=None),
-        tier=next((mark.tier for mark in loads if mark.tier), None),
-    )
-
-
-def _last_working(of_rank: Sequence[Life], time: int) -> Life | None:
-    return next((life for life in reversed(of_rank) if life.working <= time), None)
-
-
-def _next_working(of_rank: Sequence[Life], after: int, before: int | None) -> Life | None:
-    life = next((life for life in of_rank if life.working > after), None)
-    return life if life is not None and (before is None or life.working < before) else None
-
-
-def _injected_at(detected: int, old: list[Life], faults: Sequence[Failure], after: int | None) -> int | None:
-    """When the fault was injected that interrupted the job; None where none was."""
-    for fault in sorted(faults, reverse=True, key=lambda fault: fault.time):
-        if fault.time > detected or (after is not None and fault.time <= after):
-            continue
-        # Survivors finish at most the step they are in; more steps since then means that this
-        # fault (a slowdown, say) did not interrupt the job.
-        if all(life.marks.count_of(EventType.STEP_FINISHED, fault.time, detected) <= 1 for life in old):
-            return fault.time
-        break
-    return None
+def _add_fact(drafts: list[_Draft], fact: LauncherFact) -> None:
+    """The next fact, in their order."""
+    draft = drafts[-1] if drafts and drafts[-1].started is None else None
+    if fact.type in (EventType.FAULT_DETECTED, EventType.ACTION_DECIDED, EventType.WORKERS_STOPPED):
+        if draft is None:
+            draft = _Draft(opened=fact.order)
+            drafts.append(draft)
+        if fact.type is EventType.WORKERS_STOPPED:
+            draft.stopped = fact.time
+        else:
+            draft.certain = True
+            draft.cause = draft.cause or fact.cause
+            if fact.rank is not None:
+                draft.ranks.add(fact.rank)
+            if fact.type is EventType.ACTION_DECIDED:
+                draft.decided, draft.action = fact.time, fact.action
+    elif fact.type is EventType.ACTION_ENDED:
+        # Often after the ranks have started: the supervisor learns of it last.
+        if drafts and drafts[-1].decided is not None:
+            drafts[-1].acted = fact.time
+    elif draft is not None and fact.type is EventType.RENDEZVOUS_DONE:
+        draft.rendezvous = fact.time
+    elif draft is not None and fact.type is EventType.WORKERS_STARTED:
+        draft.started = fact.time
+    elif draft is not None and fact.type is EventType.JOB_TERMINATED and not draft.certain:
+        drafts.pop()  # stopped because the job was told to end

@@ -11,9 +11,11 @@ from resiliency.goodput_measure.lanes import Bucket
 from resiliency.goodput_measure.ledger import Ledger, LedgerBuilder
 from resiliency.goodput_measure.published import GoodputReport, calculate
 from resiliency.goodput_measure.reliability import Reliability, reliability_of
-from resiliency.goodput_measure.tracker import published_record
+from resiliency.goodput_measure.tracker import GOODPUT_TYPES, published_record
 from resiliency.goodput_measure.what_if import IntervalCost, interval_costs, save_model
 from resiliency.goodput_measure.windows import HOUR_US, Rolling, Window, attempts_of, newest_window, rolling
+
+_PUBLISHED = frozenset(GOODPUT_TYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ class JobEvents:
         """An event of a full event log."""
         self.is_full = True
         self.builder.add_event(event)
-        if published_record(event) is not None:
+        if event.type in _PUBLISHED and published_record(event) is not None:
             self.goodput_events.append(event)
 
     def result(self, options: Options, *, until: int | None = None) -> JobResult:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the lives of a rank to its lane: intervals with causes, and one cause where they overlap.
 
-`Painter` says what a rank was doing, generously: intervals may overlap, and some may stick out.
-`resolve` then cuts the lane so that every microsecond has one cause.  Being exact is the duty of
-`resolve` alone, so a strange log can make the ledger wrong about a cause but never about the sum.
+`Painter` says what a rank was doing in each of its lives, generously: intervals may overlap, and some may
+stick out.  `resolve` then cuts the time of that life so that every microsecond has one cause.  Being exact is
+the duty of `resolve` alone, so a strange log can make the ledger wrong about a cause but never about the sum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from typing import NamedTuple, overload
 
 from resiliency.events import EventType
@@ -40,8 +40,10 @@ class Bucket(str, Enum):
 
 #: Actions of the supervisor after which the job waits for other hosts than it had.
 _CHANGES_HOSTS = frozenset({"hot_swap", "workload_recreation", "scale_down"})
-_PRIORITY = {bucket: priority for priority, bucket in enumerate(Bucket)}
+PRIORITY = {bucket: priority for priority, bucket in enumerate(Bucket)}
 _BY_PRIORITY = tuple(Bucket)
+#: An interval: start, end, and the priority of its cause.
+Row = tuple[int, int, int]
 
 
 class Span(NamedTuple):
@@ -50,6 +52,11 @@ class Span(NamedTuple):
     start: int
     end: int
     bucket: Bucket
+
+
+_LOST, _KEPT, _HELD = (PRIORITY[of] for of in (Bucket.LOST_STEPS, Bucket.KEPT_STEPS, Bucket.SAVE_HELD))
+_STARTUP, _INITIALIZATION = PRIORITY[Bucket.STARTUP], PRIORITY[Bucket.INITIALIZATION]
+_RESTORE, _RESTART, _DETECTION = (PRIORITY[of] for of in (Bucket.RESTORE, Bucket.RESTART, Bucket.DETECTION))
 
 
 class Spans(Sequence[Span]):
@@ -66,6 +73,23 @@ class Spans(Sequence[Span]):
         """Add a span that begins where the one before it ends."""
         self._starts.append(start)
         self._causes.append(priority)
+
+    def framed(self, start: int, end: int) -> Spans:
+        """A copy for [start, end): the same where both are, and `other` elsewhere."""
+        copy = Spans(end)
+        copy._starts, copy._causes = self._starts[:], self._causes[:]
+        while copy._causes and copy._starts[-1] >= end:
+            copy._starts.pop()
+            copy._causes.pop()
+        if start < end and (not copy._causes or copy._starts[0] > start):
+            if copy._causes and copy._causes[0] == PRIORITY[Bucket.OTHER]:
+                copy._starts[0] = start
+            else:
+                copy._starts.insert(0, start)
+                copy._causes.insert(0, PRIORITY[Bucket.OTHER])
+        if copy._causes and self._causes and self._end < end and copy._causes[-1] != PRIORITY[Bucket.OTHER]:
+            copy.append(self._end, PRIORITY[Bucket.OTHER])
+        return copy
 
     def __len__(self) -> int:
         return len(self._causes)
@@ -87,11 +111,20 @@ class Spans(Sequence[Span]):
         for start, end, priority in self.rows():
             yield Span(start, end, _BY_PRIORITY[priority])
 
+    @property
+    def end(self) -> int:
+        return self._end
+
+    def count_of(self, bucket: Bucket) -> int:
+        return self._causes.count(PRIORITY[bucket])
+
     def between(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """As `rows`, cut to [start, end)."""
-        for index in range(max(bisect_right(self._starts, start) - 1, 0), bisect_left(self._starts, end)):
-            low, high, _ = self[index]
-            if (low := max(low, start)) < (high := min(high, end)):
+        starts = self._starts
+        for index in range(max(bisect_right(starts, start) - 1, 0), bisect_left(starts, end)):
+            low = max(starts[index], start)
+            high = min(starts[index + 1] if index + 1 < len(starts) else self._end, end)
+            if low < high:
                 yield low, high, self._causes[index]
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
@@ -102,73 +135,132 @@ class Spans(Sequence[Span]):
 
 def resolve(intervals: Iterable[Span], start: int, end: int) -> Spans:
     """Cut [start, end) into spans of one cause each; the strongest of overlapping intervals wins."""
-    edges: list[tuple[int, int, int]] = []
-    for interval in intervals:
-        low, high = max(interval.start, start), min(interval.end, end)
-        if low < high:
-            priority = _PRIORITY[interval.bucket]
-            edges += [(low, 1, priority), (high, -1, priority)]
-    edges.sort()
-    open_count = [0] * len(_BY_PRIORITY)
-    causes = open_count[0] = 1  # OTHER lies under everything; one bit for each cause that is open
     spans = Spans(end)
-    since = at = start
-    cause = -1
-    for time, change, priority in [*edges, (end, 0, 0)]:
-        if time > at:
-            if (now := causes.bit_length() - 1) != cause:
-                if at > since:
-                    spans.append(since, cause)
-                since, cause = at, now
-            at = time
-        open_count[priority] += change
-        bit = 1 << priority
-        causes = causes | bit if open_count[priority] else causes & ~bit
-    if at > since:
-        spans.append(since, cause)
+    for low, _, priority in sweep(((span[0], span[1], PRIORITY[span[2]]) for span in intervals), start, end):
+        spans.append(low, priority)
     return spans
 
 
+def sweep(rows: Iterable[Row], start: int, end: int) -> list[Row]:
+    """As `resolve`, in priorities."""
+    edges: list[Row] = []
+    for low, high, priority in rows:
+        if low < start:
+            low = start
+        if high > end:
+            high = end
+        if low < high:
+            edges.append((low, 1, priority))
+            edges.append((high, -1, priority))
+    edges.sort()
+    edges.append((end, 0, 0))
+    open_count = [0] * len(_BY_PRIORITY)
+    causes = open_count[0] = 1  # OTHER lies under everything; one bit for each cause that is open
+    since = at = start
+    cause = -1
+    swept: list[Row] = []
+    for time, change, priority in edges:
+        if time > at:
+            if (now := causes.bit_length() - 1) != cause:
+                if at > since:
+                    swept.append((since, at, cause))
+                since, cause = at, now
+            at = time
+        open_count[priority] += change
+        if open_count[priority]:
+            causes |= 1 << priority
+        else:
+            causes &= ~(1 << priority)
+    if at > since:
+        swept.append((since, at, cause))
+    return swept
+
+
 class Painter:
-    """Turns the lives of a rank into intervals with causes."""
+    """Says in intervals what the lives of a rank were, given what is known of the job.
+
+    Args:
+        faults, starts: times, sorted, of injected faults and of starts of workers.
+        resumes: of all ranks.
+    """
 
     def __init__(
         self,
-        lives: Iterable[Sequence[Life]],
         incidents: Sequence[Incident],
         *,
-        faults: Iterable[int],
-        starts: Iterable[int],
+        faults: Sequence[int],
+        starts: Sequence[int],
+        resumes: Resumes,
     ) -> None:
         self._incidents = incidents
         self._detected = [incident.detected for incident in incidents]
-        self._faults = sorted(faults)
-        self._starts = sorted(starts)
-        self._resumes = _Resumes(lives)
+        self._faults = faults
+        self._starts = starts
+        self.resumes = resumes
 
-    def paint(self, lives: Sequence[Life]) -> list[Span]:
-        """Intervals of one rank, in no order, that may overlap."""
-        spans: list[Span] = []
-        ends = [self._end(life, after) for life, after in zip_longest(lives, lives[1:])]
-        begins = [self._begin(life, ends[index - 1] if index else None) for index, life in enumerate(lives)]
-        limit: int | None = None
-        for index in reversed(range(len(lives))):
-            life, (fault, detected) = lives[index], ends[index]
-            following = begins[index + 1] if index + 1 < len(lives) else None
-            limit = _least(limit, self._resumes.least_after(life.last))
-            painted = [
-                *_phases(life, begins[index], fault),
-                *_steps(life, limit),
-                *_ending(life, fault, detected),
-            ]
-            window_end = max(span.end for span in painted) if following is None else following
-            spans += [_clip(span, begins[index], window_end) for span in painted]
-            if following is not None and (life.finished is None or self._incident(life, lives[index + 1])):
-                spans.append(Span(detected, following, Bucket.RESTART))
-                incident = self._incident(life, lives[index + 1])
-                spans += [_clip(span, detected, following) for span in _supervised(incident)]
-            limit = _least(limit, life.resumed_from)
-        return spans
+    def end(self, life: Life, following: Life | None) -> tuple[int, int]:
+        """(when the fault struck this rank, when that was detected); both its end if it just ended."""
+        last = life.last
+        incident = self._incident(life, following)
+        if incident is not None:
+            if life.finished is not None:
+                return last, max(incident.detected, last)
+            fault = max(incident.fault, last)
+            return fault, max(incident.detected, fault)
+        if following is not None and life.finished is None:
+            # No launcher saw it (its log is missing); an injected fault still tells the time.
+            index = bisect_right(self._faults, last)
+            if index < len(self._faults) and self._faults[index] < following.marks.time_of(0):
+                return self._faults[index], self._faults[index]
+        return last, last
+
+    def begin(self, life: Life, previous: tuple[int, int] | None) -> int:
+        """When `life` took over: its creation, or for a standby process the hand-over.
+
+        Args:
+            previous: end of the life before it.
+        """
+        created = life.marks.time_of(0)
+        if previous is None or created >= previous[1]:
+            return created
+        index = bisect_right(self._starts, previous[1])
+        if index < len(self._starts) and self._starts[index] <= life.working:
+            return self._starts[index]
+        return max(min(previous[1], life.working), previous[0])
+
+    def paint(
+        self,
+        life: Life,
+        *,
+        begin: int,
+        end: tuple[int, int],
+        limit: int | None,
+        following: tuple[Life, int] | None,
+        after: int | None = None,
+    ) -> list[Row]:
+        """Intervals in no order, that may overlap and stick out.
+
+        Args:
+            begin, end: of the life, as `begin` and `end` tell them.
+            limit: the least step that was continued after the life; steps beyond it are lost.
+            following: the life after it, and when that took over.
+            after: index of the mark of a finished step: what was before it is not asked for.
+        """
+        fault, detected = end
+        finished = life.finished
+        rows = [*_phases(life, begin, fault), *_steps(life, limit, after)]
+        if finished is None:
+            if life.first_step is not None:
+                cut_off = _HELD if life.marks.last_type is EventType.SAVE_STARTED else _LOST
+                rows.append((life.last, fault, cut_off))
+            rows.append((fault, detected, _DETECTION))  # until somebody noticed
+        if following is not None:
+            incident = self._incident(life, following[0])
+            if finished is None or incident is not None:
+                rows.append((detected, following[1], _RESTART))
+                for low, high, priority in _supervised(incident):
+                    rows.append((max(low, detected), min(high, following[1]), priority))
+        return rows
 
     def _incident(self, life: Life, following: Life | None) -> Incident | None:
         """The incident that ended `life`."""
@@ -178,69 +270,53 @@ class Painter:
         incident = self._incidents[index]
         return incident if following is None or incident.detected <= following.working else None
 
-    def _end(self, life: Life, following: Life | None) -> tuple[int, int]:
-        """(when the fault struck this rank, when that was detected); both its end if it just ended."""
-        incident = self._incident(life, following)
-        if incident is not None:
-            if life.finished is not None:
-                return life.last, max(incident.detected, life.last)
-            fault = max(incident.fault, life.last)
-            return fault, max(incident.detected, fault)
-        if following is not None and life.finished is None:
-            # No launcher saw it (its log is missing); an injected fault still tells the time.
-            index = bisect_right(self._faults, life.last)
-            if index < len(self._faults) and self._faults[index] < following.marks[0].time:
-                return self._faults[index], self._faults[index]
-        return life.last, life.last
 
-    def _begin(self, life: Life, previous: tuple[int, int] | None) -> int:
-        """When `life` took over: its creation, or for a standby process the hand-over."""
-        if previous is None or life.marks[0].time >= previous[1]:
-            return life.marks[0].time
-        index = bisect_right(self._starts, previous[1])
-        if index < len(self._starts) and self._starts[index] <= life.working:
-            return self._starts[index]
-        return max(min(previous[1], life.working), previous[0])
+class Resumes:
+    """From which steps the job continued, and when: what makes earlier steps lost.
 
+    Of the lives that continued from a step only those are kept after which none continued from a step as low.
+    """
 
-class _Resumes:
-    """From which steps the job continued, and when: what makes earlier steps lost."""
+    def __init__(self) -> None:
+        self._times: list[int] = []  # both ascend
+        self._steps: list[int] = []
 
-    def __init__(self, lives: Iterable[Sequence[Life]]) -> None:
-        found = sorted(
-            (life.working, step)
-            for of_rank in lives
-            for life in of_rank
-            if (step := life.resumed_from) is not None
-        )
-        self._times = [time for time, _ in found]
-        self._least = [step for _, step in found]
-        for index in reversed(range(len(found) - 1)):
-            self._least[index] = min(self._least[index], self._least[index + 1])
+    def add(self, time: int, step: int) -> bool:
+        """A life that began work at `time` continued from `step`; returns whether that makes a difference."""
+        times, steps = self._times, self._steps
+        at = bisect_left(times, time)
+        if at < len(times) and steps[at] <= step:
+            return False
+        high = at + (at < len(times) and times[at] == time)
+        low = bisect_left(steps, step, 0, high)
+        times[low:high] = [time]
+        steps[low:high] = [step]
+        return True
 
     def least_after(self, time: int) -> int | None:
         """The earliest step that was continued by any life that began work after `time`."""
         index = bisect_right(self._times, time)
-        return self._least[index] if index < len(self._least) else None
+        return self._steps[index] if index < len(self._steps) else None
 
 
-def _supervised(incident: Incident | None) -> list[Span]:
+def _supervised(incident: Incident | None) -> list[Row]:
     """The parts of a restart that belong to the supervisor and to the orchestrator."""
     if incident is None or incident.decided is None:
         return []
     decided, acted = incident.decided, incident.acted
-    spans = [Span(incident.detected, decided, Bucket.DECISION)]
+    rows = [(incident.detected, decided, PRIORITY[Bucket.DECISION])]
     if acted is None:
-        return spans
+        return rows
     if incident.action == "hot_swap":
-        spans.append(Span(decided, acted, Bucket.SWAP))
+        rows.append((decided, acted, PRIORITY[Bucket.SWAP]))
     if incident.action in _CHANGES_HOSTS and incident.rendezvous is not None:
-        spans.append(Span(acted, incident.rendezvous, Bucket.CAPACITY))
-    return spans
+        rows.append((acted, incident.rendezvous, PRIORITY[Bucket.CAPACITY]))
+    return rows
 
 
-def _phases(life: Life, begin: int, fault: int) -> list[Span]:
+def _phases(life: Life, begin: int, fault: int) -> list[Row]:
     """Startup, initialization and restore: from creation to the first step."""
+    marks = life.marks
     ready = life.first_step_started
     if ready is None:
         ready = life.finished or max(fault, life.last)
@@ -248,81 +324,69 @@ def _phases(life: Life, begin: int, fault: int) -> list[Span]:
     if imported is None:
         known = (life.first(EventType.RESTORE_STARTED), life.first(EventType.INITIALIZED), ready)
         imported = min(time for time in known if time is not None)
-    spans = [
-        Span(min(begin, life.marks[0].time), imported, Bucket.STARTUP),
-        Span(imported, ready, Bucket.INITIALIZATION),
-    ]
-    at = life.marks.index_of(EventType.RESTORE_STARTED)
+    rows = [(min(begin, marks.time_of(0)), imported, _STARTUP), (imported, ready, _INITIALIZATION)]
+    at = marks.index_of(EventType.RESTORE_STARTED)
     while at is not None:
-        spans.append(Span(life.marks[at].time, _restore_end(life.marks, at + 1, fault), Bucket.RESTORE))
-        at = life.marks.index_of(EventType.RESTORE_STARTED, start=at + 1)
-    return spans
+        rows.append((marks.time_of(at), _restore_end(marks, at + 1, fault), _RESTORE))
+        at = marks.index_of(EventType.RESTORE_STARTED, start=at + 1)
+    return rows
 
 
 def _restore_end(marks: Marks, after: int, fault: int) -> int:
     index = marks.index_of(EventType.CHECKPOINT_LOADED, *STEPPING, start=after)
-    if index is not None and marks[index].type is EventType.CHECKPOINT_LOADED:
-        return marks[index].time
+    if index is not None and marks.type_of(index) is EventType.CHECKPOINT_LOADED:
+        return marks.time_of(index)
     # Nothing was loaded (nothing to load, or the rank died): until it did something else.
-    return marks[after].time if after < len(marks) else fault
+    return marks.time_of(after) if after < len(marks) else fault
 
 
-def _steps(life: Life, limit: int | None) -> list[Span]:
-    """Steps, kept where no later life continued from before them, and the holds of saves."""
-    spans: list[Span] = []
-    since = life.first_step_started
-    limits = _limits(life.marks, limit)
+def _steps(life: Life, limit: int | None, after: int | None) -> Iterator[Row]:
+    """Steps, kept where no later life continued from before them, and the holds of saves.
+
+    Args:
+        after: index of the mark of a finished step, where those after it are wanted.
+    """
+    marks = life.marks
+    # Nothing is known before these.
+    first = marks.index_of(EventType.STEP_FINISHED, EventType.SAVE_STARTED) if after is None else after + 1
+    if first is None:
+        return
+    since = life.first_step_started if after is None else marks.time_of(after)
+    is_loaded_later = marks.index_of(EventType.CHECKPOINT_LOADED, start=first) is not None
+    limits = _limits(marks, limit) if is_loaded_later else None
     held: int | None = None  # since when a save holds training
-    for index, (time, kind, step, duration) in enumerate(life.marks.rows()):
+    for index, (time, kind, step, duration) in enumerate(marks.rows(first), first):
         if held is not None:
-            spans.append(Span(held, time, Bucket.SAVE_HELD))
+            yield held, time, _HELD
             held = None
         if kind is EventType.STEP_FINISHED and since is not None:
-            limit = limits(index)
+            if limits is not None:
+                limit = limits(index)
             start = since if duration is None else max(since, time - duration)
-            lost = limit is not None and step is not None and step > limit
-            spans.append(Span(start, time, Bucket.LOST_STEPS if lost else Bucket.KEPT_STEPS))
+            yield start, time, _LOST if limit is not None and step is not None and step > limit else _KEPT
             since = time
         elif kind is EventType.SAVE_STARTED:
             held = time
-    return spans
 
 
 def _limits(marks: Marks, limit: int | None) -> Callable[[int], int | None]:
     """For the index of a mark, the least step that is loaded after it, or after the life (`limit`)."""
-    loads: list[tuple[int, int | None]] = []  # index of a load, and the least step that is loaded from it on
+    places: list[int] = []  # of loads
     at = marks.index_of(EventType.CHECKPOINT_LOADED)
     while at is not None:
-        loads.append((at, marks[at].step))
+        places.append(at)
         at = marks.index_of(EventType.CHECKPOINT_LOADED, start=at + 1)
-    least = limit
-    for place in reversed(range(len(loads))):
-        index, step = loads[place]
-        least = _least(least, step)
-        loads[place] = (index, least)
-    if not loads:
+    if not places:
         return lambda index: limit
-    return lambda index: next((step for place, step in loads if place > index), limit)
+    lowest = [limit]
+    for place in reversed(places):
+        lowest.append(least(lowest[-1], marks.step_of(place)))
+    lowest.reverse()
+    return lambda index: lowest[bisect_right(places, index)]
 
 
-def _ending(life: Life, fault: int, detected: int) -> list[Span]:
-    """What the rank was doing when the fault struck, and the time until somebody noticed."""
-    if life.finished is not None:
-        return []
-    cut_off = Bucket.SAVE_HELD if life.marks[-1].type is EventType.SAVE_STARTED else Bucket.LOST_STEPS
-    spans = [Span(fault, detected, Bucket.DETECTION)]
-    if life.stepped:
-        spans.append(Span(life.last, fault, cut_off))
-    return spans
-
-
-def _clip(span: Span, low: int, high: int) -> Span:
-    if low <= span.start and span.end <= high:
-        return span  # as almost all
-    return span._replace(start=max(span.start, low), end=min(span.end, high))
-
-
-def _least(first: int | None, second: int | None) -> int | None:
+def least(first: int | None, second: int | None) -> int | None:
+    """The smaller one; None is larger than all."""
     if first is None or second is None:
         return second if first is None else first
     return min(first, second)

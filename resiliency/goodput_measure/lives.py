@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 
 from resiliency.events import EventType, RunEvent
@@ -24,9 +23,17 @@ from resiliency.goodput_measure.marks import RANK_TYPES, Mark, Marks
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)
 
-#: A standby process reaches these before it is given work.
-_BEFORE_WORK = frozenset({EventType.PROCESS_STARTED, EventType.IMPORTED})
-STEPPING = (EventType.STEP_STARTED, EventType.STEP_FINISHED)
+#: So many of the types of marks, process_started and imported, a standby process reaches without work.
+_BEFORE_WORK = 2
+_RESUMING = (EventType.STEP_FINISHED, EventType.CHECKPOINT_LOADED)
+#: Stages of a restart that a life reaches.
+REACHED = (
+    EventType.IMPORTED,
+    EventType.INITIALIZED,
+    EventType.CHECKPOINT_LOADED,
+    EventType.STEP_FINISHED,
+)
+STEPPING = (EventType.STEP_FINISHED, EventType.STEP_STARTED)
 _RANK_TYPES = frozenset(RANK_TYPES)
 #: A longer step is damage, and as a whole number it must fit into 64 bits.
 _LONGEST_US = 2**53
@@ -34,7 +41,8 @@ _LONGEST_US = 2**53
 
 def to_us(time: datetime) -> int:
     """Microseconds since the epoch, exactly."""
-    return (time - _EPOCH) // _MICROSECOND
+    since = time - _EPOCH
+    return (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds
 
 
 def from_us(time_us: int) -> datetime:
@@ -42,23 +50,62 @@ def from_us(time_us: int) -> datetime:
     return _EPOCH + time_us * _MICROSECOND
 
 
-@dataclass(frozen=True)
 class Life:
-    """One process of one rank; `marks` are sorted and never empty."""
+    """One process of one rank; `marks` are sorted and never empty.
 
-    rank: int
-    attempt: int | None
-    marks: Marks
+    A life may grow: `add_marks` appends what the process said next.
+    """
+
+    __slots__ = (
+        "_checked",
+        "_first_step",
+        "_resumed_from",
+        "_top",
+        "attempt",
+        "is_monotone",
+        "marks",
+        "rank",
+        "working",
+    )
+
+    def __init__(self, rank: int, attempt: int | None, marks: Marks) -> None:
+        self.rank = rank
+        self.attempt = attempt
+        self.marks = marks
+        #: First sign that the process works for the job and does not stand by.
+        self.working = self._work_began()
+        #: Whether no step that it finished is below one before it, of those that were looked at.
+        self.is_monotone = True
+        self._first_step: int | None = None
+        self._resumed_from: int | None = None
+        self._checked = 0  # marks whose steps were looked at
+        self._top: int | None = None  # highest step of these
+
+    def add_marks(self, marks: Marks) -> None:
+        """Append marks that follow those of this life, and hold no other process."""
+        works = not self.is_standby
+        self.marks.extend(marks)
+        if not works:
+            self.working = self._work_began()
+
+    def _work_began(self) -> int:
+        began = self.marks.first_after(_BEFORE_WORK)
+        return self.last if began is None else began
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether the process did no work so far."""
+        return self.marks.first_after(_BEFORE_WORK) is None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """By what the lives of a rank are sorted."""
+        return self.working, self.last, self.marks.time_of(0)
 
     @property
     def last(self) -> int:
         """Last sign of life."""
-        return self.marks[-1].time
-
-    @property
-    def working(self) -> int:
-        """First sign that the process works for the job and does not stand by."""
-        return next((time for time, kind, *_ in self.marks.rows() if kind not in _BEFORE_WORK), self.last)
+        return self.marks.time_of(-1)
 
     @property
     def finished(self) -> int | None:
@@ -66,8 +113,11 @@ class Life:
         return self.first(EventType.RANK_FINISHED)
 
     @property
-    def stepped(self) -> bool:
-        return self.marks.index_of(*STEPPING) is not None
+    def first_step(self) -> int | None:
+        """Index of the first mark of a step."""
+        if self._first_step is None:
+            self._first_step = self.marks.index_of(*STEPPING)
+        return self._first_step
 
     def first(self, type: EventType) -> int | None:
         """Time of the first mark of `type`."""
@@ -76,22 +126,56 @@ class Life:
     @property
     def first_step_started(self) -> int | None:
         """When the first step began, as said or as its duration tells."""
-        index = self.marks.index_of(*STEPPING)
+        index = self.first_step
         if index is None:
             return None
-        mark = self.marks[index]
-        return mark.time if mark.type is EventType.STEP_STARTED else mark.time - (mark.duration or 0)
+        duration = self.marks.duration_of(index)  # a step that started has none
+        return self.marks.time_of(index) - (duration or 0)
 
     @property
     def resumed_from(self) -> int | None:
         """The step that this life continued; inferred from its first step when nothing was said."""
-        for _, kind, step, _ in self.marks.rows():
-            if step is not None:
-                if kind is EventType.CHECKPOINT_LOADED:
-                    return step
-                if kind is EventType.STEP_FINISHED:
-                    return step - 1
-        return None
+        if self._resumed_from is None:
+            at = self.marks.index_of(*_RESUMING)
+            while at is not None:
+                if (step := self.marks.step_of(at)) is not None:
+                    loaded = self.marks.type_of(at) is EventType.CHECKPOINT_LOADED
+                    self._resumed_from = step if loaded else step - 1
+                    break
+                at = self.marks.index_of(*_RESUMING, start=at + 1)
+        return self._resumed_from
+
+    def finished_step(self, until: int) -> tuple[int | None, int | None]:
+        """When the last step that ended by `until` did so, and the highest step that had ended by then."""
+        high = self.marks.index_after(until)
+        at = self.marks.last_index_of(EventType.STEP_FINISHED, high)
+        if at is None:
+            return None, None
+        self.check_steps()
+        step = self.marks.step_of(at)
+        if step is None or not self.is_monotone:
+            step = max(self.marks[:high].finished_steps(), default=None)
+        return self.marks.time_of(at), step
+
+    def has_news(self, start: int) -> bool:
+        """Whether the marks from index `start` on tell more of how the life came up than those before."""
+        marks = self.marks
+        return marks.index_of(EventType.CHECKPOINT_LOADED, start=start) is not None or any(
+            marks.index_of(kind, start=start) is not None and (marks.index_of(kind) or 0) >= start
+            for kind in REACHED
+        )
+
+    def check_steps(self) -> None:
+        """Bring `is_monotone` up to date."""
+        if self._checked == len(self.marks):
+            return
+        steps = self.marks.finished_steps(self._checked)
+        if self._top is not None:
+            steps.insert(0, self._top)
+        if steps:
+            self.is_monotone = self.is_monotone and steps == sorted(steps)
+            self._top = max(steps)
+        self._checked = len(self.marks)
 
 
 def mark_of(event: RunEvent, time: int | None = None) -> Mark | None:
@@ -115,20 +199,18 @@ def split_lives(rank: int, marks: Iterable[tuple[int | None, Mark]]) -> list[Lif
     by_attempt: dict[int | None, Marks] = defaultdict(Marks)
     for attempt, mark in marks:
         by_attempt[attempt].append(mark)
-    return lives_of(rank, by_attempt)
+    lives = [life for attempt, of in by_attempt.items() for life in lives_of(rank, attempt, of)]
+    return sorted(lives, key=lambda life: life.order)
 
 
-def lives_of(rank: int, by_attempt: Mapping[int | None, Marks]) -> list[Life]:
-    """The lives of one rank in order; sorts the marks that it is given."""
-    lives = []
-    for attempt, marks in by_attempt.items():
-        marks.sort()
-        begin = 0
-        while begin < len(marks):
-            end = marks.index_of(EventType.PROCESS_STARTED, start=begin + 1)
-            lives.append(Life(rank, attempt, marks if begin == 0 and end is None else marks[begin:end]))
-            begin = len(marks) if end is None else end
-    return sorted(lives, key=lambda life: (life.working, life.last))
+def lives_of(rank: int, attempt: int | None, marks: Marks) -> Iterator[Life]:
+    """The lives of one attempt of one rank, in order; sorts the marks that it is given."""
+    marks.sort()
+    begin = 0
+    while begin < len(marks):
+        end = marks.index_of(EventType.PROCESS_STARTED, start=begin + 1)
+        yield Life(rank, attempt, marks if begin == 0 and end is None else marks[begin:end])
+        begin = len(marks) if end is None else end
 
 
 def _duration_us(value: object) -> int | None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from resiliency.events import JsonValue
+from resiliency.goodput_measure.incidents import Incident
 from resiliency.goodput_measure.lanes import Bucket
 from resiliency.goodput_measure.ledger import Ledger
 
@@ -108,15 +109,24 @@ class Reliability:
 
 def reliability_of(ledger: Ledger) -> Reliability:
     """The failures of the job of `ledger`."""
-    outages = _outages(ledger)
-    began = _first_step(ledger)
+    return reliability(ledger.incidents, began=_first_step(ledger), end=ledger.end)
+
+
+def reliability(incidents: Iterable[Incident], *, began: int | None, end: int) -> Reliability:
+    """The failures of a job.
+
+    Args:
+        began: when the first step of any rank did, in microseconds since the epoch; None without one.
+        end: of the job's time so far.
+    """
+    outages = _outages(incidents)
     up_us: list[int] = []
     since: int | None = began
     for outage in outages:
         if since is not None:
             up_us.append(max(outage.fault - since, 0))
         since = outage.end
-    trained_us = sum(up_us) + (0 if since is None else max(ledger.end - since, 0))
+    trained_us = sum(up_us) + (0 if since is None else max(end - since, 0))
     repairs = [(outage.cause or "unknown", s) for outage in outages if (s := outage.repair_s) is not None]
     by_cause: dict[str, list[float]] = defaultdict(list)
     for cause, seconds in repairs:
@@ -130,9 +140,9 @@ def reliability_of(ledger: Ledger) -> Reliability:
     )
 
 
-def _outages(ledger: Ledger) -> tuple[Outage, ...]:
+def _outages(incidents: Iterable[Incident]) -> tuple[Outage, ...]:
     outages: list[Outage] = []
-    for incident in ledger.incidents:
+    for incident in incidents:
         if outages and outages[-1].end is None:
             first = outages.pop()
             outages.append(Outage(fault=first.fault, end=incident.first_new_step, cause=first.cause))

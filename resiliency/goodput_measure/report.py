@@ -40,7 +40,7 @@ def goodput_text(report: GoodputReport) -> str:
         ("Checkpoints Saved", str(report.checkpoints_saved)),
         ("Total Runtime", duration(report.total_runtime_s)),
         ("Min Loaded Step", str(report.min_loaded_step)),
-        ("Max Saved Step", _or_none(report.max_saved_step)),
+        ("Max Saved Step", or_none(report.max_saved_step)),
         ("Step Difference", str(report.step_difference)),
         ("Reference Step Time", _seconds(report.reference_step_time_s)),
         ("Effective Computation Time", duration(report.effective_computation_time_s)),
@@ -65,19 +65,6 @@ def job_text(result: JobResult) -> str:
     return "\n\n".join(parts)
 
 
-def live_text(result: JobResult) -> str:
-    """One line of a job that runs."""
-    if result.measured is None:
-        return f"{result.report.job_name}: goodput {_percent(result.report.goodput_percentage)}"
-    job = result.measured
-    last_step = max((step for _, step in job.ledger.saves if step is not None), default=None)
-    return (
-        f"{from_us(job.ledger.end):%H:%M:%S} {result.report.job_name}: goodput {_share(job.ledger.goodput)}, "
-        f"newest {duration(job.window_us / 1e6)} {_share(job.newest.goodput)}, "
-        f"{len(job.ledger.incidents)} incidents, saved step {_or_none(last_step)}"
-    )
-
-
 def fleet_text(results: Sequence[JobResult]) -> str:
     """One row for each job, and one for all."""
     rows = []
@@ -91,8 +78,8 @@ def fleet_text(results: Sequence[JobResult]) -> str:
                 result.report.job_name,
                 str(len(ledger.lanes)),
                 duration(ledger.wall_us / 1e6),
-                _share(ledger.goodput),
-                _share(ledger.ettr),
+                share(ledger.goodput),
+                share(ledger.ettr),
                 str(len(found.outages)),
                 duration(found.mttf_s),
                 duration(found.mttr_s),
@@ -100,7 +87,7 @@ def fleet_text(results: Sequence[JobResult]) -> str:
         )
     fleet = Fleet.of(results)
     time = duration(sum(fleet.totals.values()) / 1e6)
-    summary = ("all", "", f"{time} of ranks", _share(fleet.goodput), "", str(fleet.outages))
+    summary = ("all", "", f"{time} of ranks", share(fleet.goodput), "", str(fleet.outages))
     rows.append((*summary, duration(fleet.mttf_s), duration(fleet.mttr_s)))
     header = ("Job", "Ranks", "Wall", "Goodput", "ETTR", "Outages", "MTTF", "MTTR")
     return f"{len(results)} jobs\n" + table(header, rows)
@@ -111,13 +98,13 @@ def ledger_text(ledger: Ledger, report: GoodputReport) -> str:
     ranks = len(ledger.lanes)
     available = ledger.wall_us * ranks
     rows = [
-        (bucket.value, duration(ledger.totals[bucket] / 1e6), _share(ledger.share(bucket)), meaning)
+        (bucket.value, duration(ledger.totals[bucket] / 1e6), share(ledger.share(bucket)), meaning)
         for bucket, meaning in MEANINGS.items()
     ]
-    rows.append(("sum", duration(sum(ledger.totals.values()) / 1e6), _share(1.0 if available else None), ""))
+    rows.append(("sum", duration(sum(ledger.totals.values()) / 1e6), share(1.0 if available else None), ""))
     definitions = [
-        ("kept steps / (wall x ranks)", _share(ledger.goodput), "all machine time"),
-        ("ETTR: kept step on any rank / wall", _share(ledger.ettr), "the job's own progress"),
+        ("kept steps / (wall x ranks)", share(ledger.goodput), "all machine time"),
+        ("ETTR: kept step on any rank / wall", share(ledger.ettr), "the job's own progress"),
         (
             "published: saved steps x reference / runtime",
             _percent(report.goodput_percentage),
@@ -146,7 +133,7 @@ def incidents_text(incidents: Iterable[Incident]) -> str:
             incident.cause or "?",
             *(_bare_seconds(incident.spans.get(stage)) for stage in stages),
             _bare_seconds(incident.total_s),
-            _or_none(incident.lost_steps),
+            or_none(incident.lost_steps),
         )
         for incident in incidents
     ]
@@ -157,8 +144,8 @@ def incidents_text(incidents: Iterable[Incident]) -> str:
 def _rolling_text(curve: Rolling) -> str:
     (low_at, low), (_, newest) = curve.lowest, curve.newest
     return (
-        f"Rolling goodput over {duration(curve.length_us / 1e6)}: lowest {_share(low)} (until "
-        f"{from_us(low_at):%Y-%m-%d %H:%M} UTC), median {_share(curve.median)}, newest {_share(newest)}"
+        f"Rolling goodput over {duration(curve.length_us / 1e6)}: lowest {share(low)} (until "
+        f"{from_us(low_at):%Y-%m-%d %H:%M} UTC), median {share(curve.median)}, newest {share(newest)}"
     )
 
 
@@ -169,7 +156,7 @@ def _attempts_text(job: JobLedger) -> str:
             str(index),
             duration((window.start - job.ledger.start) / 1e6),
             duration((window.end - window.start) / 1e6),
-            _share(window.goodput),
+            share(window.goodput),
             causes.get(window.end, "-"),
         )
         for index, window in enumerate(job.attempts)
@@ -243,7 +230,7 @@ def _is_number(text: str) -> bool:
     return text[:1].isdigit() or text in ("-", "?", "", "unknown")
 
 
-def _or_none(value: int | None) -> str:
+def or_none(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
@@ -259,5 +246,5 @@ def _percent(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.2f} %"
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
     return _percent(None if value is None else 100 * value)

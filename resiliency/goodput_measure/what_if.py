@@ -9,11 +9,12 @@ costs beside the steps to do again does not depend on the interval and is left o
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from resiliency.events import JsonValue
+from resiliency.goodput_measure.incidents import Incident
 from resiliency.goodput_measure.lanes import Bucket
 from resiliency.goodput_measure.ledger import Ledger
 
@@ -80,20 +81,47 @@ def save_model(ledger: Ledger) -> SaveModel | None:
     """None where the log shows no steps, or fewer than two saves."""
     saved = sorted({step for _, step in ledger.saves if step is not None})
     gaps = [after - before for before, after in pairwise(saved)]
-    if not gaps or not ledger.median_step_s or not ledger.lanes:
-        return None
-    ranks = len(ledger.lanes)
-    holds = sum(span.bucket is Bucket.SAVE_HELD for lane in ledger.lanes.values() for span in lane)
-    return SaveModel(
-        steps=round(ledger.totals[Bucket.KEPT_STEPS] / 1e6 / ranks / ledger.median_step_s),
-        step_s=ledger.median_step_s,
-        hold_s=ledger.totals[Bucket.SAVE_HELD] / 1e6 / holds if holds else 0.0,
-        commit_s=ledger.commit_s or 0.0,
-        own_interval=round(statistics.median(gaps)),
+    return model_of(
+        totals=ledger.totals,
+        holds=sum(lane.count_of(Bucket.SAVE_HELD) for lane in ledger.lanes.values()),
+        ranks=len(ledger.lanes),
+        median_step_s=ledger.median_step_s,
+        commit_s=ledger.commit_s,
+        own_interval=statistics.median(gaps) if gaps else None,
         first_step=ledger.first_step,
+        incidents=ledger.incidents,
+    )
+
+
+def model_of(
+    *,
+    totals: Mapping[Bucket, int],
+    holds: int,
+    ranks: int,
+    median_step_s: float | None,
+    commit_s: float | None,
+    own_interval: float | None,
+    first_step: int,
+    incidents: Iterable[Incident],
+) -> SaveModel | None:
+    """As `save_model`, from the sums of a ledger.
+
+    Args:
+        holds: how often a rank waited for a save.
+        own_interval: median steps between saves; None where there are less than two.
+    """
+    if own_interval is None or not median_step_s or not ranks:
+        return None
+    return SaveModel(
+        steps=round(totals[Bucket.KEPT_STEPS] / 1e6 / ranks / median_step_s),
+        step_s=median_step_s,
+        hold_s=totals[Bucket.SAVE_HELD] / 1e6 / holds if holds else 0.0,
+        commit_s=commit_s or 0.0,
+        own_interval=round(own_interval),
+        first_step=first_step,
         faults=tuple(
             (one.last_step, (one.fault - one.last_step_at) / 1e6)
-            for one in ledger.incidents
+            for one in incidents
             if one.last_step is not None and one.last_step_at is not None
         ),
     )

@@ -20,6 +20,7 @@ from resiliency.events import EventType as E
 from resiliency.events import RunEvent
 from resiliency.goodput_measure.jobs import Fleet, JobEvents, JobResult, Options
 from resiliency.goodput_measure.ledger import build_ledger
+from resiliency.goodput_measure.live.figures import figures_of_result
 from resiliency.goodput_measure.live.follow import LogTail, follow
 from resiliency.goodput_measure.live.prometheus import as_metrics, serving, write_metrics
 from resiliency.goodput_measure.reader import ReadStats
@@ -56,6 +57,7 @@ def test_a_tail_gives_whole_new_lines_and_survives_rotation(tmp_path: Path) -> N
         with path.open("a") as file:
             file.write(second[20:] + "\nno event\n")
         assert [one.type for one in tail.poll()] == [E.JOB_TERMINATED]
+        assert stats.examples[0].startswith(f"{path}:3: ")
         assert (stats.lines, stats.unparsable) == (3, 1)
         path.rename(tmp_path / "old")
         path.write_text(first + "\n")
@@ -105,7 +107,7 @@ def test_a_job_is_measured_while_it_runs_and_until_it_ends(tmp_path: Path) -> No
 
     jobs = {"demo": JobEvents("demo")}
     found = list(follow([path], jobs, Options(), stats=ReadStats(), every_s=1.0, clock=clock, wait=wait))
-    ledgers = [results[0].measured.ledger for results in found if results[0].measured is not None]
+    ledgers = [figures[0] for figures in found]
     assert len(ledgers) == 3
     assert ledgers[1].wall_us == ledgers[0].wall_us + 30_000_000
     assert (ledgers[1].goodput or 0) < (ledgers[0].goodput or 0)
@@ -113,11 +115,51 @@ def test_a_job_is_measured_while_it_runs_and_until_it_ends(tmp_path: Path) -> No
     assert ledgers[2].totals == build_ledger(events).totals
 
 
+def looks_until_the_end(path: Path, clock: ManualClock, most: int = 30) -> int:
+    """How often a log that no longer changes is looked at, a minute apart."""
+    pauses = 0
+
+    def wait(seconds: float) -> bool:
+        nonlocal pauses
+        pauses += 1
+        clock.advance(timedelta(minutes=1))
+        return pauses >= most
+
+    jobs = {"demo": JobEvents("demo")}
+    list(follow([path], jobs, Options(), stats=ReadStats(), every_s=1.0, clock=clock, wait=wait))
+    return pauses
+
+
+@pytest.mark.parametrize("late", [E.CHECKPOINT_SAVED, E.RANK_FINISHED, E.STEP_FINISHED, E.DIAGNOSED])
+def test_an_event_that_is_later_than_the_end_of_the_job_does_not_keep_it_running(
+    late: E, tmp_path: Path
+) -> None:
+    events = [*failed_once(), event(3600, late, rank=0, step=15)]
+    assert looks_until_the_end(write_log(tmp_path / "log", events), ManualClock(at(3600))) == 1
+
+
+def test_a_job_of_two_hosts_runs_until_both_have_ended_it(tmp_path: Path) -> None:
+    events = [*failed_once(), event(0, E.JOB_STARTED, host="host-1")]
+    still = [*events, event(3600, E.STEP_FINISHED, rank=9, step=15, host="host-1")]
+    # A host that was lost never says that it ended, and may have had a clock that was ahead.
+    assert looks_until_the_end(write_log(tmp_path / "log", still), ManualClock(at(3600))) == 10
+    ended = [*still, event(3599, E.JOB_TERMINATED, host="host-1")]
+    assert looks_until_the_end(write_log(tmp_path / "log", ended), ManualClock(at(3600))) == 1
+
+
+def test_a_job_that_was_started_again_runs(tmp_path: Path) -> None:
+    events = [*failed_once(), event(3600, E.JOB_STARTED)]
+    # It may wait for its hosts for longer than ten minutes, or hang.
+    assert looks_until_the_end(write_log(tmp_path / "log", events), ManualClock(at(3600)), most=30) == 30
+
+
 def test_metrics_say_what_the_ledger_says() -> None:
     events = failed_once('a "job"')
     result = result_of(events)
     assert result.measured is not None
-    text = as_metrics([result])
+    figures = figures_of_result(result)
+    assert figures is not None
+    text = as_metrics([figures])
     values = dict(re.findall(r"^(resiliency_goodput_\S+?\{.*\}) (\S+)$", text, re.MULTILINE))
     job = r'job="a \"job\""'
     assert float(values[f"resiliency_goodput_ratio{{{job}}}"]) == result.measured.ledger.goodput

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resiliency.errors import ConfigError
@@ -14,6 +14,7 @@ from resiliency.events import EventType as E
 from resiliency.events import RunEvent
 from resiliency.goodput_measure.lanes import resolve
 from resiliency.goodput_measure.ledger import Bucket, Ledger, LedgerBuilder, Span, build_ledger
+from tests.goodput.histories import chaos, damaged_job
 from tests.goodput.story import Story, event
 
 
@@ -226,7 +227,7 @@ def test_a_failure_that_is_injected_after_the_end_of_a_job_lengthens_nothing() -
     builder = LedgerBuilder()
     for one in (*story.events, event(story.now + 60, E.FAULT_INJECTED, kind="memory")):
         builder.add_event(one)
-    assert builder.has_ended
+    assert builder.has_ended()
     assert builder.build().wall_us == build_ledger(story.events).wall_us
 
 
@@ -238,48 +239,6 @@ def test_the_stronger_of_overlapping_causes_wins() -> None:
         Span(6, 10, Bucket.KEPT_STEPS),
         Span(10, 20, Bucket.RESTART),
     )
-
-
-@st.composite
-def chaos(draw: st.DrawFn) -> list[RunEvent]:
-    """Any events at any time: what no job would write, and a damaged log might say."""
-    one = st.builds(
-        event,
-        st.integers(0, 40).map(lambda half: half / 2),
-        st.sampled_from(E),
-        rank=st.none() | st.integers(0, 2),
-        step=st.none() | st.integers(0, 9),
-        attempt=st.none() | st.integers(0, 2),
-        duration_s=st.none() | st.floats(0, 30) | st.sampled_from([-1.0, float("inf"), float("nan")]),
-    )
-    events = draw(st.lists(one, min_size=1, max_size=60))
-    # What the supervisor says is not of the job itself: alone, it is no event log of a job.
-    assume(any(event.type not in (E.ACTION_DECIDED, E.ACTION_ENDED) for event in events))
-    return events
-
-
-@st.composite
-def damaged_job(draw: st.DrawFn) -> list[RunEvent]:
-    """A real job with faults, of which some events are missing and the rest out of order."""
-    duration = st.floats(0, 5)
-    story = Story(draw(st.integers(1, 4)), step_s=draw(st.floats(0.01, 3)))
-    story.start(imports=draw(duration), init=draw(duration))
-    for _ in range(draw(st.integers(0, 4))):
-        story.steps(draw(st.integers(0, 6)), save_every=draw(st.integers(0, 3)), hold=draw(duration))
-        story.fault(
-            draw(st.sampled_from(story.ranks)),
-            into_step=draw(duration),
-            unnoticed=draw(duration),
-            injected=draw(st.booleans()),
-            stop=draw(duration),
-        )
-        story.start(restore=draw(st.none() | st.integers(0, story.step)), load=draw(duration))
-    story.steps(draw(st.integers(0, 6)))
-    if draw(st.booleans()):
-        story.finish()
-    missing = draw(st.sets(st.integers(0, len(story.events) - 1), max_size=len(story.events) - 1))
-    kept = [item for index, item in enumerate(story.events) if index not in missing]
-    return draw(st.permutations(kept)) if len(kept) < 40 else kept
 
 
 @settings(max_examples=150, deadline=None)

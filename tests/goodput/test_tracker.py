@@ -22,6 +22,7 @@ from resiliency.goodput_measure.tracker import (
     open_event_stream,
 )
 from resiliency.runtime import RunInfo
+from tests.goodput import cloud_client
 from tests.goodput.story import event
 
 FILE = {"GOODPUT_USE_FILE_TRACKING": "1"}
@@ -130,45 +131,6 @@ def test_a_shell_can_record_when_the_user_scheduled_the_job(tmp_path: Path) -> N
     assert [r["event_type"] for r in records(tmp_path / "j-goodput.log")] == ["user_scheduled"]
 
 
-# A substitute for Google's client: a real package on disk, found by the real import system.  It keeps a
-# payload as the real one does, as a protobuf Struct: every number is a double, and keys have no order.
-# Like the real one, it lists an entry about itself before the first one of a process.
-CLOUD = {
-    "google/cloud/logging/__init__.py": """
-import json, os
-import google.auth.exceptions
-import google.api_core.exceptions
-from google.protobuf.json_format import MessageToJson, ParseDict
-from google.protobuf.struct_pb2 import Struct
-class _Entry:
-    def __init__(self, payload): self.payload = payload
-class _Log:
-    def __init__(self, name): self.path = name + ".cloud"
-    def log_struct(self, record, severity):
-        written = len(open(self.path).readlines()) if os.path.exists(self.path) else 0
-        if written >= int(os.environ.get("REFUSE_AFTER", 99)):
-            raise google.api_core.exceptions.GoogleAPIError("quota")
-        with open(self.path, "a") as file:
-            file.write(MessageToJson(ParseDict(record, Struct()), indent=None) + "\\n")
-class Client:
-    project = "p"
-    def __init__(self):
-        if os.environ.get("NO_CREDENTIALS"):
-            raise google.auth.exceptions.GoogleAuthError("no credentials")
-    def logger(self, name): return _Log(name)
-    def list_entries(self, filter_, order_by, page_size):
-        name = filter_.split("/logs/")[1].split('"')[0]
-        yield _Entry({"logging.googleapis.com/diagnostic": {"instrumentation_source": []}})
-        with open(name + ".cloud") as file:
-            for line in file:
-                yield _Entry(json.loads(line))
-    def close(self): pass
-""",
-    "google/auth/__init__.py": "",
-    "google/auth/exceptions.py": "class GoogleAuthError(Exception): pass\n",
-    "google/api_core/__init__.py": "",
-    "google/api_core/exceptions.py": "class GoogleAPIError(Exception): pass\n",
-}
 WRITE_THREE = """
 import logging
 logging.basicConfig()
@@ -193,12 +155,7 @@ with GoodputTracker() as tracker:
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> dict[str, str]:
-    """Environment in which Google's client can be imported."""
-    site = tmp_path / "site"
-    for name, text in CLOUD.items():
-        (site / name).parent.mkdir(parents=True, exist_ok=True)
-        (site / name).write_text(text)
-    return {"PYTHONPATH": str(site)}
+    return cloud_client.environment(tmp_path / "site")
 
 
 def test_with_a_cloud_client_events_go_to_the_cloud_and_come_back(
@@ -207,7 +164,7 @@ def test_with_a_cloud_client_events_go_to_the_cloud_and_come_back(
     done = run_python(WRITE_A_JOB, tmp_path, **cloud, JOB_IDENTIFIER="j")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "j-goodput.log").exists()
-    exported = tmp_path / "j-goodput.cloud"  # one payload a line
+    exported = tmp_path / "j-goodput.cloud"
     assert re.findall(r'"(?:step|node_rank)": [^,}]+', exported.read_text()) == [
         '"node_rank": 0.0',
         '"step": 40.0',
@@ -237,7 +194,7 @@ def test_a_cloud_that_fails_midway_costs_one_warning_and_no_event(
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("WARNING") == 1
     assert "quota" in done.stderr
-    assert [r["step"] for r in records(tmp_path / "j-goodput.cloud")] == [1]
+    assert [r["step"] for r in cloud_client.payloads(tmp_path / "j-goodput.cloud")] == [1]
     assert [r["step"] for r in records(tmp_path / "j-goodput.log")] == [2, 3]
 
 

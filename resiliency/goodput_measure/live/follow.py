@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows logs while they are written, and measures their jobs again and again.
+"""Follows logs while they are written, and measures their jobs again and again, at the price of what is new.
 
 A line counts once its newline is there.  A file that is not there yet is waited for; one that was replaced
 is read to its end before the one that has its name now, and one that became shorter is read from its begin.
@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from resiliency.errors import ConfigError
 from resiliency.events import RunEvent
-from resiliency.goodput_measure.jobs import JobEvents, JobResult, Options
+from resiliency.goodput_measure.jobs import JobEvents, Options
+from resiliency.goodput_measure.live.figures import LiveFigures, figures_so_far
 from resiliency.goodput_measure.lives import to_us
-from resiliency.goodput_measure.reader import MAX_LINE_BYTES, ReadStats, parse_line
+from resiliency.goodput_measure.reader import EventReader, ReadStats, portions_of
 from resiliency.runtime import Clock
-
-_READ_BYTES = 1 << 20
 
 
 class LogTail:
@@ -30,7 +28,7 @@ class LogTail:
         self._path = os.fspath(path)
         self._stats = stats
         self._file: BinaryIO | None = None
-        self._rest = b""  # of a line whose newline is missing
+        self._reader = EventReader(self._path, stats)
 
     def poll(self) -> Iterator[RunEvent]:
         """Yield what was written since the last call.
@@ -40,48 +38,40 @@ class LogTail:
         """
         try:
             yield from self._read()  # also of a file that has lost its name since: its last events
-            if self._reopen():
+            if self._is_replaced():
+                yield from self.finish()
+                self._file = open(self._path, "rb")  # noqa: SIM115 (closed by `close`)
                 yield from self._read()
+        except FileNotFoundError:
+            pass  # not there yet, or no longer
         except OSError as error:
             raise ConfigError(
                 f"cannot read the event log {self._path!r}: {error.strerror}.", path=self._path
             ) from error
 
-    def _read(self) -> Iterator[RunEvent]:
-        while self._file is not None and (chunk := self._file.read(_READ_BYTES)):
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            if len(self._rest) > MAX_LINE_BYTES:
-                self._stats.lines += 1
-                self._stats.count_damage(self._path, f"a line of more than {MAX_LINE_BYTES} bytes")
-                self._rest = b""
-            for line in lines:
-                if not (text := line.strip()):
-                    continue
-                self._stats.lines += 1
-                event = parse_line(text, self._path, self._stats)
-                if event is not None:
-                    self._stats.count_job(event.job_name)
-                    yield event
+    def finish(self) -> Iterator[RunEvent]:
+        """Yield the last event, where its newline is missing; nothing more is read of this file."""
+        yield from self._reader.close()
+        self._reader = EventReader(self._path, self._stats)
+        self.close()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _reopen(self) -> bool:
-        """Open the file that has the name now; False where that is the one that is open, or there is none."""
-        with suppress(FileNotFoundError):
-            there = os.stat(self._path)
-            if self._file is not None:
-                opened = os.fstat(self._file.fileno())
-                same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
-                if same and there.st_size >= self._file.tell():
-                    return False
-                self.close()
-            self._rest = b""
-            self._file = open(self._path, "rb")  # noqa: SIM115 (closed by `close`)
+    def _read(self) -> Iterator[RunEvent]:
+        if self._file is not None:
+            yield from self._reader.feed(portions_of(self._file))
+
+    def _is_replaced(self) -> bool:
+        """Whether the file that has the name now is another one than the one that is open, or shorter."""
+        there = os.stat(self._path)
+        if self._file is None:
             return True
-        return False
+        opened = os.fstat(self._file.fileno())
+        same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
+        return not same or there.st_size < self._file.tell()
 
 
 class LogTails:
@@ -94,6 +84,11 @@ class LogTails:
         """As `LogTail.poll`, one file after the other."""
         for tail in self._tails:
             yield from tail.poll()
+
+    def finish(self) -> Iterator[RunEvent]:
+        """As `LogTail.finish`, of all."""
+        for tail in self._tails:
+            yield from tail.finish()
 
     def __enter__(self) -> LogTails:
         return self
@@ -112,11 +107,12 @@ def follow(
     every_s: float,
     clock: Clock,
     wait: Callable[[float], bool],
-) -> Iterator[list[JobResult]]:
-    """Yield the results of the jobs that have begun, whenever there is something new to tell.
+) -> Iterator[list[LiveFigures]]:
+    """Yield figures of the jobs that have begun, whenever there is something new to tell.
 
     While a job runs, its wall time goes on though nothing is written, so that a hang shows.  Ends when all
-    jobs have ended and nothing came for a period, or when `wait` says so.
+    jobs have ended and nothing came for a period, or when `wait` says so; then all that the files hold was
+    added to `jobs`.
 
     Args:
         jobs: by name; events are added to them.
@@ -126,18 +122,30 @@ def follow(
     with LogTails(paths, stats) as tails:
         while True:
             began = time.monotonic()
-            is_new = False
-            for event in tails.poll():
-                if (job := jobs.get(event.job_name)) is not None:
-                    job.add_full(event)
-                    stats.events += 1
-                    is_new = True
+            is_new = _add_events(tails.poll(), jobs, stats)
+            now = to_us(clock.now())
             begun = [job for job in jobs.values() if job.goodput_events]
-            running = [job for job in jobs.values() if not job.builder.has_ended]
+            running = running_jobs(jobs, now)
             if begun and (is_new or running):
-                now = to_us(clock.now())
-                yield [job.result(options, until=now if job in running else None) for job in begun]
+                yield [figures_so_far(job, options, until=now if job in running else None) for job in begun]
             elif begun and not running:
-                return
+                break
             if wait(max(every_s, time.monotonic() - began)):
-                return
+                break
+        _add_events(tails.finish(), jobs, stats)
+
+
+def running_jobs(jobs: Mapping[str, JobEvents], now: int) -> list[JobEvents]:
+    """Those that have not ended, with `now` in microseconds since the epoch."""
+    return [job for job in jobs.values() if not job.builder.has_ended(now)]
+
+
+def _add_events(events: Iterable[RunEvent], jobs: Mapping[str, JobEvents], stats: ReadStats) -> bool:
+    """Returns whether there are any of the jobs."""
+    is_new = False
+    for event in events:
+        if (job := jobs.get(event.job_name)) is not None:
+            job.add_full(event)
+            stats.events += 1
+            is_new = True
+    return is_new

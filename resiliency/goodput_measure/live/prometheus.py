@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from resiliency.errors import ConfigError
-from resiliency.goodput_measure.jobs import JobResult
+from resiliency.goodput_measure.live.figures import LiveFigures
 from resiliency.prometheus import CONTENT_TYPE, Metric, Sample, to_text
 
 _PREFIX = "resiliency_goodput_"
@@ -32,25 +32,23 @@ _METRICS = (
 )
 
 
-def as_metrics(results: Iterable[JobResult]) -> str:
-    """The jobs that have a ledger; a value that is not known is left out."""
-    return to_text(_PREFIX, _METRICS, (sample for result in results for sample in _samples(result)))
+def as_metrics(jobs: Iterable[LiveFigures]) -> str:
+    """A value that is not known is left out."""
+    return to_text(_PREFIX, _METRICS, (sample for job in jobs for sample in _samples(job)))
 
 
-def _samples(result: JobResult) -> Iterator[Sample]:
-    if result.measured is None:
-        return
-    job, found, name = result.measured, result.measured.reliability, {"job": result.report.job_name}
-    yield "ratio", name, job.ledger.goodput
-    yield "window_ratio", {**name, "window": f"{job.window_us / 1e6:g}s"}, job.newest.goodput
-    yield "ettr", name, job.ledger.ettr
-    for bucket, total in job.ledger.totals.items():
+def _samples(job: LiveFigures) -> Iterator[Sample]:
+    name = {"job": job.job_name}
+    yield "ratio", name, job.goodput
+    yield "window_ratio", {**name, "window": f"{job.window_us / 1e6:g}s"}, job.window_goodput
+    yield "ettr", name, job.ettr
+    for bucket, total in job.totals.items():
         yield "rank_seconds", {**name, "cause": bucket.value}, total / 1e6
-    yield "wall_seconds", name, job.ledger.wall_us / 1e6
-    yield "ranks", name, len(job.ledger.lanes)
-    yield "incidents", name, len(job.ledger.incidents)
-    yield "mttf_seconds", name, found.mttf_s
-    yield "mttr_seconds", name, found.mttr_s
+    yield "wall_seconds", name, job.wall_us / 1e6
+    yield "ranks", name, job.ranks
+    yield "incidents", name, job.incidents
+    yield "mttf_seconds", name, job.mttf_s
+    yield "mttr_seconds", name, job.mttr_s
     for cost in job.costs:
         for which in ("as it was", "best"):
             if which in cost.note:
