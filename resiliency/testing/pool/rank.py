@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -39,6 +40,9 @@ def serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable()
     offer_stacks()
+    # A loader's worker that collected what earlier jobs left would take apart groups of torch, whose threads
+    # are not in it: it hung, or ended by SIGSEGV.
+    os.register_at_fork(after_in_child=gc.freeze)
     torch.set_num_threads(1)
     while True:
         try:

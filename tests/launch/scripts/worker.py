@@ -12,6 +12,7 @@ With --told, a graceful worker tells the launcher, as a training does, that it w
 
 import argparse
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,6 +22,11 @@ def say(text: str) -> None:
     who = f"rank {os.environ['RANK']} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
     # One write: the launcher runs scripts unbuffered, and `print` would write its newline apart.
     os.write(1, f"{who} {text}\n".encode())
+
+
+def wait_for_signal() -> None:
+    # Not `signal.pause`: a handler that is due just before it runs only after the next signal.
+    select.select([], [], [], 0.5)
 
 
 def main() -> int:
@@ -38,7 +44,8 @@ def main() -> int:
         return 0
     if args.only is not None and rank != args.only:
         say(f"pid {os.getpid()} ready")
-        signal.pause()
+        while True:
+            wait_for_signal()
     return act(args, rank)
 
 
@@ -79,7 +86,7 @@ def act(args: argparse.Namespace, rank: int) -> int:
     if args.message is not None:
         raise ValueError(args.message)
     while args.action in ("wait", "graceful", "stubborn", "children"):
-        signal.pause()
+        wait_for_signal()
     return args.exit
 
 
