@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple, overload
 
 from resiliency.events import EventType
@@ -115,10 +114,10 @@ class Marks(Sequence[Mark]):
 
     def sort(self) -> None:
         """Order by time, and by the life of a rank at equal times; keeps the order of equal ones."""
-        times, codes = self._times, self._codes
-        if all(a <= b for a, b in pairwise(zip(times, codes, strict=True))):
+        keys = list(zip(self._times, self._codes, strict=True))
+        if keys == sorted(keys):
             return
-        order = sorted(range(len(self)), key=lambda index: (times[index], codes[index]))
+        order = sorted(range(len(self)), key=keys.__getitem__)
         sorted_marks = self._picked(order)
         self._times, self._codes = sorted_marks._times, sorted_marks._codes
         self._steps, self._durations = sorted_marks._steps, sorted_marks._durations

@@ -142,7 +142,7 @@ class RankTrack:
             if high is None:
                 high = max((row[1] for row in rows), default=low)
             self.lane.extend(swept := sweep(rows, low, high))
-            added += swept
+            added.extend(swept)
             self._painted.append(len(life.marks))
             self._begins.append(begin)
             self._edges.append(edge)
