@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,6 +16,17 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def first_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first ends, and end the others; raises what it raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await end_tasks(tasks)
 
 
 async def wait_for(work: Awaitable[T], timeout_s: float | None) -> T:

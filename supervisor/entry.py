@@ -20,7 +20,7 @@ from resiliency import log
 from resiliency.errors import ConfigError
 from resiliency.files import ALIVE_PERIOD_S, touch_alive_file
 from resiliency.runtime import RunInfo
-from resiliency.tasks import end_tasks
+from resiliency.tasks import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,21 +64,11 @@ async def until_signal(work: Coroutine[Any, Any, None]) -> None:
         ConfigError: it cannot be.
     """
     loop = asyncio.get_running_loop()
-    both = asyncio.ensure_future(_until_one_ends(work, _touch_alive_file()))
+    both = asyncio.ensure_future(first_of(work, _touch_alive_file()))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, both.cancel)
     with suppress(asyncio.CancelledError):
         await both
-
-
-async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await end_tasks(tasks)
 
 
 async def _touch_alive_file() -> None:

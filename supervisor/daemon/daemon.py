@@ -15,7 +15,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from resiliency import __version__
 from resiliency.errors import ConfigError
 from resiliency.files import write_durably
 from resiliency.runtime import SystemClock
-from resiliency.tasks import end_tasks, wait_for
+from resiliency.tasks import first_of, wait_for
 from supervisor.daemon.host_check import check_host, while_idle
 from supervisor.daemon.local_server import LocalServer
 from supervisor.daemon.settings import DaemonSettings
@@ -120,7 +120,7 @@ class HostDaemon:
                 streams.append(self._watch())
             if settings.metadata is not None:
                 streams.append(self._find_place(settings.metadata))
-            await _first_of(*streams)
+            await first_of(*streams)
 
     async def _watch(self) -> None:
         self._findings.load()
@@ -176,7 +176,7 @@ class HostDaemon:
         changed = self._waker()
         resend = asyncio.Event()
         try:
-            await _first_of(
+            await first_of(
                 self._send_reports(stream, changed, resend, welcome.report_period_s),
                 _read_orders(stream, changed, resend),
             )
@@ -219,7 +219,7 @@ class HostDaemon:
         logger.info("actuator: connected")
         changed = self._waker()
         try:
-            await _first_of(
+            await first_of(
                 self._send_outcomes(stream),
                 self._send_hosts(stream, changed),
                 self._read_commands(stream),
@@ -361,17 +361,6 @@ async def _read_orders(stream: ClientStream, changed: asyncio.Event, resend: asy
 
 async def _forever() -> None:
     await asyncio.Event().wait()
-
-
-async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Run all until the first ends, and end the others; raises what it raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await end_tasks(tasks)
 
 
 def _load_fence(path: Path) -> Fence:
