@@ -5,7 +5,8 @@ A rank pays for two stores into shared memory, under a microsecond, and never fo
 is slow or dead makes no difference to training.  A rank without a launcher writes nothing.
 
     slot of a local rank: last finished step + 1, its time | time of the last heartbeat at the rank monitor |
-    when the rank found the page | step + 1 of the newest checkpoint, and of the restored one; the branch
+    when the rank found the page | step + 1 of the newest checkpoint, and of the restored one; the branch |
+    step + 1 that the job would go on from
 
 One process writes each word.  A reader may see a step with the time of the one before it, which is as good.
 Times are CLOCK_MONOTONIC, the same in all processes of a host.  The page has no name in any file system: it
@@ -32,7 +33,8 @@ _TIME = struct.Struct("=d")
 #: A cache line each, so that ranks do not take each other's.
 _SLOT_BYTES = 64
 _CHECKPOINTS = struct.Struct("=QQQ")
-_HEARTBEAT_OFFSET, _FOUND_OFFSET, _CHECKPOINTS_OFFSET = 16, 24, 32
+_KEPT = struct.Struct("=Q")
+_HEARTBEAT_OFFSET, _FOUND_OFFSET, _CHECKPOINTS_OFFSET, _KEPT_OFFSET = 16, 24, 32, 56
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class RankProgress:
     """What a slot holds; None before the first step or heartbeat.  Times are monotonic seconds.
 
     `reports`: the rank has found the page: no step means that it has finished none.
+    `kept_step`: that the job would go on from, were it told to end now; None where nobody said so.
     """
 
     step: int | None
@@ -47,6 +50,7 @@ class RankProgress:
     heartbeat_time: float | None
     reports: bool
     checkpoints: CheckpointSteps | None = None
+    kept_step: int | None = None
 
 
 class StepPage:
@@ -74,12 +78,14 @@ class StepPage:
         start = local_rank * _SLOT_BYTES
         count, step_time = _STEP.unpack_from(self._memory, start)
         (heartbeat,) = _TIME.unpack_from(self._memory, start + _HEARTBEAT_OFFSET)
+        (kept,) = _KEPT.unpack_from(self._memory, start + _KEPT_OFFSET)
         return RankProgress(
             step=count - 1 if count else None,
             step_time=step_time if count else None,
             heartbeat_time=heartbeat or None,
             reports=_TIME.unpack_from(self._memory, start + _FOUND_OFFSET)[0] > 0,
             checkpoints=self._checkpoints(start),
+            kept_step=kept - 1 if kept else None,
         )
 
     def _checkpoints(self, start: int) -> CheckpointSteps | None:
@@ -126,6 +132,17 @@ def report_step(step: int) -> None:
         watch_rank()
     if _slot is not None:
         _STEP.pack_into(_slot[0], _slot[1], step + 1, time.monotonic())
+
+
+def report_kept(step: int) -> None:
+    """Say that the job would go on from `step`, or a later one, were it told to end now.
+
+    A supervisor that has room for a larger job waits until this is news.  Any thread may say so.
+    """
+    if _slot is not None:
+        memory, at = _slot[0], _slot[1] + _KEPT_OFFSET
+        # A save of before may be committed after the step that a job stops at was agreed on.
+        _KEPT.pack_into(memory, at, max(step + 1, *_KEPT.unpack_from(memory, at)))
 
 
 def report_checkpoints(steps: CheckpointSteps) -> None:

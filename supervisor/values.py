@@ -531,6 +531,7 @@ class WorkerReport(Value):
         monitor_age_s: since its launcher's rank monitor got a heartbeat or section; None where it got none.
             A job all of whose ranks send them is not taken for hung; a rank that is late the monitor ends.
         step, step_age_s: the last finished step and the time since; None before the first.
+        kept_step: that the job would go on from if its ranks were told to end now; None: nobody tells.
     """
 
     local_rank: int
@@ -540,9 +541,10 @@ class WorkerReport(Value):
     monitor_age_s: float | None = None
     step: int | None = None
     step_age_s: float | None = None
+    kept_step: int | None = None
 
     def __post_init__(self) -> None:
-        check_counts(self, "local_rank", "global_rank", "step")
+        check_counts(self, "local_rank", "global_rank", "step", "kept_step")
         check_seconds(self, "heartbeat_age_s", "monitor_age_s", "step_age_s")
         require(
             (self.step is None) == (self.step_age_s is None),

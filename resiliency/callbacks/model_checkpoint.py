@@ -53,7 +53,7 @@ from resiliency.events import EventStream, EventType
 from resiliency.files import posix_path
 from resiliency.plugins.dist_ckpt import is_rank_zero
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
-from resiliency.progress import report_step, watch_rank
+from resiliency.progress import report_kept, report_step, watch_rank
 
 logger = logging.getLogger(__name__)
 
@@ -399,6 +399,7 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             if trainer.is_global_zero:
                 logger.info("committed checkpoint of step %d in %s", global_step, ckpt_to_dir(filepath))
                 self._emit(EventType.CHECKPOINT_SAVED, global_step)
+                report_kept(global_step)
                 self._committed = [step for step in self._committed if step != global_step] + [global_step]
                 self._prune(Path(self.dirpath))
 

@@ -516,6 +516,8 @@ class Detector:
                     self._job_watch.take_step(
                         job, report.attempt, worker.step, time - worker.step_age_s, self._unread_s
                     )
+                    if worker.kept_step is not None:
+                        self._job_watch.take_kept(job, report.attempt, worker.kept_step)
         if job is not None and not self._unread_s and knows and self._tells_most(report.host, job):
             job.answered = True
         self._expect_workers(report.host, host)

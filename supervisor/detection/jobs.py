@@ -47,6 +47,11 @@ class JobWatch:
         elif step == job.step and job.surely_at < job.step_at:
             job.surely_at = at - unread_s  # it was read among what may have been old
 
+    def take_kept(self, job: SeenJob, attempt: int, kept: int) -> None:
+        """A rank has told which step the job would go on from; what is told first may be long so."""
+        if attempt == job.attempt and (job.kept is None or kept > job.kept):
+            job.kept_more, job.kept = job.kept is not None, kept
+
     def watch(self, name: str, job: SeenJob, time: float) -> list[Output]:
         said: list[Output] = []
         if job.dirty and job.step is not None:
@@ -56,8 +61,9 @@ class JobWatch:
         if limit and job.step is not None and not job.hang_reported and time - job.step_at >= limit:
             said += self._hang(name, job, time)
         said += self._no_progress(name, job, time)
-        if job.info.scaling and job.info.replicas < job.info.max_replicas:
+        if job.info.scaling and job.info.replicas < job.info.max_replicas and self._may_stop(job):
             said += self._offer(name, job, time)
+        job.kept_more = False
         return said
 
     def _no_progress(self, name: str, job: SeenJob, time: float) -> list[Output]:
@@ -130,6 +136,12 @@ class JobWatch:
         )
         self._conditions.keep_open(("hang", name), event)
         return [event]
+
+    def _may_stop(self, job: SeenJob) -> bool:
+        """Whether it has just been saved, where its ranks tell that."""
+        if job.kept is not None:
+            return job.kept_more
+        return all(self._hosts[name].sequence >= 0 for name in job.hosts)  # else they may be about to
 
     def _offer(self, workload: str, job: SeenJob, time: float) -> list[Output]:
         shape = JobShape.of([self._hosts[name].info.place for name in job.hosts])

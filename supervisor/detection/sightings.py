@@ -179,6 +179,8 @@ class SeenJob:
         "hang_reported",
         "hosts",
         "info",
+        "kept",
+        "kept_more",
         "left_at",
         "newest",
         "offered",
@@ -204,3 +206,5 @@ class SeenJob:
         self.answered = True  # the last poll, by any host
         self.hang_reported = False
         self.offered: Offer | None = None
+        self.kept: int | None = None  # highest step that it would go on from, were it told to end
+        self.kept_more = False  # since it was looked at last

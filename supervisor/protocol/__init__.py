@@ -6,4 +6,4 @@ sentence at the handshake, because a field that one side does not know could cha
 """
 
 #: Raised with every change of meaning in fleet.proto.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3

@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source e8972bda3ffcb126eb5156eba40be1b0b9baa43306509f090ea8ba25c6e4df6b
-# body b100a3b719e397be05c595dc37b21239948e17462399c70334c0b93a78278433
+# source 780aa54e0f44b634930e354f56aa4eb04584f49ccf108bdc21013d4a718f5f3c
+# body ed7de881e4aa787d52fd0b1c097da1fca0d67864d9bcd1057058b263b79e855e
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -123,7 +123,7 @@ class Finding(_message.Message):
     def __init__(self, type: _Optional[str] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("local_rank", "global_rank", "state", "heartbeat_age_s", "monitor_age_s", "step", "step_age_s")
+    __slots__ = ("local_rank", "global_rank", "state", "heartbeat_age_s", "monitor_age_s", "step", "step_age_s", "kept_step")
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_RANK_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class WorkerReport(_message.Message):
     MONITOR_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    KEPT_STEP_FIELD_NUMBER: _ClassVar[int]
     local_rank: int
     global_rank: int
     state: str
@@ -138,7 +139,8 @@ class WorkerReport(_message.Message):
     monitor_age_s: float
     step: int
     step_age_s: float
-    def __init__(self, local_rank: _Optional[int] = ..., global_rank: _Optional[int] = ..., state: _Optional[str] = ..., heartbeat_age_s: _Optional[float] = ..., monitor_age_s: _Optional[float] = ..., step: _Optional[int] = ..., step_age_s: _Optional[float] = ...) -> None: ...
+    kept_step: int
+    def __init__(self, local_rank: _Optional[int] = ..., global_rank: _Optional[int] = ..., state: _Optional[str] = ..., heartbeat_age_s: _Optional[float] = ..., monitor_age_s: _Optional[float] = ..., step: _Optional[int] = ..., step_age_s: _Optional[float] = ..., kept_step: _Optional[int] = ...) -> None: ...
 
 class DaemonReport(_message.Message):
     __slots__ = ("host", "incarnation", "sequence", "attempt", "launcher", "workers", "findings", "run")

@@ -39,7 +39,7 @@ TELLS_S = 1.0
 MEETS_S = 15.0
 #: Attempts of one start of a whole job by its orchestrator.
 GENERATION = 1000
-CHECKPOINT_STEPS = 10
+CHECKPOINT_STEPS = 60
 
 
 @dataclass
@@ -95,6 +95,10 @@ class SimJob:
         return self.since + int((now - self.since) / self.step_s) * self.step_s
 
     stopped_at: float = 0.0
+
+    def kept_step(self, now: float) -> int:
+        """Of the last checkpoint: a stop costs the steps since."""
+        return self.step(now) // CHECKPOINT_STEPS * CHECKPOINT_STEPS
 
     def stop(self, now: float) -> None:
         if self.since is not None:
@@ -235,8 +239,7 @@ class Fleet:
         now = self.loop.now
         job.stop(now)
         job.attempt += 1
-        job.base -= job.base % CHECKPOINT_STEPS
-        job.began = job.base
+        job.began = job.base = job.kept_step(now)
         job.hung_by = ""
         for name in job.hosts:
             host = self.hosts[name]
@@ -329,6 +332,7 @@ class Fleet:
                 heartbeat_age_s=0.1,
                 step=step if step > 0 else None,
                 step_age_s=max(0.0, now - job.step_at(now)) if step > 0 else None,
+                kept_step=job.kept_step(now) if step > 0 else None,
             )
             for rank in range(self.workers_per_host)
         )

@@ -33,6 +33,8 @@ _OF_HOSTS = frozenset(
 )
 #: Longest time from a launcher's report to the controller, over two wires.
 _READ_S = 7.0
+#: Longest time from a checkpoint to a growth that waited for it: hosts report every ten seconds.
+_KEPT_WITHIN_S = 15.0
 
 
 class Violation(AssertionError):
@@ -255,6 +257,12 @@ class Invariants:
             raise Violation(f"{command.workload} grows beyond its bounds")
         quiet = state.accounts[command.workload].quiet_since if command.workload in state.accounts else 0.0
         now = self._plane.core.now
+        job_now, loop_now = self._plane.fleet.jobs[command.workload], self._plane.loop.now
+        lost_s = (job_now.step(loop_now) - job_now.kept_step(loop_now)) * job_now.step_s
+        # A policy of a user's may come upon it at another time.
+        is_offered = state.incidents[command.workload].opened_at == now
+        if is_offered and lost_s > _KEPT_WITHIN_S:
+            raise Violation(f"{command.workload} grows {lost_s:.0f} s of steps after its last checkpoint")
         if quiet and now - quiet < self._limits.scale_up_hold_s - 1.0:
             raise Violation(f"{command.workload} grows {now - quiet:.0f} s after its last incident")
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from resiliency import progress
 from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.capturer import CaptureOptions
@@ -42,6 +43,7 @@ from resiliency.checkpoint.trainer.options import LocalTier
 from resiliency.data.saving import AtomicDirectory, atomic_torch_save
 from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
+from resiliency.progress import StepPage
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command
@@ -109,6 +111,27 @@ def test_what_is_saved_comes_back_in_place_and_a_new_directory_has_nothing(place
     assert state["weights"] is weights
     assert torch.equal(weights, torch.full((1000,), 7.0))
     assert state["lr"] == 7
+
+
+def test_a_launcher_sees_the_last_committed_step_which_the_job_would_go_on_from(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = StepPage(1)
+    monkeypatch.setattr(progress, "_slot", progress._open_slot(page.variable(0)))
+    monkeypatch.setattr(progress, "_looked", True)
+    with place.open(every_steps=2) as checkpoints:
+        checkpoints.step(1, make_state(1))
+        assert page.read(0).kept_step is None
+        handle = checkpoints.step(2, make_state(2))
+        assert handle is not None
+        assert handle.wait(SOON)
+        checkpoints.step(3, make_state(3))
+        assert page.read(0).kept_step == 2
+    page.clear()  # the launcher starts the ranks again
+    with place.open() as checkpoints:
+        checkpoints.restore(make_state(0))
+        assert page.read(0).kept_step == 2
+    page.close()
 
 
 def test_stock_torch_loads_what_the_agent_wrote(place: Place) -> None:

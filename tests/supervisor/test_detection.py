@@ -439,6 +439,38 @@ def test_a_spare_that_cannot_run_the_jobs_ranks_is_no_capacity() -> None:
     assert events(sensor.run(3 * LIMITS.scale_up_hold_s), EventType.SCALE_UP) == []
 
 
+def test_a_job_that_tells_of_its_saves_is_offered_room_right_after_one_and_at_no_other_time() -> None:
+    sensor = Sensor(scaling=True)
+    hold_s = round(LIMITS.scale_up_hold_s)
+
+    def trains(seconds: int, kept: int | None, attempt: int = 0) -> list[Event]:
+        worker = _worker(step=round(sensor.now), step_age_s=0.0, kept_step=kept)
+        return events(sensor.run(seconds, workers=worker, attempt=attempt), EventType.SCALE_UP)
+
+    assert trains(10, 500) == []  # it may be long ago: this sensor has just begun
+    assert trains(3 * hold_s, 500) == []
+    assert len(trains(10, 600)) == 1
+    assert trains(10, 700) == []  # it was offered just now
+    # After a restart that goes for its first save.
+    assert trains(2 * hold_s, None, attempt=1) == []
+    assert trains(2 * hold_s, 700, attempt=1) == []
+    assert len(trains(10, 800, attempt=1)) == 1
+    assert trains(3 * hold_s, 900, attempt=0) == []  # late, of the attempt before
+
+
+def test_a_new_sensor_offers_no_room_to_a_job_that_it_has_not_heard() -> None:
+    fresh, now = Detector("s2", LIMITS, 5000.0), 5000.0
+    job = WorkloadInfo(workload="train", replicas=2, max_replicas=3, scaling=True)
+    fresh.expect_workload(job, now)
+    for name in ("h0", "h1"):
+        fresh.expect_host(_host(name, "train"), now)
+    said = [each for name in ("h2", "h3") for each in fresh.register_host(_host(name), now)]
+    while now < 5000.0 + 5.0:
+        now += 1.0
+        said += fresh.tick(now)
+    assert events(said, EventType.SCALE_UP) == []
+
+
 def test_an_offer_that_nobody_takes_is_repeated_more_and_more_seldom_until_something_changes() -> None:
     sensor = Sensor(scaling=True)
     hold_s = LIMITS.scale_up_hold_s

@@ -16,6 +16,7 @@ from supervisor.decision.controller import BaseController
 from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal, View, no_verdict, not_frozen
 from supervisor.decision.state import Account
 from supervisor.detection import Detector
+from supervisor.detection.jobs import JobWatch
 from supervisor.event_log import EventLog
 from supervisor.plain import InvalidValue
 from supervisor.policy.budget import Budget, TokenBucket
@@ -46,6 +47,7 @@ ENOUGH = 250
 BEGIN = {
     **{"within_budget": 73, "budgets_refilled_by_time": 73, "no_second_look": 61, "one_action": 56},
     **{"no_domain_cap": 53, "within_cordon_caps": 45, "quiet_long_enough": 45, "no_backoff": 217},
+    "growth_at_any_time": 190,
 }
 
 
@@ -228,6 +230,10 @@ def no_memory_of_verdicts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("supervisor.decision.controller.gives_up", lambda turn, job, incident: False)
 
 
+def growth_at_any_time(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(JobWatch, "_may_stop", lambda self, job: True)
+
+
 def no_bucket(patch: pytest.MonkeyPatch) -> None:
     """Half of `in_pace`."""
     patch.setattr(TokenBucket, "ready_at", lambda self, now, **limits: now)
@@ -291,6 +297,7 @@ def no_replay(patch: pytest.MonkeyPatch) -> None:
         budgets_refilled_by_time,
         no_runs,
         no_replay,
+        growth_at_any_time,
     ],
     ids=lambda mutation: mutation.__name__,
 )

@@ -408,3 +408,30 @@ def test_without_a_spare_the_job_is_smaller_until_the_node_is_back(training: Tra
     assert [kind for kind in reversed(done) if kind is not CommandKind.UNCORDON_HOST] == [
         *(CommandKind.SCALE_DOWN, CommandKind.SCALE_UP)
     ]
+
+
+@pytest.mark.thorough("test_detection.py waits for a save, test_simulation.py loses what was not saved")
+def test_a_job_whose_ranks_end_at_once_grows_right_after_its_next_checkpoint(training: Training) -> None:
+    plane = training.plane
+    training.lose("n3")
+    asked = training.directory / "disk" / "save-at"
+    asked.parent.mkdir(exist_ok=True)
+    asked.write_text("5")
+    plane.start("all", "--orchestrator=gke", *PATIENT, "--spare-floor=0", "--scale-up-hold-s=1")
+    training.submit()
+    status = training.goes_on(-1, "it does not train")
+    training.lose("n2")
+    status = training.goes_on(job_of(status).attempt, "it does not go on smaller")
+    assert training.begun()[-1] == (1, 5)
+
+    training.repair("n2")
+    plane.wait_for(lambda seen: _is_spare(seen, "n2"), "there is no room")
+    begun = job_of(plane.status()).step or 0
+    # Many reports, looks and holds later it still trains.
+    status = plane.wait_for(lambda seen: (job_of(seen).step or 0) > begun + 200, "it does not train on")
+    assert [one for one in status.commands if one.kind is CommandKind.SCALE_UP] == []
+    step = (job_of(status).step or 0) + 60
+    asked.write_text(f"5 {step}")
+    status = training.goes_on(job_of(status).attempt, "it does not grow")
+    assert training.hosts(status) == {"n1", "n2"}
+    assert training.begun()[-1] == (2, step)

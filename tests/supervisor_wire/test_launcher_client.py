@@ -86,6 +86,7 @@ def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
                 )
                 assert (first.attempt, first.launcher) == (0, LauncherState.RUNNING)
                 assert {worker.state for worker in first.workers} == {DeviceState.RUNNING}
+                assert [worker.kept_step for worker in first.workers] == [0, 0]
                 workload = next(v for _, _, v in fleet.sensor.told if isinstance(v, values.WorkloadInfo))
                 assert (workload.workload, workload.container, workload.max_in_job_restarts) == (
                     "job",
@@ -257,14 +258,15 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepPage]:
 
 def test_a_step_of_another_process_is_seen_with_its_time(page: StepPage) -> None:
     before = time.monotonic()
-    program = "from resiliency.progress import report_step; report_step(0); report_step(41)"
+    told = "report_step(0); report_step(41); report_kept(40); report_kept(30)"
+    program = f"from resiliency.progress import report_kept, report_step; {told}"
     env = {**os.environ, STEP_PAGE_ENV: page.variable(1)}
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
     seen = page.read(1)
-    assert seen.step == 41
+    assert (seen.step, seen.kept_step) == (41, 40)
     assert seen.step_time is not None
     assert before <= seen.step_time <= time.monotonic()
-    assert page.read(0).step is page.read(0).step_time is None
+    assert page.read(0).step is page.read(0).step_time is page.read(0).kept_step is None
     page.record_heartbeat(0)
     page.record_heartbeat(7)  # of a rank that the page has no room for
     heartbeat = page.read(0).heartbeat_time

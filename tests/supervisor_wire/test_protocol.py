@@ -68,7 +68,15 @@ VALUES: list[Value] = [
     EVIDENCE,
     Finding(type=EventType.XID, evidence=EVIDENCE),
     WorkerReport(local_rank=0, global_rank=8),
-    WorkerReport(local_rank=0, global_rank=8, heartbeat_age_s=0.0, monitor_age_s=1.5, step=0, step_age_s=0.0),
+    WorkerReport(
+        local_rank=0,
+        global_rank=8,
+        heartbeat_age_s=0.0,
+        monitor_age_s=1.5,
+        step=0,
+        step_age_s=0.0,
+        kept_step=0,
+    ),
     DaemonReport(
         host="h1",
         incarnation="ab",

@@ -150,7 +150,7 @@ def test_reports_go_up_and_commands_come_down_on_one_stream() -> None:
         (
             hello(protocol=9, release="7.1"),
             Reason.VERSION,
-            r"daemon of host 'host-1' speaks protocol 9 \(release '7.1'\), this sensor speaks protocol 2 .* "
+            r"daemon of host 'host-1' speaks protocol 9 \(release '7.1'\), this sensor speaks protocol 3 .* "
             "Install the same release on both.",
         ),
         (
@@ -495,7 +495,7 @@ def test_a_caller_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch
         ):
             monkeypatch.setattr(client, "PROTOCOL_VERSION", 9)
             with pytest.raises(
-                Refused, match="speaks protocol '9', this process speaks protocol 2"
+                Refused, match="speaks protocol '9', this process speaks protocol 3"
             ) as refused:
                 await send_observations(remote, Observations(), deadline_s=WAIT_S)
             assert refused.value.reason is Reason.VERSION

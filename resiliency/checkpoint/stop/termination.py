@@ -57,6 +57,7 @@ from resiliency.checkpoint.stop.stop_link import StopKind, StopMessage, connect_
 from resiliency.checkpoint.stop.terminated import Terminated, TerminationOptions, end_process
 from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
+from resiliency.progress import report_kept
 from resiliency.runtime import StopNote, name_ranks
 from resiliency.signal_pipe import SignalPipe
 from resiliency.wake_pipe import WakePipe
@@ -171,6 +172,7 @@ class Termination:
             passed = self._round + step
             if not self._stopping:
                 self._last = passed
+                report_kept(step)  # whoever tells the job to end waits for the save of such a step
                 return False
             self._changed.wait_for(lambda: self._stop_at is not None or self._called_off, self._left_s())
             if self._stop_at is not None and not self._called_off:

@@ -21,6 +21,7 @@ from resiliency.checkpoint.capture.capturer import Capture, Capturer, FoundCaptu
 from resiliency.checkpoint.names import TierName, TierTry
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveLog, SaveState, TierOutcomes
 from resiliency.events import EventType
+from resiliency.progress import report_kept
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +264,7 @@ class Delivery:
             if copies.complete:
                 self._complete_step = max(self._complete_step, copies.step)
                 self._committed_step = max(self._committed_step, copies.step)
+                report_kept(copies.step)
             for handle in handles:
                 hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
                 handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)
@@ -300,6 +302,8 @@ class Delivery:
             logger.warning("save of step %d %s in the %s tier: %s", step, outcome, tier, error)
             self._emit(EventType.SAVE_FAILED, step, cause=error, outcome=outcome, tier=tier)
         else:
+            if tier == TierName.PERSISTENT.value:
+                report_kept(step)
             if self._can_stand_alone(saving, tier):
                 self._committed_step = max(self._committed_step, step)
             if commit_s:  # 0: there was nothing left to do

@@ -217,6 +217,8 @@ def _worker(local_rank: int, rank: int, state: WorkerReport, page: StepPage, now
     if seen.step is not None and seen.step_time is not None:
         worker["step"] = seen.step
         worker["step_age_s"] = max(now - seen.step_time, 0.0)
+    if seen.kept_step is not None:
+        worker["kept_step"] = seen.kept_step
     return worker
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from resiliency import progress
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
@@ -37,6 +38,7 @@ from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
+from resiliency.progress import StepPage
 from resiliency.runtime import RunInfo
 from resiliency.testing import Fault, MemorySink
 from resiliency.testing.leaks import open_descriptors
@@ -318,6 +320,18 @@ def test_a_request_that_comes_when_training_has_ended_changes_nothing() -> None:
     termination.request()
     termination.close()
     assert not termination.requested
+
+
+def test_a_launcher_sees_that_a_stop_would_cost_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = StepPage(1)
+    monkeypatch.setattr(progress, "_slot", progress._open_slot(page.variable(0)))
+    termination = Termination(RankGroup(0, 1), QUIET)
+    for step in (1, 2):
+        assert not termination.boundary(step)
+        progress.report_kept(1)  # the commit of an earlier save
+        assert page.read(0).kept_step == step
+    termination.close()
+    page.close()
 
 
 # --- signals of this process ---------------------------------------------------------------------

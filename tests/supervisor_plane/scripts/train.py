@@ -4,7 +4,8 @@
 train.py DISK MEMORY
 
 Each step's loss depends on the number of ranks, so that a run through any sizes can be worked out again
-(`Model`) and compared to the last bit.  Each fifth step is saved, and copied to another host.
+(`Model`) and compared to the last bit.  Each fifth step is saved, and copied to another host.  Where a file
+`save-at` lies beside DISK, only the steps that it names are, and a rank that is told to end does so at once.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ def main() -> None:
         events.emit(EventType.PROCESS_STARTED, time=process_start_time())
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         options = CheckpointerOptions(arena_root=memory, save_timeout=SOON)
-        local = LocalTier(directory=str(disk), every_steps=EVERY, keep=3, replicas=1)
+        asked = disk.parent / "save-at"
+        every = 0 if asked.exists() else EVERY
+        local = LocalTier(directory=str(disk), every_steps=every, keep=3, replicas=1)
         # Told to end, all ranks stop at one step and save it.
-        termination = TerminationOptions(deadline=SOON, address="127.0.0.1")
+        termination = None if asked.exists() else TerminationOptions(deadline=SOON, address="127.0.0.1")
         with Checkpointer(
             None,
             local=local,
@@ -76,10 +79,10 @@ def main() -> None:
             events=events,
             termination=termination,
         ) as checkpoints:
-            train(info, events, checkpoints)
+            train(info, events, checkpoints, asked)
 
 
-def train(info: RunInfo, events: EventStream, checkpoints: Checkpointer) -> None:
+def train(info: RunInfo, events: EventStream, checkpoints: Checkpointer, asked: Path) -> None:
     model = Model()
     # A test has taken the GPU out of this host.
     no_gpu = Path(f"{sys.argv[2]}-no-gpu")
@@ -103,7 +106,10 @@ def train(info: RunInfo, events: EventStream, checkpoints: Checkpointer) -> None
         time.sleep(STEP_S)
         events.emit(EventType.STEP_FINISHED, step=step, duration_s=time.monotonic() - begin)
         say(info, f"step {step} loss {loss}")
-        handle = checkpoints.step(step, {"weights": model.weights})
+        state = {"weights": model.weights}
+        handle = checkpoints.step(step, state)
+        if asked.exists() and str(step) in asked.read_text().split():
+            handle = checkpoints.save(step, state)
         if handle is not None:
             handle.wait(SOON)
             # Hosts are lost at any moment; a step that stands on two of them outlives each loss.

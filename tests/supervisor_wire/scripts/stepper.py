@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from resiliency.progress import report_step
+from resiliency.progress import report_kept, report_step
 
 
 def say(text: str) -> None:
@@ -32,6 +32,7 @@ def main() -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     report_step(0)
+    report_kept(0)
     say(f"is in {os.environ.get('RESILIENCY_FAILURE_DOMAINS', 'no known domain')}")
     say(f"pid {os.getpid()} ready")
     steps, longest_s = train_forever(ended)
