@@ -33,7 +33,10 @@ def take_progress(turn: Turn, progress: Progress) -> None:
             name,
             Mark(step=progress.step, attempt=progress.attempt, at=at, best=progress.step),
         )
-    elif progress.attempt > mark.attempt or (progress.attempt == mark.attempt and progress.step > mark.step):
+    elif (progress.attempt, progress.step) > (mark.attempt, mark.step) or (
+        # The job went back to an earlier checkpoint, without a restart.
+        progress.attempt == mark.attempt and progress.step < mark.step and at > mark.at
+    ):
         best = max(mark.best, progress.step)
         turn.put("progress", name, Mark(step=progress.step, attempt=progress.attempt, at=at, best=best))
         if best > mark.best:

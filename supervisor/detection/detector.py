@@ -511,10 +511,12 @@ class Detector:
                 lost[worker.global_rank] = why
                 ages_s.append(0.0 if worker.state is DeviceState.FAILED else worker.heartbeat_age_s or 0.0)
             if worker.step is not None and worker.step_age_s is not None:
+                before = host.steps.get(worker.global_rank)
                 host.steps[worker.global_rank] = worker.step
                 if job is not None:
+                    at = time - worker.step_age_s
                     self._job_watch.take_step(
-                        job, report.attempt, worker.step, time - worker.step_age_s, self._unread_s
+                        *(job, report.attempt, worker.step, at, self._unread_s), before=before
                     )
                     if worker.kept_step is not None:
                         self._job_watch.take_kept(job, report.attempt, worker.kept_step)

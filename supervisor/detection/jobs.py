@@ -32,10 +32,20 @@ class JobWatch:
     ) -> None:
         self._limits, self._hosts, self._silent, self._conditions = limits, hosts, silent, conditions
 
-    def take_step(self, job: SeenJob, attempt: int, step: int, at: float, unread_s: float) -> None:
+    def take_step(
+        self,
+        job: SeenJob,
+        attempt: int,
+        step: int,
+        at: float,
+        unread_s: float,
+        *,
+        before: int | None,
+    ) -> None:
+        """`before`: the last step that this rank told, which may have gone back to an earlier checkpoint."""
         if attempt < job.attempt:
             return
-        newer = attempt > job.attempt
+        newer = attempt > job.attempt or (before is not None and step < before)
         if newer or job.step is None or step > job.step:
             job.attempt, job.step, job.step_at = attempt, step, at
             job.surely_at = at - unread_s

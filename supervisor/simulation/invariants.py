@@ -33,6 +33,8 @@ _OF_HOSTS = frozenset(
 )
 #: Longest time from a launcher's report to the controller, over two wires.
 _READ_S = 7.0
+#: A step is known that long after it was finished, if it ever is.
+_TELLS_S = 60.0
 #: Longest time from a checkpoint to a growth that waited for it: hosts report every ten seconds.
 _KEPT_WITHIN_S = 15.0
 
@@ -444,6 +446,9 @@ class Invariants:
         for name, job in plane.fleet.jobs.items():
             verdict = state.verdicts.get(f"job:{name}")
             if verdict is not None and plane.core.now < verdict.expires_at:
+                best = state.progress[name].best if name in state.progress else 0
+                if job.since is not None and job.step(plane.loop.now) > best + _TELLS_S / job.step_s:
+                    return f"{name} was given up, and trains"
                 continue
             if fleet is not None and (fleet.silent or fleet.frozen_by):
                 return "the fleet is frozen"

@@ -419,6 +419,22 @@ def test_ranks_that_do_not_run_are_not_waited_for_by_the_default_threshold() -> 
     assert events(sensor.run(2 * LIMITS.workload_downtime_threshold_s, **waiting)) == []
 
 
+def test_a_job_whose_ranks_go_back_to_an_earlier_step_advances_and_does_not_hang() -> None:
+    """As after `Checkpointer.restore(step=...)` in a running job."""
+    sensor = Sensor()
+    limit = round(LIMITS.hang_threshold_s)
+    sensor.run(5, workers=_worker(step=900, step_age_s=0.0))
+    went_back = len(sensor.said)
+    for step in range(10, 10 + 3 * limit, 5):
+        # The ranks of h1 are a report late.
+        for rank, told in enumerate((step, 900 if step == 10 else step - 5)):
+            sensor.beat(f"h{rank}", workers=_worker(rank, step=told, step_age_s=0.0))
+        sensor.run(5, silent=("h0", "h1"))
+    assert events(sensor.said[went_back:]) == []
+    steps = [each.step for each in sensor.said[went_back:] if isinstance(each, Progress)]
+    assert steps[-1] == step
+
+
 def test_capacity_is_offered_once_for_what_is_there_and_again_after_a_while() -> None:
     sensor = Sensor(scaling=True)
     # The first offer was made while the sensor was built.

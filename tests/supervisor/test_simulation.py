@@ -308,12 +308,12 @@ def test_without_this_mechanism_a_history_fails(
     assert first_failing(mutation.__name__) is not None
 
 
-def test_another_job_under_the_name_that_advances_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = scenario(148, 12)
+def test_another_job_under_the_name_that_advances_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = scenario(23, 12)
     assert drawn.faults[-1].kind == NAME_AGAIN
     assert run(drawn).violation == ""
     no_runs(monkeypatch)
-    assert run(drawn).violation.endswith("which advances")
+    assert run(drawn).violation.endswith("j0 was given up, and trains")
 
 
 def test_the_virtual_orchestrator_keeps_to_epochs_and_ids_as_an_adapter_must() -> None:
