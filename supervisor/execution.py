@@ -3,7 +3,7 @@
 
 submit -> [wait for stacks] -> [look at the evidence again] -> perform -> DONE
                                | gone                       | passing failure, or no answer: wait, again
-                            WITHDRAWN                       | lasting failure: FAILED
+                            WITHDRAWN                       | lasting failure: FAILED; not yet: WITHDRAWN
                                                             | deadline: TIMED_OUT
 
 A command id is carried out by one submission and answered to all of them with the same outcome.  A command

@@ -26,7 +26,7 @@ class Answer:
     """What came of one try of a command.
 
     Attributes:
-        status: DONE, FENCED, or FAILED.
+        status: DONE, FENCED, FAILED, or WITHDRAWN: nothing was done, as what was done before is under way.
         passing: of a failure: worth another try (a conflict, an overload, a connection that broke).
         epoch: of FENCED: the higher one that was seen.
         spare: see `Outcome`.

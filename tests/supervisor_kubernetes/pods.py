@@ -39,6 +39,7 @@ class ProcessKubelet(Kubelet):
         environment: of its daemon and its containers, which may refer to it.
         port: its daemon listens there, and for launchers at the next one.
         flags: of its daemon.
+        is_stuck: no pod of it can be ended.
     """
 
     directory: Path
@@ -46,6 +47,7 @@ class ProcessKubelet(Kubelet):
     environment: Mapping[str, str]
     port: int
     flags: tuple[str, ...] = ()
+    is_stuck: bool = False
     _children: list[int] = field(default_factory=list)
     _pids: dict[str, int] = field(default_factory=dict)
     _codes: dict[str, int] = field(default_factory=dict)
@@ -94,6 +96,8 @@ class ProcessKubelet(Kubelet):
 
     def exit_code(self, pod: Object) -> int | None:
         uid = pod["metadata"]["uid"]
+        if uid not in self._pids:
+            return None  # its image was not pulled yet
         if uid not in self._codes:
             pid, status = os.waitpid(self._pids[uid], os.WNOHANG)
             if not pid:
@@ -109,6 +113,8 @@ class ProcessKubelet(Kubelet):
         left = [one for one in self.processes("pod") if one.mark.start == meta["uid"]]
         if not left:
             return None
+        if self.is_stuck:
+            return now + _LOOK_S
         if meta["uid"] not in self.ending_at:
             self.ending_at[meta["uid"]] = now + meta.get("deletionGracePeriodSeconds", 0)
             signal_roots(left, signal.SIGTERM)

@@ -10,9 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from resiliency.testing.processes import Command as Program
+from resiliency.testing.processes import stop_process
 from supervisor.orchestrators.gke.lease import NAME as LEASE
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
 from supervisor.values import CommandKind, DeviceState, OutcomeStatus, Request
@@ -101,6 +103,19 @@ class Training:
 
     def break_gpu(self, node: str) -> None:
         break_gpu(self.log(node), self._kernel_log(node))
+
+    def pull_takes(self, node: str, seconds: float) -> None:
+        self.cluster.call(lambda cluster: setattr(cluster.kubelets[node], "pull_s", seconds))
+
+    def stick(self, node: str) -> None:
+        """All of a pod waits for a device that does not answer: no signal ends it."""
+        for one in self.kubelets[node].processes("pod"):
+            stop_process(one.pid)
+        self.kubelets[node].is_stuck = True
+
+    def processes_are_stopped(self, node: str) -> bool:
+        states = {psutil.Process(one.pid).status() for one in self.kubelets[node].processes("pod")}
+        return states == {psutil.STATUS_STOPPED}
 
     def log(self, node: str) -> str:
         return self.kubelets[node].log_of("pod")
@@ -435,3 +450,61 @@ def test_a_job_whose_ranks_end_at_once_grows_right_after_its_next_checkpoint(tra
     status = training.goes_on(job_of(status).attempt, "it does not grow")
     assert training.hosts(status) == {"n1", "n2"}
     assert training.begun()[-1] == (2, step)
+
+
+@fault(
+    "node, with a spare that pulls its image for longer than a job may stand still",
+    "gone",
+    "one hot swap; what would restart the pods that wait is put off until the image is there",
+)
+@pytest.mark.thorough("test_waiting.py asks for a restart meanwhile, a broken GPU is near")
+def test_a_slow_image_pull_costs_its_time_and_no_launcher_that_waits_for_it(training: Training) -> None:
+    plane = training.plane
+    plane.start(
+        *("all", "--orchestrator=gke", "--launcher-grace-s=60", "--hot-swap-threshold-s=20"),
+        "--workload-downtime-threshold-s=45",
+    )
+    training.submit()
+    status = training.goes_on(-1, "it does not train")
+    launchers, jobset_uid = training.pids("n1"), training.uid()
+
+    training.pull_takes("n3", seconds=3600.0)
+    training.lose("n2")
+
+    def is_put_off(seen: Status) -> bool:
+        return any(one.outcome is OutcomeStatus.WITHDRAWN for one in seen.commands)
+
+    status = plane.wait_for(is_put_off, "nothing more is tried")
+    (put_off,) = [one for one in status.commands if one.outcome is OutcomeStatus.WITHDRAWN]
+    assert "as while a large image is pulled: 1 pods run, 1 start on their nodes" in put_off.text
+    training.pull_takes("n3", seconds=0.0)
+    status = training.goes_on(job_of(status).attempt, "it does not go on")
+    assert training.hosts(status) == {"n1", "n3"}
+    assert launchers & training.pids("n1")
+    assert training.uid() == jobset_uid
+    assert training.restored() == {"memory", "peers"}
+    done = [one.kind for one in status.commands if one.outcome is OutcomeStatus.DONE and one.kind.restarts]
+    assert done == [CommandKind.HOT_SWAP]
+
+
+@fault(
+    "pod",
+    "its processes are stopped, and its kubelet cannot end it",
+    "deleted for good after its grace and 30 s, its place taken by a spare; the others wait for that",
+)
+@pytest.mark.thorough("test_waiting.py drains such a pod, a broken GPU is near")
+def test_a_pod_that_cannot_be_ended_is_given_up_and_the_others_meet_its_replacement(
+    training: Training,
+) -> None:
+    plane = training.plane
+    status = training.begins()
+    launchers, jobset_uid = training.pids("n1"), training.uid()
+
+    training.stick("n2")
+    plane.act(Request.DRAIN, host="n2", why="its driver hangs")
+    status = training.goes_on(job_of(status).attempt, "it does not go on without the pod")
+    assert training.hosts(status) == {"n1", "n3"}
+    assert launchers & training.pids("n1")
+    assert training.uid() == jobset_uid
+    assert training.restored() == {"memory", "peers"}
+    assert training.processes_are_stopped("n2")

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import replace
 
 import pytest
 
-from supervisor.orchestrators.gke.pods import node_of
-from supervisor.testing.kubernetes import Fault
+from supervisor.orchestrators.gke.pods import node_of, starts_for
+from supervisor.testing.kubernetes import Cluster, Fault
+from supervisor.testing.kubernetes.kinds import Object
 from supervisor.values import Change, Command, CommandKind, OutcomeStatus
 from tests.supervisor_kubernetes.fleet import (
     IMPATIENT,
@@ -54,8 +56,27 @@ def test_a_slow_image_pull_is_waited_for_and_is_no_reason_to_act() -> None:
             assert again.status is DONE
             assert {pod["metadata"]["uid"] for pod in cluster.pods("a")} == pods
             assert sum(call.changes and call.resource != "leases" for call in cluster.api.calls) == changed
+            # Its launchers wait for the one that starts, which a restart would only do again.
+            view.times = TIMES
+            await cluster.until(
+                lambda: starts_for(pod_on(cluster, "n3"), cluster.store.clock()) > 3.0, "young"
+            )
+            reset = await adapter.do("c2", CommandKind.WORKLOAD_RESET, workload="a")
+            assert reset.status is OutcomeStatus.WITHDRAWN
+            why = r"pods start since \d+ s, as while a large image is pulled: 1 pods run, 1 start on .*"
+            assert re.fullmatch(why, reset.text)
+            assert sum(call.changes and call.resource != "leases" for call in cluster.api.calls) == changed
+            cluster.kubelets["n3"].pull_s = 0.0
+            await cluster.until(lambda: cluster.running("a") == {"0-0": "n1", "0-1": "n3"}, "not pulled")
+            reset = await adapter.do("c3", CommandKind.WORKLOAD_RESET, workload="a")
+            assert (reset.status, reset.text) == (DONE, "restart 1; 2 pods run")
 
     run(work())
+
+
+def pod_on(cluster: Cluster, node: str) -> Object:
+    (pod,) = cluster.pods("a", node=node)
+    return pod
 
 
 @pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff"])

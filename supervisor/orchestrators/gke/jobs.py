@@ -37,7 +37,7 @@ from supervisor.orchestrators.gke.names import (
 from supervisor.orchestrators.gke.nodes import can_take, holds_place, host_id, name_of
 from supervisor.orchestrators.gke.records import Record, Records
 from supervisor.orchestrators.gke.sizes import CannotResize, HostsPerReplica, resized, size_of
-from supervisor.orchestrators.gke.view import LOOK_S, ClusterView, Refused, TimedOut
+from supervisor.orchestrators.gke.view import LOOK_S, ClusterView, NotYet, Refused, TimedOut
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,11 @@ class JobActions:
     # ------------------------------------------------------------------------------------- restart
 
     async def reset(self, name: str, command: str, end: float) -> str:
-        """Start all pods again: by the JobSet's own failure policy, else by making it again."""
+        """Start all pods again: by the JobSet's own failure policy, else by making it again.
+
+        Raises:
+            NotYet: some of them have been starting for long, and the launchers of the others wait for them.
+        """
         jobset = await self._get(name, end)
         if was_applied(jobset, command):
             return await self._placed(jobset, end)
@@ -97,6 +101,11 @@ class JobActions:
             return await self._placed(jobset, end)
         mark = _mark(jobset, RESET, command)
         if mark is None:
+            present, now = self._view.present_pods(jobset), self._view.api.now()
+            starts_s = max((pods.starts_for(pod, now) for pod in present), default=0.0)
+            if starts_s >= self._view.times.stuck_s:
+                where = pods.placement(present, jobsets.pods_wanted(jobset))
+                raise NotYet(f"pods start since {starts_s:.0f} s, as while a large image is pulled: {where}")
             why = jobsets.why_not_restartable(jobset)
             if why:
                 return f"made again, because {why}; {await self.make_again(name, command, end)}"

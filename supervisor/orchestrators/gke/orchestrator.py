@@ -26,7 +26,7 @@ from supervisor.orchestrators.gke.lease import Fenced, NotHolder, WriterLease
 from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of
 from supervisor.orchestrators.gke.records import Records
 from supervisor.orchestrators.gke.sizes import HostsPerReplica, one_host
-from supervisor.orchestrators.gke.view import ClusterView, Refused, TimedOut, Times
+from supervisor.orchestrators.gke.view import ClusterView, NotYet, Refused, TimedOut, Times
 from supervisor.orchestrators.tasks import LoggedTasks
 from supervisor.values import Change, Command, CommandKind, Evidence, HostFacts, OutcomeStatus, cut_text
 
@@ -164,6 +164,8 @@ class GkeOrchestrator:
                     text = await self._carry_out(command, end)
         except Fenced as error:
             return Answer(status=OutcomeStatus.FENCED, text=str(error), epoch=error.highest)
+        except NotYet as error:
+            return Answer(status=OutcomeStatus.WITHDRAWN, text=str(error))
         except Refused as error:
             return Answer(status=OutcomeStatus.FAILED, text=str(error))
         except ApiError as error:

@@ -56,6 +56,22 @@ def terminating_for(pod: Object, now: float) -> float:
     return now - seconds_of(pod["metadata"]["deletionTimestamp"])
 
 
+def starts_for(pod: Object, now: float) -> float:
+    """Seconds since it was made, by the API server's clock, of one that a node has and that does not run yet.
+
+    0 for others, and where its image cannot be pulled.
+    """
+    status = pod.get("status") or {}
+    if (
+        not is_active(pod)
+        or status.get("phase") != "Pending"
+        or not node_of(pod)
+        or _image_is_refused(status)
+    ):
+        return 0.0
+    return max(0.0, now - seconds_of(pod["metadata"]["creationTimestamp"]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """How far the pods of a job have come.

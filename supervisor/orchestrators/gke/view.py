@@ -24,6 +24,10 @@ class Refused(Exception):
     """A command cannot be done; the text says why, and another try changes nothing."""
 
 
+class NotYet(Exception):
+    """A command would undo what is under way, and so does nothing; the text says what that is."""
+
+
 class TimedOut(Exception):
     """What a command waits for did not come by its deadline."""
 
