@@ -115,19 +115,21 @@ class Spans(Sequence[Span]):
     def end(self) -> int:
         return self._end
 
-    def count_of(self, bucket: Bucket) -> int:
-        return self._causes.count(PRIORITY[bucket])
-
-    def between(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def between(self, start: int, end: int) -> Iterator[Row]:
         """As `rows`, cut to [start, end)."""
-        starts = self._starts
-        for index in range(max(bisect_right(starts, start) - 1, 0), bisect_left(starts, end)):
-            low = max(starts[index], start)
-            high = min(starts[index + 1] if index + 1 < len(starts) else self._end, end)
+        first, last = max(bisect_right(self._starts, start) - 1, 0), bisect_left(self._starts, end)
+        ends = self._starts[first + 1 : last + 1]
+        if last == len(self):
+            ends.append(self._end)
+        for low, high, cause in zip(self._starts[first:last], ends, self._causes[first:last], strict=False):
+            if low < start:
+                low = start
+            if high > end:
+                high = end
             if low < high:
-                yield low, high, self._causes[index]
+                yield low, high, cause
 
-    def rows(self) -> Iterator[tuple[int, int, int]]:
+    def rows(self) -> Iterator[Row]:
         """(start, end, place of the cause among all causes) of each span: as iteration, but faster."""
         ends = chain(islice(self._starts, 1, None), (self._end,))
         return zip(self._starts, ends, self._causes, strict=False)
