@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from resiliency.events import EventType, JsonValue
-from resiliency.goodput_measure.lives import REACHED, Life, from_us
+from resiliency.goodput_measure.lives import REACHED, Growth, Life, from_us
 
 #: Stages after the fault, in the order in which a restart goes through them.
 STAGES = (
@@ -192,25 +192,18 @@ class IncidentFinder:
         insort(self.faults, fault, key=lambda one: one.order)
         self._change_from(bisect_left(self._found, fault.time, key=_detected))
 
-    def note_lives(self, *, began: int, new_marks: int) -> None:
-        """A life has new marks, of which one is the first of its type, or not later than an incident.
-
-        Args:
-            began: when the life began to work, or was thought to.
-            new_marks: time of the first of them.
-        """
-        # The newest incident before it began waits for it; those after its marks ended it.
-        waits = bisect_left(self._found, began, key=_detected) - 1
-        self._change_from(min(waits, bisect_left(self._found, new_marks, key=_detected)))
+    def note_growth(self, growth: Growth) -> None:
+        """A life has new marks."""
+        is_late = bool(self.incidents) and growth.last <= self.incidents[-1].detected
+        if is_late or growth.tells_of_start:
+            # The newest incident before it began waits for it; those after its marks ended it.
+            began = min(growth.working, growth.life.working)
+            waits = bisect_left(self._found, began, key=_detected) - 1
+            self._change_from(min(waits, bisect_left(self._found, growth.last, key=_detected)))
 
     def forget_lives(self) -> None:
         """The lives are others than they were."""
         self._changed = -1
-
-    @property
-    def newest(self) -> int | None:
-        """When the newest incident was detected, as of the last `update`."""
-        return self.incidents[-1].detected if self.incidents else None
 
     def update(self, ranks: Sequence[Sequence[Life]]) -> int | None:
         """Bring `incidents` up to date; returns from when on they are others, None where they are not.

@@ -27,10 +27,10 @@ from resiliency.errors import ConfigError
 from resiliency.events import EventType, JsonValue, RunEvent
 from resiliency.goodput_measure.incidents import Failure, Incident, IncidentFinder, LauncherFact
 from resiliency.goodput_measure.lanes import PRIORITY, Bucket, Painter, Resumes, Span, Spans
-from resiliency.goodput_measure.lives import from_us, mark_of, to_us
+from resiliency.goodput_measure.lives import Growth, from_us, mark_of, to_us
 from resiliency.goodput_measure.marks import Marks
 from resiliency.goodput_measure.tracks.measures import RunningMedian, TimeUnion
-from resiliency.goodput_measure.tracks.track import Growth, RankTrack
+from resiliency.goodput_measure.tracks.track import RankTrack
 
 #: A job that terminated and is silent for so long has ended, also where a host never said so.
 _SILENT_US = 600_000_000
@@ -311,8 +311,9 @@ class LedgerBuilder:
             self._tracks = {rank: self._tracks.get(rank) or RankTrack(rank) for rank in ranks}
         grown = [growth for rank, of_rank in marks.items() for growth in self._tracks[rank].take(of_rank)]
         self._step_us.add(chain.from_iterable(one.life.marks.step_durations(one.start) for one in grown))
-        news = [resumed for one in grown if (resumed := self._note_growth(one)) is not None]
-        self._repaint(self._tracks if self._share(news) else marks)
+        for one in grown:
+            self._finder.note_growth(one)
+        self._repaint(self._tracks if self._share(grown) else marks)
         if self._kept_until is not None:
             self._kept.cut(self._kept_until)
             for track in self._tracks.values():
@@ -321,24 +322,10 @@ class LedgerBuilder:
                         self._kept.add(low, high)
             self._kept_until = None
 
-    def _note_growth(self, growth: Growth) -> tuple[int, int] | None:
-        """Returns when a life began work and from which step, where this is known now."""
-        life = growth.life
-        resumed_from = life.resumed_from if growth.resumed_from is None else None
-        newest = self._finder.newest
-        is_late = newest is not None and growth.last <= newest
-        if (
-            is_late
-            or resumed_from is not None
-            or life.working != growth.working
-            or life.has_news(growth.start)
-        ):
-            self._finder.note_lives(began=min(growth.working, life.working), new_marks=growth.last)
-        return None if resumed_from is None else (life.working, resumed_from)
-
-    def _share(self, resumed: Iterable[tuple[int, int]]) -> bool:
+    def _share(self, grown: Iterable[Growth]) -> bool:
         """Tell all tracks what is new about the job; returns whether anything is."""
-        news = [(time, step) for time, step in resumed if self._resumes.add(time, step)]
+        resumed = ((one.life.working, one.resumed_from) for one in grown)
+        news = [(time, step) for time, step in resumed if step is not None and self._resumes.add(time, step)]
         since = self._finder.update([track.lives for track in self._tracks.values()])
         if since is not None:
             self._note_news(since)

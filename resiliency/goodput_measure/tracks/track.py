@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from resiliency.events import EventType
 from resiliency.goodput_measure.lanes import Painter, least, sweep
-from resiliency.goodput_measure.lives import Life, lives_of
+from resiliency.goodput_measure.lives import Growth, Life, lives_of
 from resiliency.goodput_measure.marks import Marks
 from resiliency.goodput_measure.tracks.lane import GrowingLane
 
@@ -24,21 +24,6 @@ from resiliency.goodput_measure.tracks.lane import GrowingLane
 _BEFORE_STEPS = 5
 _BEGINNING = -(2**63)
 _ORDER, _WORKING = attrgetter("order"), attrgetter("working")
-
-
-class Growth(NamedTuple):
-    """A life that has new marks, from index `start` on, and what it was before; a new one as it is.
-
-    Attributes:
-        last: its last sign of life before, or its first one.
-        resumed_from: the step that it was known to have continued.
-    """
-
-    life: Life
-    start: int
-    working: int
-    last: int
-    resumed_from: int | None
 
 
 class _Territory(NamedTuple):
@@ -90,7 +75,7 @@ class RankTrack:
             for life in lives_of(self.rank, attempt, marks):
                 self._newest[attempt] = life
                 fresh.append(life)
-                grown.append(Growth(life, 0, life.working, life.marks.time_of(0), None))
+                grown.append(Growth.of_new(life))
         if fresh:
             fresh.sort(key=_ORDER)
             known = len(self.lives)
@@ -166,7 +151,7 @@ class RankTrack:
         at = life.marks.last_index_of(EventType.STEP_FINISHED, was.marks)
         if limit != was.limit:  # then steps beyond it are lost, which are the last ones in most lives
             life.check_steps()
-            while at is not None and ((step := life.marks.step_of(at)) is None or step > (limit or 0)):
+            while at is not None and ((step := life.marks[at].step) is None or step > (limit or 0)):
                 at = life.marks.last_index_of(EventType.STEP_FINISHED, at)
         if at is None or (limit != was.limit and not life.is_monotone):
             return None
@@ -175,8 +160,7 @@ class RankTrack:
         return at if was.edge <= time <= min((end for end in ends if end is not None), default=time) else None
 
     def _grow(self, life: Life, marks: Marks) -> Growth:
-        growth = Growth(life, len(life.marks), life.working, life.last, life.resumed_from)
-        life.add_marks(marks)
+        growth = life.grow(marks)
         index = next(place for place in reversed(range(len(self.lives))) if self.lives[place] is life)
         self.change_from(index - (life.working != growth.working))
         self._sort_from(index)
