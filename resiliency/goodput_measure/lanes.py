@@ -2,8 +2,8 @@
 """From the lives of a rank to its lane: intervals with causes, and one cause where they overlap.
 
 `Painter` says what a rank was doing in each of its lives, generously: intervals may overlap, and some may
-stick out.  `resolve` then cuts the time of that life so that every microsecond has one cause.  Being exact is
-the duty of `resolve` alone, so a strange log can make the ledger wrong about a cause but never about the sum.
+stick out.  `sweep` then cuts the time of that life so that every microsecond has one cause.  Being exact is
+the duty of `sweep` alone, so a strange log can make the ledger wrong about a cause but never about the sum.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _RESTORE, _RESTART, _DETECTION = (PRIORITY[of] for of in (Bucket.RESTORE, Bucket
 
 
 class Spans(Sequence[Span]):
-    """Spans that follow each other without a gap, 9 bytes each.  Built by `resolve`."""
+    """Spans that follow each other without a gap, 9 bytes each."""
 
     __slots__ = ("_causes", "_end", "_starts")
 
@@ -135,16 +135,8 @@ class Spans(Sequence[Span]):
         return zip(self._starts, ends, self._causes, strict=False)
 
 
-def resolve(intervals: Iterable[Span], start: int, end: int) -> Spans:
-    """Cut [start, end) into spans of one cause each; the strongest of overlapping intervals wins."""
-    spans = Spans(end)
-    for low, _, priority in sweep(((span[0], span[1], PRIORITY[span[2]]) for span in intervals), start, end):
-        spans.append(low, priority)
-    return spans
-
-
 def sweep(rows: Iterable[Row], start: int, end: int) -> list[Row]:
-    """As `resolve`, in priorities."""
+    """Cut [start, end) into rows of one cause each; the strongest of overlapping ones wins."""
     edges: list[Row] = []
     for low, high, priority in rows:
         if low < start:

@@ -26,7 +26,7 @@ from itertools import chain, islice
 from resiliency.errors import ConfigError
 from resiliency.events import EventType, JsonValue, RunEvent
 from resiliency.goodput_measure.incidents import Failure, Incident, IncidentFinder, LauncherFact
-from resiliency.goodput_measure.lanes import PRIORITY, Bucket, Painter, Resumes, Span, Spans
+from resiliency.goodput_measure.lanes import PRIORITY, Bucket, Painter, Resumes, Span, Spans, least
 from resiliency.goodput_measure.lives import Growth, from_us, mark_of, to_us
 from resiliency.goodput_measure.marks import Marks
 from resiliency.goodput_measure.tracks.measures import RunningMedian, TimeUnion
@@ -167,11 +167,9 @@ class LedgerBuilder:
         self._finder = IncidentFinder()
         self._starts: list[int] = []  # of workers, sorted
         self._resumes = Resumes()
-        self._painter: Painter | None = None  # None where what it knows of the job has changed
         self._known_from: int | None = None  # the earliest news about the job that no track knows
         self._step_us = RunningMedian()  # as measured, or between the ends of two steps in a row
-        self._kept = TimeUnion()  # of all lanes, until the next
-        self._kept_until: int | None = None  # None where it is up to date
+        self._kept = TimeUnion()  # of all lanes
 
     def add_event(self, event: RunEvent) -> None:
         """In any order."""
@@ -202,7 +200,7 @@ class LedgerBuilder:
         elif event.type is EventType.FAULT_INJECTED:
             kind = event.fields.get("fault", event.fields.get("kind", ""))
             self._finder.add_fault(Failure(time, rank, str(kind)))
-            self._note_news(time)
+            self._known_from = least(self._known_from, time)
         elif event.type is EventType.CHECKPOINT_SAVED:
             self._saves.append((time, event.step))
         else:
@@ -210,7 +208,7 @@ class LedgerBuilder:
             self._finder.add_fact(LauncherFact(time, event.type, rank, cause, action))
             if event.type is EventType.WORKERS_STARTED:
                 insort(self._starts, time)
-                self._note_news(time)
+                self._known_from = least(self._known_from, time)
 
     def has_ended(self, now: int | None = None) -> bool:
         """Whether the job terminated, and no host runs it.
@@ -294,10 +292,6 @@ class LedgerBuilder:
         begun = (track.lives[0].resumed_from for track in self._tracks.values())
         return min((step for step in begun if step is not None), default=0)
 
-    def _note_news(self, time: int) -> None:
-        self._painter = None
-        self._known_from = time if self._known_from is None else min(time, self._known_from)
-
     def _update(self) -> None:
         """Bring incidents, lanes and sums up to date."""
         if not all(
@@ -313,32 +307,37 @@ class LedgerBuilder:
         self._step_us.add(chain.from_iterable(one.life.marks.step_durations(one.start) for one in grown))
         for one in grown:
             self._finder.note_growth(one)
-        self._repaint(self._tracks if self._share(grown) else marks)
-        if self._kept_until is not None:
-            self._kept.cut(self._kept_until)
+        changed = self._tracks if self._share(grown) else marks
+        painter = Painter(
+            self._finder.incidents,
+            faults=[fault.time for fault in self._finder.faults],
+            starts=self._starts,
+            resumes=self._resumes,
+        )
+        since: int | None = None
+        for rank in changed:
+            since = least(since, self._tracks[rank].repaint(painter))
+        if since is not None:
+            self._kept.cut(since)
             for track in self._tracks.values():
-                for low, high, cause in track.lane.between(self._kept_until, track.lane.end):
+                for low, high, cause in track.lane.between(since, track.lane.end):
                     if cause == _KEPT:
                         self._kept.add(low, high)
-            self._kept_until = None
 
     def _share(self, grown: Iterable[Growth]) -> bool:
         """Tell all tracks what is new about the job; returns whether anything is."""
         resumed = ((one.life.working, one.resumed_from) for one in grown)
         news = [(time, step) for time, step in resumed if step is not None and self._resumes.add(time, step)]
-        since = self._finder.update([track.lives for track in self._tracks.values()])
+        if news:
+            until, lowest = max(time for time, _ in news), min(step for _, step in news)
+            for track in self._tracks.values():
+                track.change_resumes(lowest, until)
+        changed_at = self._finder.update([track.lives for track in self._tracks.values()])
+        since, self._known_from = least(self._known_from, changed_at), None
         if since is not None:
-            self._note_news(since)
-        if not news and self._known_from is None:
-            return False
-        until, least = max((time for time, _ in news), default=0), min((step for _, step in news), default=0)
-        for track in self._tracks.values():
-            if news:
-                track.change_resumes(until, least)
-            if self._known_from is not None:
-                track.change_after(self._known_from)
-        self._known_from = None
-        return True
+            for track in self._tracks.values():
+                track.change_after(since)
+        return bool(news) or since is not None
 
     def _start_over(self) -> None:
         """Marks came that are older than others of their process: all is derived from the marks again."""
@@ -351,22 +350,8 @@ class LedgerBuilder:
                 self._marks[rank][attempt].extend(marks)
         self._tracks = {}
         self._resumes = Resumes()
-        self._painter = None
         self._step_us, self._kept = RunningMedian(), TimeUnion()
         self._finder.forget_lives()
-
-    def _repaint(self, ranks: Iterable[int]) -> None:
-        if self._painter is None:
-            self._painter = Painter(
-                self._finder.incidents,
-                faults=[fault.time for fault in self._finder.faults],
-                starts=self._starts,
-                resumes=self._resumes,
-            )
-        for rank in ranks:
-            since = self._tracks[rank].repaint(self._painter)
-            if since is not None and (self._kept_until is None or since < self._kept_until):
-                self._kept_until = since
 
     def _median_commit_s(self) -> float | None:
         """From the moment when the first rank began a save to its commit."""

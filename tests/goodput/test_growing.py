@@ -107,6 +107,81 @@ def test_figures_and_ledger_are_those_of_a_fresh_read_at_each_look_at_a_live_job
         check_equal(growing, events[: begin + stride], newest + ahead_s * 1_000_000 if ahead_s else None)
 
 
+def of_rank(attempt: int, *marks: tuple[float, E, int | None]) -> list[RunEvent]:
+    return [event(time, kind, rank=0, attempt=attempt, step=step) for time, kind, step in marks]
+
+
+def restarted(detected: float, started: float) -> list[RunEvent]:
+    return [event(detected, E.FAULT_DETECTED, rank=0), event(started, E.WORKERS_STARTED)]
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param(
+            [
+                of_rank(
+                    0, (0, E.PROCESS_STARTED, None), *((9 + n, E.STEP_FINISHED, 1 + n % 5) for n in (0, 4, 7))
+                ),
+                of_rank(1, (20, E.PROCESS_STARTED, None), (21, E.CHECKPOINT_LOADED, 4)),
+            ],
+            id="steps that went back are lost one by one",
+        ),
+        pytest.param(
+            [
+                of_rank(
+                    0, (0, E.PROCESS_STARTED, None), *((10 + n, E.STEP_FINISHED, n) for n in range(1, 5))
+                ),
+                of_rank(0, (16, E.CHECKPOINT_LOADED, 2), (17, E.STEP_FINISHED, 3)),
+            ],
+            id="a process goes back to a checkpoint",
+        ),
+        pytest.param(
+            [
+                of_rank(0, (0, E.PROCESS_STARTED, None), (10, E.STEP_FINISHED, 1)),
+                of_rank(1, (12, E.PROCESS_STARTED, None), (13, E.INITIALIZED, None)),
+                of_rank(0, (14, E.STEP_FINISHED, 2), (16, E.STEP_FINISHED, 3)),
+                of_rank(0, (17, E.STEP_FINISHED, 4)),
+                of_rank(1, (18, E.STEP_FINISHED, 4)),
+                of_rank(0, (19, E.STEP_FINISHED, 5)),
+                of_rank(1, (20, E.STEP_FINISHED, 5)),
+            ],
+            id="two processes of a rank at once",
+        ),
+        pytest.param(
+            [
+                [*of_rank(0, (0, E.PROCESS_STARTED, None), (10, E.STEP_FINISHED, 1)), *restarted(20, 22)],
+                of_rank(0, (19, E.STEP_FINISHED, 2)),
+            ],
+            id="the last step before an incident is told late",
+        ),
+        pytest.param(
+            [
+                [*restarted(20, 22), *of_rank(1, (30, E.PROCESS_STARTED, None), (35, E.IMPORTED, None))],
+                [*restarted(45, 46), event(47, E.IMPORTED, rank=1, attempt=0)],
+                [*of_rank(1, (50, E.INITIALIZED, None)), event(46, E.PROCESS_STARTED, rank=1, attempt=0)],
+            ],
+            id="a standby process begins to work while another log comes late",
+        ),
+        pytest.param(
+            [
+                of_rank(0, (0, E.PROCESS_STARTED, None), (10, E.STEP_FINISHED, 1)),
+                of_rank(2, (30, E.PROCESS_STARTED, None), (40, E.STEP_FINISHED, 2)),
+                of_rank(1, (15, E.PROCESS_STARTED, None), (20, E.INITIALIZED, None)),
+            ],
+            id="a process is told after the one that followed it",
+        ),
+    ],
+)
+def test_what_is_told_late_or_out_of_order_counts_as_in_a_fresh_read(looks: list[list[RunEvent]]) -> None:
+    growing, read = fresh([event(-1, E.JOB_STARTED)]), list[RunEvent]()
+    for events in looks:
+        read += events
+        for one in events:
+            growing.add_full(one)
+        check_equal(growing, read, None)
+
+
 @settings(max_examples=60, deadline=None)
 @given(damaged_job(), st.lists(st.integers(0, 20_000), max_size=5), st.booleans())
 def test_a_log_that_is_cut_anywhere_also_in_a_line_reads_like_the_whole(

@@ -82,6 +82,9 @@ class RankTrack:
             self.change_from(known - 1)
             self.lives += fresh
             self._sort_from(known)
+        for growth in grown:
+            if growth.resumed_from is not None:
+                self.change_resumes(growth.resumed_from)
         return grown
 
     def change_from(self, index: int) -> None:
@@ -91,13 +94,13 @@ class RankTrack:
         """Something else than marks became known about the job at `time`."""
         self.change_from(bisect_left(self.lives, time, key=_WORKING) - 1)
 
-    def change_resumes(self, until: int, step: int) -> None:
-        """Lives that began work by `until` continued from `step` or later ones."""
+    def change_resumes(self, step: int, until: int | None = None) -> None:
+        """A life continued from `step`: one of this rank, or one of another that began work by `until`."""
         for index in reversed(range(len(self._painted))):
             limit = self._painted[index].limit
             if limit is not None and limit <= step:
                 return  # as are those before it: limits ascend
-            if self.lives[index].last < until:
+            if until is None or self.lives[index].last < until:
                 self.change_from(index)
 
     def repaint(self, painter: Painter) -> int | None:
@@ -122,7 +125,7 @@ class RankTrack:
             end = painter.end(life, following)
             next_begin = begin if following is None else painter.begin(following, end)
             high = None if following is None else max(edge, next_begin)
-            after = self._painted_until(index, limit, high) if index == first else None
+            after = self._painted_until(index, limit) if index == first else None
             low = edge if after is None else life.marks.time_of(after)
             rows = painter.paint(
                 life, begin=begin, end=end, limit=limit, after=after,
@@ -141,7 +144,7 @@ class RankTrack:
         self._changed = len(lives)
         return changed_at
 
-    def _painted_until(self, index: int, limit: int | None, high: int | None) -> int | None:
+    def _painted_until(self, index: int, limit: int | None) -> int | None:
         """Index of the mark of a finished step up to which the lane stays as it is; None without one."""
         if index >= len(self._painted):
             return None
@@ -155,9 +158,7 @@ class RankTrack:
                 at = life.marks.last_index_of(EventType.STEP_FINISHED, at)
         if at is None or (limit != was.limit and not life.is_monotone):
             return None
-        time = life.marks.time_of(at)
-        ends = [high, *(following.edge for following in self._painted[index + 1 : index + 2])]
-        return at if was.edge <= time <= min((end for end in ends if end is not None), default=time) else None
+        return at if life.marks.time_of(at) >= was.edge else None
 
     def _grow(self, life: Life, marks: Marks) -> Growth:
         growth = life.grow(marks)
