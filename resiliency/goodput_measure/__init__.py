@@ -10,7 +10,7 @@
     lives       what each process of a rank said, in order
     lanes       the causes that cover a rank's time, and how overlaps are settled
     incidents   what each fault cost, span by span
-    tracks      the lane of each rank while events come, and sums over all of them
+    tracks      the lane of each rank while events come, with its sums
     windows     the causes of a part of the time: rolling goodput, attempts
     reliability outages: MTTF, MTTR, distributions
     what_if     what another interval between saves would have cost

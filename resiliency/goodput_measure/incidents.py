@@ -19,10 +19,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import NamedTuple
 
 from resiliency.events import EventType, JsonValue
-from resiliency.goodput_measure.lives import REACHED, Life, from_us
+from resiliency.goodput_measure.lives import REACHED, Growth, Life, from_us
 
 #: Stages after the fault, in the order in which a restart goes through them.
 STAGES = (
@@ -76,16 +77,6 @@ class Failure(NamedTuple):
     @property
     def order(self) -> tuple[int, int, str]:
         return self.time, -1 if self.rank is None else self.rank, self.kind
-
-
-class LivesOfRank(Protocol):
-    """Lives of one rank, sorted by when they began to work, and these times."""
-
-    @property
-    def lives(self) -> Sequence[Life]: ...
-
-    @property
-    def workings(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +167,7 @@ def stages_of(incidents: Iterable[Incident]) -> tuple[str, ...]:
     return SUPERVISED_STAGES if acted else STAGES
 
 
+_WORKING = attrgetter("working")
 #: The other types say nothing about an incident.
 _KNOWN = frozenset({*_ORDER, EventType.JOB_TERMINATED})
 
@@ -200,37 +192,30 @@ class IncidentFinder:
         insort(self.faults, fault, key=lambda one: one.order)
         self._change_from(bisect_left(self._found, fault.time, key=_detected))
 
-    def note_lives(self, *, began: int, new_marks: int) -> None:
-        """A life has new marks, of which one is the first of its type, or not later than an incident.
-
-        Args:
-            began: when the life began to work, or was thought to.
-            new_marks: time of the first of them.
-        """
-        # The newest incident before it began waits for it; those after its marks ended it.
-        waits = bisect_left(self._found, began, key=_detected) - 1
-        self._change_from(min(waits, bisect_left(self._found, new_marks, key=_detected)))
+    def note_growth(self, growth: Growth) -> None:
+        """A life has new marks."""
+        is_late = bool(self.incidents) and growth.last <= self.incidents[-1].detected
+        if is_late or growth.tells_of_start:
+            # The newest incident before it began waits for it; those after its marks ended it.
+            began = min(growth.working, growth.life.working)
+            waits = bisect_left(self._found, began, key=_detected) - 1
+            self._change_from(min(waits, bisect_left(self._found, growth.last, key=_detected)))
 
     def forget_lives(self) -> None:
         """The lives are others than they were."""
         self._changed = -1
 
-    @property
-    def newest(self) -> int | None:
-        """When the newest incident was detected, as of the last `update`."""
-        return self.incidents[-1].detected if self.incidents else None
-
-    def update(self, ranks: Iterable[LivesOfRank]) -> int | None:
+    def update(self, ranks: Sequence[Sequence[Life]]) -> int | None:
         """Bring `incidents` up to date; returns from when on they are others, None where they are not.
 
         Args:
-            ranks: in their order.
+            ranks: the lives of each in their order, in the order of the ranks.
         """
         self._take_facts()
         if self._changed >= len(self._found) == len(self.incidents):
             return None
         first = max(min(self._changed, len(self._found)), 0)
-        before, ranks = self.incidents, tuple(ranks)
+        before = self.incidents
         self.incidents = (
             *before[:first],
             *(self._complete(index, ranks) for index in range(first, len(self._found))),
@@ -267,7 +252,7 @@ class IncidentFinder:
             _add_fact(self._drafts, self._facts[index])
         self._found = [draft for draft in self._drafts if draft.is_incident]
 
-    def _complete(self, index: int, ranks: Iterable[LivesOfRank]) -> Incident:
+    def _complete(self, index: int, ranks: Sequence[Sequence[Life]]) -> Incident:
         draft = self._found[index]
         after = self._found[index - 1].detected if index else None
         before = self._found[index + 1].detected if index + 1 < len(self._found) else None
@@ -277,9 +262,9 @@ class IncidentFinder:
         ended: list[int] = []
         resumed: list[int] = []
         tier: str | None = None
-        for rank in ranks:
-            place = bisect_right(rank.workings, draft.detected)
-            old = rank.lives[place - 1] if place else None
+        for lives in ranks:
+            place = bisect_right(lives, draft.detected, key=_WORKING)
+            old = lives[place - 1] if place else None
             if old is not None and (after is None or old.last > after):
                 at, step = old.finished_step(draft.detected)
                 if at is not None:
@@ -292,8 +277,8 @@ class IncidentFinder:
                     old.marks.count_of(EventType.STEP_FINISHED, injected, draft.detected) > 1
                 ):
                     injected = None
-            if place < len(rank.lives) and (before is None or rank.workings[place] < before):
-                new = rank.lives[place]
+            if place < len(lives) and (before is None or lives[place].working < before):
+                new = lives[place]
                 for stage in REACHED:
                     if (time := new.first(stage)) is not None:
                         reached[stage] = max(time, reached.get(stage, time))

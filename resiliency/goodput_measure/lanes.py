@@ -2,8 +2,8 @@
 """From the lives of a rank to its lane: intervals with causes, and one cause where they overlap.
 
 `Painter` says what a rank was doing in each of its lives, generously: intervals may overlap, and some may
-stick out.  `resolve` then cuts the time of that life so that every microsecond has one cause.  Being exact is
-the duty of `resolve` alone, so a strange log can make the ledger wrong about a cause but never about the sum.
+stick out.  `sweep` then cuts the time of that life so that every microsecond has one cause.  Being exact is
+the duty of `sweep` alone, so a strange log can make the ledger wrong about a cause but never about the sum.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _RESTORE, _RESTART, _DETECTION = (PRIORITY[of] for of in (Bucket.RESTORE, Bucket
 
 
 class Spans(Sequence[Span]):
-    """Spans that follow each other without a gap, 9 bytes each.  Built by `resolve`."""
+    """Spans that follow each other without a gap, 9 bytes each."""
 
     __slots__ = ("_causes", "_end", "_starts")
 
@@ -115,34 +115,28 @@ class Spans(Sequence[Span]):
     def end(self) -> int:
         return self._end
 
-    def count_of(self, bucket: Bucket) -> int:
-        return self._causes.count(PRIORITY[bucket])
-
-    def between(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def between(self, start: int, end: int) -> Iterator[Row]:
         """As `rows`, cut to [start, end)."""
-        starts = self._starts
-        for index in range(max(bisect_right(starts, start) - 1, 0), bisect_left(starts, end)):
-            low = max(starts[index], start)
-            high = min(starts[index + 1] if index + 1 < len(starts) else self._end, end)
+        first, last = max(bisect_right(self._starts, start) - 1, 0), bisect_left(self._starts, end)
+        ends = self._starts[first + 1 : last + 1]
+        if last == len(self):
+            ends.append(self._end)
+        for low, high, cause in zip(self._starts[first:last], ends, self._causes[first:last], strict=False):
+            if low < start:
+                low = start
+            if high > end:
+                high = end
             if low < high:
-                yield low, high, self._causes[index]
+                yield low, high, cause
 
-    def rows(self) -> Iterator[tuple[int, int, int]]:
+    def rows(self) -> Iterator[Row]:
         """(start, end, place of the cause among all causes) of each span: as iteration, but faster."""
         ends = chain(islice(self._starts, 1, None), (self._end,))
         return zip(self._starts, ends, self._causes, strict=False)
 
 
-def resolve(intervals: Iterable[Span], start: int, end: int) -> Spans:
-    """Cut [start, end) into spans of one cause each; the strongest of overlapping intervals wins."""
-    spans = Spans(end)
-    for low, _, priority in sweep(((span[0], span[1], PRIORITY[span[2]]) for span in intervals), start, end):
-        spans.append(low, priority)
-    return spans
-
-
 def sweep(rows: Iterable[Row], start: int, end: int) -> list[Row]:
-    """As `resolve`, in priorities."""
+    """Cut [start, end) into rows of one cause each; the strongest of overlapping ones wins."""
     edges: list[Row] = []
     for low, high, priority in rows:
         if low < start:
@@ -251,7 +245,7 @@ class Painter:
         rows = [*_phases(life, begin, fault), *_steps(life, limit, after)]
         if finished is None:
             if life.first_step is not None:
-                cut_off = _HELD if life.marks.last_type is EventType.SAVE_STARTED else _LOST
+                cut_off = _HELD if life.marks[-1].type is EventType.SAVE_STARTED else _LOST
                 rows.append((life.last, fault, cut_off))
             rows.append((fault, detected, _DETECTION))  # until somebody noticed
         if following is not None:
@@ -334,7 +328,7 @@ def _phases(life: Life, begin: int, fault: int) -> list[Row]:
 
 def _restore_end(marks: Marks, after: int, fault: int) -> int:
     index = marks.index_of(EventType.CHECKPOINT_LOADED, *STEPPING, start=after)
-    if index is not None and marks.type_of(index) is EventType.CHECKPOINT_LOADED:
+    if index is not None and marks[index].type is EventType.CHECKPOINT_LOADED:
         return marks.time_of(index)
     # Nothing was loaded (nothing to load, or the rank died): until it did something else.
     return marks.time_of(after) if after < len(marks) else fault
@@ -380,7 +374,7 @@ def _limits(marks: Marks, limit: int | None) -> Callable[[int], int | None]:
         return lambda index: limit
     lowest = [limit]
     for place in reversed(places):
-        lowest.append(least(lowest[-1], marks.step_of(place)))
+        lowest.append(least(lowest[-1], marks[place].step))
     lowest.reverse()
     return lambda index: lowest[bisect_right(places, index)]
 

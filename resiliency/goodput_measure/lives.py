@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
+from typing import NamedTuple
 
 from resiliency.events import EventType, RunEvent
 from resiliency.goodput_measure.marks import RANK_TYPES, Mark, Marks
@@ -53,7 +54,7 @@ def from_us(time_us: int) -> datetime:
 class Life:
     """One process of one rank; `marks` are sorted and never empty.
 
-    A life may grow: `add_marks` appends what the process said next.
+    A life may grow: `grow` appends what the process said next.
     """
 
     __slots__ = (
@@ -81,21 +82,18 @@ class Life:
         self._checked = 0  # marks whose steps were looked at
         self._top: int | None = None  # highest step of these
 
-    def add_marks(self, marks: Marks) -> None:
+    def grow(self, marks: Marks) -> Growth:
         """Append marks that follow those of this life, and hold no other process."""
-        works = not self.is_standby
+        start, working, last, known = len(self.marks), self.working, self.last, self.resumed_from
+        is_standby = self.marks.first_after(_BEFORE_WORK) is None
         self.marks.extend(marks)
-        if not works:
+        if is_standby:
             self.working = self._work_began()
+        return Growth(self, start, working, last, self.resumed_from if known is None else None)
 
     def _work_began(self) -> int:
         began = self.marks.first_after(_BEFORE_WORK)
         return self.last if began is None else began
-
-    @property
-    def is_standby(self) -> bool:
-        """Whether the process did no work so far."""
-        return self.marks.first_after(_BEFORE_WORK) is None
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -129,8 +127,8 @@ class Life:
         index = self.first_step
         if index is None:
             return None
-        duration = self.marks.duration_of(index)  # a step that started has none
-        return self.marks.time_of(index) - (duration or 0)
+        mark = self.marks[index]
+        return mark.time - (mark.duration or 0)  # a step that started has none
 
     @property
     def resumed_from(self) -> int | None:
@@ -138,9 +136,9 @@ class Life:
         if self._resumed_from is None:
             at = self.marks.index_of(*_RESUMING)
             while at is not None:
-                if (step := self.marks.step_of(at)) is not None:
-                    loaded = self.marks.type_of(at) is EventType.CHECKPOINT_LOADED
-                    self._resumed_from = step if loaded else step - 1
+                mark = self.marks[at]
+                if mark.step is not None:
+                    self._resumed_from = mark.step - (mark.type is EventType.STEP_FINISHED)
                     break
                 at = self.marks.index_of(*_RESUMING, start=at + 1)
         return self._resumed_from
@@ -152,18 +150,10 @@ class Life:
         if at is None:
             return None, None
         self.check_steps()
-        step = self.marks.step_of(at)
+        step = self.marks[at].step
         if step is None or not self.is_monotone:
             step = max(self.marks[:high].finished_steps(), default=None)
         return self.marks.time_of(at), step
-
-    def has_news(self, start: int) -> bool:
-        """Whether the marks from index `start` on tell more of how the life came up than those before."""
-        marks = self.marks
-        return marks.index_of(EventType.CHECKPOINT_LOADED, start=start) is not None or any(
-            marks.index_of(kind, start=start) is not None and (marks.index_of(kind) or 0) >= start
-            for kind in REACHED
-        )
 
     def check_steps(self) -> None:
         """Bring `is_monotone` up to date."""
@@ -176,6 +166,37 @@ class Life:
             self.is_monotone = self.is_monotone and steps == sorted(steps)
             self._top = max(steps)
         self._checked = len(self.marks)
+
+
+class Growth(NamedTuple):
+    """A life that has new marks, from index `start` on; one that begins has no other ones.
+
+    Attributes:
+        working: when it seemed to begin to work before.
+        last: its last sign of life before, or its first one.
+        resumed_from: the step that it continued, where that is known now and was not before.
+    """
+
+    life: Life
+    start: int
+    working: int
+    last: int
+    resumed_from: int | None
+
+    @classmethod
+    def of_new(cls, life: Life) -> Growth:
+        return cls(life, 0, life.working, life.marks.time_of(0), life.resumed_from)
+
+    @property
+    def tells_of_start(self) -> bool:
+        """Whether the new marks tell more of how the life came up than those before."""
+        marks, start = self.life.marks, self.start
+        return (
+            self.resumed_from is not None
+            or self.life.working != self.working
+            or marks.index_of(EventType.CHECKPOINT_LOADED, start=start) is not None
+            or any((at := marks.index_of(kind)) is not None and at >= start for kind in REACHED)
+        )
 
 
 def mark_of(event: RunEvent, time: int | None = None) -> Mark | None:

@@ -46,14 +46,12 @@ class Marks(Sequence[Mark]):
 
     __slots__ = ("_codes", "_durations", "_steps", "_tiers", "_times")
 
-    def __init__(self, marks: Iterable[Mark] = ()) -> None:
+    def __init__(self) -> None:
         self._times = array("q")
         self._codes = bytearray()
         self._steps = array("q")
         self._durations = array("q")
         self._tiers: dict[int, str] = {}  # by index; only loads have one
-        for mark in marks:
-            self.append(mark)
 
     def append(self, mark: Mark) -> None:
         time, kind, step, duration, tier = mark
@@ -94,10 +92,6 @@ class Marks(Sequence[Mark]):
             None if duration == _NONE else duration,
             self._tiers.get(index),
         )
-
-    def __iter__(self) -> Iterator[Mark]:
-        for index in range(len(self)):
-            yield self[index]
 
     def rows(self, start: int = 0) -> Iterator[tuple[int, EventType, int | None, int | None]]:
         """(time, type, step, duration) of the marks from `start` on: as iteration, but cheaper."""
@@ -172,22 +166,6 @@ class Marks(Sequence[Mark]):
     def first_tier(self) -> str | None:
         """The tier of the first loaded checkpoint that names one."""
         return next((tier for _, tier in sorted(self._tiers.items()) if tier), None)
-
-    def step_of(self, index: int) -> int | None:
-        step = self._steps[index]
-        return None if step == _NONE else step
-
-    def type_of(self, index: int) -> EventType:
-        return RANK_TYPES[self._codes[index]]
-
-    @property
-    def last_type(self) -> EventType:
-        return RANK_TYPES[self._codes[-1]]
-
-    def duration_of(self, index: int) -> int | None:
-        """Of a finished step, where it is known."""
-        duration = self._durations[index]
-        return None if duration == _NONE else duration
 
     def time_of(self, index: int) -> int:
         return self._times[index]

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from resiliency.events import JsonValue
 from resiliency.goodput_measure.incidents import Incident
-from resiliency.goodput_measure.lanes import Bucket
-from resiliency.goodput_measure.ledger import Ledger
+from resiliency.goodput_measure.ledger import Figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,26 +106,16 @@ class Reliability:
         }
 
 
-def reliability_of(ledger: Ledger) -> Reliability:
-    """The failures of the job of `ledger`."""
-    return reliability(ledger.incidents, began=_first_step(ledger), end=ledger.end)
-
-
-def reliability(incidents: Iterable[Incident], *, began: int | None, end: int) -> Reliability:
-    """The failures of a job.
-
-    Args:
-        began: when the first step of any rank did, in microseconds since the epoch; None without one.
-        end: of the job's time so far.
-    """
-    outages = _outages(incidents)
+def reliability_of(job: Figures) -> Reliability:
+    """The failures of a job."""
+    outages = _outages(job.incidents)
     up_us: list[int] = []
-    since: int | None = began
+    since = job.first_step_at
     for outage in outages:
         if since is not None:
             up_us.append(max(outage.fault - since, 0))
         since = outage.end
-    trained_us = sum(up_us) + (0 if since is None else max(end - since, 0))
+    trained_us = sum(up_us) + (0 if since is None else max(job.end - since, 0))
     repairs = [(outage.cause or "unknown", s) for outage in outages if (s := outage.repair_s) is not None]
     by_cause: dict[str, list[float]] = defaultdict(list)
     for cause, seconds in repairs:
@@ -149,12 +138,3 @@ def _outages(incidents: Iterable[Incident]) -> tuple[Outage, ...]:
         else:
             outages.append(Outage(fault=incident.fault, end=incident.first_new_step, cause=incident.cause))
     return tuple(outages)
-
-
-def _first_step(ledger: Ledger) -> int | None:
-    """When the first step of any rank began; None where there is none."""
-    stepping = {Bucket.KEPT_STEPS, Bucket.LOST_STEPS}
-    starts = (
-        next((span.start for span in lane if span.bucket in stepping), None) for lane in ledger.lanes.values()
-    )
-    return min((start for start in starts if start is not None), default=None)

@@ -9,14 +9,13 @@ costs beside the steps to do again does not depend on the interval and is left o
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from resiliency.events import JsonValue
-from resiliency.goodput_measure.incidents import Incident
 from resiliency.goodput_measure.lanes import Bucket
-from resiliency.goodput_measure.ledger import Ledger
+from resiliency.goodput_measure.ledger import Figures
 
 _GROWTH = 1.1  # between the intervals that are tried for the best one
 
@@ -77,51 +76,21 @@ class SaveModel:
         return min((self.cost_of(steps, "best") for steps in reversed(tried)), key=lambda cost: cost.total_s)
 
 
-def save_model(ledger: Ledger) -> SaveModel | None:
+def save_model(job: Figures) -> SaveModel | None:
     """None where the log shows no steps, or fewer than two saves."""
-    saved = sorted({step for _, step in ledger.saves if step is not None})
-    gaps = [after - before for before, after in pairwise(saved)]
-    return model_of(
-        totals=ledger.totals,
-        holds=sum(lane.count_of(Bucket.SAVE_HELD) for lane in ledger.lanes.values()),
-        ranks=len(ledger.lanes),
-        median_step_s=ledger.median_step_s,
-        commit_s=ledger.commit_s,
-        own_interval=statistics.median(gaps) if gaps else None,
-        first_step=ledger.first_step,
-        incidents=ledger.incidents,
-    )
-
-
-def model_of(
-    *,
-    totals: Mapping[Bucket, int],
-    holds: int,
-    ranks: int,
-    median_step_s: float | None,
-    commit_s: float | None,
-    own_interval: float | None,
-    first_step: int,
-    incidents: Iterable[Incident],
-) -> SaveModel | None:
-    """As `save_model`, from the sums of a ledger.
-
-    Args:
-        holds: how often a rank waited for a save.
-        own_interval: median steps between saves; None where there are less than two.
-    """
-    if own_interval is None or not median_step_s or not ranks:
+    saved = sorted({step for _, step in job.saves if step is not None})
+    if len(saved) < 2 or not job.median_step_s or not job.ranks:
         return None
     return SaveModel(
-        steps=round(totals[Bucket.KEPT_STEPS] / 1e6 / ranks / median_step_s),
-        step_s=median_step_s,
-        hold_s=totals[Bucket.SAVE_HELD] / 1e6 / holds if holds else 0.0,
-        commit_s=commit_s or 0.0,
-        own_interval=round(own_interval),
-        first_step=first_step,
+        steps=round(job.totals[Bucket.KEPT_STEPS] / 1e6 / job.ranks / job.median_step_s),
+        step_s=job.median_step_s,
+        hold_s=job.totals[Bucket.SAVE_HELD] / 1e6 / job.holds if job.holds else 0.0,
+        commit_s=job.commit_s or 0.0,
+        own_interval=round(statistics.median(after - before for before, after in pairwise(saved))),
+        first_step=job.first_step,
         faults=tuple(
             (one.last_step, (one.fault - one.last_step_at) / 1e6)
-            for one in incidents
+            for one in job.incidents
             if one.last_step is not None and one.last_step_at is not None
         ),
     )

@@ -91,19 +91,7 @@ def attempts_of(ledger: Ledger) -> tuple[Window, ...]:
     """From the start, or the detection of an incident, to the next detection, or the end."""
     detected = (incident.detected for incident in ledger.incidents)
     cuts = sorted({ledger.start, ledger.end, *(at for at in detected if ledger.start < at < ledger.end)})
-    totals = [[0] * len(_CAUSES) for _ in cuts[1:]]
-    for lane in ledger.lanes.values():  # once for all attempts, of which there may be thousands
-        place = 0
-        for start, end, cause in lane.rows():
-            while end > cuts[place + 1]:
-                totals[place][cause] += cuts[place + 1] - start
-                start = cuts[place + 1]
-                place += 1
-            totals[place][cause] += end - start
-    return tuple(
-        Window(start=start, end=end, totals=dict(zip(_CAUSES, of, strict=True)))
-        for (start, end), of in zip(pairwise(cuts), totals, strict=True)
-    )
+    return tuple(window_of(ledger, start, end) for start, end in pairwise(cuts))
 
 
 def rolling(ledger: Ledger, length_us: int = HOUR_US) -> Rolling | None:

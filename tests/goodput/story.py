@@ -9,6 +9,7 @@ from pathlib import Path
 
 from resiliency.events import EventType as E
 from resiliency.events import JsonValue, RunEvent
+from resiliency.goodput_measure.lanes import PRIORITY, Span, Spans, sweep
 
 BEGIN = datetime(2026, 3, 1, 12, 0, 0, tzinfo=timezone.utc)
 
@@ -43,6 +44,14 @@ def event(
 def write_log(path: Path, events: Iterable[RunEvent]) -> Path:
     path.write_text("".join(item.to_json() + "\n" for item in events))
     return path
+
+
+def resolve(intervals: Iterable[Span], start: int, end: int) -> Spans:
+    """[start, end) as a lane of one cause each; the strongest of overlapping intervals wins."""
+    lane = Spans(end)
+    for low, _, cause in sweep([(*span[:2], PRIORITY[span.bucket]) for span in intervals], start, end):
+        lane.append(low, cause)
+    return lane
 
 
 class Story:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from resiliency.errors import ConfigError
 from resiliency.events import EventType as E
 from resiliency.events import RunEvent
-from resiliency.goodput_measure.lanes import resolve
 from resiliency.goodput_measure.ledger import Bucket, Ledger, LedgerBuilder, Span, build_ledger
 from tests.goodput.histories import chaos, damaged_job
-from tests.goodput.story import Story, event
+from tests.goodput.story import Story, event, resolve
 
 
 def seconds(ledger: Ledger) -> dict[str, float]:

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resiliency.goodput_measure.lanes import Bucket, Span, Spans, resolve
+from resiliency.goodput_measure.lanes import Bucket, Span, Spans
 from resiliency.goodput_measure.ledger import Ledger, build_ledger
 from resiliency.goodput_measure.timeline import zoom
 from resiliency.goodput_measure.timeline.file import write_timeline
 from resiliency.goodput_measure.timeline.rows import arrange
 from resiliency.goodput_measure.timeline.zoom import page_data, runs_of
 from resiliency.goodput_measure.windows import cells
-from tests.goodput.story import Story
+from tests.goodput.story import Story, resolve
 from tests.tools import browser
 
 CAUSES = list(Bucket)

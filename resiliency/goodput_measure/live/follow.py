@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import chain
 from typing import BinaryIO
 
 from resiliency.errors import ConfigError
@@ -74,30 +76,6 @@ class LogTail:
         return not same or there.st_size < self._file.tell()
 
 
-class LogTails:
-    """Several files as one; a context manager that closes them."""
-
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], stats: ReadStats) -> None:
-        self._tails = [LogTail(path, stats) for path in paths]
-
-    def poll(self) -> Iterator[RunEvent]:
-        """As `LogTail.poll`, one file after the other."""
-        for tail in self._tails:
-            yield from tail.poll()
-
-    def finish(self) -> Iterator[RunEvent]:
-        """As `LogTail.finish`, of all."""
-        for tail in self._tails:
-            yield from tail.finish()
-
-    def __enter__(self) -> LogTails:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for tail in self._tails:
-            tail.close()
-
-
 def follow(
     paths: Sequence[str | os.PathLike[str]],
     jobs: Mapping[str, JobEvents],
@@ -119,10 +97,11 @@ def follow(
         every_s: between two looks.  A look that takes long is followed by a pause as long.
         wait: waits that many seconds, or less; True ends the iteration.
     """
-    with LogTails(paths, stats) as tails:
+    with ExitStack() as stack:
+        tails = [stack.enter_context(closing(LogTail(path, stats))) for path in paths]
         while True:
             began = time.monotonic()
-            is_new = _add_events(tails.poll(), jobs, stats)
+            is_new = _add_events(chain.from_iterable(tail.poll() for tail in tails), jobs, stats)
             now = to_us(clock.now())
             begun = [job for job in jobs.values() if job.goodput_events]
             running = running_jobs(jobs, now)
@@ -132,7 +111,7 @@ def follow(
                 break
             if wait(max(every_s, time.monotonic() - began)):
                 break
-        _add_events(tails.finish(), jobs, stats)
+        _add_events(chain.from_iterable(tail.finish() for tail in tails), jobs, stats)
 
 
 def running_jobs(jobs: Mapping[str, JobEvents], now: int) -> list[JobEvents]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from resiliency.errors import ConfigError
 from resiliency.goodput_measure.live.figures import LiveFigures
+from resiliency.goodput_measure.reliability import reliability_of
+from resiliency.goodput_measure.what_if import interval_costs, save_model
 from resiliency.prometheus import CONTENT_TYPE, Metric, Sample, to_text
 
 _PREFIX = "resiliency_goodput_"
@@ -39,6 +41,7 @@ def as_metrics(jobs: Iterable[LiveFigures]) -> str:
 
 def _samples(job: LiveFigures) -> Iterator[Sample]:
     name = {"job": job.job_name}
+    found, saves = reliability_of(job), save_model(job)
     yield "ratio", name, job.goodput
     yield "window_ratio", {**name, "window": f"{job.window_us / 1e6:g}s"}, job.window_goodput
     yield "ettr", name, job.ettr
@@ -46,10 +49,10 @@ def _samples(job: LiveFigures) -> Iterator[Sample]:
         yield "rank_seconds", {**name, "cause": bucket.value}, total / 1e6
     yield "wall_seconds", name, job.wall_us / 1e6
     yield "ranks", name, job.ranks
-    yield "incidents", name, job.incidents
-    yield "mttf_seconds", name, job.mttf_s
-    yield "mttr_seconds", name, job.mttr_s
-    for cost in job.costs:
+    yield "incidents", name, len(job.incidents)
+    yield "mttf_seconds", name, found.mttf_s
+    yield "mttr_seconds", name, found.mttr_s
+    for cost in () if saves is None else interval_costs(saves):
         for which in ("as it was", "best"):
             if which in cost.note:
                 yield "save_interval_steps", {**name, "which": which.replace(" ", "_")}, cost.interval_steps

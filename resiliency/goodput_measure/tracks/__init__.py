@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each rank while events still come, and sums over all ranks that grow with it."""
+"""What is known of each rank while events still come, with sums that grow with it."""

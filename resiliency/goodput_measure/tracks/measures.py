@@ -5,88 +5,46 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+from operator import itemgetter
 
 #: A chunk that grows longer is split, so that a value costs the move of some kilobytes at most.
 _LONGEST = 1024
-
-
-class SortedValues:
-    """Whole numbers in order, in chunks."""
-
-    def __init__(self) -> None:
-        self._chunks: list[array[int]] = []
-        self._highest: list[int] = []  # of each chunk
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def lowest(self) -> int:
-        return self._chunks[0][0]
-
-    @property
-    def highest(self) -> int:
-        return self._highest[-1]
-
-    def add(self, value: int) -> None:
-        self._count += 1
-        if not self._chunks:
-            self._chunks.append(array("q", (value,)))
-            self._highest.append(value)
-            return
-        place = min(bisect_left(self._highest, value), len(self._chunks) - 1)
-        chunk = self._chunks[place]
-        insort(chunk, value)
-        self._highest[place] = chunk[-1]
-        if len(chunk) > _LONGEST:
-            half = len(chunk) // 2
-            self._chunks[place : place + 1] = chunk[:half], chunk[half:]
-            self._highest[place : place + 1] = chunk[half - 1], chunk[-1]
-
-    def remove(self, value: int) -> None:
-        """Remove `value`, which is there."""
-        place = bisect_left(self._highest, value)
-        chunk = self._chunks[place]
-        del chunk[bisect_left(chunk, value)]
-        self._count -= 1
-        if chunk:
-            self._highest[place] = chunk[-1]
-        else:
-            del self._chunks[place], self._highest[place]
+_HIGHEST = itemgetter(-1)
 
 
 class RunningMedian:
-    """The median of whole numbers that come and go."""
+    """The median of whole numbers, which are kept in order, 8 bytes each."""
 
     def __init__(self) -> None:
-        self._low, self._high = SortedValues(), SortedValues()  # as many, or one more low one
+        self._chunks: list[array[int]] = []  # none is empty
 
-    def add(self, value: int) -> None:
-        (self._low if len(self._low) and value <= self._low.highest else self._high).add(value)
-        self._balance()
-
-    def remove(self, value: int) -> None:
-        """Remove `value`, which is there."""
-        (self._low if value <= self._low.highest else self._high).remove(value)
-        self._balance()
+    def add(self, values: Iterable[int]) -> None:
+        chunks = self._chunks
+        if not chunks:
+            ordered = array("q", sorted(values))
+            chunks += (ordered[at : at + _LONGEST] for at in range(0, len(ordered), _LONGEST))
+            return
+        for value in values:
+            place = bisect_left(chunks, value, hi=len(chunks) - 1, key=_HIGHEST)
+            chunk = chunks[place]
+            insort(chunk, value)
+            if len(chunk) > _LONGEST:
+                half = len(chunk) // 2
+                chunks[place : place + 1] = chunk[:half], chunk[half:]
 
     @property
     def median(self) -> float | None:
         """None without values."""
-        if not self._low:
-            return None
-        if len(self._low) > len(self._high):
-            return self._low.highest
-        return (self._low.highest + self._high.lowest) / 2
+        count = sum(map(len, self._chunks))
+        return (self._at((count - 1) // 2) + self._at(count // 2)) / 2 if count else None
 
-    def _balance(self) -> None:
-        while len(self._low) < len(self._high):
-            self._low.add(moved := self._high.lowest)
-            self._high.remove(moved)
-        while len(self._low) > len(self._high) + 1:
-            self._high.add(moved := self._low.highest)
-            self._low.remove(moved)
+    def _at(self, index: int) -> int:
+        for chunk in self._chunks:
+            if index < len(chunk):
+                return chunk[index]
+            index -= len(chunk)
+        raise IndexError(index)
 
 
 class TimeUnion:

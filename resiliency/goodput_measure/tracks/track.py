@@ -11,202 +11,169 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from resiliency.events import EventType
-from resiliency.goodput_measure.lanes import Painter, Row, least, sweep
-from resiliency.goodput_measure.lives import Life, lives_of
+from resiliency.goodput_measure.lanes import Painter, least, sweep
+from resiliency.goodput_measure.lives import Growth, Life, lives_of
 from resiliency.goodput_measure.marks import Marks
 from resiliency.goodput_measure.tracks.lane import GrowingLane
 
 #: So many of the types of marks belong to the time before the first step.
 _BEFORE_STEPS = 5
 _BEGINNING = -(2**63)
+_ORDER, _WORKING = attrgetter("order"), attrgetter("working")
 
 
-class Growth(NamedTuple):
-    """A life that has new marks, from index `start` on, and what it was before; a new one as it is.
+class _Territory(NamedTuple):
+    """What the territory of a life was painted from.
 
     Attributes:
-        last: its last sign of life before, or its first one.
-        resumed_from: the step that it was known to have continued.
+        marks: number of them.
+        begin: when the life took over.
+        edge: the same, but not before the edge of the life before it.
+        limit: the least step that was continued after the life.
     """
 
-    life: Life
-    start: int
-    working: int
-    last: int
-    resumed_from: int | None
+    marks: int
+    begin: int
+    edge: int
+    limit: int | None
 
 
 class RankTrack:
-    """`lives` are sorted, and `workings` says when each began to work."""
+    """The lives of a rank, in their order, and their lane."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lives: list[Life] = []
-        self.workings: list[int] = []
         self.lane = GrowingLane()
         self._newest: dict[int | None, Life] = {}  # of each attempt
+        self._painted: list[_Territory] = []  # of the first lives
         self._changed = 0  # the first life whose territory may have changed
-        # For each life, as it was painted:
-        self._painted: list[int] = []  # its marks; 0 where it was not
-        self._begins: list[int] = []
-        self._edges: list[int] = []  # where its territory begins: these ascend
-        self._limits: list[int | None] = []
 
-    def take(self, pending: dict[int | None, Marks]) -> tuple[list[Growth], bool]:
-        """Add marks by attempt; returns what grew, and whether all lives are in the order that they had.
+    def is_followed_by(self, pending: dict[int | None, Marks]) -> bool:
+        """Whether these marks, by attempt, come after those of the same processes; sorts them."""
+        for marks in pending.values():
+            marks.sort()
+        return all(
+            (newest := self._newest.get(attempt)) is None or marks.follows(newest.marks)
+            for attempt, marks in pending.items()
+        )
 
-        They are not where marks are older than others of their process.  Then nothing that was derived from
-        the lives holds.
-        """
+    def take(self, pending: dict[int | None, Marks]) -> list[Growth]:
+        """Add marks by attempt that come after those before; returns what grew."""
         grown: list[Growth] = []
         fresh: list[Life] = []
-        in_order = True
         for attempt, marks in pending.items():
-            marks.sort()
-            newest = self._newest.get(attempt)
-            if newest is not None and not marks.follows(newest.marks):
-                marks, in_order = self._withdraw(attempt, marks), False
-            elif newest is not None:
-                own = marks.index_of(EventType.PROCESS_STARTED)
+            if (newest := self._newest.get(attempt)) is not None:
+                own = marks.index_of(EventType.PROCESS_STARTED)  # from here on they are of other processes
                 if own != 0:
                     grown.append(self._grow(newest, marks if own is None else marks[:own]))
                 marks = Marks() if own is None else marks[own:]
             for life in lives_of(self.rank, attempt, marks):
                 self._newest[attempt] = life
                 fresh.append(life)
-                grown.append(Growth(life, 0, life.working, life.marks.time_of(0), None))
+                grown.append(Growth.of_new(life))
         if fresh:
-            fresh.sort(key=_order)
-            self.change_from(len(self.lives) - 1)
+            fresh.sort(key=_ORDER)
+            known = len(self.lives)
+            self.change_from(known - 1)
             self.lives += fresh
-            self.workings += (life.working for life in fresh)
-            self._sort_from(len(self.lives) - len(fresh))
-        return grown, in_order
-
-    def forget(self) -> None:
-        """Nothing that was painted holds."""
-        self.lane = GrowingLane()
-        self._changed = 0
-        self._keep_painted(0)
+            self._sort_from(known)
+        for growth in grown:
+            if growth.resumed_from is not None:
+                self.change_resumes(growth.resumed_from)
+        return grown
 
     def change_from(self, index: int) -> None:
         self._changed = max(min(self._changed, index), 0)
 
     def change_after(self, time: int) -> None:
         """Something else than marks became known about the job at `time`."""
-        self.change_from(bisect_left(self.workings, time) - 1)
+        self.change_from(bisect_left(self.lives, time, key=_WORKING) - 1)
 
-    def change_resumes(self, until: int, step: int) -> None:
-        """Lives that began work by `until` continued from `step` or later ones."""
-        for index in reversed(range(len(self._limits))):
-            limit = self._limits[index]
+    def change_resumes(self, step: int, until: int | None = None) -> None:
+        """A life continued from `step`: one of this rank, or one of another that began work by `until`."""
+        for index in reversed(range(len(self._painted))):
+            limit = self._painted[index].limit
             if limit is not None and limit <= step:
                 return  # as are those before it: limits ascend
-            if self.lives[index].last < until:
+            if until is None or self.lives[index].last < until:
                 self.change_from(index)
 
-    def repaint(self, painter: Painter) -> tuple[list[Row], list[Row]]:
-        """Bring the lane up to date; returns what was removed of it, and what was added."""
-        lives, first = self.lives, min(self._changed, max(len(self._begins) - 1, 0))
-        if self._changed >= len(lives):
-            return [], []
+    def repaint(self, painter: Painter) -> int | None:
+        """Bring the lane up to date; returns from when on it is another, None where it is not."""
+        lives, first = self.lives, self._changed
+        if first >= len(lives):
+            return None
         limits: list[int | None] = []
         limit: int | None = None
-        for index in reversed(range(first, len(lives))):
-            limit = least(limit, painter.resumes.least_after(lives[index].last))
+        for life in reversed(lives[first:]):
+            limit = least(limit, painter.resumes.least_after(life.last))
             limits.append(limit)
-            limit = least(limit, lives[index].resumed_from)
-        begin = self._begins[first] if self._begins else painter.begin(lives[0], None)
-        edge = self._edges[first] if self._edges else begin
-        removed: list[Row] = []
-        added: list[Row] = []
+            limit = least(limit, life.resumed_from)
+        if self._painted:
+            _, begin, edge, _ = self._painted[first]
+        else:
+            begin = edge = painter.begin(lives[0], None)
+        changed_at = _BEGINNING  # the first life may be another one than it was, and have begun later
         for index in range(first, len(lives)):
             life, limit = lives[index], limits.pop()
             following = lives[index + 1] if index + 1 < len(lives) else None
             end = painter.end(life, following)
             next_begin = begin if following is None else painter.begin(following, end)
             high = None if following is None else max(edge, next_begin)
-            after = self._painted_until(index, limit, high) if index == first else None
+            after = self._painted_until(index, limit) if index == first else None
             low = edge if after is None else life.marks.time_of(after)
             rows = painter.paint(
                 life, begin=begin, end=end, limit=limit, after=after,
                 following=None if following is None else (following, next_begin),
             )  # fmt: skip
             if index == first:
-                # The first life may be another one than it was, and have begun later.
-                removed = self.lane.cut(low if index or after is not None else _BEGINNING)
-                self._keep_painted(first)
+                if index or after is not None:
+                    changed_at = low
+                self.lane.cut(changed_at)
+                del self._painted[first:]
             if high is None:
                 high = max((row[1] for row in rows), default=low)
-            self.lane.extend(swept := sweep(rows, low, high))
-            added.extend(swept)
-            self._painted.append(len(life.marks))
-            self._begins.append(begin)
-            self._edges.append(edge)
-            self._limits.append(limit)
+            self.lane.extend(sweep(rows, low, high))
+            self._painted.append(_Territory(len(life.marks), begin, edge, limit))
             begin, edge = next_begin, high
         self._changed = len(lives)
-        return removed, added
+        return changed_at
 
-    def _painted_until(self, index: int, limit: int | None, high: int | None) -> int | None:
+    def _painted_until(self, index: int, limit: int | None) -> int | None:
         """Index of the mark of a finished step up to which the lane stays as it is; None without one."""
-        count = self._painted[index] if index < len(self._painted) else 0
-        life = self.lives[index]
-        if not count or life.marks.has_types_below(_BEFORE_STEPS, count):
+        if index >= len(self._painted):
             return None
-        at = life.marks.last_index_of(EventType.STEP_FINISHED, count)
-        if limit != self._limits[index]:
+        life, was = self.lives[index], self._painted[index]
+        if life.marks.has_types_below(_BEFORE_STEPS, was.marks):
+            return None
+        at = life.marks.last_index_of(EventType.STEP_FINISHED, was.marks)
+        if limit != was.limit:  # then steps beyond it are lost, which are the last ones in most lives
             life.check_steps()
-            first = life.marks.index_of(EventType.STEP_FINISHED)
-            if not life.is_monotone or life.marks.index_of(EventType.CHECKPOINT_LOADED, start=first or 0):
-                return None
-            while at is not None and ((step := life.marks.step_of(at)) is None or step > (limit or 0)):
+            while at is not None and ((step := life.marks[at].step) is None or step > (limit or 0)):
                 at = life.marks.last_index_of(EventType.STEP_FINISHED, at)
-        if at is None:
+        if at is None or (limit != was.limit and not life.is_monotone):
             return None
-        time = life.marks.time_of(at)
-        ends = [end for end in (high, *self._edges[index + 1 : index + 2]) if end is not None]
-        return at if self._edges[index] <= time <= min(ends, default=time) else None
+        return at if life.marks.time_of(at) >= was.edge else None
 
     def _grow(self, life: Life, marks: Marks) -> Growth:
-        growth = Growth(life, len(life.marks), life.working, life.last, life.resumed_from)
-        life.add_marks(marks)
+        growth = life.grow(marks)
         index = next(place for place in reversed(range(len(self.lives))) if self.lives[place] is life)
-        self.workings[index] = life.working
         self.change_from(index - (life.working != growth.working))
         self._sort_from(index)
         return growth
 
-    def _withdraw(self, attempt: int | None, late: Marks) -> Marks:
-        """All marks of an attempt, with `late` ones; its lives are no longer among those of the rank."""
-        marks = Marks()
-        for life in self.lives:
-            if life.attempt == attempt:
-                marks.extend(life.marks)
-        marks.extend(late)
-        self.lives = [life for life in self.lives if life.attempt != attempt]
-        self.workings = [life.working for life in self.lives]
-        return marks
-
     def _sort_from(self, index: int) -> None:
         """Put the lives in their order, where those from `index` on are not."""
         around = self.lives[max(index - 1, 0) :]
-        if all(_order(one) <= _order(other) for one, other in pairwise(around)):
+        if all(_ORDER(one) <= _ORDER(other) for one, other in pairwise(around)):
             return
         before = list(self.lives)
-        self.lives.sort(key=_order)
+        self.lives.sort(key=_ORDER)
         first = next(place for place, life in enumerate(self.lives) if life is not before[place])
-        self.workings[first:] = (life.working for life in self.lives[first:])
-        self._keep_painted(first)
+        del self._painted[first:]
         self.change_from(first - 1)
-
-    def _keep_painted(self, count: int) -> None:
-        for column in (self._painted, self._begins, self._edges, self._limits):
-            del column[count:]
-
-
-def _order(life: Life) -> tuple[int, int, int]:
-    return life.order
