@@ -118,17 +118,6 @@ def _beside_ranks(evidence: Evidence) -> Diagnosis | None:
             f"hosts were lost: {names}; a spare or a replacement takes each place",
             hosts=evidence.lost_hosts,
         )
-    if evidence.hang:
-        hosts = {death.host: None for death in evidence.deaths if death.rank in evidence.hang_ranks}
-        return _diagnosis(
-            evidence,
-            Cause.HANG,
-            Advice.RESTART,
-            Confidence.MEDIUM,
-            f"the job made no progress: {evidence.hang}",
-            ranks=evidence.hang_ranks,
-            hosts=tuple(hosts),
-        )
     return None
 
 

@@ -132,7 +132,6 @@ class Evidence:
         deaths: in the order in which they were noticed.
         step: newest step that a rank has finished; None: none, or ranks do not report steps.
         uptime_s: how long the ranks ran, by the launcher's own monotonic clock; None: unknown.
-        hang, hang_ranks: verdict on a job without progress, and the ranks that it names.
         lost_hosts: hosts that left without a word.
         checkpoints: from which the attempt began and which it has saved; None: no rank has said.
     """
@@ -142,8 +141,6 @@ class Evidence:
     hosts: tuple[HostFacts, ...] = ()
     step: int | None = None
     uptime_s: float | None = None
-    hang: str = ""
-    hang_ranks: tuple[int, ...] = ()
     lost_hosts: tuple[str, ...] = ()
     checkpoints: CheckpointSteps | None = None
 

@@ -55,8 +55,6 @@ def after(
     *deaths: RankDeath,
     step: int | None = 40,
     facts: HostFacts | None = None,
-    hang: str = "",
-    hang_ranks: tuple[int, ...] = (),
     lost_hosts: tuple[str, ...] = (),
 ) -> Evidence:
     return Evidence(
@@ -65,8 +63,6 @@ def after(
         step=step,
         uptime_s=60.0,
         hosts=(HostFacts(host=A), HostFacts(host=B)) if facts is None else (facts,),
-        hang=hang,
-        hang_ranks=hang_ranks,
         lost_hosts=lost_hosts,
     )
 
@@ -395,19 +391,6 @@ INCIDENTS: tuple[Incident, ...] = (
         Cause.HANG,
         R,
         "rank 3 on host-a (after step 40) hung (no heartbeat within 60 s)",
-    ),
-    Incident(
-        name="a verdict names the rank that did not enter",
-        evidence=after(
-            died(3, -9, ended_by_us=True),
-            hang="rank 3 did not enter the all-reduce of step 41",
-            hang_ranks=(3,),
-        ),
-        cause=Cause.HANG,
-        advice=R,
-        ranks=(3,),
-        hosts=(A,),
-        says="did not enter",
     ),
     one(
         "a scheduler preempts",
