@@ -187,7 +187,8 @@ def test_a_launcher_that_waits_takes_the_place_of_one_that_ended_with_the_import
     # Not at once: the one that is killed must not be the one that serves it.
     hosts = [first, begin(1, "127.0.0.1")]
     assert together(*hosts) == (0, [1, 0])
-    waiting = begin(2, "127.0.0.3", cold=True, PET_STANDBY="auto", RESILIENCY_CACHE_DIR=str(tmp_path / "cache"))
+    auto = {"PET_STANDBY": "auto", "RESILIENCY_CACHE_DIR": str(tmp_path / "cache")}
+    waiting = begin(2, "127.0.0.3", cold=True, **auto)
     waiting.wait_for_line("meeting other hosts", timeout=WAIT)
     keep_imports(tmp_path / "cache")
     wait_until(lambda: children(waiting, str(Path("resiliency") / "template")), "nothing is prepared")
