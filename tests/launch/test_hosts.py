@@ -174,22 +174,26 @@ def test_a_launcher_that_waits_takes_the_place_of_one_that_ended_with_the_import
     launch: Launch, tmp_path: Path
 ) -> None:
     port = free_port()
-    place = [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair", "--local-addr=127.0.0.1"]
+    place = [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair"]
 
-    def begin(index: int, **options: Any) -> Command:
-        words = [f"{SLOW},join_timeout=60", "--nnodes=2", *place, WORKER, "wait"]
+    def begin(index: int, address: str, **options: Any) -> Command:
+        words = [f"{SLOW},join_timeout=60", "--nnodes=2", *place, f"--local-addr={address}", WORKER, "wait"]
         return launch(*words, run_dir=tmp_path / f"run{index}", **options)
 
-    first = begin(0)
+    # New hosts are numbered by address, then by process number, which begins again now and then.  One that
+    # stays keeps its rank, though by its address it would get another one beside the host that comes.
+    first = begin(0, "127.0.0.2")
     wait_until(lambda: listens(port), "nothing serves the store", timeout=WAIT)
-    hosts = [first, begin(1)]  # not at once: the one that is killed must not be the one that serves it
-    together(*hosts)
-    waiting = begin(2, cold=True, PET_STANDBY="auto", RESILIENCY_CACHE_DIR=str(tmp_path / "cache"))
+    # Not at once: the one that is killed must not be the one that serves it.
+    hosts = [first, begin(1, "127.0.0.1")]
+    assert together(*hosts) == (0, [1, 0])
+    auto = {"PET_STANDBY": "auto", "RESILIENCY_CACHE_DIR": str(tmp_path / "cache")}
+    waiting = begin(2, "127.0.0.3", cold=True, **auto)
     waiting.wait_for_line("meeting other hosts", timeout=WAIT)
     keep_imports(tmp_path / "cache")
     wait_until(lambda: children(waiting, str(Path("resiliency") / "template")), "nothing is prepared")
     hosts[1].signal(signal.SIGKILL)
-    assert together(hosts[0], waiting) == (1, [0, 1])
+    assert together(hosts[0], waiting) == (1, [1, 0])
     (joined,) = starts(tmp_path / "run2", 1)
     assert joined.fields["forked"] == 1, waiting.output
 

@@ -158,6 +158,7 @@ class CompletionLink:
                     self._hang_up()
                     self._later()
                     threading.Event().wait(self._pause_s)
+                    self._wake()  # for the tasks behind one that failed
         finally:
             self._hang_up()
             self._selector.close()
@@ -257,8 +258,9 @@ class CompletionLink:
 
     def _listen(self, link: Link) -> None:
         try:
-            for message in link.receive_ready():
-                self._heard[link] = time.monotonic()
+            messages = link.receive_ready()
+            self._heard[link] = time.monotonic()  # first: an answer that cannot be sent drops the link
+            for message in messages:
                 self._answer(link, message)
         except PeerError as error:
             logger.info("%s", error)

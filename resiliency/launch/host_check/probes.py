@@ -174,7 +174,10 @@ def _clock() -> float:
 
     Load of other programs says nothing of the host.  A core that is slow, throttled or stopped does.
     """
-    return time.perf_counter() - waited_for_core_s("thread-self")
+    while True:
+        waited_s, now_s = waited_for_core_s("thread-self"), time.perf_counter()
+        if waited_for_core_s("thread-self") == waited_s:  # else it lost its core between the two
+            return now_s - waited_s
 
 
 def best_rate(work: Callable[[], float]) -> float:

@@ -80,6 +80,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield hosts
 
 
+def wait_for_count(leader: Host, step: int) -> None:
+    """Until the leader counts a save that a host has acknowledged, or will not; no event says so."""
+
+    def is_counted() -> bool:
+        state = leader.service._completion_link._leader_state
+        return state is not None and SaveName(step, save_name(step)) in state.awaited()
+
+    wait_until(is_counted, "the leader has not heard of it")
+
+
 def replica_steps(hosts: list[Host], source_host: str) -> dict[str, list[int]]:
     """Where copies of an owner's steps are whole."""
     found = {}
@@ -178,10 +188,15 @@ def test_a_host_that_was_cut_off_hears_of_every_save_that_became_complete_meanwh
     """From step `late` on c had sealed what b had not, and lost its link to the leader."""
     a, b, c = hosts = start("a", "b", "c", replicas=0)
     steps = (10, 20, 30, 40)
+
+    def save(host: Host, step: int) -> None:
+        host.save(step)
+        host.wait_for(Replicated, step)  # of saves that wait together, one supersedes the older ones
+
     for step in steps:
         for host in hosts:
             if host is not b or step < late:
-                host.save(step)
+                save(host, step)
 
     def seals_have_come() -> bool:
         leader_state = a.service._completion_link._leader_state  # nothing else tells which have
@@ -194,7 +209,7 @@ def test_a_host_that_was_cut_off_hears_of_every_save_that_became_complete_meanwh
     wait_until(lambda: c.service._completion_link._leader is None, "the link stays")
     for step in steps:
         if step >= late:
-            b.save(step)
+            save(b, step)
     for host in (a, b):
         host.wait_for(Complete, 40)
     c.service.update(table_of([host.peer for host in hosts], replicas=0))
@@ -233,9 +248,12 @@ def test_while_a_host_saves_nothing_the_others_keep_so_many_saves_and_copies_and
     well = [host for host in hosts if host.name != full]
     behind = next(host for host in hosts if host.name == full)
     steps = range(10, 30, 2)
+    leader = hosts[0].service._completion_link
+    wait_until(lambda: len(leader._heard) == 2, "not all have joined")  # who joins later is not told for whom
     with caplog.at_level(logging.WARNING, logger="resiliency.checkpoint.replication.service"):
         for step in steps:
             behind.service.lose(step, save_name(step))
+            wait_for_count(hosts[0], step)  # else it gives up another one, as if all of them were late
             for host in well:
                 host.save(step)
                 host.wait_for(Replicated, step)
@@ -265,8 +283,10 @@ def test_a_host_that_was_cut_off_hears_what_was_given_up_and_one_that_commits_it
     wait_until(lambda: b.service._completion_link._leader is None, "the link stays")
     b.save(10)
     for step in (10, 20, 30, 40, 50):
-        a.save(step)
         c.service.lose(step, save_name(step))
+        wait_for_count(a, step)  # else it gives up another one, as if all of them were late
+        a.save(step)
+        a.wait_for(Replicated, step)
     assert a.wait_for(GivenUp).behind == ("c",)
     b.service.update(table_of([host.peer for host in hosts], replicas=0))
     assert b.wait_for(GivenUp).step == 10
@@ -751,13 +771,13 @@ def test_after_a_partition_the_newest_step_is_replicated(start: Start) -> None:
     for host in hosts:
         cut = [host.peer if peer.host == host.name else peer for peer in nowhere]
         host.service.update(table_of(cut))
-    for step in (10, 20, 30):
-        for host in hosts:
-            host.save(step)
     for host in hosts:
-        failed = host.wait_for(NotReplicated)
+        host.save(10)
+        failed = host.wait_for(NotReplicated)  # before step 20 can supersede it
         assert not failed.is_final
         assert "0 of 1 copies" in failed.why
+        for step in (20, 30):
+            host.save(step)
     for host in hosts:
         host.service.update(table_of([other.peer for other in hosts]))
     for host in hosts:

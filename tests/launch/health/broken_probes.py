@@ -3,9 +3,9 @@
 
     HostProbes(host="h2", disk=..., command=broken("flip", "compute"))
 
-`flip` changes one bit of each product, `die` ends the process by SIGKILL, `hang` stops it, `slow` stops it
-for 20 of every 50 ms, which leaves at most 60 % of its speed.  `half` stops it when its first result is
-printed, `linger` when all are.
+`flip` changes one bit of each product, `die` ends the process by SIGKILL, `hang` stops it.  `half` stops it
+when its first result is printed, `linger` when all are.  `usual` and `slow` set the clock that each core is
+measured by: whatever else the machine does, a product takes what `PACES` says.
 """
 
 from __future__ import annotations
@@ -13,26 +13,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from resiliency.launch.host_check import probes
 
-#: The process that stops and continues a slow one; ends with it.
-_DUTY_CYCLE = """
-import os, signal, sys, time
-pid = int(sys.argv[1])
-try:
-    while os.getppid() == pid:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.020)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.030)
-except ProcessLookupError:
-    pass
-"""
+#: Seconds that pass by the clock from one look at it to the next, so for each product.
+PACES = {"usual": 0.05, "slow": 0.08}
 
 
 def broken(fault: str, probe: str) -> tuple[str, ...]:
@@ -47,6 +37,17 @@ def flip_bit(product: Any) -> None:
     product.view(torch.int32)[3, 5] ^= 1
 
 
+def paced_clock(step_s: float) -> Callable[[], float]:
+    """A clock of each thread on which each look is `step_s` after the one before."""
+    looks = threading.local()
+
+    def clock() -> float:
+        looks.count = getattr(looks, "count", 0) + 1
+        return float(looks.count * step_s)
+
+    return clock
+
+
 def main(argv: list[str]) -> int:
     """Run a probe, with the fault if it is the one that has it."""
     fault, faulty, name, directory = argv
@@ -55,8 +56,8 @@ def main(argv: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault == "slow":
-            subprocess.Popen([sys.executable, "-S", "-E", "-c", _DUTY_CYCLE, str(os.getpid())])
+        elif fault in PACES:
+            probes._clock = paced_clock(PACES[fault])
         elif fault == "flip":
             right = next(probes.measure_compute(Path(directory)))
             wrong = probes.multiply_on_cores(right["platform"], flip_bit)

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +27,9 @@ from resiliency.launch.host_check import links, probes
 from resiliency.launch.host_check.check import HostReport, report_alone, report_with_others
 from resiliency.launch.host_check.exchange import Exchange
 from resiliency.launch.host_check.probes import PROBES, HostProbes
+from resiliency.testing.processes import Command, wait_until_stopped
 from tests.launch.health.broken_probes import broken
+from tests.waiting import WAIT_S, wait_for_seconds
 
 OK, UNDECIDED, SLOW, FAULTY = HostHealth.OK, HostHealth.UNDECIDED, HostHealth.SLOW, HostHealth.FAULTY
 COMPUTE = tuple(probe for probe in PROBES if probe.name == "compute")
@@ -69,10 +74,12 @@ def measured(value: float, **more: str) -> list[Measurement]:
 
 @pytest.mark.slow
 def test_the_hosts_that_are_slow_wrong_or_dead_are_found_and_no_other_one(tmp_path: Path) -> None:
-    """One after the other, as they share the cores of one machine; its other load changes nothing."""
-    usual = HostProbes(host="h", disk=tmp_path, probes=COMPUTE)
-    faults = (None, "slow", None, "flip", "die")
-    own = [(replace(usual, command=broken(fault, "compute")) if fault else usual).run(60) for fault in faults]
+    """Real products in real processes, on a clock that the load of this machine does not change."""
+    faults = ("usual", "slow", "usual", "flip", "die")
+    own = [
+        HostProbes(host="h", disk=tmp_path, probes=COMPUTE, command=broken(fault, "compute")).run(WAIT_S)
+        for fault in faults
+    ]
     reports = on_all(
         5,
         lambda exchange: report_with_others(
@@ -85,6 +92,48 @@ def test_the_hosts_that_are_slow_wrong_or_dead_are_found_and_no_other_one(tmp_pa
     assert "below the median of the other hosts" in reports[1].why
     assert "differs from" in reports[3].why
     assert reports[4].why == "compute: faulty, died: SIGKILL"
+
+
+#: Its own clock before and after a stop.
+STOPPED = """
+import os, signal
+from resiliency.launch.host_check.probes import _clock
+began = _clock()
+print("stops", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+print("passed", _clock() - began, flush=True)
+"""
+
+
+def test_a_host_that_stands_still_loses_that_time() -> None:
+    with Command([sys.executable, "-c", STOPPED], cold=True) as program:
+        program.wait_for_line("stops", timeout=WAIT_S)
+        wait_until_stopped(program.pid)
+        began = time.monotonic()
+        wait_for_seconds(0.3)
+        stopped_s = time.monotonic() - began
+        program.signal(signal.SIGCONT)
+        passed = program.wait_for_line(r"passed (\S+)", timeout=WAIT_S)
+        assert float(passed[1]) >= stopped_s
+
+
+def test_a_wait_for_a_core_in_the_middle_of_a_look_at_the_clock_does_not_put_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the best of several windows is the one that was interrupted so, and hosts without one are slow."""
+    now_s, waited_s, interrupted_s = 100.0, 0.0, 0.0
+
+    def perf_counter() -> float:
+        nonlocal now_s, waited_s, interrupted_s
+        seen, lost, interrupted_s = now_s, interrupted_s, 0.0
+        now_s, waited_s = now_s + lost, waited_s + lost
+        return seen
+
+    monkeypatch.setattr(probes, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(probes, "waited_for_core_s", lambda task: waited_s)
+    began = probes._clock()
+    interrupted_s = 5.0
+    assert probes._clock() == began
 
 
 def test_probes_that_die_or_hang_are_faults_and_their_files_are_removed(tmp_path: Path) -> None:
