@@ -13,7 +13,7 @@ library that users run today, as it was measured on two cores over loopback; "-"
   idle            three hosts that train: processor, memory and threads of each process
   simulation      1,000 histories, and one of 10,000 hosts
 
-Run it on a machine that does nothing else: about 50 minutes for everything on two cores.
+Run it on a machine that does nothing else: about half an hour for everything on two cores.
 
 Exit codes: 0 measured, 1 some run could not be.
 """
