@@ -245,7 +245,7 @@ class Painter:
         rows = [*_phases(life, begin, fault), *_steps(life, limit, after)]
         if finished is None:
             if life.first_step is not None:
-                cut_off = _HELD if life.marks[-1].type is EventType.SAVE_STARTED else _LOST
+                cut_off = _HELD if life.marks.type_of(-1) is EventType.SAVE_STARTED else _LOST
                 rows.append((life.last, fault, cut_off))
             rows.append((fault, detected, _DETECTION))  # until somebody noticed
         if following is not None:
@@ -328,7 +328,7 @@ def _phases(life: Life, begin: int, fault: int) -> list[Row]:
 
 def _restore_end(marks: Marks, after: int, fault: int) -> int:
     index = marks.index_of(EventType.CHECKPOINT_LOADED, *STEPPING, start=after)
-    if index is not None and marks[index].type is EventType.CHECKPOINT_LOADED:
+    if index is not None and marks.type_of(index) is EventType.CHECKPOINT_LOADED:
         return marks.time_of(index)
     # Nothing was loaded (nothing to load, or the rank died): until it did something else.
     return marks.time_of(after) if after < len(marks) else fault
@@ -374,7 +374,7 @@ def _limits(marks: Marks, limit: int | None) -> Callable[[int], int | None]:
         return lambda index: limit
     lowest = [limit]
     for place in reversed(places):
-        lowest.append(least(lowest[-1], marks[place].step))
+        lowest.append(least(lowest[-1], marks.step_of(place)))
     lowest.reverse()
     return lambda index: lowest[bisect_right(places, index)]
 

@@ -136,9 +136,8 @@ class Life:
         if self._resumed_from is None:
             at = self.marks.index_of(*_RESUMING)
             while at is not None:
-                mark = self.marks[at]
-                if mark.step is not None:
-                    self._resumed_from = mark.step - (mark.type is EventType.STEP_FINISHED)
+                if (step := self.marks.step_of(at)) is not None:
+                    self._resumed_from = step - (self.marks.type_of(at) is EventType.STEP_FINISHED)
                     break
                 at = self.marks.index_of(*_RESUMING, start=at + 1)
         return self._resumed_from
@@ -150,7 +149,7 @@ class Life:
         if at is None:
             return None, None
         self.check_steps()
-        step = self.marks[at].step
+        step = self.marks.step_of(at)
         if step is None or not self.is_monotone:
             step = max(self.marks[:high].finished_steps(), default=None)
         return self.marks.time_of(at), step

@@ -167,8 +167,17 @@ class Marks(Sequence[Mark]):
         """The tier of the first loaded checkpoint that names one."""
         return next((tier for _, tier in sorted(self._tiers.items()) if tier), None)
 
+    # A mark costs ten times as much as one of its fields.
+
     def time_of(self, index: int) -> int:
         return self._times[index]
+
+    def step_of(self, index: int) -> int | None:
+        step = self._steps[index]
+        return None if step == _NONE else step
+
+    def type_of(self, index: int) -> EventType:
+        return RANK_TYPES[self._codes[index]]
 
     def of_type(self, type: EventType) -> Iterator[Mark]:
         """The marks of one type, in order."""

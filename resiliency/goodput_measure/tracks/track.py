@@ -154,7 +154,7 @@ class RankTrack:
         at = life.marks.last_index_of(EventType.STEP_FINISHED, was.marks)
         if limit != was.limit:  # then steps beyond it are lost, which are the last ones in most lives
             life.check_steps()
-            while at is not None and ((step := life.marks[at].step) is None or step > (limit or 0)):
+            while at is not None and ((step := life.marks.step_of(at)) is None or step > (limit or 0)):
                 at = life.marks.last_index_of(EventType.STEP_FINISHED, at)
         if at is None or (limit != was.limit and not life.is_monotone):
             return None
