@@ -137,7 +137,8 @@ def report_step(step: int) -> None:
 def report_kept(step: int) -> None:
     """Say that the job would go on from `step`, or a later one, were it told to end now.
 
-    A supervisor that has room for a larger job waits until this is news.  Any thread may say so.
+    With any number of ranks.  A supervisor that has room for a larger job waits until this is news.  Any
+    thread may say so, after the first `report_step` or `watch_rank`.
     """
     if _slot is not None:
         memory, at = _slot[0], _slot[1] + _KEPT_OFFSET

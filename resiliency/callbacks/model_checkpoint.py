@@ -399,7 +399,8 @@ class ModelCheckpoint(NeMoModelCheckpoint):
             if trainer.is_global_zero:
                 logger.info("committed checkpoint of step %d in %s", global_step, ckpt_to_dir(filepath))
                 self._emit(EventType.CHECKPOINT_SAVED, global_step)
-                report_kept(global_step)
+                if self.tier is Tier.PERSISTENT:  # ranks of another number cannot go on from local shards
+                    report_kept(global_step)
                 self._committed = [step for step in self._committed if step != global_step] + [global_step]
                 self._prune(Path(self.dirpath))
 

@@ -52,7 +52,7 @@ from resiliency.checkpoint.trainer.schedule import Schedule
 from resiliency.checkpoint.trainer.tier_policy import Interval
 from resiliency.errors import CheckpointError, ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
-from resiliency.progress import report_checkpoints, report_kept, report_step, watch_rank
+from resiliency.progress import report_checkpoints, report_step, watch_rank
 from resiliency.rank.checkpoint_steps import CheckpointSteps
 from resiliency.runtime import RunInfo
 
@@ -294,8 +294,6 @@ class Checkpointer:
                 self._saver.save_found(attempt_id_of(restored.save_id, restored.step), restored.step)
         self._report_checkpoints()
         if restored.step:
-            if not partial:  # else it may be another job's
-                report_kept(restored.step)
             if self._end is not None:
                 self._end.went_on_from(restored.step)
             self._emit(EventType.CHECKPOINT_LOADED, restored.step, tier=restored.tier.value)

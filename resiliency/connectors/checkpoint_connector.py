@@ -52,7 +52,6 @@ from resiliency.plugins.dist_ckpt import VerifiedCheckpointIO, is_rank_zero
 from resiliency.plugins.in_cluster_local_ckpt import SplitCheckpointIO
 from resiliency.plugins.persistent_ckpt_proc import PersistentCheckpointProcessIO, process_of
 from resiliency.plugins.random_states import set_rng_state
-from resiliency.progress import report_kept
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +143,6 @@ class CheckpointConnector(_CheckpointConnector):
         if isinstance(io, _WITH_RANDOM_STATE) and io.restored_rng is not None:
             self.trainer.callbacks.append(_RestoreRngState(io.restored_rng))
         step, tier = parse_step(chosen.name), self._tier_of(chosen)
-        if checkpoint_path is None and step is not None:  # of this job, which saves
-            report_kept(step)
         if self.trainer.is_global_zero:
             logger.info("restored step %s from %s", step, _IN_WORDS.get(tier or "", chosen))
         self._emit(EventType.CHECKPOINT_LOADED, step=step, path=str(chosen), tier=tier)

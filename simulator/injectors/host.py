@@ -207,10 +207,7 @@ class NetworkCut:
             process = Process.of(pid)
             if process is None or pid in above:
                 continue
-            # A network that cannot be seen may be the same one; but a process that ends has given its network
-            # back a moment before it is gone.
-            while not (seen := _namespace(pid)) and process.alive and time.monotonic() < looks_until:
-                time.sleep(0.01)
+            seen = _network_of(process, looks_until)
             if seen not in ("", space) or not process.alive:
                 continue
             if not ours & ancestors(pid) and not self._job.owns(process):
@@ -294,6 +291,17 @@ def _namespace(pid: int) -> str:
         return ""
 
 
+def _network_of(process: Process, until: float) -> str:
+    """As `_namespace`; a process that ends has given its network back a moment before it is gone.
+
+    Args:
+        until: a monotonic time; what cannot be seen by then may be any network.
+    """
+    while not (seen := _namespace(process.pid)) and process.alive and time.monotonic() < until:
+        time.sleep(0.01)
+    return seen
+
+
 def _pid_namespace() -> str:
     """Name of this process's PID namespace, with its inode; "" where /proc is of another one."""
     with suppress(OSError):
@@ -336,12 +344,15 @@ def _entrance(space: str) -> Path | None:
     if (named := _named(space)) is not None:
         return named
     # Were it the network of what started this process, this process would have been found in it.
-    above, hidden = ancestors(os.getpid()), 0
+    above, hidden, looks_until = ancestors(os.getpid()), 0, time.monotonic() + _EXIT_S
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        found = _namespace(pid)
+        process = Process.of(pid)
+        if process is None or pid in above:
+            continue
+        found = _network_of(process, looks_until)
         if found == space:
             return Path(f"/proc/{pid}/ns/net")
-        if not found and pid not in above and Process.of(pid) is not None:
+        if not found and process.alive:
             hidden = pid
     if hidden:
         raise InjectionFailed(f"network {space} is not found, and that of process {hidden} cannot be seen.")

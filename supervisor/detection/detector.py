@@ -109,7 +109,7 @@ class Detector:
         job.earlier = earlier | {job.info.run}
         # No time of an earlier run is time without a step of this one.
         job.stuck_since = job.began_at = time
-        if not info.is_new_run(job.info, max(job.attempt, job.newest)):
+        if not info.is_new_run(job.info, max(job.attempt, job.named)):
             return job
         for condition in ("hang", "no progress"):
             self._conditions.close((condition, info.workload))
@@ -214,6 +214,8 @@ class Detector:
         job = self._jobs.get(host.info.workload)
         if report.attempt < host.attempt or not (job is None or job.info.is_of_run(report.run)):
             return said
+        if job is not None and report.run:
+            job.named = max(job.named, report.attempt)
         if report.attempt > host.attempt:
             host.attempt = report.attempt
             self._begin_attempt(host, time)

@@ -47,8 +47,10 @@ class JobWatch:
             return
         newer = attempt > job.attempt or (before is not None and step < before)
         if newer or job.step is None or step > job.step:
-            job.attempt, job.step, job.step_at = attempt, step, at
-            job.surely_at = at - unread_s
+            surely_at = at - unread_s
+            if attempt == job.attempt:  # what a rank told before it went back is no time without a step
+                at, surely_at = max(at, job.step_at), max(surely_at, job.surely_at)
+            job.attempt, job.step, job.step_at, job.surely_at = attempt, step, at, surely_at
             job.stuck_since = max(job.stuck_since, at)
             job.hang_reported = False
             job.dirty = True
@@ -59,8 +61,13 @@ class JobWatch:
 
     def take_kept(self, job: SeenJob, attempt: int, kept: int) -> None:
         """A rank has told which step the job would go on from; what is told first may be long so."""
-        if attempt == job.attempt and (job.kept is None or kept > job.kept):
+        if attempt != job.attempt:
+            return
+        if job.kept is None or kept > job.kept:
             job.kept_more, job.kept = job.kept is not None, kept
+        elif attempt > job.kept_in:
+            job.kept = kept  # it was started again from an earlier checkpoint
+        job.kept_in = max(attempt, job.kept_in)
 
     def watch(self, name: str, job: SeenJob, time: float) -> list[Output]:
         said: list[Output] = []

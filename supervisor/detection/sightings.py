@@ -180,8 +180,10 @@ class SeenJob:
         "hosts",
         "info",
         "kept",
+        "kept_in",
         "kept_more",
         "left_at",
+        "named",
         "newest",
         "offered",
         "step",
@@ -197,6 +199,7 @@ class SeenJob:
         self.hosts: set[str] = set()
         self.attempt = 0  # of the last step
         self.newest = 0  # that any of its hosts is at
+        self.named = 0  # the same, of this run: launchers that have not met the others name none yet
         self.began_at = now  # when that was heard of
         self.step: int | None = None
         self.step_at = now  # of the last step; as late as it can have been
@@ -206,5 +209,6 @@ class SeenJob:
         self.answered = True  # the last poll, by any host
         self.hang_reported = False
         self.offered: Offer | None = None
-        self.kept: int | None = None  # highest step that it would go on from, were it told to end
+        self.kept: int | None = None  # step that it would go on from, were it told to end
+        self.kept_in = 0  # the attempt that told it
         self.kept_more = False  # since it was looked at last

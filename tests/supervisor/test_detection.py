@@ -423,15 +423,22 @@ def test_a_job_whose_ranks_go_back_to_an_earlier_step_advances_and_does_not_hang
     """As after `Checkpointer.restore(step=...)` in a running job."""
     sensor = Sensor()
     limit = round(LIMITS.hang_threshold_s)
-    sensor.run(5, workers=_worker(step=900, step_age_s=0.0))
-    went_back = len(sensor.said)
-    for step in range(10, 10 + 3 * limit, 5):
-        # The ranks of h1 are a report late.
-        for rank, told in enumerate((step, 900 if step == 10 else step - 5)):
-            sensor.beat(f"h{rank}", workers=_worker(rank, step=told, step_age_s=0.0))
-        sensor.run(5, silent=("h0", "h1"))
-    assert events(sensor.said[went_back:]) == []
-    steps = [each.step for each in sensor.said[went_back:] if isinstance(each, Progress)]
+    began = last = sensor.now
+
+    def runs(first: int, second: int, seconds: int) -> None:
+        """The last step of each rank; 900 was finished before the restore."""
+        for rank, told in enumerate((first, second)):
+            age_s = sensor.now - last if told == 900 else 0.0
+            sensor.beat(f"h{rank}", workers=_worker(rank, step=told, step_age_s=age_s))
+        sensor.run(seconds, silent=("h0", "h1"))
+
+    while sensor.now - began < limit - 5:  # the restore takes its time
+        runs(900, 900, 5)
+    runs(10, 900, 8)  # the ranks of h1 are late
+    for step in range(15, 15 + 3 * limit, 5):
+        runs(step, step - 5, 5)
+    assert events(sensor.said) == []
+    steps = [each.step for each in sensor.said if isinstance(each, Progress)]
     assert steps[-1] == step
 
 
@@ -472,6 +479,21 @@ def test_a_job_that_tells_of_its_saves_is_offered_room_right_after_one_and_at_no
     assert trains(2 * hold_s, 700, attempt=1) == []
     assert len(trains(10, 800, attempt=1)) == 1
     assert trains(3 * hold_s, 900, attempt=0) == []  # late, of the attempt before
+    # One that goes on from an earlier checkpoint than it had has a next one, too.
+    assert trains(3 * hold_s, 300, attempt=2) == []
+    assert len(trains(10, 400, attempt=2)) == 1
+
+
+def test_a_job_that_was_made_again_is_known_also_where_its_attempt_is_told_before_its_run() -> None:
+    sensor = Sensor(scaling=True)
+    first, again = replace(sensor.job, run="a"), replace(sensor.job, run="b", first_attempt=1000)
+    sensor.take(sensor.detector.register_workload(first, sensor.now))
+    sensor.run(10, run="a", workers=_worker(step=700, step_age_s=0.0, kept_step=500))
+    sensor.beat("h0", attempt=1000)  # its launcher has not met the others
+    sensor.take(sensor.detector.register_workload(again, sensor.now))
+    worker = _worker(step=501, step_age_s=0.0)
+    said = sensor.run(3 * round(LIMITS.scale_up_hold_s), run="b", attempt=1000, workers=worker)
+    assert events(said, EventType.SCALE_UP) == []
 
 
 def test_a_new_sensor_offers_no_room_to_a_job_that_it_has_not_heard() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from supervisor.orchestrators.gke.names import seconds_of
 from supervisor.orchestrators.gke.pods import node_of, starts_for
 from supervisor.testing.kubernetes import Cluster, Fault
 from supervisor.testing.kubernetes.kinds import Object
@@ -27,7 +28,7 @@ from tests.supervisor_kubernetes.fleet import (
 )
 from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
-DONE, FAILED = OutcomeStatus.DONE, OutcomeStatus.FAILED
+DONE, FAILED, WITHDRAWN = OutcomeStatus.DONE, OutcomeStatus.FAILED, OutcomeStatus.WITHDRAWN
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_a_slow_image_pull_is_waited_for_and_is_no_reason_to_act() -> None:
                 lambda: starts_for(pod_on(cluster, "n3"), cluster.store.clock()) > 3.0, "young"
             )
             reset = await adapter.do("c2", CommandKind.WORKLOAD_RESET, workload="a")
-            assert reset.status is OutcomeStatus.WITHDRAWN
+            assert reset.status is WITHDRAWN
             why = r"pods start since \d+ s, as while a large image is pulled: 1 pods run, 1 start on .*"
             assert re.fullmatch(why, reset.text)
             assert sum(call.changes and call.resource != "leases" for call in cluster.api.calls) == changed
@@ -72,6 +73,41 @@ def test_a_slow_image_pull_is_waited_for_and_is_no_reason_to_act() -> None:
             assert (reset.status, reset.text) == (DONE, "restart 1; 2 pods run")
 
     run(work())
+
+
+def test_a_pod_that_starts_on_a_lost_node_puts_no_restart_off() -> None:
+    async def work() -> None:
+        async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
+            cluster.kubelets["n2"].pull_s = 3600.0
+            cluster.pick = min
+            cluster.store.create("jobsets", jobset(hosts=2), JOBS)
+            await cluster.until(lambda: len(cluster.pods("a", node="n2")) == 1, "its pod is put nowhere")
+            await cluster.until(
+                lambda: starts_for(pod_on(cluster, "n2"), cluster.store.clock()) > 3.0, "young"
+            )
+            assert (await adapter.do("c1", CommandKind.WORKLOAD_RESET, workload="a")).status is WITHDRAWN
+            cluster.lose_node("n2")
+            view = adapter.orchestrator._view
+            while not await view.is_lost("n2"):
+                await asyncio.sleep(0.5)
+            reset = await adapter.do("c2", CommandKind.WORKLOAD_RESET, workload="a")
+            assert (reset.status, reset.text) == (DONE, "restart 1; 2 pods run")
+            assert cluster.running("a") == {"0-0": "n1", "0-1": "n3"}
+
+    run(work())
+
+
+@pytest.mark.parametrize("waits", ["ImagePullBackOff", "CrashLoopBackOff", "CreateContainerConfigError"])
+@pytest.mark.parametrize("kind", ["initContainerStatuses", "containerStatuses"])
+def test_a_pod_of_which_something_is_known_to_be_wrong_is_not_one_that_starts(kind: str, waits: str) -> None:
+    pod: Object = {
+        "metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {"nodeName": "n1"},
+        "status": {"phase": "Pending", kind: [{"state": {"waiting": {"reason": "PodInitializing"}}}]},
+    }
+    assert starts_for(pod, seconds_of("2026-01-01T00:01:00Z")) == 60.0
+    pod["status"][kind].append({"state": {"waiting": {"reason": waits}}})
+    assert starts_for(pod, seconds_of("2026-01-01T00:01:00Z")) == 0.0
 
 
 def pod_on(cluster: Cluster, node: str) -> Object:

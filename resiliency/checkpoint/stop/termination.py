@@ -172,7 +172,8 @@ class Termination:
             passed = self._round + step
             if not self._stopping:
                 self._last = passed
-                report_kept(step)  # whoever tells the job to end waits for the save of such a step
+                if signal.SIGTERM in self._options.signals:  # by which a supervisor ends it, and it is saved
+                    report_kept(step)
                 return False
             self._changed.wait_for(lambda: self._stop_at is not None or self._called_off, self._left_s())
             if self._stop_at is not None and not self._called_off:

@@ -264,7 +264,8 @@ class Delivery:
             if copies.complete:
                 self._complete_step = max(self._complete_step, copies.step)
                 self._committed_step = max(self._committed_step, copies.step)
-                report_kept(copies.step)
+                if self._attach.settings.replicated:  # ranks of another number cannot go on from local shards
+                    report_kept(copies.step)
             for handle in handles:
                 hosts = dict.fromkeys((*handle.record.copies_on, *copies.hosts))
                 handle.update(copies_on=tuple(hosts), complete=handle.record.complete or copies.complete)

@@ -86,9 +86,11 @@ class JobActions:
 
     # ------------------------------------------------------------------------------------- restart
 
-    async def reset(self, name: str, command: str, end: float) -> str:
+    async def reset(self, name: str, command: str, end: float, *, without: str | None = None) -> str:
         """Start all pods again: by the JobSet's own failure policy, else by making it again.
 
+        Args:
+            without: a host that is to be left; None: there is none.
         Raises:
             NotYet: some of them have been starting for long, and the launchers of the others wait for them.
         """
@@ -101,11 +103,8 @@ class JobActions:
             return await self._placed(jobset, end)
         mark = _mark(jobset, RESET, command)
         if mark is None:
-            present, now = self._view.present_pods(jobset), self._view.api.now()
-            starts_s = max((pods.starts_for(pod, now) for pod in present), default=0.0)
-            if starts_s >= self._view.times.stuck_s:
-                where = pods.placement(present, jobsets.pods_wanted(jobset))
-                raise NotYet(f"pods start since {starts_s:.0f} s, as while a large image is pulled: {where}")
+            if without is None and not jobsets.end_of(jobset):
+                await self._check_starts(jobset)
             why = jobsets.why_not_restartable(jobset)
             if why:
                 return f"made again, because {why}; {await self.make_again(name, command, end)}"
@@ -119,6 +118,15 @@ class JobActions:
             return f"made again, because it has failed; {await self.make_again(name, command, end)}"
         jobset = await self._annotate(jobset, {RESET: None, COMMANDS: with_command(jobset, command)})
         return f"restart {jobsets.restarts(jobset)}; {await self._placed(jobset, end)}"
+
+    async def _check_starts(self, jobset: Object) -> None:
+        """Raises: NotYet: pods start for longer than usual, on nodes that are there."""
+        times, present, now = self._view.times, self._view.present_pods(jobset), self._view.api.now()
+        for pod in present:
+            starts_s = pods.starts_for(pod, now)
+            if times.stuck_s <= starts_s < times.pull_s and not await self._view.is_lost(pods.node_of(pod)):
+                where = pods.placement(present, jobsets.pods_wanted(jobset))
+                raise NotYet(f"pods start since {starts_s:.0f} s, as while a large image is pulled: {where}")
 
     async def _fail_a_job(self, jobset: Object) -> None:
         """One Job runs out of time at once, which its JobSet answers with a restart of all of them."""
@@ -295,7 +303,7 @@ class JobActions:
         """
         jobset = await self._get(name, end)
         if _mark(jobset, RESET, command) is not None:
-            return await self.reset(name, command, end), ""
+            return await self.reset(name, command, end, without=host), ""
         node, mark = name_of(host), _mark(jobset, SWAP, command)
         if was_applied(jobset, command):
             return await self._moved(jobset, mark, end)
@@ -315,7 +323,7 @@ class JobActions:
                 if not is_deleting(pod)
             }
             if not all(ways.values()):
-                text = await self.reset(name, command, end)
+                text = await self.reset(name, command, end, without=host)
                 return f"the whole job, because its Jobs replace no single pod: {text}", ""
             wait_s = max((pods.backoff_s(owners[owner_uid(pod)], pod) for pod in there), default=0.0)
             left_s = end - time.monotonic()

@@ -59,15 +59,14 @@ def terminating_for(pod: Object, now: float) -> float:
 def starts_for(pod: Object, now: float) -> float:
     """Seconds since it was made, by the API server's clock, of one that a node has and that does not run yet.
 
-    0 for others, and where its image cannot be pulled.
+    0 for others, and where something is known to be wrong with a container of it.
     """
     status = pod.get("status") or {}
-    if (
-        not is_active(pod)
-        or status.get("phase") != "Pending"
-        or not node_of(pod)
-        or _image_is_refused(status)
-    ):
+    if not is_active(pod) or status.get("phase") != "Pending" or not node_of(pod):
+        return 0.0
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    waiting = [(one.get("state") or {}).get("waiting") or {} for one in containers]
+    if not {one.get("reason") for one in waiting} <= {None, "ContainerCreating", "PodInitializing"}:
         return 0.0
     return max(0.0, now - seconds_of(pod["metadata"]["creationTimestamp"]))
 

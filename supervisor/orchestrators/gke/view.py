@@ -39,6 +39,7 @@ class Times:
     Attributes:
         lease_s: after which another adapter may take over.
         stuck_s: beyond its grace, a pod that does not end is deleted for good.
+        pull_s: for which pods may start, with nothing known to be wrong, before their job is restarted.
         evict_s: for which a drain respects disruption budgets.
         unplaced_s: for which pods may fit on no node while none is being added.
         margin_s: before its deadline, a command that waits for a queue or an image counts as done.
@@ -50,6 +51,7 @@ class Times:
 
     lease_s: float = 15.0
     stuck_s: float = 30.0
+    pull_s: float = 600.0
     evict_s: float = 300.0
     unplaced_s: float = 60.0
     margin_s: float = 15.0

@@ -322,18 +322,6 @@ def test_a_request_that_comes_when_training_has_ended_changes_nothing() -> None:
     assert not termination.requested
 
 
-def test_a_launcher_sees_that_a_stop_would_cost_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = StepPage(1)
-    monkeypatch.setattr(progress, "_slot", progress._open_slot(page.variable(0)))
-    termination = Termination(RankGroup(0, 1), QUIET)
-    for step in (1, 2):
-        assert not termination.boundary(step)
-        progress.report_kept(1)  # the commit of an earlier save
-        assert page.read(0).kept_step == step
-    termination.close()
-    page.close()
-
-
 # --- signals of this process ---------------------------------------------------------------------
 
 
@@ -345,6 +333,23 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_launcher_sees_that_a_stop_by_sigterm_would_cost_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = StepPage(1)
+    monkeypatch.setattr(progress, "_slot", progress._open_slot(page.variable(0)))
+    deaf = Termination(RankGroup(0, 1), TerminationOptions(signals=(signal.SIGUSR1,)))
+    assert not deaf.boundary(1)
+    deaf.close()
+    assert page.read(0).kept_step is None
+    termination = Termination(RankGroup(0, 1), TerminationOptions())
+    for step in (1, 2):
+        assert not termination.boundary(step)
+        progress.report_kept(1)  # the commit of an earlier save
+        assert page.read(0).kept_step == step
+    termination.close()
+    page.close()
 
 
 @pytest.mark.usefixtures("handlers")
