@@ -45,10 +45,11 @@ class JobWatch:
         """`before`: the last step that this rank told, which may have gone back to an earlier checkpoint."""
         if attempt < job.attempt:
             return
-        newer = attempt > job.attempt or (before is not None and step < before)
-        if newer or job.step is None or step > job.step:
+        begins_anew = attempt > job.attempt or (before is not None and step < before)
+        if begins_anew or job.step is None or step > job.step:
             surely_at = at - unread_s
-            if attempt == job.attempt:  # what a rank told before it went back is no time without a step
+            if attempt == job.attempt and job.step is not None:
+                # What a rank told before it went back is no time without a step.
                 at, surely_at = max(at, job.step_at), max(surely_at, job.surely_at)
             job.attempt, job.step, job.step_at, job.surely_at = attempt, step, at, surely_at
             job.stuck_since = max(job.stuck_since, at)

@@ -442,6 +442,18 @@ def test_a_job_whose_ranks_go_back_to_an_earlier_step_advances_and_does_not_hang
     assert steps[-1] == step
 
 
+def test_a_new_sensor_counts_the_time_without_a_step_from_the_step_and_not_from_its_own_start() -> None:
+    sensor = Sensor()
+    limit = LIMITS.hang_threshold_s
+    stood_s = limit - 10.0
+    for rank in (0, 1):
+        sensor.beat(f"h{rank}", workers=_worker(rank, step=9, step_age_s=stood_s))
+    began = sensor.now
+    while not events(sensor.said, EventType.HANG) and sensor.now - began < limit:
+        sensor.run(1)
+    assert sensor.now - began == 10.0
+
+
 def test_capacity_is_offered_once_for_what_is_there_and_again_after_a_while() -> None:
     sensor = Sensor(scaling=True)
     # The first offer was made while the sensor was built.
