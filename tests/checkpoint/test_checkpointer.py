@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from resiliency import progress
 from resiliency.checkpoint.agent.client import LinkOptions
 from resiliency.checkpoint.capture.arena import RankArena
 from resiliency.checkpoint.capture.capturer import CaptureOptions
@@ -43,7 +42,6 @@ from resiliency.checkpoint.trainer.options import LocalTier
 from resiliency.data.saving import AtomicDirectory, atomic_torch_save
 from resiliency.errors import ConfigError, LayoutMismatch
 from resiliency.events import EventStream, EventType
-from resiliency.progress import StepPage
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command
@@ -51,6 +49,7 @@ from tests import agent_host
 from tests.checkpoint.capture_builders import Gate
 from tests.checkpoint.checkpointer_builders import SOON, Place, make_state
 from tests.checkpoint.storage_builders import file_in
+from tests.step_page import own_page
 from tests.waiting import agent_of, settled, wait_until
 
 pytestmark = [
@@ -113,13 +112,8 @@ def test_what_is_saved_comes_back_in_place_and_a_new_directory_has_nothing(place
     assert state["lr"] == 7
 
 
-def test_a_launcher_sees_the_last_committed_step_which_the_job_would_go_on_from(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = StepPage(1)
-    monkeypatch.setattr(progress, "_slot", progress._open_slot(page.variable(0)))
-    monkeypatch.setattr(progress, "_looked", True)
-    with place.open(every_steps=2) as checkpoints:
+def test_a_launcher_sees_the_last_committed_step_which_the_job_would_go_on_from(place: Place) -> None:
+    with own_page() as page, place.open(every_steps=2) as checkpoints:
         checkpoints.step(1, make_state(1))
         assert page.read(0).kept_step is None
         handle = checkpoints.step(2, make_state(2))
@@ -127,7 +121,6 @@ def test_a_launcher_sees_the_last_committed_step_which_the_job_would_go_on_from(
         assert handle.wait(SOON)
         checkpoints.step(3, make_state(3))
         assert page.read(0).kept_step == 2
-    page.close()
 
 
 def test_stock_torch_loads_what_the_agent_wrote(place: Place) -> None:

@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 
-from resiliency import progress
 from resiliency.checkpoint import (
     Checkpointer,
     CheckpointerOptions,
@@ -42,13 +41,13 @@ from resiliency.checkpoint.trainer.delivery import Delivery
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveLog, SaveRecord, TierOutcomes
 from resiliency.errors import CheckpointWriteFailed, ConfigError
 from resiliency.events import EventStream, EventType
-from resiliency.progress import StepPage
 from resiliency.runtime import RunInfo
 from resiliency.testing import MemorySink
 from resiliency.testing.processes import Command
 from resiliency.testing.storage import StorageTrouble, TroubledStorage
 from tests import agent_host
 from tests.checkpoint.peer_builders import commit_step
+from tests.step_page import own_page
 from tests.waiting import agent_of, wait_until, wait_until_equal
 
 SOON = timedelta(seconds=60)
@@ -121,18 +120,12 @@ def place(tmp_path: Path) -> Iterator[Place]:
 # --- what is saved -------------------------------------------------------------------------------
 
 
-def test_a_job_with_a_local_tier_alone_saves_there_and_comes_back_from_there(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = StepPage(1)
-    monkeypatch.setattr(progress, "_slot", progress._open_slot(page.variable(0)))
-    monkeypatch.setattr(progress, "_looked", True)
-    with place.open(alone=True) as checkpoints:
+def test_a_job_with_a_local_tier_alone_saves_there_and_comes_back_from_there(place: Place) -> None:
+    with own_page() as page, place.open(alone=True) as checkpoints:
         handle = checkpoints.save(3, make_state(3))
         assert handle.wait_complete(SOON)
         assert handle.record.committed_in == ("local",)
-    assert page.read(0).kept_step is None  # another number of ranks could not go on from that
-    page.close()
+        assert page.read(0).kept_step is None  # another number of ranks could not go on from that
     state = make_state(0)
     with place.open(alone=True) as checkpoints:
         restored = checkpoints.restore(state)

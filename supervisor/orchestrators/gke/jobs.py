@@ -86,13 +86,13 @@ class JobActions:
 
     # ------------------------------------------------------------------------------------- restart
 
-    async def reset(self, name: str, command: str, end: float, *, without: str | None = None) -> str:
+    async def reset(self, name: str, command: str, end: float, *, at_once: bool = False) -> str:
         """Start all pods again: by the JobSet's own failure policy, else by making it again.
 
         Args:
-            without: a host that is to be left; None: there is none.
+            at_once: also pods that have been starting for long.
         Raises:
-            NotYet: some of them have been starting for long, and the launchers of the others wait for them.
+            NotYet: there are such pods, and the launchers of the others wait for them.
         """
         jobset = await self._get(name, end)
         if was_applied(jobset, command):
@@ -103,7 +103,7 @@ class JobActions:
             return await self._placed(jobset, end)
         mark = _mark(jobset, RESET, command)
         if mark is None:
-            if without is None and not jobsets.end_of(jobset):
+            if not (at_once or jobsets.end_of(jobset)):
                 await self._check_starts(jobset)
             why = jobsets.why_not_restartable(jobset)
             if why:
@@ -303,7 +303,7 @@ class JobActions:
         """
         jobset = await self._get(name, end)
         if _mark(jobset, RESET, command) is not None:
-            return await self.reset(name, command, end, without=host), ""
+            return await self.reset(name, command, end), ""
         node, mark = name_of(host), _mark(jobset, SWAP, command)
         if was_applied(jobset, command):
             return await self._moved(jobset, mark, end)
@@ -323,7 +323,7 @@ class JobActions:
                 if not is_deleting(pod)
             }
             if not all(ways.values()):
-                text = await self.reset(name, command, end, without=host)
+                text = await self.reset(name, command, end, at_once=True)  # its host is to be left
                 return f"the whole job, because its Jobs replace no single pod: {text}", ""
             wait_s = max((pods.backoff_s(owners[owner_uid(pod)], pod) for pod in there), default=0.0)
             left_s = end - time.monotonic()

@@ -64,9 +64,8 @@ def starts_for(pod: Object, now: float) -> float:
     status = pod.get("status") or {}
     if not is_active(pod) or status.get("phase") != "Pending" or not node_of(pod):
         return 0.0
-    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    waiting = [(one.get("state") or {}).get("waiting") or {} for one in containers]
-    if not {one.get("reason") for one in waiting} <= {None, "ContainerCreating", "PodInitializing"}:
+    usual = {"ContainerCreating", "PodInitializing"}
+    if not _waits_for(status, "initContainerStatuses", "containerStatuses") <= usual:
         return 0.0
     return max(0.0, now - seconds_of(pod["metadata"]["creationTimestamp"]))
 
@@ -139,10 +138,15 @@ def placement(pods: Iterable[Object], wanted: int) -> Placement:
 
 
 def _image_is_refused(status: Object) -> bool:
-    waiting = [(one.get("state") or {}).get("waiting") or {} for one in status.get("containerStatuses") or ()]
-    return any(
-        one.get("reason") in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName") for one in waiting
-    )
+    refusals = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
+    return bool(_waits_for(status, "containerStatuses") & refusals)
+
+
+def _waits_for(status: Object, *kinds: str) -> set[str]:
+    """Reasons for which containers of these kinds wait, where their kubelet gives one."""
+    containers = [one for kind in kinds for one in status.get(kind) or ()]
+    waiting = [(one.get("state") or {}).get("waiting") or {} for one in containers]
+    return {one["reason"] for one in waiting if one.get("reason")}
 
 
 def how_to_replace(job: Object, pod: Object) -> str:

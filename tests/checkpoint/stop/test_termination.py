@@ -25,7 +25,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from resiliency import progress
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
@@ -38,7 +37,7 @@ from resiliency.checkpoint.storage.posix import LocalStorage
 from resiliency.checkpoint.trainer.handles import SaveState
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventStream, EventType
-from resiliency.progress import StepPage
+from resiliency.progress import report_kept
 from resiliency.runtime import RunInfo
 from resiliency.testing import Fault, MemorySink
 from resiliency.testing.leaks import open_descriptors
@@ -47,6 +46,7 @@ from resiliency.testing.rank_pool import RankOutcome, RankPool
 from tests.checkpoint import stopping_ranks
 from tests.checkpoint.agreeing_threads import Together
 from tests.checkpoint.stopping_threads import QUIET, SOON_S, T, together
+from tests.step_page import own_page
 from tests.waiting import wait_until
 
 PROGRAM = "tests.checkpoint.training_until_told"
@@ -336,20 +336,18 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_launcher_sees_that_a_stop_by_sigterm_would_cost_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = StepPage(1)
-    monkeypatch.setattr(progress, "_slot", progress._open_slot(page.variable(0)))
-    deaf = Termination(RankGroup(0, 1), TerminationOptions(signals=(signal.SIGUSR1,)))
-    assert not deaf.boundary(1)
-    deaf.close()
-    assert page.read(0).kept_step is None
-    termination = Termination(RankGroup(0, 1), TerminationOptions())
-    for step in (1, 2):
-        assert not termination.boundary(step)
-        progress.report_kept(1)  # the commit of an earlier save
-        assert page.read(0).kept_step == step
-    termination.close()
-    page.close()
+def test_a_launcher_sees_that_a_stop_by_sigterm_would_cost_no_step() -> None:
+    with own_page() as page:
+        deaf = Termination(RankGroup(0, 1), TerminationOptions(signals=(signal.SIGUSR1,)))
+        assert not deaf.boundary(1)
+        deaf.close()
+        assert page.read(0).kept_step is None
+        termination = Termination(RankGroup(0, 1), TerminationOptions())
+        for step in (1, 2):
+            assert not termination.boundary(step)
+            report_kept(1)  # the commit of an earlier save
+            assert page.read(0).kept_step == step
+        termination.close()
 
 
 @pytest.mark.usefixtures("handlers")
