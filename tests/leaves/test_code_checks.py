@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,87 @@ def test_class_names_that_are_there_twice_and_full_folders_are_found(tmp_path: P
     status, lines = run("structure.py", "--classes", "--folders", "--root", str(tmp_path))
     assert status == 1
     assert lines[:2] == ["_One: resiliency/a.py:1, resiliency/b/c.py:2", "supervisor: 17 modules, 16 at most"]
+
+
+def test_each_count_that_rises_turns_the_script_red_and_names_its_cases(tmp_path: Path) -> None:
+    write(tmp_path, "launcher.py", "")
+    write(tmp_path, "tests/test_a.py", "#\n" * 50)
+    write(tmp_path, "resiliency/a/b.py", "from resiliency import c\n" + "#\n" * 500)
+    write(tmp_path, "resiliency/c.py", "def late():\n    from resiliency.a.b import x\n" + "    x()\n" * 60)
+    write(
+        tmp_path,
+        "supervisor/s.py",
+        "socket.create_server(('', 0))\nos.kill(1, 9)\npath.unlink()\njson.loads('')\n",
+    )
+    write(tmp_path, "supervisor/d.py", '"""Where it is."""\nLocalStorage(p)\nlog.warning("nobody knows")\n')
+    limits = {
+        "rooms in circles": 2,
+        "modules above 500 lines": 1,
+        "functions above 60 lines": 1,
+        "LocalStorage( written out": 1,
+        "docstrings that begin with a question word": 1,
+        "logs without an object first": 1,
+        "modules that open sockets": 1,
+        "modules that end processes": 1,
+        "modules that delete files": 1,
+        "modules that parse foreign JSON": 1,
+        "lines of tests per 100 lines of source": 9,
+    }
+    write(tmp_path, "scripts/counts.txt", "".join(f"{name} = {most}\n" for name, most in limits.items()))
+    counts = ("structure.py", "--counts", "--root", str(tmp_path))
+    assert run(*counts) == (0, ["0 rules of structure broken"])
+    for name, most in limits.items():
+        lower = "".join(f"{n} = {m - (n == name)}\n" for n, m in limits.items())
+        write(tmp_path, "scripts/counts.txt", lower)
+        status, lines = run(*counts)
+        assert status == 1
+        assert lines[0] == f"{name}: {most}, at most {most - 1}"
+        assert len(lines) == 2 + (most if most < 5 else 0), "each case is named"
+
+
+def test_counts_that_fell_are_written_and_a_limit_that_rises_again_needs_a_reason(tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(tmp_path)]
+    write(tmp_path, "tests/test_a.py", "#\n")
+    write(tmp_path, "supervisor/s.py", "os.kill(1, 9)\n" + "#\n" * 49)
+    shutil.copy(SCRIPTS / "counts.txt", tmp_path / "a")
+    write(tmp_path, "scripts/counts.txt", (tmp_path / "a").read_text())
+    counts = ("structure.py", "--counts", "--subjects", "--root", str(tmp_path))
+    status, lines = run(*counts, "--lower")
+    assert status == 0
+    assert any(line.startswith("modules that end processes: 1, was ") for line in lines)
+    limits = (tmp_path / "scripts/counts.txt").read_text()
+    assert "\nmodules that end processes = 1\n" in limits
+    for command in (["init", "-q"], ["add", "scripts"], ["commit", "-qm", "Limits"]):
+        subprocess.run([*git, *command], check=True)
+    raised = limits.replace("modules that end processes = 1", "modules that end processes = 2")
+    write(tmp_path, "scripts/counts.txt", raised)
+    assert run(*counts)[0] == 1
+    write(
+        tmp_path,
+        "scripts/counts.txt",
+        raised.replace("modules that end", "# A second way.\nmodules that end"),
+    )
+    assert run(*counts)[0] == 0
+    for subject in ("A subject that " + "is long " * 9, "One; two", "wip"):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", subject], check=True)
+    status, lines = run(*counts)
+    assert [line.partition(": ")[2] for line in lines[:-1] if ": " in line][-3:] == [
+        "one finished change a commit", "one finished change a commit", "86 characters, 72 at most"
+    ]  # fmt: skip
+
+
+def test_slow_files_of_tests_are_found(tmp_path: Path) -> None:
+    case = '<testcase classname="tests.test_{0}" time="{1}"/>'
+    junit = f"<testsuite>{''.join(case.format(n, n) for n in range(1, 31))}</testsuite>"
+    write(tmp_path, "junit.xml", junit)
+    write(tmp_path, "scripts/counts.txt", "seconds of the twenty slowest files of tests = 410\n")
+    seconds = ("structure.py", "--root", str(tmp_path), "--seconds", str(tmp_path / "junit.xml"))
+    assert run(*seconds)[0] == 0
+    write(tmp_path, "scripts/counts.txt", "seconds of the twenty slowest files of tests = 409\n")
+    status, lines = run(*seconds)
+    assert status == 1
+    assert "410, at most 409" in lines[1]
+    assert lines[2].split() == ["30", "s", "tests.test_30"]
 
 
 #: A project of five tests; one of them fails the first time only.
