@@ -229,9 +229,9 @@ def _job(ranks: int, step_s: float, incidents: int | None) -> Iterator[RunEvent]
         if incidents is not None and attempt == incidents:
             yield launcher(EventType.JOB_TERMINATED, 0.5)
             return
-        struck = numbers.randrange(ranks)
-        yield launcher(EventType.FAULT_INJECTED, 0.3 * step_s, rank=struck, fault="kill")
-        yield launcher(EventType.FAULT_DETECTED, 0.2, rank=struck, cause="SIGKILL")
+        failed = numbers.randrange(ranks)
+        yield launcher(EventType.FAULT_INJECTED, 0.3 * step_s, rank=failed, fault="kill")
+        yield launcher(EventType.FAULT_DETECTED, 0.2, rank=failed, cause="SIGKILL")
         yield launcher(EventType.WORKERS_STOPPED, 0.4)
         attempt += 1
 

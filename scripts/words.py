@@ -6,9 +6,9 @@
 
 The words, their replacements and the folders in which each holds are the table "Retired words" of
 `docs/glossary.md`.  A lowercase entry retires each name with that word in it: ``hurry`` is found in
-``hurry_s``, ``HURRY_S`` and ``HurryUp``, also with an s at its end.  An entry with a capital letter retires
-that name alone, for words that are ordinary elsewhere: ``Need`` is the class, and the module ``need``.
-Texts are not looked at.
+``hurry_s``, ``HURRY_S`` and ``HurryUp``, also with s, ed or ing at its end.  An entry with a capital letter
+retires that name alone, for words that are ordinary elsewhere: ``Need`` is the class, the constant ``NEED``,
+and the module or package ``need``.  Texts are not looked at.
 
 Exit status: 0 nothing found, 1 names found.
 """
@@ -43,8 +43,8 @@ class Retired(NamedTuple):
 
     def matches(self, name: str) -> bool:
         if self.word.islower():
-            return bool(re.search(f"_{self.word}s?_", f"_{words_of(name)}_"))
-        return name.strip("_") == self.word
+            return bool(re.search(f"_{self.word}(?:s|e?d|ing)?_", f"_{words_of(name)}_"))
+        return name.strip("_") in (self.word, words_of(self.word).upper())
 
     def matches_module(self, name: str) -> bool:
         return self.matches(name) or (not self.word.islower() and name == words_of(self.word))
@@ -90,7 +90,8 @@ def folders(retired: list[Retired]) -> list[str]:
 
 def retired_in(path: Path, entries: list[Retired]) -> list[tuple[int, str, Retired]]:
     """Line, name and entry of each retired name, once per file."""
-    found = [(1, path.stem, entry) for entry in entries if entry.matches_module(path.stem)][:1]
+    module = path.parent.name if path.stem == "__init__" else path.stem
+    found = [(1, module, entry) for entry in entries if entry.matches_module(module)][:1]
     seen = set()
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):

@@ -18,7 +18,7 @@ import hashlib
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from fractions import Fraction
 
-_WORD = 2**64
+_DRAWS_BELOW = 2**64
 _PLACES = Context(prec=28, rounding=ROUND_HALF_EVEN)
 
 
@@ -46,7 +46,7 @@ class Draws:
 
     def below(self, bound: int) -> int:
         """An integer from 0 to `bound` - 1, each as likely as the others."""
-        limit = _WORD - _WORD % bound
+        limit = _DRAWS_BELOW - _DRAWS_BELOW % bound
         while (word := self.word()) >= limit:
             pass
         return word % bound
@@ -54,6 +54,6 @@ class Draws:
     def exponential_us(self, mean_us: Fraction) -> int:
         """A waiting time of a Poisson process with this mean, in whole microseconds."""
         mean = _PLACES.divide(Decimal(mean_us.numerator), Decimal(mean_us.denominator))
-        share = _PLACES.divide(Decimal(self.word() + 1), Decimal(_WORD))
+        share = _PLACES.divide(Decimal(self.word() + 1), Decimal(_DRAWS_BELOW))
         wait = _PLACES.multiply(_PLACES.minus(_PLACES.ln(share)), mean)
         return int(wait.to_integral_value(ROUND_HALF_EVEN))

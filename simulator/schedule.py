@@ -93,7 +93,7 @@ class Poisson:
         at_us = 0
         while (at_us := at_us + draws.exponential_us(self.mean_us)) < shape.length_us:
             # Four draws for each fault, used or not, so that a rule of one kind moves no later fault.
-            share = _pick(self.shares, draws.below(total))
+            share = _share_at(self.shares, draws.below(total))
             node, gpu, value = draws.below(shape.nnodes), draws.below(shape.gpus_per_node), draws.word()
             yield drawn(share, at_us, node, gpu, value, self.lasts_us)
 
@@ -114,7 +114,7 @@ def drawn(
     )
 
 
-def _pick(shares: Sequence[Share], number: int) -> Share:
+def _share_at(shares: Sequence[Share], number: int) -> Share:
     for share in shares:
         number -= share.weight
         if number < 0:

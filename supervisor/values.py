@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that the parts of the supervisor exchange: checked when they are made, frozen afterwards.
 
-daemon --HostInfo, WorkloadInfo, DaemonReport--> sensor sensor --Event, HostInfo, WorkloadInfo, Progress,
-Silence--> controller --Command--> actuator --Outcome--> controller
+    daemon     --HostInfo, WorkloadInfo, DaemonReport-->              sensor
+    sensor     --Event, HostInfo, WorkloadInfo, Progress, Silence-->  controller
+    controller --Command-->                                           actuator
+    actuator   --Outcome-->                                           controller
 
 Two rules hold everywhere.  **No time of another machine's clock is compared with ours**: a value says how
 old a fact was when it was sent (`age_s`), and its receiver counts on from there with its own monotonic

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same samples in each step for Hugging Face's `Trainer`, after a restart and on another number of ranks.
+"""The same samples in each step for `transformers.Trainer` after a restart, also on another number of ranks.
 
     class MyTrainer(ResumableDataMixin, Trainer):      # 1: the mixin goes first
         ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that do what they are given, and that nobody has to wait for.
+"""Daemon threads that run tasks; the caller never joins them.
 
 Disks may hang for ever, and with them the thread that asked.  An executor of the standard library
 would then keep the whole process: when the interpreter ends, it waits for the threads of all of them.
@@ -41,7 +41,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class TaskThread:
-    """One such thread, which does its work in order and lives until it is closed.
+    """A daemon thread that runs its tasks in order until it is closed.
 
     Args:
         name: of the thread.

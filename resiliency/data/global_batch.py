@@ -37,7 +37,7 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Positions `start` to `stop` of a row, and what its mean loss is multiplied by before `backward`."""
+    """Positions `start` to `stop` of a row; `weight` is the factor of their mean loss before backward."""
 
     start: int
     stop: int
@@ -194,7 +194,7 @@ def accumulate(model: nn.Module, step: Step[Batch]) -> Iterator[tuple[Batch, flo
     whole copy.
 
     Args:
-        model: DDP, FSDP2 (`fully_shard`), or a module on a single rank.
+        model: DDP, FSDP2 (`torch.distributed.fsdp.fully_shard`), or a module on a single rank.
         step: of `advancing_steps`, or a list of pairs.
     """
     count = len(step)

@@ -6,8 +6,8 @@ every rank, in every process and after every restart, so that no order is ever s
 
 Two kinds of shuffle:
 
-- ``torch``: the permutation of torch's `DistributedSampler`, bit for bit. 8 bytes for each sample of the
-  dataset in every rank, made once for each epoch.
+- ``torch``: the permutation of `torch.utils.data.DistributedSampler`, bit for bit. 8 bytes for each
+  sample of the dataset in every rank, made once for each epoch.
 - ``computed``: a permutation that is computed where it is asked for, in constant memory, for 10^8 samples and
   more. A Feistel network over Z_a x Z_b with a * b just above the size; what falls beyond the size is mapped
   again until it does not. Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.

@@ -82,7 +82,7 @@ class Marks(Sequence[Mark]):
 
     def __getitem__(self, index: int | slice) -> Mark | Marks:
         if isinstance(index, slice):
-            return self._picked(range(*index.indices(len(self))))
+            return self._subset(range(*index.indices(len(self))))
         index = range(len(self))[index]  # negative ones, and the IndexError
         step, duration = self._steps[index], self._durations[index]
         return Mark(
@@ -112,7 +112,7 @@ class Marks(Sequence[Mark]):
         if keys == sorted(keys):
             return
         order = sorted(range(len(self)), key=keys.__getitem__)
-        sorted_marks = self._picked(order)
+        sorted_marks = self._subset(order)
         self._times, self._codes = sorted_marks._times, sorted_marks._codes
         self._steps, self._durations = sorted_marks._steps, sorted_marks._durations
         self._tiers = sorted_marks._tiers
@@ -208,13 +208,13 @@ class Marks(Sequence[Mark]):
             return True
         return (other._times[-1], other._codes[-1]) <= (self._times[0], self._codes[0])
 
-    def _picked(self, order: Sequence[int]) -> Marks:
-        picked = Marks()
-        picked._times = array("q", map(self._times.__getitem__, order))
-        picked._codes = bytearray(map(self._codes.__getitem__, order))
-        picked._steps = array("q", map(self._steps.__getitem__, order))
-        picked._durations = array("q", map(self._durations.__getitem__, order))
+    def _subset(self, order: Sequence[int]) -> Marks:
+        subset = Marks()
+        subset._times = array("q", map(self._times.__getitem__, order))
+        subset._codes = bytearray(map(self._codes.__getitem__, order))
+        subset._steps = array("q", map(self._steps.__getitem__, order))
+        subset._durations = array("q", map(self._durations.__getitem__, order))
         if self._tiers:
             tiers = ((place, self._tiers.get(index)) for place, index in enumerate(order))
-            picked._tiers = {place: tier for place, tier in tiers if tier is not None}
-        return picked
+            subset._tiers = {place: tier for place, tier in tiers if tier is not None}
+        return subset

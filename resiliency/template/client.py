@@ -434,7 +434,7 @@ class Template:
         except OSError as error:
             raise self.lose("is gone") from error
         except BaseException:  # a signal handler raised; how much was sent is unknown
-            self.lose("was told half a message")
+            self.lose("received a truncated message")
             raise
 
     def _receive(self) -> dict[str, Any]:
@@ -443,7 +443,7 @@ class Template:
         except (EOFError, OSError) as error:
             raise self.lose("ended" if isinstance(error, EOFError) else "stopped within an answer") from error
         except BaseException:  # a signal handler raised; how much was read is unknown
-            self.lose("was heard for half a message")
+            self.lose("sent a message that was not read to its end")
             raise
         if "died" in message:
             logger.debug("%s", message["died"])
@@ -451,7 +451,7 @@ class Template:
         return message
 
     def lose(self, how: str) -> TemplateLost:
-        """Kill a template that is of no use any more; returns what to raise."""
+        """Kill a template that is of no use any more; returns the error to raise."""
         self._process.kill()
         self.close()
         return TemplateLost(f"the template process {self.pid} {how}.")

@@ -45,8 +45,8 @@ class JobWatch:
         """`before`: the last step that this rank told, which may have gone back to an earlier checkpoint."""
         if attempt < job.attempt:
             return
-        begins_anew = attempt > job.attempt or (before is not None and step < before)
-        if begins_anew or job.step is None or step > job.step:
+        restarted = attempt > job.attempt or (before is not None and step < before)
+        if restarted or job.step is None or step > job.step:
             surely_at = at - unread_s
             if attempt == job.attempt and job.step is not None:
                 # What a rank told before it went back is no time without a step.

@@ -232,7 +232,8 @@ GLOSSARY = """
 def test_retired_words_are_found_in_each_form_of_a_name_where_their_row_holds(tmp_path: Path) -> None:
     write(tmp_path, "docs/glossary.md", GLOSSARY)
     write(tmp_path, "resiliency/a.py", "HURRY_S = 1\nclass HurryUp: pass\nhurries = hurrying = 'hurry'\n")
-    write(tmp_path, "resiliency/need.py", "need = 1\nclass _Need: pass\nNeedy = need  # Need\n")
+    write(tmp_path, "resiliency/hurry/__init__.py", "")
+    write(tmp_path, "resiliency/need.py", "need = 1\nclass _Need: pass\nNeedy = need  # Need\nNEED = 1\n")
     write(tmp_path, "resiliency/checkpoint/b.py", "generations = []\n")
     write(tmp_path, "supervisor/last_beat.py", "generation = 1\n_BEATS = 2\n")
     write(tmp_path, "supervisor/protocol/fleet_pb2.py", "hurry = 1\n")
@@ -241,9 +242,12 @@ def test_retired_words_are_found_in_each_form_of_a_name_where_their_row_holds(tm
     assert lines == [
         "resiliency/a.py:1: HURRY_S has the retired word 'hurry'; use `lift_bandwidth_cap`",
         "resiliency/a.py:2: HurryUp has the retired word 'hurry'; use `lift_bandwidth_cap`",
+        "resiliency/a.py:3: hurrying has the retired word 'hurry'; use `lift_bandwidth_cap`",
         "resiliency/checkpoint/b.py:1: generations has the retired word 'generation'; use local checkpoint",
+        "resiliency/hurry/__init__.py:1: hurry has the retired word 'hurry'; use `lift_bandwidth_cap`",
         "resiliency/need.py:1: need has the retired word 'Need'; use `ShardRequest`",
         "resiliency/need.py:2: _Need has the retired word 'Need'; use `ShardRequest`",
+        "resiliency/need.py:4: NEED has the retired word 'Need'; use `ShardRequest`",
         "supervisor/last_beat.py:1: last_beat has the retired word 'beat'; use heartbeat",
         "supervisor/last_beat.py:2: _BEATS has the retired word 'beat'; use heartbeat",
     ]
@@ -274,3 +278,36 @@ def test_texts_that_name_what_is_gone_are_found(tmp_path: Path) -> None:
         "resiliency/a.py:19: lost is not in the class More",
         "5 names in texts that are gone",
     ]
+
+
+def test_a_docstring_may_not_name_what_only_folders_beside_the_products_have(tmp_path: Path) -> None:
+    write(tmp_path, "benchmark/flags.py", "high_scale = 'a_key'\ndef add_flags(): pass\n")
+    write(tmp_path, "tests/test_a.py", "def only_here(): pass\n")
+    write(
+        tmp_path,
+        "resiliency/a.py",
+        '"""`high_scale`, `add_flags`, `a_key` and `only_here` are of no product.\n\n'
+        "`benchmark.flags.add_flags`, `benchmark.flags` and ``high_scale`` are meant so.\n"
+        '`benchmark.flags.only_here` and `tests.gone` are nowhere."""\n',
+    )
+    status, lines = run("docstrings.py", str(tmp_path))
+    assert status == 1
+    assert [line.partition(": ")[2].split("`")[1] for line in lines[:-1]] == [
+        "high_scale", "add_flags", "a_key", "only_here", "benchmark.flags.only_here", "tests.gone"
+    ]  # fmt: skip
+
+
+def test_a_word_of_a_sentence_another_module_or_another_class_makes_no_name_known(tmp_path: Path) -> None:
+    write(tmp_path, "resiliency/b.py", "class Kept:\n    async def stay(self): return 'no way', 'a_key'\n")
+    write(tmp_path, "resiliency/c.py", "class Other(Kept): pass\ndef gone(): pass\n")
+    write(
+        tmp_path,
+        "resiliency/a.py",
+        '"""`a_key`, `Kept.stay`, `Other.gone`, `resiliency.b.Kept.stay` and `resiliency.c` are there.\n\n'
+        '`way`, `Kept.gone` and `resiliency.b.gone` are not."""\n',
+    )
+    status, lines = run("docstrings.py", str(tmp_path))
+    assert status == 1
+    assert [line.partition(": ")[2].split("`")[1] for line in lines[:-1]] == [
+        "way", "Kept.gone", "resiliency.b.gone"
+    ]  # fmt: skip

@@ -203,7 +203,7 @@ async def submit(cluster: Cluster, thing: dict[str, Any]) -> None:
 
     Its first pods go to nodes by their names, so that a test can say which hosts are spares.
     """
-    pick, cluster.pick = cluster.pick, min
+    choose_node, cluster.choose_node = cluster.choose_node, min
     cluster.store.create("jobsets", thing, JOBS)
     name = thing["metadata"]["name"]
     wanted = sum(
@@ -211,7 +211,7 @@ async def submit(cluster: Cluster, thing: dict[str, Any]) -> None:
         for one in thing["spec"]["replicatedJobs"]
     )
     await cluster.until(lambda: len(cluster.running(name)) == wanted, f"{name} does not run")
-    cluster.pick = pick
+    cluster.choose_node = choose_node
 
 
 def host(cluster: Cluster, node: str) -> str:

@@ -64,7 +64,7 @@ class Scenario:
     async def played(self) -> AsyncIterator[tuple[Cluster, Seen]]:
         async with cluster_of("n1", "n2", "n3", waits=STEADY) as cluster:
             await submit(cluster, jobset(hosts=2, **self.job))
-            cluster.pick = min  # `running` names the nodes
+            cluster.choose_node = min  # `running` names the nodes
             self.prepare(cluster)
             seen = Seen()
             seen.look(cluster)

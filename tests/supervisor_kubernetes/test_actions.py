@@ -53,7 +53,7 @@ def test_a_swap_says_where_the_scheduler_put_the_pod_and_not_where_the_controlle
         async with cluster_of("n1", "n2", "n3", "n4") as cluster, Adapter(cluster, "one") as adapter:
             await submit(cluster, jobset(hosts=2))
             cluster.lose_node("n2")
-            cluster.pick = max
+            cluster.choose_node = max
             swap = {"workload": "a", "host": host(cluster, "n2"), "spare": host(cluster, "n3")}
             done = await adapter.do("c1", CommandKind.HOT_SWAP, **swap)
             assert (done.text, done.spare) == ("moved to n4; 2 pods run", host(cluster, "n4"))

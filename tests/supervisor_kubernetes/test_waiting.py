@@ -79,7 +79,7 @@ def test_a_pod_that_starts_on_a_lost_node_puts_no_restart_off() -> None:
     async def work() -> None:
         async with cluster_of("n1", "n2", "n3") as cluster, Adapter(cluster, "one") as adapter:
             cluster.kubelets["n2"].pull_s = 3600.0
-            cluster.pick = min
+            cluster.choose_node = min
             cluster.store.create("jobsets", jobset(hosts=2), JOBS)
             await cluster.until(lambda: len(cluster.pods("a", node="n2")) == 1, "its pod is put nowhere")
             await cluster.until(

@@ -38,7 +38,7 @@ def threaded_cluster() -> Iterator[Threaded]:
 
     async def work() -> None:
         async with cluster_of(waits=STEADY) as cluster:
-            cluster.pick = min  # these tests know nodes by their names
+            cluster.choose_node = min  # these tests know nodes by their names
             started.append(Threaded(cluster, asyncio.get_running_loop()))
             ready.set()
             await over.wait()

@@ -51,7 +51,7 @@ class Program:
         over = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
         plane = self.plane
-        plane.pick = min
+        plane.choose_node = min
         plane.store.listeners.append(self._serve_names)
         async with plane:
             for name in self._shapes:

@@ -392,7 +392,7 @@ class ControlPlane(Cluster):
             nodes = list(self.store.all("nodes"))
             fitting = [one["metadata"]["name"] for one in nodes if _fits(pod, one, held)]
             if fitting:
-                spec["nodeName"] = self.pick(fitting)
+                spec["nodeName"] = self.choose_node(fitting)
                 hosts._set_condition(self.store, pod, "PodScheduled", "True", "", "")
                 continue
             hosts._set_condition(self.store, pod, "PodScheduled", "False", "Unschedulable", "no node fits")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the ranks of a host say of their steps to jobs for the workers, one per tier.
+"""Collects save requests of a host's ranks into one write task per tier.
 
-A step is passed to a tier once every rank of the host has said what it has for that tier: it may
-have given the step up in one and not in another.  One capture serves all its tiers.  A step may be tried
-several times: ranks number their tries alike, and what they say of one counts for that one alone.  Each
-tier reports each try once; what it said is remembered for a while, for ranks that ask again.
+A step goes to the worker of a tier once every rank of the host has sent its request or its skip for that
+tier: a rank may skip a step in one tier and save it in another.  One capture serves all its tiers.  A step
+may be tried several times: ranks number their tries alike, and a request counts for its own try alone.  Each
+tier reports each try once; the collector keeps the last reports for ranks that ask again.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class SaveCollector:
         self.in_work = 0
         #: The last saves that were handed to a worker, and how they ended if they have.
         self._handled: dict[JobKey, Done | None] = {}
-        #: attempt and step of the last rescue that was said to have come to nothing.
-        self._in_vain: tuple[str, int] | None = None
+        #: attempt and step of the last emergency commit that was logged as impossible.
+        self._reported_uncommitted: tuple[str, int] | None = None
 
     def begin_attempt(self, attach: Attach) -> None:
         """Another start of the job: what was gathered for the one before is over."""
@@ -231,8 +231,8 @@ class SaveCollector:
                         *(step, tier.value, tiers[0].value),
                     )
                 return tier
-        if self._in_vain != (last.attempt_id, step):
-            self._in_vain = last.attempt_id, step
+        if self._reported_uncommitted != (last.attempt_id, step):
+            self._reported_uncommitted = last.attempt_id, step
             logger.error(
                 "step %d, which its ranks left in memory, is not committed: storage of the %s tier failed, or"
                 " does not answer",

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generations in one host's local tier: which may go, and which must make way.
+"""Retention of local checkpoints: which to delete, which to replace.
 
-A generation here is one host's part of a save.  It is worth something only together with those of the
-other hosts, so nothing goes because something newer is here: it goes when something newer is known to
-be complete everywhere, or when the hosts have agreed that it never will be
-(`resiliency.checkpoint.replication.completion`).
+A local checkpoint is one host's part of a save and has no value without the parts of the other hosts.  So a
+newer one on this host is no reason to delete it.  It is deleted when a newer save is complete on all hosts,
+or when the hosts agree that its own save never will be (`resiliency.checkpoint.replication.completion`).
 
-A program beside the job may want complete generations for itself, and rename them away.  What retention needs
-to know of that it asks a `RetentionHook`; `resiliency.checkpoint.gke.hand_off` has the only one.
+Another program on the host may rename complete local checkpoints to take them.  Retention asks a
+`RetentionHook` about that program; `resiliency.checkpoint.gke.hand_off` has the only one.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ from resiliency.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 
 logger = logging.getLogger(__name__)
 
-#: Hides a generation while another program takes it.  What still stands behind it is whole.
+#: Hides a local checkpoint while another program takes it; a checkpoint that is still behind it is intact.
 BEING_TAKEN = Marker(state=MarkerState.REMOVING, reason="handed over")
 
 
 class RetentionHook(Protocol):
-    """A program that takes complete generations away, as retention sees it."""
+    """A program that takes complete local checkpoints away, as retention sees it."""
 
     def has_taken(self, step: int) -> bool:
-        """Whether a complete generation may be gone because the program has it: it vouches for newer ones."""
+        """Whether a complete local checkpoint may be gone because the program has it."""
         ...
 
     def wanted(self, complete: Collection[int], *, keep: int) -> Collection[int]:
-        """Of the complete generations those that may not be deleted, for the program has yet to take them.
+        """The complete local checkpoints that the program has yet to take: they may not be deleted.
 
         Args:
-            keep: complete generations that the tier keeps for itself.
+            keep: complete local checkpoints that the tier keeps for itself.
         """
         ...
 
     def forget(self, *, below: int) -> None:
-        """Generations below that step are not asked for any more."""
+        """Retention asks no more about steps below that one."""
         ...
 
 
@@ -76,14 +75,14 @@ def retire(
     alone: bool = False,
     restored_step: int = 0,
 ) -> list[int]:
-    """Delete generations of a run below its newest complete one; returns the steps that went.
+    """Delete local checkpoints of a run below its newest complete one; returns the deleted steps.
 
     That one stays, and `keep` - 1 older ones: of those known to be complete the newest, then others,
     which may have been complete in an earlier attempt.  Of a branch that the job has left none stays once the
-    live one has a complete generation of its own.
+    live one has a complete local checkpoint of its own.
 
     Args:
-        complete: step to save id of generations that are complete on all hosts.
+        complete: step to save id of saves that are complete on all hosts.
         hook: of the program that takes complete ones away; None: there is none.
         alone: this host is the whole job, so what the attempt of the newest one committed is complete.
         restored_step: where this start of the job went on; it was complete, and newer ones of an earlier
@@ -117,10 +116,10 @@ def retire(
 
 
 def remove_given_up(storage: Storage, saves: Mapping[int, str]) -> list[int]:
-    """Delete generations that never become complete, as all hosts have agreed; returns the steps that went.
+    """Delete local checkpoints that never become complete, as all hosts agreed; returns the deleted steps.
 
     Args:
-        saves: step to save id; what stands at a step by another name stays.
+        saves: step to save id; a step with another save id stays.
     """
     begun = half_removed(storage)
     return remove_checkpoints(storage, {step: begun.get(step, save) for step, save in saves.items()})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells tensors apart that ranks call alike, so that a name in a checkpoint means one tensor.
 
-A torch optimizer numbers its state from 0 on every pipeline stage: `optimizer.state.0.exp_avg` is another
+A torch optimizer numbers its state from 0 on every pipeline stage: ``optimizer.state.0.exp_avg`` is another
 tensor on each.  Ranks are of one *stage* if meshes connect them, or none of them has one, and they hold the
 parameters of their optimizers in common (see `_Program`).  A name that stands for different tensors
-gets, for each of them, the lowest rank that shares it in front: `@rank4.optimizer.state.0.exp_avg`.  All
+gets, for each of them, the lowest rank that shares it in front: ``@rank4.optimizer.state.0.exp_avg``.  All
 other names stay as they are.
 
 Within a stage, ranks run one program: tensors of one name and shape are copies where they have one path and

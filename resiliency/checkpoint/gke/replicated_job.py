@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the replicator of GKE's multi-tier checkpointing is told about a job; see `high_scale`."""
+"""Job description file for GKE's replicator; see `resiliency.checkpoint.gke.replicator`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOB_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedJob:
-    """What the replicator of a host is told.
+    """The job as the replicator of a host reads it.
 
     Args:
         directory: root of the volume shared with it; checkpoints are written there, as ``step=N``.

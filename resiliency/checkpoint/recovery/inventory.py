@@ -477,11 +477,11 @@ def open_location(location: ShardLocation) -> CheckpointReader:
 
 
 def quarantine_location(location: ShardLocation, why: str) -> None:
-    """Have a shard on this host's disk listed no more, if it is as bad as somebody found.
+    """Quarantine a shard on this host's disk, if it is as bad here as another host reported.
 
-    It is read again, for the fault may be theirs: a new host with bad memory must not cost the job the
-    good copies that all others hold.  Only the shard goes, not its checkpoint, whose others may be all
-    that is left.
+    This host reads the shard again, for the fault may be the other host's: a new host with bad memory must
+    not cost the job the good copies that all others hold.  Only the shard goes, not its
+    checkpoint, whose other shards may be all that is left.
     """
     storage = LocalStorage(location.root)
     directory = step_directory(location.step)
@@ -498,7 +498,13 @@ def quarantine_location(location: ShardLocation, why: str) -> None:
         )
         return
     else:
-        logger.warning("another host found a shard bad that is good here: is its memory?  It says: %s", why)
+        logger.warning(
+            "the shard of rank %d in %s kept: intact here, though another host reported it corrupt; check"
+            " that host's memory (ECC).  Its report: %s",
+            location.rank,
+            location.root,
+            why,
+        )
         return
     try:
         write_file(storage, _quarantine_name(directory, location.rank), why.encode())

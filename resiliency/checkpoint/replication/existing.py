@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands where a replica is to be written or deleted, and who has a claim on it."""
+"""Checks of an existing replica before it is overwritten or deleted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaKept(PeerError):
-    """What stands at this step is worth more than what was offered."""
+    """The existing replica of this step is worth more than the offered one."""
 
 
 def holds(storage: Storage, copy_plan: CopyPlan, *, attempt_id: str, is_spared: bool = False) -> bool:

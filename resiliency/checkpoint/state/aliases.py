@@ -6,7 +6,7 @@ Leaves whose address ranges overlap form a group.  A group is stored as
 - one tensor, if one contiguous member covers all others, or if all members are equal;
 - else the bytes that the members span, as an entry of its own that all of them view.
 
-A tensor that overlaps itself (`expand`) is a group of one.  Tensors that share a storage without
+A tensor that overlaps itself (`torch.Tensor.expand`) is a group of one.  Tensors that share a storage without
 overlapping are independent: they come back with equal contents and separate storages.
 """
 

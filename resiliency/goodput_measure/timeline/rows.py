@@ -53,7 +53,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultMarker:
-    """A fault at `time` on lane number `lane`; None when it is not known which rank it struck."""
+    """A fault at `time` on lane number `lane`; None when it is not known which rank it hit."""
 
     time: int
     lane: int | None
@@ -186,7 +186,7 @@ def _cells(lanes: Sequence[Sequence[Span]], start: int, end: int) -> tuple[Span,
 
 
 def _fault_markers(ledger: Ledger, lanes: Sequence[Lane]) -> tuple[FaultMarker, ...]:
-    """Incidents with the ranks that they struck, and injected faults that interrupted nothing."""
+    """Incidents with the ranks that they hit, and injected faults that interrupted nothing."""
     lane_of = {rank: index for index, lane in enumerate(lanes) for rank in lane.ranks}
     injected = {fault.time: fault for fault in ledger.faults}
     markers: list[FaultMarker] = []
@@ -194,8 +194,8 @@ def _fault_markers(ledger: Ledger, lanes: Sequence[Lane]) -> tuple[FaultMarker, 
         fault = injected.pop(incident.fault, None)
         ranks = incident.ranks or ((fault.rank,) if fault is not None and fault.rank is not None else ())
         text = incident.cause or (fault.kind if fault is not None else "") or "fault"
-        struck: set[int | None] = {lane_of.get(rank) for rank in ranks} or {None}
-        markers += [FaultMarker(time=incident.fault, lane=lane, text=text) for lane in struck]
+        hit_lanes: set[int | None] = {lane_of.get(rank) for rank in ranks} or {None}
+        markers += [FaultMarker(time=incident.fault, lane=lane, text=text) for lane in hit_lanes]
     for fault in injected.values():
         lane = None if fault.rank is None else lane_of.get(fault.rank)
         markers.append(FaultMarker(time=fault.time, lane=lane, text=fault.kind or "injected fault"))

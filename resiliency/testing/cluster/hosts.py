@@ -195,13 +195,13 @@ class TestCluster:
             self._hosts[fault.host].orders.place(fault)
 
     def wait_for_fault(self, fault: HostFault, *, timeout: float = WAIT_S) -> None:
-        """Wait until `fault` has struck, and, where it kills the host, until all of it is dead.
+        """Wait until `fault` has hit, and, where it kills the host, until all of it is dead.
 
         Raises:
             TimeoutError: it did not.
         """
         host = self._hosts[fault.host]
-        self.wait_until(lambda: host.orders.has_struck(fault), f"{fault} did not hit", timeout=timeout)
+        self.wait_until(lambda: host.orders.has_hit(fault), f"{fault} did not hit", timeout=timeout)
         if fault.hit is FaultHit.HOST_KILLED:
             host.end()
 

@@ -24,7 +24,7 @@ _STEP = re.compile(r"step=(\d+)(-unfinished)?$")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _MAKING = {"os.mkdir", "os.link", "os.truncate"}
 _REMOVING = {"os.remove", "os.rmdir", "shutil.rmtree"}
-_STRUCK = ".struck"
+_HIT = ".hit"
 
 
 class HostPhase(str, Enum):
@@ -95,11 +95,11 @@ class Orders:
         written.write_text(json.dumps(asdict(fault)))
         written.rename(path)  # seen whole or not at all
 
-    def has_struck(self, fault: HostFault) -> bool:
-        return any(_read(path) == fault for path in self._directory.glob(f"*{_STRUCK}"))
+    def has_hit(self, fault: HostFault) -> bool:
+        return any(_read(path) == fault for path in self._directory.glob(f"*{_HIT}"))
 
     def withdraw(self) -> None:
-        """Faults that have not struck will not."""
+        """Remove the faults that have not hit yet."""
         for path in self._directory.glob("*.fault"):
             path.unlink(missing_ok=True)
 
@@ -210,7 +210,7 @@ def _read(path: Path) -> HostFault | None:
 
 def _claim(path: Path) -> bool:
     try:
-        path.rename(path.with_suffix(_STRUCK))
+        path.rename(path.with_suffix(_HIT))
     except FileNotFoundError:
         return False
     return True

@@ -36,14 +36,14 @@ class Cluster:
 
     Attributes:
         kubelets: by the name of their node.
-        pick: the scheduler's choice.
+        choose_node: the scheduler's choice.
     """
 
     def __init__(self, waits: Waits | None = None, *, seed: int = 0) -> None:
         self.store = Store()
         self.waits = waits or Waits().faster(100.0)
         chance = random.Random(seed)  # noqa: S311 - repeatable
-        self.pick: Callable[[list[str]], str] = chance.choice
+        self.choose_node: Callable[[list[str]], str] = chance.choice
         self._memory = jobs.JobMemory(self.waits)
         self._gone_at: dict[str, float] = {}
         self.api = ApiServer(self.store)
@@ -166,7 +166,7 @@ class Cluster:
 
     def schedule(self) -> None:
         """Bind pods that wait to nodes."""
-        hosts.schedule(self.store, self.pick)
+        hosts.schedule(self.store, self.choose_node)
 
     async def _run(self) -> None:
         while True:

@@ -61,8 +61,8 @@ def node(name: str, *, gpus: int = 8, labels: dict[str, str] | None = None) -> O
     }
 
 
-def schedule(store: Store, pick: Callable[[list[str]], str]) -> None:
-    """Bind pods that wait; of nodes that fit alike, `pick` takes one."""
+def schedule(store: Store, choose_node: Callable[[list[str]], str]) -> None:
+    """Bind pods that wait; of nodes that fit alike, `choose_node` takes one."""
     used: dict[str, int] = {}
     pods = list(store.all("pods"))
     for pod in pods:
@@ -80,7 +80,7 @@ def schedule(store: Store, pick: Callable[[list[str]], str]) -> None:
             one["metadata"]["name"] for one in nodes if _fits(pod, one, used.get(one["metadata"]["name"], 0))
         ]
         if fitting:
-            name = pick(fitting)
+            name = choose_node(fitting)
             used[name] = used.get(name, 0) + _gpus(pod)
             pod["spec"]["nodeName"] = name
             _set_condition(store, pod, "PodScheduled", "True", "", "")

@@ -131,7 +131,7 @@ def test_a_shard_is_set_aside_only_if_it_is_bad_on_the_host_that_holds_it(
     for location in both:
         quarantine_location(location, "said the new host")
     assert list_local(local_of(tmp_path, "a"), "a") == both
-    assert "is its memory?  It says: said the new host" in caplog.text
+    assert "check that host's memory (ECC).  Its report: said the new host" in caplog.text
     flip(file_in(local_of(tmp_path, "a") / "step=1", "rank=0.slot.bin"))
     for location in both:
         quarantine_location(location, "said the new host")
