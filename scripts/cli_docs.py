@@ -36,6 +36,8 @@ COMMANDS = {
     "data_samplers": ("python3 benchmark/data_samplers.py", ["benchmark/data_samplers.py"]),
     "every_step": ("python3 benchmark/every_step.py", ["benchmark/every_step.py"]),
     "first_saves": ("python3 benchmark/first_saves.py", ["benchmark/first_saves.py"]),
+    "health_innocents": ("python3 benchmark/health_innocents.py", ["benchmark/health_innocents.py"]),
+    "outages": ("python3 benchmark/outages.py", ["benchmark/outages.py"]),
     "health_campaign": ("python3 benchmark/health_campaign.py", ["benchmark/health_campaign.py"]),
     "health_cost": ("python3 benchmark/health_cost.py", ["benchmark/health_cost.py"]),
     "planner_scale": ("python3 benchmark/planner_scale.py", ["benchmark/planner_scale.py"]),

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher with shorter times before it ends ranks, for campaigns: ``scaled_launcher.py ACT_S ...``."""
+
+from __future__ import annotations
+
+import sys
+
+from resiliency.launch.health import hang_times
+from resiliency.launch.main import main
+
+if __name__ == "__main__":
+    act_s = float(sys.argv.pop(1))
+    hang_times.FIRST_STEP_S *= act_s / hang_times.ACT_S
+    hang_times.ACT_S = act_s
+    sys.exit(main())
