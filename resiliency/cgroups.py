@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the memory limits of the control groups of this process leave; their excess is answered by a kill."""
+"""Limits of this process's control groups: memory, whose excess is answered by a kill, and processor time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def memory_left(
     cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 ) -> Iterator[tuple[Path, int]]:
     """Each group with a limit, and the bytes that it leaves."""
-    for group in _groups(cgroups, proc):
+    for group in _groups("memory", cgroups, proc):
         for limit_name, used_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -26,16 +26,32 @@ def memory_left(
             yield group, limit - used + (_statistic(group / "memory.stat", cache_name) or 0)
 
 
-def _groups(cgroups: Path, proc: Path) -> Iterator[Path]:
-    """This process's memory cgroup and its ancestors, as far as they can be seen."""
+def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
+    """Memory that this process may still take: of the machine, and of the groups that it is in."""
+    machine = _statistic(proc / "meminfo", "MemAvailable:")
+    left = [free_bytes for _, free_bytes in memory_left(cgroups, proc)]
+    return min([_NO_LIMIT if machine is None else machine << 10, *left])
+
+
+def throttled_s(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> float:
+    """Seconds, summed over cores, in which a CPU limit kept a group of this process from running."""
+    found = [0.0]
+    for group in _groups("cpu", cgroups, proc):
+        for name, unit_s in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):  # of version 2 and 1
+            found.append((_statistic(group / "cpu.stat", name) or 0) * unit_s)
+    return max(found)  # time in which two groups were held up is counted in both
+
+
+def _groups(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
+    """This process's group of a controller and its ancestors, as far as they can be seen."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            root = cgroups if controllers == "" else cgroups / "memory"
+        if controllers == "" or controller in controllers.split(","):
+            root = cgroups if controllers == "" else cgroups / controller
             group = root / path.lstrip("/")
             while True:
                 yield group
@@ -57,7 +73,7 @@ def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 
     Groups above count kills of other jobs, too, and so does the host, which is asked where no group counts.
     """
-    group = next(_groups(cgroups, proc), None)
+    group = next(_groups("memory", cgroups, proc), None)
     if group is not None:
         for name in ("memory.events", "memory.oom_control"):
             if (count := _statistic(group / name, "oom_kill")) is not None:

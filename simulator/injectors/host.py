@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from resiliency.cgroups import available_bytes
 from simulator.faults import FaultMissed, InjectionFailed, Kind, PlannedFault
 from simulator.injectors import memory_holder
-from simulator.injectors.memory_holder import SPARED_BYTES, available_bytes
+from simulator.injectors.memory_holder import SPARED_BYTES
 from simulator.injectors.processes import pack
 from simulator.job import Job, Process, ancestors
 from simulator.journal import Record

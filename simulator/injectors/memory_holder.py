@@ -19,19 +19,12 @@ if __name__ == "__main__":
 from collections.abc import Iterator
 from pathlib import Path
 
-from resiliency.cgroups import memory_left
+from resiliency.cgroups import available_bytes
 
 #: What memory pressure leaves free at least.
 SPARED_BYTES = 512 << 20
 #: How much is taken at a time, and how often a holder looks that has all it wants.
 PIECE_BYTES, _LOOK_S = 16 << 20, 0.02
-
-
-def available_bytes() -> int:
-    """For this process and what it starts: of the machine, and of the container that they are in."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    machine = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return min([machine, *(free_bytes for _, free_bytes in memory_left())])
 
 
 def hold_memory(size_bytes: int) -> Iterator[int]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.cgroups import memory_left
+from resiliency.cgroups import available_bytes
 from simulator.faults import FaultMissed, Kind, PlannedFault
 from simulator.injectors import host, memory_holder
 from simulator.injectors.host import MemoryPressure
 from simulator.injectors.memory_holder import PIECE_BYTES, hold_memory
+from tests.control_groups import inside, memory_group
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +27,9 @@ MIB = 1 << 20
 LIMIT_MIB, STEP_MIB, STEPS = 700, 100, 6
 #: A rank beside its simulator: the pressure begins, and the rank takes memory step by step.
 RANK = f"""
-from resiliency.cgroups import oom_kills
+from resiliency.cgroups import available_bytes, oom_kills
 from simulator.injectors.host import MemoryPressure
-from simulator.injectors.memory_holder import SPARED_BYTES, available_bytes
+from simulator.injectors.memory_holder import SPARED_BYTES
 from tests.simulator.test_memory import MIB, fault, resident_bytes
 from tests.waiting import wait_until
 
@@ -66,35 +66,13 @@ def resident_bytes(pid: int) -> int:
 @pytest.fixture
 def limited() -> Iterator[Path]:
     """A memory group with a limit of `LIMIT_MIB`."""
-    group = _group("memory", "memory.limit_in_bytes") or _group("", "memory.max")
-    if group is None:
-        pytest.skip("this user may make no memory group")
-    yield group
-    wait_until(lambda: _removed(group), f"{group} is not empty")
-
-
-def _group(root: str, limit: str) -> Path | None:
-    group = Path("/sys/fs/cgroup", root, f"resiliency-test-{secrets.token_hex(4)}")
-    with suppress(OSError):
-        group.mkdir()
-        try:
-            (group / limit).write_text(str(LIMIT_MIB * MIB))
-            return group
-        except OSError:
-            group.rmdir()
-    return None
-
-
-def _removed(group: Path) -> bool:
-    with suppress(OSError):  # the last of its processes is about to be gone
-        group.rmdir()
-    return not group.exists()
+    with memory_group(LIMIT_MIB * MIB) as group:
+        yield group
 
 
 def test_a_rank_in_a_container_that_takes_what_it_needs_is_not_killed(limited: Path) -> None:
-    enter = f'echo $$ > {limited}/cgroup.procs && exec "$@"'
     done = subprocess.run(
-        ["sh", "-c", enter, "sh", sys.executable, "-c", RANK],
+        inside(limited, [sys.executable, "-c", RANK]),
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -157,7 +135,8 @@ class Container:
 @pytest.fixture(params=[1, 2])
 def container(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
     made = Container(tmp_path, request.param)
-    monkeypatch.setattr(memory_holder, "memory_left", partial(memory_left, made.cgroups, made.proc))
+    for module in (memory_holder, host):
+        monkeypatch.setattr(module, "available_bytes", partial(available_bytes, made.cgroups, made.proc))
     return made
 
 
