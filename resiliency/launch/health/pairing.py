@@ -2,7 +2,8 @@
 """Group testing over pairs of hosts: which hosts and which links are broken, in few rounds.
 
 A test uses two hosts and the link between them, and passes only when all three are in order.  So a test that
-passes proves both hosts, and a test that fails accuses neither of them.  A round tests disjoint pairs:
+passes proves both hosts, and a test that fails accuses neither of them.  A test that was not made, as one of
+its hosts did not answer or had no core, is no evidence.  A round tests disjoint pairs:
 
 1. Neighbours.  With an odd number of hosts the last one waits: three hosts in one test would blur it.
 2. Suspects, each with a host that is proven good.  While no host is proven, suspects with other suspects.
@@ -37,18 +38,23 @@ _ENOUGH = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Pairing:
-    """What is known after some rounds; `with_results` gives the value after the next one."""
+    """Results of some rounds; `with_results` gives the value after the next one.
+
+    Attributes:
+        untested: pairs whose test was asked for and not made; they are not asked for again.
+    """
 
     hosts: tuple[str, ...]
     passed: frozenset[Pair] = frozenset()
     failed: frozenset[Pair] = frozenset()
+    untested: frozenset[Pair] = frozenset()
 
     def __post_init__(self) -> None:
         if len(set(self.hosts)) < len(self.hosts):
             raise ValueError(f"each host is named once, found {self.hosts}")
 
     def with_results(self, results: Mapping[Pair, bool]) -> Pairing:
-        """Add a round: pair -> whether its test passed.  A pair without a result has failed, if it was asked.
+        """Add a round: pair -> whether its test passed.  A pair without a result was not tested.
 
         Raises:
             ValueError: a result is of a pair that this round did not test, as one of an earlier check.
@@ -56,12 +62,17 @@ class Pairing:
         asked = self.next_round()
         if strange := results.keys() - set(asked):
             raise ValueError(f"this round did not test {sorted(strange)}")
-        passed = {pair for pair in asked if results.get(pair, False)}
-        return replace(self, passed=self.passed | passed, failed=self.failed | (set(asked) - passed))
+        passed = {pair for pair, works in results.items() if works}
+        return replace(
+            self,
+            passed=self.passed | passed,
+            failed=self.failed | (results.keys() - passed),
+            untested=self.untested | (set(asked) - results.keys()),
+        )
 
     def next_round(self) -> tuple[Pair, ...]:
         """Disjoint pairs to test now; empty: no test would say anything new."""
-        if not self.passed | self.failed:
+        if not self.passed | self.failed | self.untested:
             return tuple(zip(self.hosts[::2], self.hosts[1::2], strict=False))
         suspects, proven = self.undecided, self.proven
         if not suspects:
@@ -111,7 +122,8 @@ class Pairing:
         if health is HostHealth.FAULTY:
             return f"failed with {', '.join(self._failed_with_proven(host))}, which passed with other hosts"
         if not partners:
-            return "no test: no partner was left"
+            met = sorted(self._partners(host, self.untested))
+            return f"no test: none with {', '.join(met)} was made" if met else "no test: no partner was left"
         return f"failed with {', '.join(partners)}: one of these hosts or a link between them is broken"
 
     def _suspects_with(self, partners: tuple[str, ...]) -> Iterator[Pair]:
@@ -121,7 +133,7 @@ class Pairing:
         for suspect in self._by_promise():
             if suspect in taken:
                 continue
-            met = self._partners(suspect, self.failed) | taken | {suspect}
+            met = self._partners(suspect, self.failed | self.untested) | taken | {suspect}
             partner = next((one for one in free if one not in met), None)
             if partner is not None:
                 taken |= {suspect, partner}
@@ -136,7 +148,7 @@ class Pairing:
         first: set[str] = set()
         rank: dict[str, tuple[int, int, bool]] = {}
         for host in self.undecided:
-            partners = self._partners(host, self.failed)
+            partners = self._partners(host, self.failed | self.untested)
             second = bool(first & partners)
             if not second:
                 first.add(host)

@@ -2,7 +2,8 @@
 """The check of links: pairs of hosts send each other a message of bounded size, in rounds of group testing.
 
 A pair fails when its message does not arrive in time and unchanged, or when it is much slower than the other
-pairs.  So group testing names slow hosts and links just as broken ones.
+pairs.  So group testing names slow hosts and links just as broken ones.  A pair was not tested if one of its
+hosts did not answer, could not make the test, or had no core for most of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from resiliency.launch.health.pairing import Pair, Pairing
 from resiliency.launch.health.scores import HostHealth
 from resiliency.launch.host_check.exchange import Exchange
+from resiliency.proc_stat import waited_for_core_s
 
 _MESSAGE_BYTES = 8 << 20
 _MESSAGES, _PINGS = 3, 20
@@ -100,29 +102,53 @@ def with_answers(
     findings: LinkFindings, pairs: Sequence[Pair], answers: Mapping[str, Mapping[str, Any]]
 ) -> LinkFindings:
     """Add what the hosts of a round said of their pairs: a pair passed if both of its hosts say so."""
-    rates, errors = {**findings.rates}, {**findings.errors}
+    rates, errors, slow = {**findings.rates}, {**findings.errors}, set(findings.slow)
     for pair in pairs:
-        why = [str(answers[host].get("error", "no answer")) for host in pair if "rate" not in answers[host]]
-        if why:
+        said = [answers[host] for host in pair]
+        why = [str(one["error"]) for one in said if "error" in one]
+        if all("rate" in one for one in said):
+            rates[pair] = float(said[1]["rate"])
+        elif why and all(one.keys() & {"rate", "error"} for one in said):
             errors[pair] = why[0]
-        else:
-            rates[pair] = float(answers[pair[1]]["rate"])
-    middle = median(rates.values()) if len(rates) >= _LEAST_PAIRS else 0.0
-    slow = {pair for pair in pairs if pair in rates and rates[pair] < _SLOW_SHARE * middle}
-    passed = {pair: pair in rates and pair not in slow for pair in pairs}
+    waited = {pair for pair in pairs if any(answers[host].get("waited") for host in pair)}
+    others = [rate for pair, rate in rates.items() if pair not in waited]
+    middle = median(others) if len(others) >= _LEAST_PAIRS else 0.0
+    tested = {}
+    for pair in pairs:
+        if pair in rates and rates[pair] >= _SLOW_SHARE * middle:
+            tested[pair] = True
+        elif pair in waited:
+            rates.pop(pair, None)
+        elif pair in rates.keys() | errors.keys():
+            tested[pair] = False
+            slow |= {pair} & rates.keys()
     return LinkFindings(
-        pairing=findings.pairing.with_results(passed), rates=rates, slow=findings.slow | slow, errors=errors
+        pairing=findings.pairing.with_results(tested), rates=rates, slow=frozenset(slow), errors=errors
     )
 
 
 def _test_pair(exchange: Exchange, name: str, listens: bool, address: str, limit_s: float) -> dict[str, Any]:
-    """``{"rate": MB/s, "latency_ms": ms}`` or ``{"error": why}``."""
-    deadline = time.monotonic() + limit_s
+    """``{"rate": MB/s, "latency_ms": ms}`` or ``{"error": why}``; neither: there was no test.
+
+    `waited`: this thread had no core for most of it.
+    """
+    waited_s, began = waited_for_core_s("thread-self"), time.monotonic()
+    said = _exchange_messages(exchange, name, listens, address, began + limit_s)
+    waited_s = waited_for_core_s("thread-self") - waited_s
+    return {**said, "waited": waited_s > (time.monotonic() - began) / 2}
+
+
+def _exchange_messages(
+    exchange: Exchange, name: str, listens: bool, address: str, deadline: float
+) -> dict[str, Any]:
+    limit_s = deadline - time.monotonic()
+    is_ready = False
     try:
         if not listens:
             place = exchange.try_ask(name, limit_s)
             if place is None:
-                return {"error": f"no partner within {limit_s:g} s"}
+                return {}
+            is_ready = True
             with socket.create_connection(tuple(place["at"]), timeout=limit_s) as connection:
                 connection.sendall(bytes.fromhex(place["token"]))
                 return _send(connection, deadline)
@@ -131,13 +157,14 @@ def _test_pair(exchange: Exchange, name: str, listens: bool, address: str, limit
             token = secrets.token_bytes(_TOKEN_BYTES)
             at = [address, listener.getsockname()[1]]
             exchange.tell(name, {"at": at, "token": token.hex()})
+            is_ready = True
             while True:
                 _limit(listener, deadline)
                 with listener.accept()[0] as connection:
                     if _receive(connection, _TOKEN_BYTES, deadline) == token:  # else a stranger
                         return _return(connection, deadline)
     except OSError as error:
-        return {"error": f"no whole message: {error.strerror or error}"}
+        return {"error": f"no whole message: {error.strerror or error}"} if is_ready else {}
 
 
 def _message() -> bytes:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -219,22 +220,39 @@ def test_a_host_that_says_nothing_is_missed_and_without_host_0_the_others_are_un
 
 
 class CutExchange(Exchange):
-    """A host that finds no partner of pairs whose names begin so."""
+    """A host that reaches no partner of pairs whose names begin so, nor is reached by one."""
 
     cut = "link-"
 
-    def try_ask(self, name: str, timeout_s: float) -> object:
-        return None if name.startswith(self.cut) else super().try_ask(name, timeout_s)
+    def try_ask(self, name: str, timeout_s: float) -> Any:
+        place = super().try_ask(name, timeout_s)
+        return self._beside(place) if name.startswith(self.cut) and place else place
+
+    def tell(self, name: str, value: Any) -> None:
+        super().tell(name, self._beside(value) if name.startswith(self.cut) else value)
+
+    @staticmethod
+    def _beside(place: dict[str, Any]) -> dict[str, Any]:
+        return {**place, "at": [LOCAL, 1]}  # no program listens there
+
+
+class SilentExchange(Exchange):
+    """A host that answers nothing of links, as one that was stopped."""
 
     def tell(self, name: str, value: object) -> None:
-        if not name.startswith(self.cut):
+        if not name.startswith("link"):
             super().tell(name, value)
 
 
 def findings_of(
-    hosts: int, monkeypatch: pytest.MonkeyPatch, *, deaf: Sequence[int] = (), cut: str = "none"
+    hosts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    deaf: Sequence[int] = (),
+    silent: Sequence[int] = (),
+    cut: str = "none",
 ) -> links.LinkFindings:
-    """Real messages over loopback; a deaf host reaches no other one.
+    """Real messages over loopback; a deaf host reaches no other one, and a silent one does not answer.
 
     How fast they are is chance on a busy machine, and no reason here: slow links are tested by values.
     """
@@ -243,9 +261,12 @@ def findings_of(
     names, store = [f"h{rank}" for rank in range(hosts)], MemoryStore()
 
     def run(rank: int) -> links.LinkFindings:
-        exchange = CutExchange(store, check="c", rank=rank, hosts=hosts)
-        exchange.cut = "link-" if rank in deaf else cut
-        return links.check_links(exchange, names, address=LOCAL, timeout_s=60, pair_s=1.0)
+        kind = SilentExchange if rank in silent else CutExchange
+        exchange = kind(store, check="c", rank=rank, hosts=hosts)
+        if isinstance(exchange, CutExchange):
+            exchange.cut = "link-" if rank in deaf else cut
+        pair_s = 0.3 if silent else 1.0
+        return links.check_links(exchange, names, address=LOCAL, timeout_s=60, pair_s=pair_s)
 
     with ThreadPoolExecutor(hosts) as threads:
         found = list(threads.map(run, range(hosts)))
@@ -266,6 +287,8 @@ def test_links_and_hosts_that_carry_no_message_are_named(monkeypatch: pytest.Mon
     link = findings_of(4, monkeypatch, cut="link-0-0")
     (sentence,) = link.sentences()
     assert sentence.startswith("link h0 - h1 is broken: no ")
+    mute = findings_of(3, monkeypatch, silent=[2])
+    assert [mute.health_of(f"h{rank}") for rank in range(3)] == [OK, OK, UNDECIDED]
     two = links.with_answers(fresh(2), [("h0", "h1")], {"h0": {"error": "timed out"}, "h1": {"rate": 9.0}})
     assert [two.health_of(host) for host in ("h0", "h1")] == [UNDECIDED, UNDECIDED]
     assert two.sentences() == ["h0, h1 or the link between them is broken: timed out"]
@@ -282,10 +305,23 @@ def test_a_host_with_slow_links_is_slow_and_no_other_one() -> None:
     assert findings.health_of("h5") is SLOW
 
 
+def test_a_late_message_of_a_host_without_a_core_is_no_slow_link() -> None:
+    for waited, health in ((False, SLOW), (True, UNDECIDED)):
+        findings = fresh(8)
+        while pairs := findings.pairing.next_round():
+            answers = {
+                host: {"rate": 40.0 if "h5" in pair else 100.0, "waited": waited and host == "h5"}
+                for pair in pairs
+                for host in pair
+            }
+            findings = links.with_answers(findings, pairs, answers)
+        assert findings.health_of("h5") is health
+
+
 def test_the_command_reports_to_people_and_programs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resiliency.launch.health.__main__.HostProbes", partial(HostProbes, probes=REST[1:]))
+    monkeypatch.setattr("resiliency.launch.health.__main__.HostProbes", partial(HostProbes, probes=REST[2:]))
     assert main(["check", "--disk", str(tmp_path)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["probe", "rate", "health", "why"]

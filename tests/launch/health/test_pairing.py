@@ -122,13 +122,26 @@ def test_with_no_good_host_nobody_is_accused() -> None:
     assert only.why("a") == "no test: no partner was left"
 
 
-def test_results_of_another_check_are_refused_and_a_missing_one_is_a_failure() -> None:
+@pytest.mark.parametrize("count", [2, 3, 6, 9])
+def test_a_host_whose_tests_cannot_be_made_is_accused_of_nothing(count: int) -> None:
+    names = hosts(count)
+    pairing = Pairing(hosts=names)
+    while pairs := pairing.next_round():
+        assert not set(pairs) & (pairing.passed | pairing.untested)
+        pairing = pairing.with_results({pair: True for pair in pairs if names[1] not in pair})
+    assert (pairing.faulty, pairing.broken_links, pairing.suspect_pairs) == ((), (), ())
+    assert set(pairing.undecided) == (set(names) if count == 2 else {names[1]})
+    met = ", ".join(name for name in names if name != names[1])
+    assert pairing.why(names[1]) == f"no test: none with {met} was made"
+
+
+def test_results_of_another_check_are_refused_and_a_missing_one_is_none() -> None:
     """D15 and D17a: a round takes results of its own pairs; a new check starts from nothing."""
     first = Pairing(hosts=hosts(4))
     with pytest.raises(ValueError, match=r"did not test \[\('h01', 'h02'\)\]"):
         first.with_results({("h01", "h02"): True})
     after = first.with_results({("h00", "h01"): True})
-    assert after.failed == {("h02", "h03")}
+    assert (after.failed, after.untested) == (set(), {("h02", "h03")})
     assert first == Pairing(hosts=hosts(4))
     assert after.health_of("h02") is HostHealth.UNDECIDED
     with pytest.raises(ValueError, match="named once"):
