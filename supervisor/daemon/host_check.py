@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -29,7 +28,7 @@ PROGRAM = ("-m", "resiliency.launch.health", "check", "--json", f"--check-timeou
 
 @dataclass(frozen=True, kw_only=True)
 class HostCheck:
-    """What a check found.  `gpus`: names of those that were tried."""
+    """The result of a check.  `gpus`: names of those that were measured."""
 
     health: HostHealth
     why: str = ""
@@ -46,17 +45,12 @@ class HostCheck:
         return Finding(type=EventType.NODE_CHECK, evidence=evidence)
 
 
-async def check_host(
-    directory: Path, program: tuple[str, ...] = PROGRAM, *, needs: str = "torch"
-) -> HostCheck:
+async def check_host(directory: Path, program: tuple[str, ...] = PROGRAM) -> HostCheck:
     """Run the check; where it cannot be run, or says nothing, the host is undecided.
 
     Args:
         directory: of the daemon, on whose disk the check writes.
-        needs: without this module, each probe would die, and a probe that dies makes its host faulty.
     """
-    if importlib.util.find_spec(needs) is None:
-        return HostCheck(health=HostHealth.UNDECIDED, why=f"the daemon's Python has no {needs}")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *program, f"--disk={directory}"),
         stdin=asyncio.subprocess.DEVNULL,
@@ -99,11 +93,12 @@ async def while_idle(workers: HostWorkers, work: Awaitable[T], changed: asyncio.
 def _read(said: bytes, exit_code: int | None) -> HostCheck:
     try:
         report: dict[str, Any] = json.loads(said)
-        probes = [str(one["probe"]) for one in report["probes"]]
-        return HostCheck(
-            health=HostHealth(report["health"]),
-            why=str(report["why"]),
-            gpus=tuple(probe for probe in probes if probe.startswith("gpu")),
-        )
+        health, why = HostHealth(report["health"]), str(report["why"])
+        found = {str(one["probe"]): HostHealth(one["health"]) for one in report["probes"]}
     except (ValueError, TypeError, KeyError):
         return HostCheck(health=HostHealth.UNDECIDED, why=f"the check ended with {exit_code} and no report")
+    if health is HostHealth.FAULTY and health not in found.values():
+        health, why = HostHealth.UNDECIDED, f"the check names no probe that found a fault: {why}"
+    undecided = HostHealth.UNDECIDED
+    gpus = (name for name, one in found.items() if name.startswith("gpu") and one is not undecided)
+    return HostCheck(health=health, why=why, gpus=tuple(gpus))

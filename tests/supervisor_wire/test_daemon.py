@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -416,9 +417,7 @@ def test_a_check_ends_without_a_word_when_a_launcher_comes(tmp_path: Path) -> No
 
     async def work() -> None:
         workers, changed = table(), asyncio.Event()
-        checking = asyncio.create_task(
-            while_idle(workers, check_host(tmp_path, ("-c", program), needs="json"), changed)
-        )
+        checking = asyncio.create_task(while_idle(workers, check_host(tmp_path, ("-c", program)), changed))
         await asyncio.to_thread(wait_until, began.is_symlink, "the check has not begun")
         changed.set()
         await asyncio.sleep(0)
@@ -431,11 +430,19 @@ def test_a_check_ends_without_a_word_when_a_launcher_comes(tmp_path: Path) -> No
     run(work())
 
 
+def reported(health: str, **probes: str) -> str:
+    """A program that prints the report of a check."""
+    found = [{"probe": name, "health": one} for name, one in probes.items()]
+    return f"print({json.dumps({'health': health, 'why': 'so', 'probes': found})!r})"
+
+
 @pytest.mark.parametrize(
     ("program", "health", "why", "gpus"),
     [
-        ('print(\'{"health":"ok","why":"","probes":[{"probe":"cpu"},{"probe":"gpu0"}]}\')', "ok", "", "gpu0"),
-        ('print(\'{"health":"faulty","why":"core 3","probes":[]}\'); exit(3)', "faulty", "core 3", ""),
+        (reported("ok", cpu="ok", gpu0="ok"), "ok", "", "gpu0"),
+        (reported("undecided", cpu="ok", gpu0="slow", gpu1="undecided"), "undecided", "so", "gpu0"),
+        (reported("faulty", cpu="faulty") + "; exit(3)", "faulty", "so", ""),
+        (reported("faulty", cpu="undecided"), "undecided", "names no probe that found a fault: so", ""),
         ('print(\'{"health":"drunk","why":"","probes":[]}\')', "undecided", "ended with 0 and no report", ""),
         ("import os; os.abort()", "undecided", "ended with -6 and no report", ""),
     ],
@@ -446,12 +453,6 @@ def test_a_check_that_says_nothing_that_can_be_read_leaves_its_host_undecided(
     evidence = run(check_host(tmp_path, ("-c", program))).finding("k").evidence
     assert (evidence.cause, evidence.device) == (health, gpus)
     assert why in evidence.text
-
-
-def test_a_daemon_without_torch_accuses_no_host(tmp_path: Path) -> None:
-    found = run(check_host(tmp_path, ("-c", "raise SystemExit(3)"), needs="torch_that_is_not_there"))
-    assert found.health.value == "undecided"
-    assert found.why == "the daemon's Python has no torch_that_is_not_there"
 
 
 # ------------------------------------------------------------------------------------------- the table
