@@ -27,8 +27,8 @@ from resiliency.runtime import RunInfo, interface_towards
 REFUSED = 2
 PROGRAM = "python3 -m resiliency.launch.health"
 DESCRIPTION = """\
-Check this host in seconds: its cores, GPUs, memory and disk; with --precheck 2 also the links to
-other hosts, which run the same command."""
+Check this host in seconds: its cores, GPUs, memory, shared memory and disk; with --precheck 2
+also the links to other hosts, which run the same command."""
 EPILOG = """\
 examples:
   this host alone:
@@ -38,8 +38,8 @@ examples:
     python3 -m resiliency.launch.health check --precheck 2 --nnodes 4 --node-rank 0 \\
         --rdzv-endpoint host1:29410
 
-exit codes: 0 this host is ok; 2 bad flags, nothing was checked; 3 faulty; 4 slow; 5 undecided: one of
-several hosts is broken, or there are too few to compare with."""
+exit codes: 0 this host is ok; 2 bad flags, nothing was checked; 3 faulty; 4 slow; 5 undecided: a probe
+measured nothing, one of several hosts is broken, or there are too few to compare with."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--disk", type=Path, default=Path(), metavar="DIR",
-        help="Where the disk probe makes its file, and removes it; default: the working directory.",
+        help="Where the disk probe makes its file, which has no name; default: the working directory.",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="Hosts, for --precheck 2.")

@@ -9,6 +9,10 @@ deviation), but that limit stays between 20 % and 25 % of the median.  The lower
 noise of +-10 % a healthy host is at most 1 - 0.9 / 1.1 = 18 % below.  The upper end finds a host at 60 %
 speed: with the same noise it is at least 1 - 0.66 / 0.9 = 27 % below.  No host is slow where the others
 differ by more than the upper end among themselves, or where half of the hosts would be.
+
+A probe that measured nothing leaves its host undecided.  So does a result that other hosts do not have: a
+host that has it each time, and on each of its cores, may compute by other instructions.  A broken core has
+another result each time, or not that of the host's other cores: the probe itself sees that.
 """
 
 from __future__ import annotations
@@ -46,10 +50,13 @@ class Measurement:
     """One probe on one host.
 
     Attributes:
-        value: a rate, so more is better; 0 where the probe failed.
+        value: a rate, so more is better; 0 where nothing was measured.
         unit: of `value`, such as GFLOP/s; the same on all hosts.
-        error: why the probe failed; empty: it did not.
-        digest: of a result that must be the same, bit by bit, on all hosts with an equal `platform`.
+        error: the fault that was measured; empty: none.
+        missing: why nothing was measured; empty: it was.
+        note: more to know of what was measured, such as a limit that the host is under.
+        digest: of a result that should be the same, bit by bit, on all hosts with an equal `platform`.
+        platform: names all that the bits of the result depend on.
         tolerance: share of the others' median by which a slow host is below; larger for noisy probes.
     """
 
@@ -58,9 +65,16 @@ class Measurement:
     value: float
     unit: str
     error: str = ""
+    missing: str = ""
+    note: str = ""
     digest: str = ""
     platform: str = ""
     tolerance: float = 0.25
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether `value` says anything."""
+        return not (self.error or self.missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +88,7 @@ class Score:
 
     def __str__(self) -> str:
         measured = self.measurement
-        rate = "" if measured.error else f" {measured.value:.4g} {measured.unit}"
+        rate = f" {measured.value:.4g} {measured.unit}" if measured.has_rate else ""
         return f"{measured.probe}{rate}: {self.health.value}, {self.why}"
 
 
@@ -93,20 +107,25 @@ def judge(
         raise ValueError(f"one probe and one unit can be compared, found {sorted(kinds)}")
     if len({one.host for one in measurements}) < len(measurements):
         raise ValueError("a host has one measurement in a probe")
-    wrong = _wrong_results(measurements)
-    rates = {one.host: one.value for one in measurements if not one.error and one.host not in wrong}
+    odd = _odd_results(measurements)
+    rates = {one.host: one.value for one in measurements if one.has_rate and one.host not in odd}
     scores = []
     for one in measurements:
         if one.error:
             scores.append(Score(measurement=one, health=HostHealth.FAULTY, why=one.error))
-        elif one.host in wrong:
-            health, why = wrong[one.host]
-            scores.append(Score(measurement=one, health=health, why=why))
+        elif why := one.missing or odd.get(one.host, ""):
+            scores.append(Score(measurement=one, health=HostHealth.UNDECIDED, why=why))
         else:
             others = [rate for host, rate in rates.items() if host != one.host]
             scores.append(_score_rate(one, others))
     scores = _unless_half(scores, len(rates))
-    return [_by_past(score, (history or {}).get(score.measurement.host, ()), len(rates)) for score in scores]
+    scores = [
+        _by_past(score, (history or {}).get(score.measurement.host, ()), len(rates)) for score in scores
+    ]
+    return [
+        replace(score, why=f"{score.why}; {score.measurement.note}") if score.measurement.note else score
+        for score in scores
+    ]
 
 
 def judge_all(
@@ -132,11 +151,14 @@ def worst(scores: Iterable[Score]) -> dict[str, HostHealth]:
     return by_host
 
 
-def _wrong_results(measurements: Sequence[Measurement]) -> dict[str, tuple[HostHealth, str]]:
-    """Hosts whose result is not that of most hosts of their platform; all of them, where there is none."""
+def _odd_results(measurements: Sequence[Measurement]) -> dict[str, str]:
+    """Hosts whose result is not that of most hosts of their platform, with the reason to doubt it.
+
+    Where no result is that of most hosts, all of them.
+    """
     by_platform: dict[str, list[Measurement]] = defaultdict(list)
     for one in measurements:
-        if one.digest and not one.error:
+        if one.digest and one.has_rate:
             by_platform[one.platform].append(one)
     found = {}
     for platform, alike in by_platform.items():
@@ -144,14 +166,12 @@ def _wrong_results(measurements: Sequence[Measurement]) -> dict[str, tuple[HostH
         for one in alike if others else ():
             if 2 * count <= len(alike):
                 found[one.host] = (
-                    HostHealth.UNDECIDED,
-                    f"hosts of {platform} have {len(others) + 1} results, and none is that of most hosts",
+                    f"hosts of {platform} have {len(others) + 1} results, and none is that of most hosts"
                 )
             elif one.digest != common:
                 found[one.host] = (
-                    HostHealth.FAULTY,
                     f"result {one.digest[:12]} differs from {common[:12]}, which {count} of {len(alike)} "
-                    f"hosts of {platform} have",
+                    f"hosts of {platform} have; it is the same each time"
                 )
     return found
 
@@ -168,7 +188,7 @@ def _score_rate(one: Measurement, others: Sequence[float]) -> Score:
 def _by_past(score: Score, history: Sequence[float], rated: int) -> Score:
     """By the host's own past where the other hosts have not decided."""
     is_open = rated <= LEAST_OTHERS or score.health is HostHealth.UNDECIDED
-    if score.reference is None and score.health is not HostHealth.OK:  # a failure, or a wrong result
+    if score.reference is None and score.health is not HostHealth.OK:  # no rate, or an odd result
         return score
     if not is_open or len(history) < LEAST_HISTORY:
         return score

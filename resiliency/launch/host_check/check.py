@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from resiliency.errors import PeerError
@@ -13,6 +13,8 @@ from resiliency.launch.health.scores import HostHealth, Measurement, Score, judg
 from resiliency.launch.host_check.exchange import Exchange
 from resiliency.launch.host_check.links import LinkFindings, check_links
 
+#: Of a measurement; a launcher of another release may tell more.
+_FIELDS = frozenset(field.name for field in fields(Measurement))
 #: Exit code of a program for each conclusion; 1 and 2 are taken by errors and refusals.
 EXIT_CODES = {HostHealth.OK: 0, HostHealth.FAULTY: 3, HostHealth.SLOW: 4, HostHealth.UNDECIDED: 5}
 
@@ -34,11 +36,19 @@ class HostReport:
 
     @property
     def why(self) -> str:
-        """The evidence that makes the host what it is."""
-        found = [str(score) for score in self.scores if score.health is self.health]
+        """The evidence that makes the host what it is, and each probe that measured nothing."""
+        found = [
+            str(score) for score in self.scores if score.health is self.health or score.measurement.missing
+        ]
         if self.link_health is self.health and self.link_why:
             found.append(f"links: {self.health.value}, {self.link_why}")
         return "; ".join(found)
+
+    @property
+    def notes(self) -> str:
+        """Limits that the host is under, by probe."""
+        measured = (score.measurement for score in self.scores)
+        return "; ".join(f"{one.probe}: {one.note}" for one in measured if one.note)
 
     def fields(self) -> dict[str, Any]:
         """The report for machines."""
@@ -64,7 +74,9 @@ class HostReport:
         rows = [
             (
                 score.measurement.probe,
-                "-" if score.measurement.error else f"{score.measurement.value:.4g} {score.measurement.unit}",
+                f"{score.measurement.value:.4g} {score.measurement.unit}"
+                if score.measurement.has_rate
+                else "-",
                 score.health.value,
                 score.why,
             )
@@ -75,7 +87,9 @@ class HostReport:
         rows = [("probe", "rate", "health", "why"), *rows]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]).rstrip() for row in rows]
-        return "\n".join([*lines, *self.links, f"host {self.host}: {self.health.value}"])
+        missing = ", ".join(score.measurement.probe for score in self.scores if score.measurement.missing)
+        last = f"host {self.host}: {self.health.value}{missing and f'; not measured: {missing}'}"
+        return "\n".join([*lines, *self.links, last])
 
 
 def report_alone(
@@ -114,7 +128,7 @@ def report_with_others(
         names = [f"{answer.get('host', '?')} ({rank})" for rank, answer in enumerate(said)]
         me = names[exchange.rank]
         measurements = [
-            Measurement(**{**one, "host": names[rank]})
+            Measurement(**{name: one[name] for name in _FIELDS & one.keys()} | {"host": names[rank]})
             for rank, answer in enumerate(said)
             for one in answer.get("measurements", ())
         ]

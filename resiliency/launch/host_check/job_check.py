@@ -74,7 +74,7 @@ class JobCheck:
             measurements = self._probes.run(self._timeout_s)
             self._report = report_alone(self._host, measurements, self._history)
             for one in measurements:
-                if not one.error:
+                if one.has_rate:
                     self._history[one.host, one.probe].append(one.value)
             self._conclude(self._report, None, time.monotonic() - began)
 
@@ -119,7 +119,9 @@ class JobCheck:
         )
         if leaves:
             raise UnfitHost(report)
-        if report.health is HostHealth.OK:
+        if report.health is HostHealth.OK and not report.notes:
             logger.info("host checked: ok; took %.1f s", took_s)
+        elif report.health is HostHealth.OK:
+            logger.warning("host checked: ok, but %s; the host stays", report.notes)
         else:
             logger.warning("host checked: %s: %s; the host stays", report.health.value, report.why)

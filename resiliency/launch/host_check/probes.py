@@ -1,71 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes of one host: short programs, each in a process of its own with a deadline.
+"""Probes of one host: short programs, each in a process of its own with limits of time.
 
-A probe that hangs is killed at its deadline, and one that dies has died: both are results, and neither takes
-its caller along.  A probe measures a rate over several equal windows and reports the best one, so load that
-comes and goes is no slowness of the host, and a host that is always slower is found.
-
-    python3 -m resiliency.launch.host_check.probes {memory,disk,compute} [DIRECTORY]
-
-prints one JSON object per line: what `Measurement` has, but the host.  The last one is `_END`: what comes
-after it, as a process that takes long to end, is no fault of the host.
+A fault is only what a probe has measured: a wrong result, a device's own error, or a silence or a crash after
+the probe has begun to measure.  A probe that did not come so far, had no core, was stopped, or was ended by
+somebody or for memory says nothing of its host, and why.  The programs are in `programs`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import platform
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from resiliency.cgroups import memory_left
+from resiliency.cgroups import oom_kills, throttled_s
 from resiliency.launch.health.evidence import signal_name
 from resiliency.launch.health.scores import Measurement
-from resiliency.proc_stat import waited_for_core_s
+from resiliency.proc_stat import read_stat, waited_for_core_s
 
-#: Shape of the products: 0.9 GFLOP each, and matrices that no cache of a core holds.
-_SIDE = 768
-_GPU_SIDE = 4096
-_WINDOWS, _WINDOW_S = 4, 0.2
-_MEMORY_BYTES = 64 << 20
-_DISK_BYTES = 32 << 20
-#: Bits that stick, or that follow their neighbours, differ from one of these.
-_PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
-_END = {"end": True}
-_NO_CORE = "had no core"
-#: A shorter wait is that of any start.
-_NO_CORE_S = 0.3
+#: Time between two looks at a probe.
+_LOOK_S = 0.5
+#: A look may be so late.  Beyond that this process stood still itself, and so may have its probe.
+_LATE_S = 0.5
+#: For a probe that was killed to end: the kernel may hold it in a driver, and its children hold its output.
+_KILL_S = 2.0
+_NO_CORE, _STOPPED = "had no core", "was stopped"
+#: A core that computes wrong may crash a program so; an abort is the program's own.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One program.  `limit_s` is far above what a healthy host needs, imports included."""
+    """One program.
+
+    Attributes:
+        limit_s: longest silence while it measures, without time in which it could not run.
+        start_s: the same until it begins to measure, imports included.
+    """
 
     name: str
     unit: str
     limit_s: float
+    start_s: float
     tolerance: float = 0.25
 
 
 #: In the order in which they run; one at a time, as they would slow each other.
 PROBES = (
-    Probe(name="memory", unit="GB/s", limit_s=10),
+    Probe(name="memory", unit="GB/s", limit_s=10, start_s=10),
+    # How fast pages of it are made differs from host to host.
+    Probe(name="shm", unit="GB/s", limit_s=10, start_s=10, tolerance=0.7),
     # Storage of many hosts is shared, and its speed is that of the others' writes.
-    Probe(name="disk", unit="MB/s", limit_s=15, tolerance=0.7),
+    Probe(name="disk", unit="MB/s", limit_s=15, start_s=15, tolerance=0.7),
     # The last one takes what time is left: on storage that is slow, torch's import alone may need it.
-    Probe(name="compute", unit="GFLOP/s", limit_s=math.inf),
+    Probe(name="compute", unit="GFLOP/s", limit_s=30, start_s=math.inf),
 )
 
 
@@ -74,269 +70,218 @@ class HostProbes:
     """Runs the probes of this host.
 
     Attributes:
-        disk: directory in which the disk probe makes a file, and removes it.
+        disk: directory in which the disk probe makes a file without a name.
         command: program of the probes; tests have one that is broken.
         probes: which ones.
     """
 
     host: str
     disk: Path
-    command: tuple[str, ...] = (sys.executable, "-m", "resiliency.launch.host_check.probes")
+    command: tuple[str, ...] = (sys.executable, "-m", "resiliency.launch.host_check.programs")
     probes: tuple[Probe, ...] = PROBES
 
     def run(self, timeout_s: float) -> list[Measurement]:
-        """All measurements within `timeout_s`; a probe without time left is not run, and accuses no host."""
-        deadline = time.monotonic() + timeout_s
+        """All measurements within `timeout_s`, of each probe one at least."""
+        left_s = timeout_s
         found: list[Measurement] = []
         for probe in self.probes:
-            if time.monotonic() < deadline:
-                found += self._run_one(probe, deadline)
+            measurements, spent_s = self._run_one(probe, left_s, timeout_s)
+            found += measurements
+            left_s -= spent_s
         return found
 
-    def _run_one(self, probe: Probe, deadline: float) -> list[Measurement]:
-        try:
-            # Made here, so that it is removed also where the probe was killed.
-            with tempfile.TemporaryDirectory(prefix=".host-check-", dir=self.disk) as directory:
-                lines, error = _run_process([*self.command, probe.name, directory], probe.limit_s, deadline)
-        except OSError as failure:
-            lines, error = [], f"cannot write to {self.disk}: {failure.strerror}"
-        if error:
-            lines.append({"error": error})
-        found = [self._measurement(probe, line) for line in lines]
-        return list({one.probe: one for one in found}.values())  # an error takes the place of a result
+    def _run_one(self, probe: Probe, left_s: float, timeout_s: float) -> tuple[list[Measurement], float]:
+        if left_s <= 0:
+            missing = f"no time was left of {timeout_s:g} s"
+            return [self._measurement(probe, {"probe": probe.name, "missing": missing})], 0.0
+        argv = [*self.command, probe.name, str(self.disk)]
+        run = _run_process(argv, probe, left_s)
+        results, spent_s = run.results, run.spent_s
+        if run.crash:
+            text = f"crashed once: {run.crash}; no time was left for a second try"
+            if left_s > spent_s:
+                again = _run_process(argv, probe, left_s - spent_s)
+                spent_s += again.spent_s
+                results = again.results
+                text = f"crashed once: {run.crash}; the second try did not"
+                if again.crash:
+                    twice = f"crashed twice: {run.crash}, {again.crash}"
+                    results.append({"probe": again.stage, "error": twice})
+            if not any("error" in one for one in results):
+                results.append({"probe": run.stage, "missing": text})
+        found = [self._measurement(probe, one) for one in results]
+        return list({one.probe: one for one in found}.values()), spent_s  # a failure takes a result's place
 
     def _measurement(self, probe: Probe, said: Mapping[str, Any]) -> Measurement:
         return Measurement(
             host=self.host,
-            probe=str(said.get("probe", probe.name)),
+            probe=str(said["probe"]),
             value=float(said.get("value", 0.0)),
             unit=probe.unit,
-            error=str(said.get("error", "")),
-            digest=str(said.get("digest", "")),
-            platform=str(said.get("platform", "")),
             tolerance=probe.tolerance,
+            **{name: str(said.get(name, "")) for name in ("error", "missing", "note", "digest", "platform")},
         )
 
 
-def _run_process(argv: list[str], limit_s: float, deadline: float) -> tuple[list[dict[str, Any]], str]:
-    """What a probe has printed, and why it did not come to its end; neither, where it had no core to run on.
+@dataclass(kw_only=True)
+class ProbeRun:
+    """The results of a process, and its crash.
 
-    Args:
-        limit_s: without the time in which other programs had its core.
-        deadline: monotonic time at which it is killed whatever it waited for.
+    Attributes:
+        stage: the part of the probe that it was at in the end.
+        spent_s: time of it that this process saw.
     """
+
+    results: list[dict[str, Any]]
+    stage: str = ""
+    crash: str = ""
+    spent_s: float = 0.0
+
+
+def _run_process(argv: list[str], probe: Probe, budget_s: float) -> ProbeRun:
     # A launcher limits the threads of its ranks; a probe has the host for itself.
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    began = time.monotonic()
-    process = subprocess.Popen(
-        argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    error, waited_s = "", 0.0
+    kills = oom_kills()
     try:
-        while True:
-            # At least a second, as what it waits is counted when it gets the core.
-            until = min(max(began + limit_s + waited_s, time.monotonic() + 1.0), deadline)
+        process = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    except OSError as error:
+        return ProbeRun(results=[{"probe": probe.name, "missing": f"could not start: {error.strerror}"}])
+    watch = ProbeWatch(process.pid)
+    output, errors, ended = b"", b"", False
+    end: dict[str, str] = {}
+    stage, results, is_complete = _read_results(output, probe.name)
+    try:
+        while not (end or ended or is_complete):
+            look_s = max(min(_LOOK_S, budget_s - watch.spent_s), 0.01)
             try:
-                output, errors = process.communicate(timeout=max(until - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                waited_before_s, waited_s = waited_s, waited_for_core_s(process.pid)
-                if time.monotonic() < deadline and waited_s > waited_before_s:
-                    continue
-                process.kill()
-                output, _ = process.communicate()
-                now = time.monotonic()
-                had_no_core = now >= deadline and waited_s > max((now - began) / 2, _NO_CORE_S)
-                error = _NO_CORE if had_no_core else f"hung: no result after {now - began:.1f} s"
-            break
+                output, errors = process.communicate(timeout=look_s)
+                ended = True
+            except subprocess.TimeoutExpired as partial:
+                output = partial.output or b""
+            watch.look(look_s, len(output))
+            stage, results, is_complete = _read_results(output, probe.name)
+            if not (ended or is_complete):
+                end = watch.judge(probe, budget_s, bool(stage))
     finally:
-        process.kill()
-        process.wait()
-    if process.returncode and not error:
-        code = process.returncode
-        died = signal_name(-code) if code < 0 else f"exit code {code}"
-        error = ", ".join([f"died: {died}", *errors.strip().splitlines()[-1:]])
-    lines = []
+        if not ended:
+            _kill(process)
+    if ended and not is_complete:
+        end = _why_ended(process.returncode, bool(stage), errors, oom_kills() != kills)
+    run = ProbeRun(results=results, stage=stage or probe.name, spent_s=watch.spent_s)
+    if "crash" in end:
+        run.crash = end["crash"]
+    elif end and not (process.returncode == 0 and results):
+        results.append({"probe": run.stage, **end})
+    return run
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a probe, and wait for it within bounds."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=_KILL_S)
+    process.poll()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _why_ended(code: int, has_begun: bool, errors: bytes, out_of_memory: bool) -> dict[str, str]:
+    """The crash of a probe that ended by itself, or why it measured nothing."""
+    if code < 0:
+        name = signal_name(-code)
+        if -code in _CRASHES and has_begun:
+            return {"crash": name}
+        reason = ", its control group counted a kill for memory" if out_of_memory else ""
+        return {"missing": f"was ended by {name}{reason}"}
+    last = errors.decode(errors="replace").strip().splitlines()[-1:]
+    return {"missing": ", ".join([f"ended with exit code {code} and no result", *last])}
+
+
+def _read_results(output: bytes, name: str) -> tuple[str, list[dict[str, Any]], bool]:
+    """The part of a probe that has begun last, empty before the first; all results; whether it is over."""
+    stage = ""
+    results: list[dict[str, Any]] = []
     for line in output.splitlines():
         try:
-            lines.append(dict(json.loads(line)))
+            said = dict(json.loads(line))
         except (ValueError, TypeError):  # the last one may be torn; libraries print as they like
             continue
-    if _END in lines:
-        lines.remove(_END)
-        return lines, ""
-    if error == _NO_CORE:
-        return [], ""
-    return lines, error or ("" if lines else "died: no result")
+        if "end" in said:
+            return stage, results, True
+        if "begins" in said:
+            stage = str(said["begins"])
+        elif said.keys() & {"value", "error", "missing"}:
+            results.append({"probe": stage or name, **said})
+    return stage, results, False
 
 
-def _clock() -> float:
-    """Seconds in which this thread ran or its host held it up, without those in which others used its core.
+class ProbeWatch:
+    """The time that a probe had, and how much of it the probe could not run.
 
-    Load of other programs says nothing of the host.  A core that is slow, throttled or stopped does.
+    Attributes:
+        spent_s: that this process saw.
+        silent_s: since the last output, without time in which the probe could not run.
+        held_s: of the time spent, by the reason why the probe could not run.
     """
-    while True:
-        waited_s, now_s = waited_for_core_s("thread-self"), time.perf_counter()
-        if waited_for_core_s("thread-self") == waited_s:  # else it lost its core between the two
-            return now_s - waited_s
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._looked_at = time.monotonic()
+        self._threads: dict[str, _ThreadLook] = {}
+        self._throttled_s = throttled_s()
+        self._size = 0
+        self.spent_s = self.silent_s = 0.0
+        self.held_s = {_NO_CORE: 0.0, _STOPPED: 0.0}
+
+    def look(self, asked_s: float, size: int) -> None:
+        """Add the time since the last look, of which `asked_s` were to pass; `size` is that of the output."""
+        now, before, throttled_before_s = time.monotonic(), self._threads, self._throttled_s
+        passed_s = min(now - self._looked_at, asked_s + _LATE_S)
+        self._looked_at, self._threads, self._throttled_s = now, _look_at_threads(self._pid), throttled_s()
+        self.spent_s += passed_s
+        reason, held_s = _NO_CORE, self._throttled_s - throttled_before_s
+        for thread, found in self._threads.items():
+            known = before.get(thread, _ThreadLook())
+            if found.state in "Tt":
+                reason, held_s = _STOPPED, passed_s
+                break
+            # The kernel counts a wait for a core when it is over.
+            waits = found.state == "R" and found == known
+            held_s = max(held_s, passed_s if waits else found.waited_s - known.waited_s)
+        held_s = min(held_s, passed_s)
+        self.held_s[reason] += held_s
+        self.silent_s = 0.0 if size != self._size else self.silent_s + passed_s - held_s
+        self._size = size
+
+    def judge(self, probe: Probe, budget_s: float, has_begun: bool) -> dict[str, str]:
+        """The reason to end the probe, as an error or as what is missing; empty: it may go on."""
+        if has_begun and self.silent_s >= probe.limit_s:
+            return {"error": f"hung: no result after {self.silent_s:.1f} s"}
+        if not has_begun and self.silent_s >= probe.start_s:
+            return {"missing": f"did not begin to measure within {self.silent_s:.1f} s"}
+        if self.spent_s < budget_s:
+            return {}
+        reason, held_s = max(self.held_s.items(), key=lambda one: one[1])
+        if held_s > self.spent_s / 2:
+            return {"missing": reason}
+        did = "had no result after" if has_begun else "did not begin to measure within"
+        return {"missing": f"{did} {self.spent_s:.1f} s, when its time was over"}
 
 
-def best_rate(work: Callable[[], float]) -> float:
-    """The best rate of `work` over some windows; `work` returns how much it has done."""
-    best = 0.0
-    for _ in range(_WINDOWS):
-        began, done = _clock(), 0.0
-        while (elapsed := _clock() - began) < _WINDOW_S or not done:
-            done += work()
-        best = max(best, done / elapsed)
-    return best
+class _ThreadLook(NamedTuple):
+    state: str = ""
+    ran_ticks: tuple[str, ...] = ()
+    waited_s: float = 0.0
 
 
-def measure_memory(_: Path) -> Iterator[dict[str, Any]]:
-    """Copies, and patterns that are read back."""
-    size = min([_MEMORY_BYTES, *(left // 8 for _, left in memory_left())])
-    size = max(size, 1 << 20) // 4096 * 4096
-    source, target = bytearray(os.urandom(4096) * (size // 4096)), bytearray(size)
-    view = memoryview(target)
-
-    def copy() -> float:
-        view[:] = source
-        return size / 1e9
-
-    rate = best_rate(copy)
-    if target != source:
-        yield {"error": "a copy differs from its source"}
-        return
-    for pattern in _PATTERNS:
-        view[:] = bytes([pattern]) * size
-        if target.count(pattern) != size:
-            yield {"error": f"pattern {pattern:#04x} differs where it is read back"}
-            return
-    yield {"value": rate}
-
-
-def measure_disk(directory: Path) -> Iterator[dict[str, Any]]:
-    """A file that is written through to storage, and read back from there."""
-    block = os.urandom(1 << 20)
-    written = hashlib.sha256()
-    with open(directory / "probe", "w+b", buffering=0) as file:
-        began = time.perf_counter()
-        for _ in range(_DISK_BYTES // len(block)):
-            if file.write(block) != len(block):
-                yield {"error": "a write came to its end early"}
-                return
-            written.update(block)
-        os.fsync(file.fileno())
-        rate = _DISK_BYTES / 1e6 / (time.perf_counter() - began)
-        if hasattr(os, "posix_fadvise"):  # else the page cache answers instead of the disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        found = hashlib.sha256()
-        while data := file.read(1 << 20):
-            found.update(data)
-    same = found.digest() == written.digest()
-    yield {"value": rate} if same else {"error": "what was read differs from what was written"}
-
-
-def measure_compute(_: Path) -> Iterator[dict[str, Any]]:
-    """Products of float32 matrices: on all cores at once, each alone with its thread, then on each GPU."""
-    import torch
-
-    torch.set_num_threads(1)
-    yield {"probe": "cpu", **multiply_on_cores(f"{_processor()}, torch {torch.__version__}")}
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        device = f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}, torch {torch.__version__}"
-        yield {"probe": f"gpu{index}", **multiply(f"cuda:{index}", _GPU_SIDE, device)}
-
-
-def multiply_on_cores(on: str, spoil: Callable[[Any], None] = lambda product: None) -> dict[str, Any]:
-    """The slowest core's rate; an error where a core has another result, or another one each time."""
-
-    def use(core: int) -> dict[str, Any]:
-        with suppress(OSError):  # a sandbox: then the kernel places the threads
-            os.sched_setaffinity(0, {core})  # of this thread
-        return multiply("cpu", _SIDE, on, spoil)
-
-    cores = sorted(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(len(cores)) as threads:
-        found = dict(zip(cores, threads.map(use, cores), strict=True))
-    failed = [f"core {core}: {one['error']}" for core, one in found.items() if "error" in one]
-    if failed:
-        return {"error": "; ".join(failed), "platform": on}
-    (common, count), *others = Counter(one["digest"] for one in found.values()).most_common()
-    if others:
-        odd = [str(core) for core, one in found.items() if one["digest"] != common]
-        return {
-            "error": f"results of cores {', '.join(odd)} differ from that of {count} others",
-            "platform": on,
-        }
-    return min(found.values(), key=lambda one: float(one["value"]))
-
-
-def multiply(
-    device: str, side: int, on: str, spoil: Callable[[Any], None] = lambda product: None
-) -> dict[str, Any]:
-    """Rate of a product on `device`, whose result must be the same, bit by bit, each time.
-
-    Args:
-        on: names all that the bits of the result depend on.
-        spoil: changes a product in place, for the twin that returns a wrong one.
-    """
-    import torch
-
-    random = torch.Generator().manual_seed(20)
-    left, right = (torch.randn(side, side, generator=random).to(device) for _ in range(2))
-    first = left @ right
-    spoil(first)
-    wrong = 0
-
-    def product() -> float:
-        nonlocal wrong
-        again = left @ right
-        spoil(again)
-        wrong += not torch.equal(again, first)  # waits for a GPU
-        return 2 * side**3 / 1e9
-
-    rate = best_rate(product)
-    if wrong:
-        return {"error": f"{wrong} products differ from the first one", "platform": on}
-    digest = hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()
-    return {"value": rate, "digest": digest, "platform": on}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "") or (
-        platform.machine()
-    )
-
-
-#: Name -> program.
-PROGRAMS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
-    "memory": measure_memory,
-    "disk": measure_disk,
-    "compute": measure_compute,
-}
-
-
-def main(argv: list[str]) -> int:
-    """Run the probe of this name and print what it finds."""
-    name, directory = argv
-    try:
-        for line in PROGRAMS[name](Path(directory)):
-            print(json.dumps(line), flush=True)
-        print(json.dumps(_END), flush=True)
-    except (
-        OSError,
-        MemoryError,
-        RuntimeError,
-    ) as error:  # torch raises RuntimeError for what a device reports
-        text = str(error).partition("\n")[0]
-        print(json.dumps({"error": f"{type(error).__name__}: {text}"}), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _look_at_threads(pid: int) -> dict[str, _ThreadLook]:
+    found = {}
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            task = f"{pid}/task/{thread}"
+            state, *fields = read_stat(task)
+            found[thread] = _ThreadLook(state, tuple(fields[10:12]), waited_for_core_s(task))
+    return found

@@ -59,26 +59,37 @@ def test_restarts_check_nothing_unless_asked_for(
 
 
 def test_without_the_flag_nothing_is_run(tmp_path: Path) -> None:
-    check, sink = job_check(tmp_path, "--check-on=always", fault="die")
+    check, sink = job_check(tmp_path, "--check-on=always", fault="crash")
     check.check_alone()
     check.check_with_others(None, rank=0, hosts=2, changed=True, run="r", attempt=0, address="")
     assert sink.events == []
 
 
 def test_a_faulty_host_may_not_join(tmp_path: Path) -> None:
-    check, sink = job_check(tmp_path, "--precheck=1", fault="die")
-    with pytest.raises(UnfitHost, match=r"this host is faulty: memory: faulty, died: SIGKILL") as caught:
+    check, sink = job_check(tmp_path, "--precheck=1", fault="crash")
+    why = "memory: faulty, crashed twice: SIGSEGV, SIGSEGV"
+    with pytest.raises(UnfitHost, match=f"this host is faulty: {why}") as caught:
         check.check_alone()
     assert caught.value.exit_code == 3
     (event,) = sink.of_type(EventType.HOST_CHECKED)
-    assert (event.fields["health"], event.fields["why"]) == ("faulty", "memory: faulty, died: SIGKILL")
+    assert (event.fields["health"], event.fields["why"]) == ("faulty", why)
+
+
+def test_a_host_whose_check_had_no_time_joins_and_says_what_was_not_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check, sink = job_check(tmp_path, "--precheck=1", "--check-timeout-s=0.01", fault="linger")
+    check.check_alone()
+    (event,) = sink.of_type(EventType.HOST_CHECKED)
+    assert event.fields["health"] == "undecided"
+    assert "host checked: undecided: memory: undecided, " in caplog.text
 
 
 def test_a_launcher_on_a_faulty_host_ends_before_it_starts_workers(launch: Launch, tmp_path: Path) -> None:
-    """Its probes cannot end in this time: the host counts as hung."""
-    command = launch("--precheck=1", "--check-timeout-s=0.01", WORKER, "finish")
+    told = SCRIPTS / "told_probes.py"
+    command = launch("--precheck=1", WORKER, "finish", launcher=told, HOST_IS="flipped")
     assert command.wait(timeout=WAIT) == 3
-    assert "host check: this host is faulty: memory: faulty, hung" in command.output
+    assert "host check: this host is faulty: compute: faulty, results of cores 3 differ" in command.output
     kinds = [event.type for event in events(tmp_path / "run")]
     assert kinds == [EventType.JOB_STARTED, EventType.HOST_CHECKED, EventType.JOB_TERMINATED]
 
@@ -103,7 +114,7 @@ def test_two_hosts_check_their_links_once(launch: Launch, tmp_path: Path) -> Non
         alone, together = checked(tmp_path / f"run{index}")
         assert (alone.fields["health"], alone.attempt, together.attempt) == ("ok", None, 0)
         assert together.fields["link_health"] == "ok"
-        assert [probe["probe"] for probe in together.fields["probes"]] == ["memory", "disk", "compute"]  # type: ignore[index, union-attr]
+        assert [probe["probe"] for probe in together.fields["probes"]] == ["memory", "shm", "disk", "compute"]  # type: ignore[index, union-attr]
 
 
 @pytest.mark.slow
@@ -126,9 +137,10 @@ def test_a_flipped_bit_and_a_slow_host_leave_the_job_and_those_that_stay_are_che
     good = start(0, "ok")
     # It serves the store, and the job ends with the host that does.
     good.wait_for_line("meeting other hosts", timeout=WAIT)
-    other, flipped, slow = start(1, "ok"), start(2, "flipped"), start(3, "slow")
+    # A result of its own, the same each time, is a warning.
+    other, flipped, slow = start(1, "other"), start(2, "flipped"), start(3, "slow")
     assert (flipped.wait(timeout=WAIT), slow.wait(timeout=WAIT)) == (3, 4)
-    assert "this host is faulty: compute 100 GFLOP/s: faulty, result 0b0 differs from 0b1" in flipped.output
+    assert "this host is faulty: compute: faulty, results of cores 3 differ" in flipped.output
     assert "this host is slow: memory 50 GB/s: slow, 50% below the median" in slow.output
     left = max(event.attempt or 0 for index in (2, 3) for event in checked(tmp_path / f"run{index}"))
 
@@ -151,14 +163,19 @@ def checked(run_dir: Path) -> list[RunEvent]:
 
 @pytest.mark.slow
 def test_a_host_that_broke_leaves_at_the_next_rendezvous(launch: Launch, tmp_path: Path) -> None:
-    """Its run directory is gone, and with it the disk that is probed."""
-    command = launch("--precheck=1", "--check-on=always", "--max-restarts=2", WORKER, "wait")
+    breaks = tmp_path / "breaks"
+    command = launch(
+        *("--precheck=1", "--check-on=always", "--max-restarts=2", WORKER, "wait"),
+        launcher=SCRIPTS / "told_probes.py",
+        HOST_IS="ok",
+        BREAKS_WITH=str(breaks),
+    )
     worker = ready(command, 0)
-    (tmp_path / "run").rename(tmp_path / "gone")
+    breaks.touch()
     os.kill(worker, signal.SIGKILL)
     assert command.wait(timeout=WAIT) == 3
     assert "this host leaves the job, exit code 3" in command.output
-    kinds = [event.type for event in events(tmp_path / "gone")]
+    kinds = [event.type for event in events(tmp_path / "run")]
     assert kinds.count(EventType.WORKERS_STARTED) == 1
     assert kinds[-2:] == [EventType.HOST_CHECKED, EventType.JOB_TERMINATED]
 
@@ -167,9 +184,8 @@ def test_a_host_that_broke_leaves_at_the_next_rendezvous(launch: Launch, tmp_pat
 def test_a_signal_ends_a_launcher_that_checks(
     launch: Launch, tmp_path: Path, leaves_nothing: Callable[[Command], None]
 ) -> None:
-    command = launch("--precheck=1", WORKER, "wait")
-    wait_until(lambda: list((tmp_path / "run").glob(".host-check-*")), "no probe runs")
+    command = launch("--precheck=1", WORKER, "wait", launcher=SCRIPTS / "told_probes.py", HOST_IS="busy")
+    wait_until((tmp_path / "run/probed").exists, "no probe runs")
     command.signal(signal.SIGTERM)
     assert command.wait(timeout=WAIT) == 128 + signal.SIGTERM
     leaves_nothing(command)
-    assert list((tmp_path / "run").glob(".host-check-*")) == []

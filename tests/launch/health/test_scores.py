@@ -65,14 +65,16 @@ def test_table_of_rates(values: list[float], expected: list[HostHealth]) -> None
     ("digests", "expected"),
     [
         ("aaaa", [OK] * 4),
-        ("aaba", [OK, OK, FAULTY, OK]),
+        ("aaba", [OK, OK, UNDECIDED, OK]),
         ("abca", [UNDECIDED] * 4),
-        ("aab", [OK, OK, FAULTY]),
+        ("aab", [OK, OK, UNDECIDED]),
         ("ab", [UNDECIDED] * 2),
     ],
 )
-def test_wrong_results_are_found(digests: str, expected: list[HostHealth]) -> None:
-    """D16: most hosts of a platform have the right result; without a majority nobody is accused."""
+def test_a_result_that_other_hosts_do_not_have_leaves_its_host_undecided(
+    digests: str, expected: list[HostHealth]
+) -> None:
+    """D16: it may be of other instructions; a broken core differs from the other cores of its host."""
     assert healths(*[5.0] * len(digests), digests=digests) == expected
 
 
@@ -88,6 +90,16 @@ def test_a_probe_that_failed_is_a_fault_and_no_measure_for_others() -> None:
     scores = judge(values)
     assert [score.health for score in scores] == [OK, OK, OK, FAULTY]
     assert str(scores[3]) == "compute: faulty, hung: no result after 5 s"
+
+
+def test_a_probe_that_measured_nothing_accuses_no_host_and_a_limit_is_part_of_the_reason() -> None:
+    values = measured(5.0, 5.0, 5.0, 0.0, 2.0)
+    values[3] = replace(values[3], missing="had no core")
+    values[4] = replace(values[4], note="throttled 60% of the time")
+    scores = judge(values, {"h03": [5.0] * 3})
+    assert [score.health for score in scores] == [OK, OK, OK, UNDECIDED, SLOW]
+    assert str(scores[3]) == "compute: undecided, had no core"
+    assert scores[4].why.endswith("20% are allowed; throttled 60% of the time")
 
 
 def test_the_past_of_a_host_decides_where_other_hosts_cannot() -> None:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher, with probes that find what HOST_IS says: ok, slow (half the rate) or flipped (one bit).
+"""The launcher, with probes that find what HOST_IS says.
 
-What a real probe finds on a slow or broken host is tested in `tests.launch.health.test_check`.
+ok, slow (half the rate), flipped (a bit on one core), other (a result of its own each time) or busy (no end).
+An ok host is flipped as soon as the file BREAKS_WITH exists.  Real probes on slow and broken hosts are tested
+in `tests.launch.health.test_check`.
 """
 
 import json
 import os
+import signal
 import sys
 from functools import partial
+from pathlib import Path
 
 
 def main() -> int:
@@ -19,14 +23,19 @@ def main() -> int:
     return launcher()
 
 
-def probe(name: str) -> int:
+def probe(name: str, directory: str) -> int:
     host_is = os.environ["HOST_IS"]
-    found = {"value": 50.0 if host_is == "slow" else 100.0}
+    if host_is == "busy":
+        Path(directory, "probed").touch()
+        signal.pause()
+    found: dict[str, object] = {"value": 50.0 if host_is == "slow" else 100.0}
     if name == "compute":
-        found |= {"platform": "p", "digest": "0b0" if host_is == "flipped" else "0b1"}
+        found |= {"platform": "p", "digest": "0b0" if host_is == "other" else "0b1"}
+        if host_is == "flipped" or Path(os.environ.get("BREAKS_WITH", "/none")).exists():
+            found = {"error": "results of cores 3 differ from that of 7 others"}
     print(json.dumps(found))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(probe(sys.argv[2]) if sys.argv[1] == "--probe" else main())
+    sys.exit(probe(*sys.argv[2:]) if sys.argv[1] == "--probe" else main())
