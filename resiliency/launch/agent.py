@@ -327,7 +327,7 @@ class ResilientAgent(HookedAgent):
         hang = note.read_text() if note.exists() else None
         note.unlink(missing_ok=True)  # the process number may come again
         local_rank = failure.local_rank
-        self._failures.add_death(
+        death = self._failures.add_death(
             local_rank,
             rank=self.ranks[local_rank],
             exit_code=failure.exitcode,
@@ -342,12 +342,7 @@ class ResilientAgent(HookedAgent):
             pid=failure.pid,
             attempt=self.attempt,
             exit_code=failure.exitcode,
-            cause=cause_of(
-                failure.exitcode,
-                error=failure.error_file_data,
-                hang=hang,
-                stderr_file=self._logs.stderr_files.get(local_rank),
-            ),
+            cause=cause_of(death),
             time=datetime.now(timezone.utc),
             log_file=self._logs.files.get(local_rank),
         )

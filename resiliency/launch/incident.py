@@ -4,19 +4,14 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from resiliency.launch.health.evidence import signal_name
+from resiliency.launch.health.evidence import RankDeath, signal_name
 
-#: Bytes from the end of a log in which the line that names the exception is looked for.
+#: Bytes from the end of a log in which the exception is looked for.
 TAIL_BYTES = 8192
-#: What upstream says when a worker wrote no error file.
-NO_ERROR_FILE = "<NONE>"
-_EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,35 +37,12 @@ class RankFault:
         )
 
 
-def cause_of(
-    exit_code: int, *, error: Mapping[str, object], hang: str | None, stderr_file: str | None
-) -> str:
-    """Name the cause: a hang, else the signal or exit code with the exception behind it.
-
-    Args:
-        error: content of torch's error file; empty when the script does not write one.
-        hang: what a rank monitor noted before it ended the worker.
-        stderr_file: the worker's standard error, when it is kept.
-    """
-    if hang is not None:
-        return f"hang: {hang}"
-    died = signal_name(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
-    exception = _from_error_file(error)
-    # A process that aborts while it tears down after an exception is common with gloo and CUDA;
-    # any other signal came from outside, whatever was printed before.
-    if not exception and stderr_file and (exit_code > 0 or exit_code == -signal.SIGABRT):
-        lines = reversed(read_tail(stderr_file))
-        exception = next((line for line in lines if _EXCEPTION_LINE.fullmatch(line)), "")
-    return f"{died}, {exception}" if exception else died
-
-
-def _from_error_file(error: Mapping[str, object]) -> str:
-    message = error.get("message", "")
-    if isinstance(message, Mapping):
-        message = message.get("message", "")
-    # The first line: an exception's own text may go on for pages.
-    line = str(message).strip().partition("\n")[0]
-    return "" if line == NO_ERROR_FILE else line
+def cause_of(death: RankDeath) -> str:
+    """Name the cause: a hang, else the signal or exit code with the exception behind it."""
+    if death.hang:
+        return f"hang: {death.hang}"
+    died = signal_name(-death.exit_code) if death.exit_code < 0 else f"exit code {death.exit_code}"
+    return f"{died}, {death.error}" if death.error is not None else died
 
 
 def read_tail(path: str) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ FAILURES = [
     ),
     ("exit", "exit_code", 1, "ended with exit code 17 and said nothing"),
     ("echo", "peer_lost", 0, "lost a peer ("),
-    ("nan", "nan", 1, "has a loss that is not finite (LossNotFinite: the loss of step 91 is nan"),
+    ("nan", "nan", 1, "has a loss that is not finite (resiliency.errors.LossNotFinite: the loss of step 91 is nan"),
 ]
 
 

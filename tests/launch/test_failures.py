@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
 from resiliency import cgroups
 from resiliency.errors import ConfigError
@@ -24,6 +25,7 @@ from resiliency.launch.failures.evidence import EvidenceCollector, KernelLog, re
 from resiliency.launch.failures.policy import ask_policy, check_policy
 from resiliency.launch.health.diagnosis import Advice, Cause, Evidence, RankDeath, diagnose
 from resiliency.launch.rendezvous import shared_lines
+from resiliency.rank import crash_note
 from tests.ports import free_port
 
 from .conftest import SCRIPTS, WAIT, Launch, events
@@ -155,6 +157,87 @@ def test_a_crash_note_holds_type_message_frames_and_step_and_the_traceback_is_st
     note.write_text("{}")
     subprocess.run([sys.executable, script], env=env, capture_output=True, check=False)
     assert note.read_text() == "{}"
+
+
+def _raise_from(cause: BaseException) -> None:
+    raise RuntimeError("could not read a shard after 5 tries") from cause
+
+
+def _raise_within(context: BaseException, *, hide: bool) -> None:
+    try:
+        raise context
+    except type(context):
+        if hide:
+            raise ConnectionError("no answer") from None
+        raise ConnectionError("no answer")  # noqa: B904
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+STALE = OSError(116, "Stale file handle", "/data/0.tar")
+TAR = "OSError: [Errno 116] Stale file handle: '/data/0.tar'"
+LONG = "    batch = self.stage(batch)\n" * 2000
+WORKER = (
+    f"Caught OSError in DataLoader worker process 3.\nOriginal Traceback (most recent call last):\n{LONG}"
+)
+UNPRINTABLE = type("Unprintable", (Exception,), {"__str__": lambda self: 1 / 0})
+
+#: Name -> what is raised, and the exceptions that the launcher reads: all or the beginning of each.
+NOTES: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "an error of no such name": (
+        lambda: _raise(subprocess.TimeoutExpired("make", 3)),
+        ["subprocess.TimeoutExpired: Command 'make' timed out after 3 seconds"],
+    ),
+    "a cause": (lambda: _raise_from(STALE), ["RuntimeError: could not read a shard after 5 tries", TAR]),
+    "a context": (lambda: _raise_within(STALE, hide=False), ["ConnectionError: no answer", TAR]),
+    "a context that is hidden": (lambda: _raise_within(STALE, hide=True), ["ConnectionError: no answer"]),
+    "a loader worker": (
+        lambda: _raise(RuntimeError(f"{WORKER}{TAR}\n")),
+        ["RuntimeError: Caught OSError in DataLoader worker process 3.\nOriginal", TAR],
+    ),
+    "a text that cannot be made": (
+        lambda: _raise(UNPRINTABLE()),
+        ["tests.launch.test_failures.Unprintable: <"],
+    ),
+}
+
+
+@pytest.mark.parametrize("writer", ["crash note", "record"])
+@pytest.mark.parametrize(("fails", "says"), NOTES.values(), ids=NOTES)
+def test_the_whole_error_is_noted_and_torch_reads_the_note(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writer: str,
+    fails: Callable[[], None],
+    says: list[str],
+) -> None:
+    """Also a note of torchelastic's own `record`, as far as that keeps the error."""
+    note = tmp_path / "error.json"
+    monkeypatch.setenv(crash_note.ERROR_FILE_ENV, str(note))
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    crash_note.install(lambda: 7)
+    try:
+        fails()
+    except Exception as error:
+        if writer == "crash note":
+            sys.excepthook(type(error), error, error.__traceback__)
+        elif isinstance(error, UNPRINTABLE):
+            return  # `record` leaves no note of it
+        else:
+            ErrorHandler().record_exception(error)
+            says = [says[0].removeprefix("subprocess."), *says[1:]]
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(note))
+    assert failure.timestamp > 0
+    found = read_error_file(failure.error_file_data)
+    assert found is not None
+    for one, beginning in zip((found, *found.chain), says, strict=True):
+        assert f"{one.type}: {one.message}".startswith(beginning)
+        assert len(one.message) < 5_000 or writer == "record"
+    assert found.user_frame is not None
+    assert found.user_frame.function.startswith("_raise")
+    assert found.step == (7 if writer == "crash note" else None)
 
 
 def test_evidence_begins_with_the_attempt(tmp_path: Path) -> None:

@@ -7,25 +7,39 @@ Nothing here waits for a device or a file system: a launcher that hangs over a d
 from __future__ import annotations
 
 import os
+import re
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from resiliency.cgroups import oom_kills
 from resiliency.launch.health.evidence import (
+    FRAMES,
     Evidence,
+    Frame,
     HostFacts,
     RankDeath,
     RankError,
     read_traceback,
+    with_chain,
 )
-from resiliency.launch.incident import NO_ERROR_FILE, read_tail
+from resiliency.launch.incident import read_tail
 
 KERNEL_LOG = Path("/dev/kmsg")
 #: Records of the kernel that are read at most for one failure, and lines that are kept.
 KERNEL_RECORDS, KERNEL_LINES, RECORD_BYTES = 5000, 200, 8192
 LOG_LINES = 20
+#: torch's text where a worker wrote no error file.
+NO_ERROR_FILE = "<NONE>"
+#: After these signals the end of the standard error is kept; after SIGABRT an exception in it is the reason,
+#: as processes often abort while they tear down.  Another signal came from outside, whatever was printed.
+_WITH_LOG = frozenset(
+    {signal.SIGABRT, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+)
+#: Name of a type before a message: ``torch.OutOfMemoryError: CUDA out of memory``.
+_TYPED = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:<locals>[\w.]+)*): ?(?P<message>.*)", re.DOTALL)
 #: A file system with less room is full.
 FULL_BYTES = 1 << 20
 
@@ -99,7 +113,7 @@ class EvidenceCollector:
         hang: str | None,
         stderr_file: str | None,
         step: int | None = None,
-    ) -> None:
+    ) -> RankDeath:
         """In the order in which deaths are noticed.
 
         Args:
@@ -107,20 +121,20 @@ class EvidenceCollector:
             hang: what a rank monitor noted before it ended the rank.
             step: the last one that the rank has finished, by the step page.
         """
-        # What a rank has printed explains an exit and an abort; another signal came from outside.
-        speaks = exit_code > 0 or exit_code in (-6, -15)
-        log = read_tail(stderr_file) if stderr_file and speaks else ()
-        self._deaths.append(
-            RankDeath(
-                rank=rank,
-                host=self._host,
-                exit_code=exit_code,
-                error=read_error_file(error) or read_traceback(log),
-                hang=hang or "",
-                log=log[-LOG_LINES:],
-                step=step,
-            )
+        has_log = exit_code > 0 or -exit_code in _WITH_LOG
+        log = read_tail(stderr_file) if stderr_file and has_log else ()
+        printed = read_traceback(log) if exit_code > 0 or exit_code == -signal.SIGABRT else None
+        death = RankDeath(
+            rank=rank,
+            host=self._host,
+            exit_code=exit_code,
+            error=read_error_file(error) or printed,
+            hang=hang or "",
+            log=log[-LOG_LINES:],
+            step=step,
         )
+        self._deaths.append(death)
+        return death
 
     def collect(self, *, attempt: int, step: int | None) -> Evidence:
         """All of it, as of now.
@@ -154,25 +168,49 @@ class EvidenceCollector:
 
 
 def read_error_file(content: Mapping[str, object]) -> RankError | None:
-    """The exception in torch's error file; None where it holds none."""
+    """The exception in torch's error file, a crash note's or one of `record`; None where it holds none."""
+    step = content.get("step")
+    known_step = step if isinstance(step, int) else None
+    if (error := _read_entry(content.get("error"), known_step)) is not None:
+        chain = content.get("chain")
+        entries = chain if isinstance(chain, Sequence) else ()
+        return with_chain(error, *filter(None, map(_read_entry, entries)))
     message = content.get("message", "")
     details = message if isinstance(message, Mapping) else {}
     text = str(details.get("message", "") if details else message).strip()
     if not text or text == NO_ERROR_FILE:
         return None
+    typed = _TYPED.fullmatch(text)
+    kind, rest = (typed["type"], typed["message"]) if typed else ("Error", text)
     extra = details.get("extraInfo")
-    trace = str(extra.get("py_callstack", "")) if isinstance(extra, Mapping) else ""
-    shown = read_traceback(trace.splitlines())
-    kind, colon, rest = text.partition(":")
-    if not colon or not kind.replace(".", "").isidentifier():
-        kind, rest = "Error", text
-    step = content.get("step")
-    return RankError(
-        type=kind,
-        message=rest.strip(),
-        frames=shown.frames if shown is not None else (),
-        step=step if isinstance(step, int) else None,
+    shown = read_traceback(_lines(extra.get("py_callstack")) if isinstance(extra, Mapping) else ())
+    error = RankError(
+        type=kind, message=rest.strip(), frames=shown.frames if shown is not None else (), step=known_step
     )
+    return with_chain(error, *(shown.chain if shown is not None else ()))
+
+
+def _read_entry(entry: object, step: int | None = None) -> RankError | None:
+    """An exception as a crash note has it."""
+    if not isinstance(entry, Mapping) or not entry.get("type"):
+        return None
+    return RankError(
+        type=str(entry["type"]),
+        message=str(entry.get("message", "")),
+        frames=tuple(_read_frames(entry.get("frames")))[-FRAMES:],
+        step=step,
+    )
+
+
+def _read_frames(entries: object) -> Iterator[Frame]:
+    for entry in entries if isinstance(entries, Sequence) else ():
+        with suppress(ValueError, TypeError):
+            file, line, function = entry
+            yield Frame(file=str(file), line=int(line), function=str(function))
+
+
+def _lines(text: object) -> list[str]:
+    return str(text or "").splitlines()
 
 
 def _is_full(directory: str) -> bool:

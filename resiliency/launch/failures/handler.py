@@ -14,6 +14,7 @@ from resiliency.launch.failures.policy import ask_policy
 from resiliency.launch.failures.shared_history import SharedHistory
 from resiliency.launch.fleet.link import WorkerStateReporter
 from resiliency.launch.health.diagnosis import Advice, Diagnosis, diagnose
+from resiliency.launch.health.evidence import RankDeath
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.progress import StepPage
@@ -66,9 +67,9 @@ class FailureHandler:
         error: Mapping[str, object],
         hang: str | None,
         stderr_file: str | None,
-    ) -> None:
+    ) -> RankDeath:
         """In the order in which deaths are noticed; see `EvidenceCollector.add_death`."""
-        self._evidence.add_death(
+        return self._evidence.add_death(
             rank=rank,
             exit_code=exit_code,
             error=error,

@@ -46,7 +46,7 @@ def signature_of(death: RankDeath) -> str:
     if error is None:
         return signal_name(death.signal) if death.signal else f"exit code {death.exit_code}"
     place = error.user_frame or mask(error.message.partition("\n")[0])
-    return f"{error.type} at {place}" if error.user_frame else f"{error.type}: {place}"
+    return f"{error.name} at {place}" if error.user_frame else f"{error.name}: {place}"
 
 
 def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limit: int) -> Diagnosis:
