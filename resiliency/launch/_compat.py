@@ -341,10 +341,17 @@ class TracedLogs(LogsSpecs):
     the last step before the start: the public place to add to it.
     """
 
-    def __init__(self, inner: LogsSpecs, adjust: Callable[[dict[str, str]], None]) -> None:
+    def __init__(
+        self,
+        inner: LogsSpecs,
+        adjust: Callable[[dict[str, str]], None],
+        show_output: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._adjust = adjust
+        #: Shows what ranks have written until now.
+        self.show_output = show_output
         #: Number of this start, the same on all hosts; upstream would pass the restarts that count.
         self.attempt = 0
         #: Of each worker of this start.
@@ -359,8 +366,12 @@ class TracedLogs(LogsSpecs):
             env.update(self.variables)
             self._adjust(env)
         where = self._inner.reify(envs)
-        self.stderr_files = {rank: path for rank, path in where.stderrs.items() if path}
-        self.files = {**{rank: path for rank, path in where.stdouts.items() if path}, **self.stderr_files}
+        kept = (
+            {rank: path for rank, path in paths.items() if path not in ("", os.devnull)}
+            for paths in (where.stdouts, where.stderrs)
+        )
+        stdout_files, self.stderr_files = kept
+        self.files = {**stdout_files, **self.stderr_files}
         return where
 
     @property

@@ -217,6 +217,8 @@ class ResilientAgent(HookedAgent):
         if self._watch is None:
             return  # these ended because we stopped them
         new = [failure for failure in failures if failure.pid not in self._seen_pids]
+        if new:
+            self._logs.show_output()  # what a rank has printed comes before what is said of it
         for failure in new:
             self._seen_pids.add(failure.pid)
             self._record(self._fault(failure))
@@ -280,6 +282,7 @@ class ResilientAgent(HookedAgent):
         at_once = self._signals.at_once
         guardian.end(leftovers, 0.0 if at_once else guardian.LEFTOVER_GRACE_S, self._signals.at_once_fd)
         guardian.wait_until_gone(leftovers, KILL_WAIT_S)
+        self._logs.show_output()
         if running:
             self._events.emit(EventType.WORKERS_STOPPED, attempt=self.attempt, killed=stubborn)
 

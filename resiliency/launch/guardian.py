@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 #: Ids of the launchers that a process runs under, outermost first, joined by ":".
 LAUNCHER_ENV = "RESILIENCY_LAUNCHER_ID"
+#: In the name of memory that holds the standard error of a worker, see `failures.standard_error`.
+STDERR_MEMORY = "resiliency-stderr"
 #: How long processes that outlived their worker get between SIGTERM and SIGKILL.
 LEFTOVER_GRACE_S = 5.0
 #: How long resource trackers get to clear up behind processes that were killed.
@@ -195,6 +197,7 @@ def _guard(launcher_id: str, grace_s: float, private_dir: str) -> None:
             workers = known
         elif kind == "helpers":
             helpers += known
+    outputs = _unshown(workers)
     print("launcher.py was killed: its guardian ends the workers", file=sys.stderr, flush=True)
     for path, record in last_words:
         _append(path, {"timestamp": datetime.now(timezone.utc).isoformat(), **record})
@@ -208,6 +211,26 @@ def _guard(launcher_id: str, grace_s: float, private_dir: str) -> None:
     for process in helpers:
         process.send(signal.SIGKILL)
     shutil.rmtree(private_dir, ignore_errors=True)
+    for output, shown in outputs:
+        _show(output, shown)
+
+
+def _unshown(workers: Iterable[Process]) -> list[tuple[int, int]]:
+    """Memory that holds the standard error of workers, and how much of it the launcher has shown."""
+    found = []
+    for worker in workers:
+        with suppress(OSError):
+            path = f"/proc/{worker.pid}/fd/2"
+            if STDERR_MEMORY in os.readlink(path):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                found.append((fd, os.fstat(fd).st_size))
+    return found
+
+
+def _show(output: int, shown: int) -> None:
+    with suppress(OSError):  # closed at the other end
+        while data := os.pread(output, 65536, shown):
+            shown += os.write(2, data)
 
 
 def _append(path: str, record: dict[str, object]) -> None:

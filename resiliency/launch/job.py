@@ -24,6 +24,7 @@ from resiliency.launch import _compat, cli, rendezvous_wait
 from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agents.host import AgentHost
 from resiliency.launch.failures.handler import FailureHandler
+from resiliency.launch.failures.standard_error import StandardErrors
 from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
 from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.hangs.slow_ranks import SlowRanks
@@ -91,17 +92,23 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
         options.info, protection, stop_timeout=options.term_timeout, start=standby.start_helper
     ) as agents:
         page = StepPage(options.workers)
+        errors = StandardErrors()
 
-        def start_worker(*what: Any) -> Any:
+        def start_worker(argv: Any, env: Any, stdout: Any, stderr: Any, local_rank: int) -> Any:
             # Upstream has just handled all signals that it knows; ranks inherit what is ignored (nohup).
             signals.reinstate()
-            return standby.start_worker(*what)
+            if stderr is None or stderr.name == os.devnull:  # not shown, see --local-ranks-filter
+                kept = errors.try_open(local_rank, shown=stderr is None)
+                if kept is not None:
+                    stderr = kept
+                    logs.stderr_files[local_rank] = kept.path
+            return standby.start_worker(argv, env, stdout, stderr, local_rank)
 
         _compat.prepare(protection.private_dir, signals.handle, start_worker, page)
         specs = _compat.make_logs_specs(options.args, log_dir)
         reporter: WorkerStateReporter = NullReporter()
         logs = _compat.TracedLogs(
-            specs, lambda env: _adjust(env, options, agents, protection, page, reporter)
+            specs, lambda env: _adjust(env, options, agents, protection, page, reporter), errors.show
         )
         with (
             open_event_stream(options.info) as events,
@@ -109,6 +116,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
             ExitStack() as closing,
         ):
             closing.callback(page.close)
+            closing.callback(errors.close)
             _leave_last_words(protection, options)
             check = JobCheck(options, events)
             with signals.interruptible():

@@ -49,7 +49,13 @@ FAILURES = [
     ),
     ("exit", "exit_code", 1, "ended with exit code 17 and said nothing"),
     ("echo", "peer_lost", 0, "lost a peer ("),
-    ("nan", "nan", 1, "has a loss that is not finite (resiliency.errors.LossNotFinite: the loss of step 91 is nan"),
+    ("watchdog", "hang", 1, "a collective timed out on rank 1"),
+    (
+        "nan",
+        "nan",
+        1,
+        "has a loss that is not finite (resiliency.errors.LossNotFinite: the loss of step 101 is nan",
+    ),
 ]
 
 
@@ -102,8 +108,9 @@ def test_each_class_of_failure_gets_its_cause_its_rank_and_a_sentence(
         if kind == "memory" and memory_group is None:
             cause, says = "killed", "was ended from outside (SIGKILL)"
         found = (event.fields["cause"], event.fields["ranks"])
-        assert found == (cause, [] if kind == "echo" else [rank]), event.fields["sentence"]
+        assert found == (cause, [] if kind in ("echo", "watchdog") else [rank]), event.fields["sentence"]
         step = "" if kind == "import" else f" (after step {10 * (event.attempt or 0)})"
-        assert str(event.fields["sentence"]).startswith(f"rank {rank} on {os.uname().nodename}{step} {says}")
-    assert [event.fields["advice"] for event in told] == ["restart"] * 9 + ["stop"]
+        who = "" if kind == "watchdog" else f"rank {rank} on {os.uname().nodename}{step} "
+        assert str(event.fields["sentence"]).startswith(f"{who}{says}")
+    assert [event.fields["advice"] for event in told] == ["restart"] * (len(FAILURES) - 1) + ["stop"]
     assert "would fail again as it is: rank 1 on" in job.output

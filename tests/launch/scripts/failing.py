@@ -3,7 +3,8 @@
 
     failing.py KIND...
 
-Rank 1 fails, but for an echo, which is what rank 0 gets when rank 1 has left.  The other rank waits.
+Rank 1 fails, but for an echo, which is what rank 0 gets when rank 1 has left.  The other rank waits.  An
+import fails at the top of the script, before the launcher knows anything of the rank.
 """
 
 import ctypes
@@ -18,6 +19,12 @@ from resiliency.progress import report_step, watch_rank
 from resiliency.runtime import check_loss
 
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+#: As NCCL's watchdog ends a rank.
+WATCHDOG = b"""\
+[rank1]:[E1128 03:11:52.918273645 ProcessGroupNCCL.cpp:681] [Rank 1] Some NCCL operations have failed.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 60 s.
+"""
 #: As CUDA says it.
 ILLEGAL_ACCESS = """CUDA error: an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be \
@@ -26,9 +33,7 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1"""
 
 
 def fails(kind: str) -> None:
-    if kind == "import":
-        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
-    elif kind == "loader":
+    if kind == "loader":
         load()
     elif kind == "disk":
         with open("/dev/full", "w") as file:  # a device without room: the kernel's own error
@@ -42,6 +47,9 @@ def fails(kind: str) -> None:
         ctypes.string_at(0)
     elif kind == "memory":
         allocate()
+    elif kind == "watchdog":
+        os.write(2, WATCHDOG)
+        os.abort()
     elif kind == "nan":
         check_loss(float("nan"), step=10 * ATTEMPT + 1)
 
@@ -93,14 +101,16 @@ def wait() -> None:
 
 
 def main() -> None:
-    watch_rank()
     kind = sys.argv[1:][ATTEMPT]
-    if kind != "import":
-        report_step(10 * ATTEMPT)
     os.write(1, f"rank {RANK} attempt {ATTEMPT} meets {kind}\n".encode())
     if ATTEMPT == 0 and RANK == 1:
         with open("begin"):  # until the launcher is in its memory group
             pass
+    if kind == "import" and RANK == 1:
+        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+    watch_rank()
+    if kind != "import":
+        report_step(10 * ATTEMPT)
     if kind in ("echo", "exit"):
         communicate(kind)
     elif RANK == 1:
