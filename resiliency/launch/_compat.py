@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import base64
 import importlib.metadata
+import json
 import logging
 import os
 import pickle
@@ -37,6 +38,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from resiliency.errors import ConfigError, UntestedVersion
+from resiliency.proc_stat import has_ended
 from resiliency.progress import StepPage
 from resiliency.runtime import addresses_of, interface_towards
 
@@ -91,6 +93,9 @@ with _root_logger_kept():
     )
     from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing import (
         subprocess_handler as _subprocess_handler,
+    )
+    from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing.errors import (
+        ProcessFailure,
     )
     from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous import RendezvousParameters
     from nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.rendezvous import (
@@ -945,6 +950,21 @@ class HookedAgent(_launcher.LocalElasticAgent):
         # What is compared with is lowered, too: the min-healthy policy counts what is left again.
         self._worker_group.spec.max_restarts = self.restarts_used
         self._remaining_restarts = 0
+
+    def failures_so_far(self) -> list[Any]:
+        """Workers that have failed until now (ProcessFailure)."""
+        return list(super()._monitor_workers(self._worker_group).failures.values())
+
+    def failures_to_come(self) -> list[Any]:
+        """Workers that run, and have noted the exception with which they will end (ProcessFailure)."""
+        found = []
+        running = {local_rank: pid for local_rank, pid in self.pids.items() if not has_ended(pid)}
+        for local_rank, pid in running.items():
+            path = self._pcontext.error_files[local_rank]
+            with suppress(OSError, ValueError, LookupError, TypeError):  # none, half written, or of others
+                json.loads(Path(path).read_text())
+                found.append(ProcessFailure(local_rank=local_rank, pid=pid, exitcode=1, error_file=path))
+        return found
 
     @property
     def all_succeeded(self) -> bool:

@@ -31,6 +31,7 @@ from resiliency.launch._compat import (
     hang_note,
     run_script_path,
 )
+from resiliency.launch.failures.evidence import read_error_file
 from resiliency.launch.failures.handler import FailureHandler
 from resiliency.launch.fleet.link import (
     HostCommand,
@@ -50,6 +51,7 @@ from resiliency.launch.protection import Protection
 from resiliency.launch.reaction import waits_natively
 from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox, WorkerWatch
+from resiliency.proc_stat import has_ended
 from resiliency.runtime import StopNote, name_ranks
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ logger = logging.getLogger(__name__)
 KILL_WAIT_S = 10.0
 #: How often workers that are to end are looked at: two looks have to agree that they cannot.
 REACTION_S = 0.5
+#: Longest wait for ranks that are about to end, where no culprit is known, and pause between two looks.
+LAST_WORDS_S, LAST_WORDS_LOOK_S = 2.0, 0.05
 #: Upstream sleeps this long before each look at the workers; the real wait is `wait_for_change`.
 UPSTREAM_SLEEP_S = 1e-6
 
@@ -216,17 +220,44 @@ class ResilientAgent(HookedAgent):
     def failed(self, failures: Sequence[Any]) -> None:
         if self._watch is None:
             return  # these ended because we stopped them
+        if self._add_failures(failures) and self._signals.first is None:
+            self._wait_for_culprit(self._watch)
+            found = self._diagnose(self._rendezvous_handler.known_losses())
+            if found.advice is Advice.STOP:
+                self.use_no_more_restarts()
+                self._reporter.launcher_is(LauncherState.GAVE_UP)
+
+    def _add_failures(self, failures: Sequence[Any], *, ended: bool = True) -> bool:
+        """Record those that are new; returns False where there are none."""
         new = [failure for failure in failures if failure.pid not in self._seen_pids]
         if new:
             self._logs.show_output()  # what a rank has printed comes before what is said of it
         for failure in new:
             self._seen_pids.add(failure.pid)
-            self._record(self._fault(failure))
-        if new and self._signals.first is None:
-            found = self._diagnose(self._rendezvous_handler.known_losses())
-            if found.advice is Advice.STOP:
-                self.use_no_more_restarts()
-                self._reporter.launcher_is(LauncherState.GAVE_UP)
+            self._record(self._fault(failure, ended=ended))
+        return bool(new)
+
+    def _wait_for_culprit(self, watch: WorkerWatch) -> None:
+        """Let ranks that are about to end say why, where the failures so far may be echoes or say nothing.
+
+        A rank that has met an error closes its connections first, and may end seconds after the peers that
+        it takes with it.  Ranks that wait in native code, in a collective, are not about to end.  A signal or
+        a command ends the wait.
+        """
+        deadline = time.monotonic() + LAST_WORDS_S
+        waited: set[int] = set()
+        while not self._failures.are_explained() and time.monotonic() < deadline:
+            running = {pid for pid in self.pids.values() if not has_ended(pid)}
+            self._add_failures(self.failures_so_far())
+            to_come = [one for one in self.failures_to_come() if read_error_file(one.error_file_data)]
+            self._add_failures(to_come, ended=False)
+            running -= self._seen_pids
+            waits = {pid for pid in running if waits_natively(pid)}
+            if running <= waits & waited:  # twice: the news of a lost peer may be on its way
+                return
+            waited = waits
+            if watch.wait(LAST_WORDS_LOOK_S, self._signals.wake_fd, self._reporter.wake_fd):
+                return
 
     def _diagnose(self, lost_hosts: Sequence[str]) -> Diagnosis:
         run = self._rendezvous_handler.run
@@ -325,7 +356,7 @@ class ResilientAgent(HookedAgent):
             stuck_before = stuck
         return ""
 
-    def _fault(self, failure: Any) -> RankFault:
+    def _fault(self, failure: Any, *, ended: bool) -> RankFault:
         note = hang_note(self._protection.private_dir, failure.pid)
         hang = note.read_text() if note.exists() else None
         note.unlink(missing_ok=True)  # the process number may come again
@@ -345,7 +376,7 @@ class ResilientAgent(HookedAgent):
             pid=failure.pid,
             attempt=self.attempt,
             exit_code=failure.exitcode,
-            cause=cause_of(death),
+            cause=cause_of(death) if ended else f"{death.error}, with which it is about to end",
             time=datetime.now(timezone.utc),
             log_file=self._logs.files.get(local_rank),
         )

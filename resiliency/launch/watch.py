@@ -128,15 +128,23 @@ class WorkerWatch:
             self._fds.add(fd)
             self._poll.register(fd, select.POLLIN)
 
-    def wait(self, timeout_s: float, *wake_fds: int) -> None:
-        """Return when a watched process ended, one of `wake_fds` is readable, or time is up; -1 never is."""
+    def wait(self, timeout_s: float, *wake_fds: int) -> bool:
+        """Return when a watched process ended, one of `wake_fds` is readable, or time is up; -1 never is.
+
+        Returns:
+            Whether one of `wake_fds` is readable.
+        """
+        woken = False
         for wake_fd in wake_fds:
             if wake_fd >= 0:
                 self._poll.register(wake_fd, select.POLLIN)
         for fd, _ in self._poll.poll(timeout_s * 1000):
-            if fd not in wake_fds:
+            if fd in wake_fds:
+                woken = True
+            else:
                 # Level-triggered: a worker that finished early would wake every later wait.
                 self._discard(fd)
+        return woken
 
     def close(self) -> None:
         for fd in tuple(self._fds):

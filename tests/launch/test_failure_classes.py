@@ -49,12 +49,13 @@ FAILURES = [
     ),
     ("exit", "exit_code", 1, "ended with exit code 17 and said nothing"),
     ("echo", "peer_lost", 0, "lost a peer ("),
+    ("late", "exception", 1, "raised KeyError: 'labels' at "),
     ("watchdog", "hang", 1, "a collective timed out on rank 1"),
     (
         "nan",
         "nan",
         1,
-        "has a loss that is not finite (resiliency.errors.LossNotFinite: the loss of step 101 is nan",
+        "has a loss that is not finite (resiliency.errors.LossNotFinite: the loss of step 111 is nan",
     ),
 ]
 

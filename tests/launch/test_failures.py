@@ -273,6 +273,39 @@ def test_evidence_begins_with_the_attempt(tmp_path: Path) -> None:
     collector.close()
 
 
+ECHO = {"message": "RuntimeError: Connection closed by peer [10.0.0.7]:40213"}
+OWN = {"message": "KeyError: 'labels'"}
+ENFORCE = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  1368 vs 4\n"
+TEARDOWN = f'Traceback (most recent call last):\n  File "/job/t.py", line 1, in f\nKeyError: 3\n{ENFORCE}'
+
+
+@pytest.mark.parametrize(
+    ("deaths", "explained"),
+    [
+        ([(1, ECHO, "")], False),
+        ([(17, {}, "")], False),
+        ([(-6, {}, "")], False),
+        ([(-6, {}, ENFORCE)], False),
+        ([(-6, {}, TEARDOWN)], True),
+        ([(-9, {}, "")], True),
+        ([(-11, {}, "")], True),
+        ([(1, ECHO, ""), (1, OWN, "")], True),
+        ([(17, {}, ""), (1, ECHO, ""), (1, ECHO, "")], False),
+    ],
+)
+def test_echoes_ends_without_a_word_and_aborts_of_native_code_explain_nothing(
+    tmp_path: Path, deaths: list[tuple[int, dict[str, object], str]], explained: bool
+) -> None:
+    collector = EvidenceCollector("host-a")
+    collector.begin_attempt()
+    for rank, (code, note, text) in enumerate(deaths):
+        printed = tmp_path / f"{rank}"
+        printed.write_text(text)
+        collector.add_death(rank=rank, exit_code=code, error=note, hang=None, stderr_file=str(printed))
+    assert collector.is_explained() is explained
+    collector.close()
+
+
 def test_a_store_that_hangs_or_fails_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """D29: nothing waits for the thread that was given up on."""
     monkeypatch.setattr(shared_lines, "DEADLINE_S", 0.1)

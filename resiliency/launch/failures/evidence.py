@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from resiliency.cgroups import oom_kills
+from resiliency.launch.health.causes import Cause
 from resiliency.launch.health.evidence import (
     FRAMES,
     Evidence,
@@ -25,6 +26,7 @@ from resiliency.launch.health.evidence import (
     read_traceback,
     with_chain,
 )
+from resiliency.launch.health.rules import rule_for
 from resiliency.launch.incident import read_tail
 
 KERNEL_LOG = Path("/dev/kmsg")
@@ -38,6 +40,8 @@ NO_ERROR_FILE = "<NONE>"
 _WITH_LOG = frozenset(
     {signal.SIGABRT, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 )
+#: Ends of which another rank may be the reason, and ends without a word.
+_UNEXPLAINED = frozenset({Cause.PEER_LOST, Cause.EXIT_CODE})
 #: Name of a type before a message: ``torch.OutOfMemoryError: CUDA out of memory``.
 _TYPED = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:<locals>[\w.]+)*): ?(?P<message>.*)", re.DOTALL)
 #: A file system with less room is full.
@@ -135,6 +139,18 @@ class EvidenceCollector:
         )
         self._deaths.append(death)
         return death
+
+    def is_explained(self) -> bool:
+        """True if a rank of this host has failed by itself and said or shown why.
+
+        An abort in native code may be the answer to what another rank sent, so it explains nothing.
+        """
+        evidence = Evidence(attempt=0, deaths=tuple(self._deaths))
+        return any(
+            rule_for(death, evidence).cause not in _UNEXPLAINED
+            and not (death.signal == signal.SIGABRT and not (death.error is not None and death.error.frames))
+            for death in self._deaths
+        )
 
     def collect(self, *, attempt: int, step: int | None) -> Evidence:
         """All of it, as of now.

@@ -78,6 +78,10 @@ class FailureHandler:
             step=self._step_of(local_rank),
         )
 
+    def are_explained(self) -> bool:
+        """True if the deaths so far have a culprit; see `EvidenceCollector.is_explained`."""
+        return self._evidence.is_explained()
+
     def diagnose(self, *, run: str, attempt: int, lost_hosts: Sequence[str]) -> Diagnosis:
         """Name the cause of the attempt's end, in the log and as an event.
 

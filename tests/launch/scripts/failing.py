@@ -7,6 +7,7 @@ Rank 1 fails, but for an echo, which is what rank 0 gets when rank 1 has left.  
 import fails at the top of the script, before the launcher knows anything of the rank.
 """
 
+import atexit
 import ctypes
 import os
 import select
@@ -85,6 +86,12 @@ def communicate(kind: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     peer = torch.tensor(os.getpid() * RANK)
     dist.all_reduce(peer)
+    if RANK == 1 and kind == "late":
+        atexit.register(wait)  # as a tracker that uploads
+        try:
+            {"input_ids": 1}["labels"]
+        finally:
+            dist.destroy_process_group()
     if RANK == 1 and kind == "exit":
         os._exit(17)
     if RANK == 1:
@@ -111,7 +118,7 @@ def main() -> None:
     watch_rank()
     if kind != "import":
         report_step(10 * ATTEMPT)
-    if kind in ("echo", "exit"):
+    if kind in ("echo", "exit", "late"):
         communicate(kind)
     elif RANK == 1:
         fails(kind)
