@@ -38,7 +38,7 @@ examples:
   restart a rank that sends no heartbeat for a minute (the script uses NVRx's RankMonitorClient):
     launcher.py --nproc-per-node 8 --max-restarts 3 --ft-rank-heartbeat-timeout 60 train.py
 
-exit codes: 0 all workers succeeded; 1 workers failed; 70 workers failed and would fail again: do
+exit codes: 0 all workers succeeded; 1 workers failed; 70 the job's own errors would end it again: do
 not requeue; 2 refused before anything started; 3 the check found this host faulty, 4 slow
 (--exclude-straggler); 128+N ended by signal N.
 
@@ -343,8 +343,15 @@ HEALTH = (
         type=int,
         default=3,
         metavar="N",
-        help="End the job when N attempts brought no new step (3; 0: never for that reason), also where "
-        "--max-restarts leaves more.",
+        help="End the job when N attempts or more (3; 0: never for that reason) failed by errors of its own "
+        "and brought no new step, also where --max-restarts leaves more.  See --no-progress-s.",
+    ),
+    Flag(
+        name="--no-progress-s",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="And only when these attempts ran so long in all (600), and longer than each attempt before.",
     ),
     Flag(
         name="--failure-policy",

@@ -29,7 +29,7 @@ from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStat
 from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.hangs.slow_ranks import SlowRanks
 from resiliency.launch.hangs.watch import HangWatch
-from resiliency.launch.health.diagnosis import Diagnosis
+from resiliency.launch.health.diagnosis import DecidedBy, Diagnosis
 from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
 from resiliency.launch.incident import summarise
 from resiliency.launch.options import LaunchOptions
@@ -352,7 +352,8 @@ def _summary(options: LaunchOptions, agent: ResilientAgent, stop: Diagnosis | No
         max_restarts=options.max_restarts,
     )
     if stop is not None:
-        words += f"\nThe job ends, and would fail again as it is: {stop.sentence}."
+        again = ", and would fail again as it is" if stop.decided_by is DecidedBy.DETERMINISTIC else ""
+        words += f"\nThe job ends{again}: {stop.sentence}."
     return words
 
 

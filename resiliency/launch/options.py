@@ -141,6 +141,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         "workers_stop_timeout",
         "shutdown_timeout",
         "check_timeout_s",
+        "no_progress_s",
     ]
     times += [
         name for name in vars(args) if isinstance(getattr(args, name), float) and name.startswith("ft_")

@@ -114,4 +114,4 @@ def test_each_class_of_failure_gets_its_cause_its_rank_and_a_sentence(
         who = "" if kind == "watchdog" else f"rank {rank} on {os.uname().nodename}{step} "
         assert str(event.fields["sentence"]).startswith(f"{who}{says}")
     assert [event.fields["advice"] for event in told] == ["restart"] * (len(FAILURES) - 1) + ["stop"]
-    assert "would fail again as it is: rank 1 on" in job.output
+    assert "The job ends: rank 1 on" in job.output

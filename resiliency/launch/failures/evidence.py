@@ -16,6 +16,7 @@ from pathlib import Path
 
 from resiliency.cgroups import oom_kills
 from resiliency.launch.health.causes import Cause
+from resiliency.launch.health.error_kinds import may_be_full
 from resiliency.launch.health.evidence import (
     FRAMES,
     Evidence,
@@ -26,7 +27,7 @@ from resiliency.launch.health.evidence import (
     read_traceback,
     with_chain,
 )
-from resiliency.launch.health.rules import rule_for
+from resiliency.launch.health.rules import judge
 from resiliency.launch.incident import read_tail
 
 KERNEL_LOG = Path("/dev/kmsg")
@@ -147,7 +148,7 @@ class EvidenceCollector:
         """
         evidence = Evidence(attempt=0, deaths=tuple(self._deaths))
         return any(
-            rule_for(death, evidence).cause not in _UNEXPLAINED
+            judge(death, evidence).rule.cause not in _UNEXPLAINED
             and not (death.signal == signal.SIGABRT and not (death.error is not None and death.error.frames))
             for death in self._deaths
         )
@@ -176,8 +177,10 @@ class EvidenceCollector:
 
     def _storage_failed(self) -> bool:
         """Only then are file systems asked: one that hangs would hold the launcher."""
-        names = ("OSError", "CheckpointWriteFailed")
-        return any(death.error is not None and death.error.name in names for death in self._deaths)
+        return any(
+            death.signal == signal.SIGBUS or (death.error is not None and may_be_full(death.error))
+            for death in self._deaths
+        )
 
     def close(self) -> None:
         self._kernel.close()

@@ -13,8 +13,9 @@ from resiliency.launch.failures.evidence import EvidenceCollector
 from resiliency.launch.failures.policy import ask_policy
 from resiliency.launch.failures.shared_history import SharedHistory
 from resiliency.launch.fleet.link import WorkerStateReporter
-from resiliency.launch.health.diagnosis import Advice, Diagnosis, diagnose
+from resiliency.launch.health.diagnosis import Advice, Diagnosis, Limits, diagnose
 from resiliency.launch.health.evidence import RankDeath
+from resiliency.launch.health.rules import SHARED_MEMORY
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.progress import StepPage
@@ -45,7 +46,10 @@ class FailureHandler:
         self._reporter = reporter
         self._policy: str | None = options.args.failure_policy
         self._rolls_back = options.args.on_nan == "rollback"
-        directories = (options.info.run_dir, *filter(None, [options.args.log_dir]))
+        self._limits = Limits(
+            attempts=options.args.attempts_without_progress, seconds=options.args.no_progress_s
+        )
+        directories = (options.info.run_dir, *filter(None, [options.args.log_dir]), SHARED_MEMORY)
         self._evidence = EvidenceCollector(options.info.host, directories)
         self._shared = SharedHistory(lines)
 
@@ -88,14 +92,16 @@ class FailureHandler:
         `lost_hosts`: those that are known to have left without a word so far.
         """
         evidence = self._evidence.collect(attempt=attempt, step=self._newest_step())
-        evidence = replace(evidence, checkpoints=self._checkpoints(), lost_hosts=tuple(lost_hosts))
-        if not any(self._page.read(rank).reports for rank in range(self._options.workers)):
-            # Nobody knows what such an attempt has brought, however short it was.
-            evidence = replace(evidence, uptime_s=None)
+        evidence = replace(
+            evidence,
+            checkpoints=self._checkpoints(),
+            lost_hosts=tuple(lost_hosts),
+            reports_steps=any(self._page.read(rank).reports for rank in range(self._options.workers)),
+        )
         found = diagnose(
             evidence,
             self._shared.before(run, attempt),
-            limit=self._options.args.attempts_without_progress,
+            limits=self._limits,
             rolls_back=self._rolls_back,
         )
         policy = self._policy if evidence.deaths else None  # without one the hosts meet again in any case

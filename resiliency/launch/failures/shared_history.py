@@ -11,8 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
-from resiliency.launch.health.causes import Advice, Cause, Confidence, DecidedBy, Diagnosis
-from resiliency.launch.health.history import FROM_OUTSIDE
+from resiliency.launch.health.causes import OWN, Advice, Cause, Confidence, DecidedBy, Diagnosis
 from resiliency.launch.rendezvous.shared_lines import SharedLines
 
 logger = logging.getLogger(__name__)
@@ -56,16 +55,14 @@ class SharedHistory:
         found = dict(self._own)
         for one in self._of_all(run):
             mine = found.get(one.attempt)
-            if mine is None or (mine.cause in FROM_OUTSIDE and one.cause not in FROM_OUTSIDE):
+            if mine is None or (mine.cause not in OWN and one.cause in OWN):
                 found[one.attempt] = one
         return tuple(found[number] for number in sorted(found) if number < attempt)
 
     def add(self, run: str, diagnosis: Diagnosis) -> None:
         """Keep it; share what other hosts may meet again, and the end of the job."""
         self._own[diagnosis.attempt] = diagnosis
-        if self._lines is not None and (
-            diagnosis.advice is Advice.STOP or diagnosis.cause not in FROM_OUTSIDE
-        ):
+        if self._lines is not None and (diagnosis.advice is Advice.STOP or diagnosis.cause in OWN):
             self._lines.add(_key(run), encode_diagnosis(diagnosis))
 
     def find_stop(self, run: str) -> Diagnosis | None:

@@ -39,6 +39,16 @@ class Cause(str, Enum):
     UNKNOWN = "unknown"
 
 
+#: Ends that the job's own code makes.  All others come from outside of it (storage, network, peers, hosts,
+#: GPUs, memory), or leave open where they come from (signals, exit codes): that they repeat proves nothing.
+OWN = frozenset(
+    {
+        *(Cause.EXCEPTION, Cause.ASSERTION, Cause.IMPORT, Cause.VERSION, Cause.TOPOLOGY, Cause.NAN),
+        *(Cause.DEVICE_OOM, Cause.DEVICE_ASSERT, Cause.ILLEGAL_ACCESS),
+    }
+)
+
+
 class Advice(str, Enum):
     """What to do about it."""
 
@@ -72,7 +82,8 @@ class Diagnosis:
         sentence: the verdict for a reader, with what helps.
         signature: type and place of the error; equal for the same error in another attempt; empty: none.
         error_step: the last step that the culprit had finished; ranks of a host may differ by one.
-        step, checkpoint, uptime_s: as in the evidence, for the rules over attempts.
+        step, uptime_s: as in the evidence, for the rules over attempts.
+        advanced: the attempt finished a step beyond the checkpoint from which it began; None: unknown.
         rollback: the branch of checkpoints from which the job goes on: its number, the branch that it leaves,
             and the newest step that counts of that; None: the job goes on from its newest checkpoint.
     """
@@ -88,6 +99,6 @@ class Diagnosis:
     signature: str = ""
     error_step: int | None = None
     step: int | None = None
-    checkpoint: int | None = None
     uptime_s: float | None = None
+    advanced: bool | None = None
     rollback: tuple[int, int, int] | None = None

@@ -155,6 +155,7 @@ class Evidence:
     Args:
         deaths: in the order in which they were noticed.
         step: newest step that a rank has finished; None: none, or ranks do not report steps.
+        reports_steps: a rank has shown that it reports steps, so that no step means that none was finished.
         uptime_s: how long the ranks ran, by the launcher's own monotonic clock; None: unknown.
         lost_hosts: hosts that left without a word.
         checkpoints: from which the attempt began and which it has saved; None: no rank has said.
@@ -164,6 +165,7 @@ class Evidence:
     deaths: tuple[RankDeath, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
     step: int | None = None
+    reports_steps: bool = True
     uptime_s: float | None = None
     lost_hosts: tuple[str, ...] = ()
     checkpoints: CheckpointSteps | None = None

@@ -1,38 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two rules over attempts: a failure that repeats, and attempts that bring nothing.
+"""The rules over attempts: an error that comes again, and attempts that bring nothing.
 
-Nothing else of an earlier attempt counts.  Both rules only ever end a job; cause and culprits remain those
-of the attempt itself.  A mistake that no restart should mend is tried once more all the same: a disk that was
-away for a moment looks like it.
+Nothing else of an earlier attempt counts; cause and culprits remain those of the attempt itself.  A job only
+ends for a cause of its own (`OWN`): what comes from outside may last for hours and be over then, and a signal
+or an exit code without a word leaves open where it comes from.
 
-A budget of attempts refills with progress, and an attempt that was preempted or lost a host takes nothing
-from it.
+An attempt that finished a step beyond the checkpoint from which it began is progress, whatever ended it: the
+job does steps again that were lost, and is nearer to its next checkpoint.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from resiliency.launch.health.causes import Advice, Cause, DecidedBy, Diagnosis
-from resiliency.launch.health.evidence import RankDeath, signal_name
+from resiliency.launch.health.causes import OWN, Advice, Cause, Confidence, DecidedBy, Diagnosis
+from resiliency.launch.health.evidence import RankError
 
-#: Attempts without progress after which a job ends, unless it is told otherwise.
-ATTEMPTS_WITHOUT_PROGRESS = 3
+#: The attempt that ends with the same error for the so many-th time is the last one.
+EQUAL_ERRORS = 3
 #: An attempt without a known step that ran longer may have trained: its script may report none.
 SETUP_S = 900.0
-#: Ends that come from outside of the program: that they repeat at a step is chance.
-FROM_OUTSIDE = frozenset(
-    {
-        *(Cause.PREEMPTED, Cause.KILLED, Cause.PEER_LOST, Cause.HOST_LOST, Cause.PORT_TAKEN, Cause.UNKNOWN),
-        *(Cause.GPU_FAULT, Cause.GPU_MISSING, Cause.IO_ERROR, Cause.HANG),
-    }
-)
-#: Ends that are no failures of the job: they cost nothing.
-FREE = frozenset({Cause.PREEMPTED, Cause.HOST_LOST})
+#: Of these the whole message tells what is wrong, also where no line of the program is known.
+_BY_MESSAGE = frozenset({Cause.IMPORT, Cause.VERSION, Cause.TOPOLOGY, Cause.NAN})
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The attempts without progress that end a job.
+
+    Args:
+        attempts: at least so many; 0: never for that reason.
+        seconds: for which they ran in all, at least.
+    """
+
+    attempts: int = 3
+    seconds: float = 600.0
 
 
 def mask(text: str) -> str:
@@ -40,79 +46,97 @@ def mask(text: str) -> str:
     return _NUMBER.sub("#", _ADDRESS.sub("@", text))
 
 
-def signature_of(death: RankDeath) -> str:
-    """Type and place of the error.  The rank is no part of it: a bad sample shuffles to another one."""
-    error = death.error
-    if error is None:
-        return signal_name(death.signal) if death.signal else f"exit code {death.exit_code}"
-    place = error.user_frame or mask(error.message.partition("\n")[0])
-    return f"{error.name} at {place}" if error.user_frame else f"{error.name}: {place}"
+def signature_of(error: RankError | None, cause: Cause) -> str:
+    """Type and place of an error of the program; empty where nothing tells that it is the same one again.
+
+    The rank is no part of it: a bad sample shuffles to another one.
+    """
+    if error is None or cause not in OWN:
+        return ""
+    if error.user_frame is not None:
+        return f"{error.name} at {error.user_frame}"
+    first, _, _ = error.message.partition("\n")
+    return f"{error.name}: {mask(first)}" if cause in _BY_MESSAGE else ""
 
 
-def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limit: int) -> Diagnosis:
+def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limits: Limits) -> Diagnosis:
     """`diagnosis`, with the advice STOP where a rule over attempts says so.
 
     Args:
         history: of earlier attempts of this run, oldest first.
-        limit: attempts without progress after which the job ends; 0: never for that reason.
     """
-    if diagnosis.cause in FREE:
+    if diagnosis.advice is Advice.STOP and _was_asked_for(diagnosis):
         return diagnosis
-    if diagnosis.advice is Advice.STOP and not _was_asked_for(diagnosis):
-        for one in history:
-            same = (one.cause, one.signature) == (diagnosis.cause, diagnosis.signature)
-            if same and _or(diagnosis.step) <= _or(one.step) + 1:  # by one, ranks of a host may differ
-                return _stop(
-                    diagnosis, DecidedBy.DETERMINISTIC, f"attempt {one.attempt} ended in the same way"
-                )
+    if diagnosis.advice is Advice.STOP:  # what passes by itself may look the same once or twice
         diagnosis = replace(diagnosis, advice=Advice.RESTART)
-    if diagnosis.advice is Advice.STOP:
+    if not _is_own(diagnosis):
         return diagnosis
-    # From an older checkpoint an error need not repeat.
-    if diagnosis.rollback is None and (before := _same_error(diagnosis, history)) is not None:
-        return _stop(
-            diagnosis,
-            DecidedBy.DETERMINISTIC,
-            f"attempt {before.attempt} ended at this step in the same way: a restart would repeat it",
-        )
-    if 0 < limit <= attempts_without_progress([*history, diagnosis]):
-        return _stop(
-            diagnosis,
-            DecidedBy.NO_PROGRESS,
-            f"{limit} attempts brought no new step and no new checkpoint",
-        )
+    known = [*history, diagnosis]
+    if diagnosis.rollback is not None:  # from an older checkpoint an error need not repeat
+        if 0 < limits.attempts <= (count := _vain_rollbacks(known)):
+            why = f"the loss failed again after {count} rollbacks, and at no later step"
+            return _stop(diagnosis, DecidedBy.NO_PROGRESS, why)
+        return diagnosis
+    equal = _same_error(known)
+    if len(equal) >= EQUAL_ERRORS:
+        others = " and ".join(str(one.attempt) for one in equal[-EQUAL_ERRORS:-1])
+        why = f"attempts {others} ended at this step in the same way: a restart would repeat it"
+        return _stop(diagnosis, DecidedBy.DETERMINISTIC, why)
+    vain = _without_progress(known)
+    spent_s = sum(one.uptime_s or 0.0 for one in vain)
+    longest_s = max(one.uptime_s or 0.0 for one in known)
+    if 0 < limits.attempts <= len(vain) and spent_s >= limits.seconds and spent_s > longest_s:
+        why = f"{len(vain)} attempts of {spent_s / 60:.0f} minutes in all finished no new step"
+        return _stop(diagnosis, DecidedBy.NO_PROGRESS, why)
     return diagnosis
 
 
-def attempts_without_progress(diagnoses: Sequence[Diagnosis]) -> int:
-    """How many attempts have failed since the last one that got further than all before it."""
-    count, step, checkpoint = 0, -1, -1
-    for diagnosis in diagnoses:
-        long = diagnosis.uptime_s is None or diagnosis.uptime_s > SETUP_S
-        further = _or(diagnosis.step) > step or _or(diagnosis.checkpoint) > checkpoint
-        step, checkpoint = max(step, _or(diagnosis.step)), max(checkpoint, _or(diagnosis.checkpoint))
-        if further or (long and diagnosis.step is None):
-            count = 0
-        # The attempt that got further has failed, too, but it is the next one that has to show something.
-        elif diagnosis.cause not in FREE:
-            count += 1
-    return count
+def _is_own(diagnosis: Diagnosis) -> bool:
+    """The job's own code ended the attempt, beyond a guess."""
+    return diagnosis.cause in OWN and diagnosis.confidence is not Confidence.LOW
 
 
-def _same_error(diagnosis: Diagnosis, history: Sequence[Diagnosis]) -> Diagnosis | None:
-    """An earlier attempt that ended with the same error at the same step; unknown steps are not the same.
+def _same_error(diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """The attempts that ended as the last one, with the same error at the same step, the oldest first.
 
-    An attempt after it that passed the step refutes it.
+    A step that is not known is not the same; before the first step is a place, too.  An attempt that passed
+    the step refutes what came before it.
     """
-    if diagnosis.error_step is None or not diagnosis.signature or diagnosis.cause in FROM_OUTSIDE:
-        return None
-    key = (diagnosis.cause, diagnosis.signature, diagnosis.error_step)
-    for one in reversed(history):
-        if _or(one.step) > diagnosis.error_step + 1:  # by one, ranks of a host may differ
-            return None
-        if (one.cause, one.signature, one.error_step) == key:
-            return one
-    return None
+    last = diagnoses[-1]
+    unknown = last.error_step is None and last.advanced is None and last.cause not in _BY_MESSAGE
+    if not last.signature or unknown:
+        return []
+    equal: list[Diagnosis] = []
+    for one in reversed(diagnoses):
+        if _or(one.step) > _or(last.error_step) + 1:  # by one, ranks of a host may differ
+            break
+        if (one.cause, one.signature, one.error_step) == (last.cause, last.signature, last.error_step):
+            equal.insert(0, one)
+    return equal
+
+
+def _without_progress(diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """The attempts since the last progress that failed by a cause of their own.
+
+    One of which nobody knows what it brought may have been progress.
+    """
+    vain: list[Diagnosis] = []
+    for one in reversed(diagnoses):
+        if one.advanced is not False:
+            break
+        if _is_own(one):
+            vain.append(one)
+    return vain
+
+
+def _vain_rollbacks(diagnoses: Sequence[Diagnosis]) -> int:
+    """Failures of the loss after rollbacks, since it failed at a later step than ever before."""
+    count, furthest = 0, -2
+    for one in diagnoses:
+        if one.rollback is not None:
+            count = count + 1 if _or(one.error_step) <= furthest else 0
+            furthest = max(furthest, _or(one.error_step))
+    return count
 
 
 def _was_asked_for(diagnosis: Diagnosis) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resiliency.launch.health.diagnosis import (
     Advice,
@@ -14,9 +14,13 @@ from resiliency.launch.health.diagnosis import (
     RankDeath,
     RankError,
 )
+from resiliency.launch.health.evidence import read_traceback
+from resiliency.launch.health.rules import SHARED_MEMORY
 
 A, B = "host-a", "host-b"
 STEP = Frame(file="/job/train.py", line=88, function="step")
+PICKLE = Frame(file="/opt/lib/python3.11/pickle.py", line=7, function="load")
+DISTRIBUTED = Frame(file="/opt/x/site-packages/torch/distributed/rendezvous.py", line=9, function="get")
 TORCH = Frame(file="/opt/lib/python3.11/site-packages/torch/nn/modules/module.py", line=17, function="call")
 PEER = "Connection closed by peer [10.0.0.7]:40213"
 GLOO = f"RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] {PEER}"
@@ -39,16 +43,37 @@ class Incident:
     says: str = ""
 
 
-def raised(rank: int, text: str, *, host: str = A, exit_code: int = 1, frames: bool = True) -> RankDeath:
+def error(text: str, *frames: Frame) -> RankError:
     kind, _, message = text.partition(": ")
-    error = RankError(type=kind, message=message, frames=(STEP, TORCH) if frames else ())
-    return RankDeath(rank=rank, host=host, exit_code=exit_code, error=error)
+    return RankError(type=kind, message=message, frames=frames)
+
+
+def raised(
+    rank: int,
+    text: str,
+    *before: str,
+    host: str = A,
+    exit_code: int = 1,
+    frames: tuple[Frame, ...] = (STEP, TORCH),
+) -> RankDeath:
+    """`before`: the exceptions that led to this one, nearest first."""
+    whole = replace(error(text, *frames), chain=tuple(error(one, STEP) for one in before))
+    return RankDeath(rank=rank, host=host, exit_code=exit_code, error=whole)
 
 
 def died(
     rank: int, exit_code: int, *log: str, host: str = A, ended_by_us: bool = False, hang: str = ""
 ) -> RankDeath:
-    return RankDeath(rank=rank, host=host, exit_code=exit_code, log=log, ended_by_us=ended_by_us, hang=hang)
+    """As the launcher notes it: an exception at the end of the log is the rank's."""
+    return RankDeath(
+        rank=rank,
+        host=host,
+        exit_code=exit_code,
+        error=read_traceback(log),
+        log=log,
+        ended_by_us=ended_by_us,
+        hang=hang,
+    )
 
 
 def after(
@@ -77,11 +102,17 @@ def one(
 
 
 def alone(
-    name: str, text: str, cause: Cause, advice: Advice, says: str = "", step: int | None = 40
+    name: str,
+    text: str,
+    cause: Cause,
+    advice: Advice,
+    says: str = "",
+    step: int | None = 40,
+    before: tuple[str, ...] = (),
 ) -> Incident:
     """Rank 3 raises an exception, and two others notice that it is gone."""
     echoes = (raised(0, GLOO), raised(5, NCCL, host=B))
-    return one(name, after(raised(3, text), *echoes, step=step), cause, advice, says)
+    return one(name, after(raised(3, text, *before), *echoes, step=step), cause, advice, says)
 
 
 R, REPLACE, STOP = Advice.RESTART, Advice.REPLACE_HOST, Advice.STOP
@@ -101,6 +132,13 @@ INCIDENTS: tuple[Incident, ...] = (
         Cause.HOST_OOM,
         R,
         "request more memory",
+    ),
+    one(
+        "an oom kill of another job, which the kernel's log shows and the own group does not count",
+        after(died(3, -9), facts=HostFacts(host=A, oom_kills=0, kernel=(KILL_LINE,))),
+        Cause.KILLED,
+        R,
+        "ended from outside (SIGKILL)",
     ),
     one(
         "a loader worker is killed for memory",
@@ -146,11 +184,50 @@ INCIDENTS: tuple[Incident, ...] = (
     ),
     alone("quota", "OSError: [Errno 122] Disk quota exceeded", Cause.DISK_FULL, R, "free space"),
     alone(
-        "shared memory full",
-        "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. "
-        "ERROR: Unexpected bus error: insufficient shared memory (shm)",
+        "shared memory full, as torch says it",
+        "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that "
+        "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",
         Cause.DISK_FULL,
         R,
+        "found /dev/shm full",
+    ),
+    alone(
+        "shared memory full, as a loader's worker meets it",
+        "RuntimeError: unable to write to file </torch_4711_3>: No space left on device (28)",
+        Cause.DISK_FULL,
+        R,
+        "--shm-size",
+    ),
+    alone(
+        "shared memory full, as NCCL says it",
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:328, unhandled system error\n"
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.\nLast error:\n"
+        "Error while creating shared memory segment /dev/shm/nccl-8dAZqP (size 9637888)",
+        Cause.DISK_FULL,
+        R,
+        "found /dev/shm full",
+    ),
+    one(
+        "a rank that maps shared memory which is full",
+        after(died(3, -7), raised(0, GLOO), facts=HostFacts(host=A, full=(SHARED_MEMORY,))),
+        Cause.DISK_FULL,
+        R,
+        "crashed (SIGBUS) with a full /dev/shm",
+    ),
+    alone(
+        "torch.save on a full disk",
+        "RuntimeError: [enforce fail at inline_container.cc:626] . unexpected pos 1048640 vs 1048532",
+        Cause.IO_ERROR,
+        R,
+    ),
+    alone(
+        "locked memory",
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error\n"
+        "ncclSystemError: System call failed.\nLast error:\n"
+        "Call to ibv_reg_mr failed with error Cannot allocate memory",
+        Cause.PERMISSION,
+        R,
+        "ulimit -l",
     ),
     one(
         "broken disk",
@@ -164,6 +241,51 @@ INCIDENTS: tuple[Incident, ...] = (
     ),
     alone("mount gone", "OSError: [Errno 116] Stale file handle", Cause.IO_ERROR, R, "could not use storage"),
     alone("read-only", "OSError: [Errno 30] Read-only file system: '/ckpt'", Cause.IO_ERROR, R),
+    Incident(
+        name="a disk of the host, of which no rank has said anything",
+        evidence=after(died(3, 1), facts=HostFacts(host=A, kernel=("I/O error, dev nvme1n1, sector 4711",))),
+        cause=Cause.IO_ERROR,
+        advice=R,
+        hosts=(A,),
+        says="the kernel of host host-a reports I/O error, dev nvme1n1",
+    ),
+    alone(
+        "mount gone, in the words of a library",
+        "RuntimeError: could not read shard 117 after 5 tries",
+        Cause.IO_ERROR,
+        R,
+        "RuntimeError: could not read shard 117 after 5 tries, after OSError: [Errno 116] Stale file handle",
+        before=("OSError: [Errno 116] Stale file handle",),
+    ),
+    one(
+        "a file that ends too soon",
+        after(raised(0, GLOO), raised(3, "EOFError: Ran out of input", frames=(STEP, PICKLE))),
+        Cause.IO_ERROR,
+        R,
+        "EOFError: Ran out of input) at /job/train.py:88 in step",
+    ),
+    one(
+        "a data service that is down",
+        after(raised(3, "ConnectionRefusedError: [Errno 111] Connection refused"), raised(0, GLOO)),
+        Cause.IO_ERROR,
+        R,
+        "could not use storage or a service",
+    ),
+    Incident(
+        name="a store whose host is gone",
+        evidence=after(
+            raised(3, "ConnectionRefusedError: [Errno 111] Connection refused", frames=(STEP, DISTRIBUTED))
+        ),
+        cause=Cause.PEER_LOST,
+        advice=R,
+    ),
+    alone(
+        "a loader worker is killed",
+        "RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly",
+        Cause.KILLED,
+        R,
+        "lost a loader worker",
+    ),
     # --- the program
     alone(
         "module missing",
@@ -199,9 +321,7 @@ INCIDENTS: tuple[Incident, ...] = (
         STOP,
         "no checkpoint before step 10 is left",
     ),
-    alone(
-        "nan in words", "RuntimeError: Loss is nan, stopping training", Cause.NAN, STOP, "would meet it again"
-    ),
+    alone("nan in words", "RuntimeError: Loss is nan, stopping training", Cause.NAN, STOP, "is not finite"),
     alone(
         "nan in Megatron's words",
         "AssertionError: Rank 3: found NaN in local forward loss calculation.",
@@ -221,6 +341,19 @@ INCIDENTS: tuple[Incident, ...] = (
         "rights", "PermissionError: [Errno 13] Permission denied: '/ckpt'", Cause.PERMISSION, R, "may not use"
     ),
     alone("key", "KeyError: 'labels'", Cause.EXCEPTION, R, "raised KeyError: 'labels'"),
+    one(
+        "a rank that tells its peers of its error, and loses them then",
+        after(raised(0, GLOO), raised(3, GLOO, "KeyError: 'labels'")),
+        Cause.EXCEPTION,
+        R,
+        "raised KeyError: 'labels' at /job/train.py:88 in step",
+    ),
+    Incident(
+        name="an error in what handles a lost peer",
+        evidence=after(raised(3, "AttributeError: 'NoneType' object has no attribute 'log'", GLOO)),
+        cause=Cause.PEER_LOST,
+        advice=R,
+    ),
     one("exit code", after(died(3, 17), raised(0, GLOO)), Cause.EXIT_CODE, R, "exit code 17", 3),
     one("segfault", after(died(3, -11), raised(0, GLOO)), Cause.SEGFAULT, R, "PYTHONFAULTHANDLER=1"),
     one("segfault seen by a shell", after(died(3, 139)), Cause.SEGFAULT, R, "SIGSEGV"),
@@ -298,6 +431,15 @@ INCIDENTS: tuple[Incident, ...] = (
         Cause.ILLEGAL_ACCESS,
         R,
     ),
+    alone(
+        "device memory, in NCCL's words",
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        Cause.DEVICE_OOM,
+        R,
+        "smaller micro-batch",
+    ),
+    alone("words of a GPU in a program's own error", "RuntimeError: ECC error budget: 0", Cause.EXCEPTION, R),
     alone("no GPU", "RuntimeError: No CUDA GPUs are available", Cause.GPU_MISSING, REPLACE, step=None),
     alone("cudnn", "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", Cause.CUDA_ERROR, R),
     alone(
@@ -330,8 +472,22 @@ INCIDENTS: tuple[Incident, ...] = (
         step=None,
     ),
     alone(
-        "world size",
-        "RuntimeError: world size (6) is not divisible by tensor parallel size (4)",
+        "our own refusal of a configuration",
+        "resiliency.errors.ConfigError: --nnodes (3) must be divisible by --num-nodes-per-dp (2)",
+        Cause.TOPOLOGY,
+        STOP,
+        step=None,
+    ),
+    alone("a library's error of that name", "omegaconf.errors.ConfigError: try again", Cause.IO_ERROR, R),
+    alone(
+        "a version of an object",
+        "botocore.exceptions.ClientError: PreconditionFailed: object version mismatch",
+        Cause.IO_ERROR,
+        R,
+    ),
+    alone(
+        "a state of another model",
+        "RuntimeError: Error(s) in loading state_dict for Model:\n\tMissing key(s) in state_dict: 'w'",
         Cause.TOPOLOGY,
         STOP,
         step=None,
@@ -397,6 +553,7 @@ INCIDENTS: tuple[Incident, ...] = (
         after(died(3, -15, "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 10:00 DUE TO PREEMPTION ***")),
         Cause.PREEMPTED,
         R,
+        "as its log says",
     ),
     Incident(name="nothing at all", evidence=after(), cause=Cause.UNKNOWN, advice=R, says="nothing is known"),
 )
