@@ -568,6 +568,10 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
     on_join: Callable[[Any, int, int, bool], None] = staticmethod(lambda *_: None)
     #: Tells how many restarts this host has counted; upstream counts on each host apart.
     restarts_used: Callable[[], int] = staticmethod(lambda: 0)
+    #: Seconds that this host wants to wait before the next attempt starts; all wait for the longest time.
+    pause_s: Callable[[], float] = staticmethod(lambda: 0.0)
+    #: Called with that time, and with what tells that hosts came or left, which ends the wait.
+    on_pause: Callable[[float, Callable[[], bool]], None] = staticmethod(lambda *_: None)
     _restart_asked = False
     #: The most that a host has counted: a host whose workers were healthy counts on with the others.
     job_restarts = 0
@@ -658,6 +662,27 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
             logger.debug("other launchers cannot watch this one at %s: %s", address, error)
 
     def next_rendezvous(self) -> tuple[Any, int, int]:
+        """Meet, and wait as long as one of the hosts wants to; meet again if hosts came or left meanwhile.
+
+        They meet first, so that ranks of hosts that are well end at once, and all give signs of life while
+        they wait.
+        """
+        store, rank, size, pause_s = self._meet()
+        if pause_s:
+            self.on_pause(pause_s, self._is_outdated)
+            if self._is_outdated():
+                store, rank, size, _ = self._meet()
+        return store, rank, size
+
+    def _is_outdated(self) -> bool:
+        """Hosts want in, or have left since the last rendezvous, as far as the store can be asked."""
+        if not self.sees_losses:
+            return False
+        return self._look(
+            lambda: bool(super(HostRendezvous, self).num_nodes_waiting() or self.lost_hosts()), lambda: False
+        )
+
+    def _meet(self) -> tuple[Any, int, int, float]:
         with _paced(self._settings.max_nodes, self.on_wait), self._state_holder.watched():
             store, rank, size = super().next_rendezvous()
             while self._members and self._state_holder.state.round <= self.attempt:
@@ -677,16 +702,18 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         # An id that hosts have agreed on goes before one that a host has just made.
         run = f"0{self.run}" if self.run else f"1{uuid.uuid4().hex}"
         place = self._links.place if self._links is not None else ""
-        mine = f"{asked},{last},{used},{self._first_round},{run},{place},{self._this_node.local_id}"
-        answers = [answer.split(",") for answer in _exchange(store, rank, size, mine)]
-        all_asked, all_last, all_used, all_first, all_run, all_places, all_ids = zip(*answers, strict=True)
+        mine = [asked, last, used, self._first_round, run, place, self._this_node.local_id, self.pause_s()]
+        answers = [answer.split(",") for answer in _exchange(store, rank, size, ",".join(map(str, mine)))]
+        all_asked, all_last, all_used, all_first, all_run, all_places, all_ids, pauses = zip(
+            *answers, strict=True
+        )
         self._watch_others(rank, all_places, all_ids)
         self.job_restarts = max(map(int, all_used))
         # A replacement learns from the others when the job began, and which it is.
         self._first_round = min(map(int, all_first))
         self.run = min(all_run)[1:]
         self._last_rank = _place(all_asked, all_last, rank)
-        return store, self._last_rank, size
+        return store, self._last_rank, size, max(map(float, pauses))
 
     def check_hosts(self, store: Any, rank: int, size: int) -> None:
         """Call `on_join`, once the hosts know each other's ranks."""

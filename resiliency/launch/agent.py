@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -62,6 +63,8 @@ KILL_WAIT_S = 10.0
 REACTION_S = 0.5
 #: Longest wait for ranks that are about to end, where no culprit is known, and pause between two looks.
 LAST_WORDS_S, LAST_WORDS_LOOK_S = 2.0, 0.05
+#: How often a pause before an attempt asks whether hosts came or left.
+PAUSE_LOOK_S = 1.0
 #: Upstream sleeps this long before each look at the workers; the real wait is `wait_for_change`.
 UPSTREAM_SLEEP_S = 1e-6
 
@@ -126,9 +129,9 @@ class ResilientAgent(HookedAgent):
         self.faults: list[RankFault] = []
         #: Whether the supervisor has another host for the job in the place of this one.
         self.leaving = False
-        rendezvous.on_change = self._others_changed
+        rendezvous.on_change, rendezvous.on_pause = self._others_changed, self._pause
         rendezvous.on_wait = standby.prepare
-        rendezvous.restarts_used = lambda: self.restarts_used
+        rendezvous.restarts_used, rendezvous.pause_s = lambda: self.restarts_used, lambda: failures.pause_s
 
     @property
     def attempt(self) -> int:
@@ -136,6 +139,21 @@ class ResilientAgent(HookedAgent):
 
     def interruptible_join(self) -> AbstractContextManager[None]:
         return self._signals.interruptible()
+
+    def _pause(self, seconds: float, is_outdated: Callable[[], bool]) -> None:
+        """Wait before the attempt that the hosts have met for; signals raise (`interruptible_join`).
+
+        The reporter's state stays `RESTARTING`.
+        """
+        logger.warning(
+            "job waits %g s before attempt %d: those before it ended within a minute, without a new step",
+            *(seconds, self.attempt),
+        )
+        command = wait_for_command(seconds, self._reporter, self._standby.look, is_outdated)
+        if command is not None and command.kind is HostCommandKind.LEAVE:
+            self._obey(command)
+        elif command is not None:
+            self._reporter.finish_command(command, done=True, text=f"attempt {self.attempt} starts at once")
 
     def joined(self) -> None:
         self.faults = []
@@ -419,6 +437,24 @@ class ResilientAgent(HookedAgent):
     def _report(self, rank: int, local_rank: int, state: WorkerReport) -> None:
         pid = self.pids.get(local_rank, 0)
         self._reporter.report(rank=rank, local_rank=local_rank, pid=pid, state=state)
+
+
+def wait_for_command(
+    seconds: float, reporter: WorkerStateReporter, look: Callable[[], None], is_over: Callable[[], bool]
+) -> HostCommand | None:
+    """Wait until time is up, or `is_over`, or the supervisor has a command, which is returned.
+
+    Args:
+        look: called each second; what goes on beside the wait.
+    """
+    deadline = time.monotonic() + seconds
+    wakes = [reporter.wake_fd] if reporter.wake_fd >= 0 else []
+    while (left := deadline - time.monotonic()) > 0 and not is_over():
+        select.select(wakes, [], [], min(left, PAUSE_LOOK_S))
+        look()
+        if (command := reporter.try_take_command()) is not None:
+            return command
+    return None
 
 
 def _brief(numbers: Any) -> str:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,16 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, Proce
 from resiliency import cgroups
 from resiliency.errors import ConfigError
 from resiliency.events import EventType
+from resiliency.launch.agent import wait_for_command
 from resiliency.launch.failures import shared_history
 from resiliency.launch.failures.evidence import EvidenceCollector, KernelLog, read_error_file
 from resiliency.launch.failures.policy import ask_policy, check_policy
+from resiliency.launch.fleet.link import HostCommand, HostCommandKind, NullReporter
 from resiliency.launch.health.diagnosis import Advice, Cause, Evidence, RankDeath, diagnose
 from resiliency.launch.rendezvous import shared_lines
 from resiliency.rank import crash_note
 from resiliency.testing.processes import Command
+from resiliency.wake_pipe import WakePipe
 from tests.ports import free_port
 
 from .conftest import SCRIPTS, WAIT, Launch, events
@@ -67,6 +72,56 @@ def test_the_same_error_at_the_same_step_ends_the_job_on_all_hosts_in_the_third_
     for host in hosts:
         assert "would fail again as it is: rank 0 on" in host.output
         assert "ValueError: sample 4711 is broken at " in host.output
+
+
+def test_hosts_wait_together_for_longer_and_longer_and_a_job_outlives_an_outage_at_its_start(
+    launch: Launch, tmp_path: Path
+) -> None:
+    hosts = _two_hosts(launch, tmp_path, f"--until={tmp_path / 'there'}")
+    for host in hosts:  # also the one whose rank is well
+        host.wait_for_line("job waits 1 s before attempt 2", timeout=WAIT)
+        host.wait_for_line("job waits 2 s before attempt 3", timeout=WAIT)
+    (tmp_path / "there").touch()
+    assert [host.wait(timeout=WAIT) for host in hosts] == [0, 0]
+    told = events(tmp_path / "0", EventType.DIAGNOSED)
+    assert [(event.fields["cause"], event.fields["advice"]) for event in told] == [
+        ("io_error", "restart")
+    ] * 3
+
+
+def test_an_exit_code_never_ends_a_job_a_policy_that_raises_changes_nothing_and_a_signal_ends_a_pause(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def policy(evidence, diagnosis):\n    raise KeyError('oh')\n")
+    flags = ("--nproc-per-node=1", "--max-restarts=9", "--failure-policy=mine:policy")
+    job = launch(*flags, CRASHING, "--exit=17")
+    job.wait_for_line("job waits 5 s before attempt 4", timeout=WAIT)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait(timeout=WAIT) == 128 + signal.SIGTERM
+    assert "attempt 4 runs" not in job.output
+    told = events(tmp_path / "run", EventType.DIAGNOSED)
+    assert [event.fields["advice"] for event in told] == ["restart"] * 4
+    assert job.output.count("--failure-policy mine:policy failed: KeyError: 'oh'; our own advice holds") == 4
+
+
+class Reporter(NullReporter):
+    """Whose supervisor has something to say, and perhaps a command."""
+
+    def __init__(self, pipe: WakePipe, command: HostCommand | None) -> None:
+        pipe.wake()
+        self.wake_fd, self._command = pipe.fileno(), command
+
+    def try_take_command(self) -> HostCommand | None:
+        return self._command
+
+
+def test_a_command_of_the_supervisor_and_a_change_of_hosts_end_a_pause() -> None:
+    command = HostCommand(epoch=1, id="1", kind=HostCommandKind.RESTART_RANKS)
+    changes = iter([False, True])
+    with closing(WakePipe()) as pipe:
+        assert wait_for_command(WAIT, Reporter(pipe, command), lambda: None, lambda: False) is command
+        assert wait_for_command(WAIT, Reporter(pipe, None), lambda: None, lambda: next(changes)) is None
+    assert next(changes, None) is None
 
 
 POLICIES = """

@@ -15,6 +15,7 @@ from resiliency.launch.failures.shared_history import SharedHistory
 from resiliency.launch.fleet.link import WorkerStateReporter
 from resiliency.launch.health.diagnosis import Advice, Diagnosis, Limits, diagnose
 from resiliency.launch.health.evidence import RankDeath
+from resiliency.launch.health.history import pause_after
 from resiliency.launch.health.rules import SHARED_MEMORY
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.rendezvous.shared_lines import SharedLines
@@ -52,8 +53,11 @@ class FailureHandler:
         directories = (options.info.run_dir, *filter(None, [options.args.log_dir]), SHARED_MEMORY)
         self._evidence = EvidenceCollector(options.info.host, directories)
         self._shared = SharedHistory(lines)
+        #: Seconds that this host wants to wait before the next attempt starts.
+        self.pause_s = 0.0
 
     def begin_attempt(self) -> None:
+        self.pause_s = 0.0
         self._evidence.begin_attempt()
         self._page.clear()  # a step of the attempt before is no evidence of this one
 
@@ -108,6 +112,7 @@ class FailureHandler:
         if policy is not None and (advice := ask_policy(policy, evidence, found)) is not None:
             found = replace(found, advice=advice, sentence=f"{found.sentence}; {policy} says {advice.value}")
         self._shared.add(run, found)
+        self.pause_s = pause_after(self._shared.own)
         self._events.emit(
             EventType.DIAGNOSED,
             attempt=attempt,

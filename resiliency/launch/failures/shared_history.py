@@ -65,6 +65,11 @@ class SharedHistory:
         if self._lines is not None and (diagnosis.advice is Advice.STOP or diagnosis.cause in OWN):
             self._lines.add(_key(run), encode_diagnosis(diagnosis))
 
+    @property
+    def own(self) -> tuple[Diagnosis, ...]:
+        """Those of this launcher, oldest first."""
+        return tuple(self._own[number] for number in sorted(self._own))
+
     def find_stop(self, run: str) -> Diagnosis | None:
         """The diagnosis with which a host has ended the job, if one did."""
         known: Sequence[Diagnosis] = [*self._own.values(), *self._of_all(run)]

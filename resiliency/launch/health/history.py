@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules over attempts: an error that comes again, and attempts that bring nothing.
+"""The rules over attempts: an error that comes again, attempts that bring nothing, and pauses between them.
 
 Nothing else of an earlier attempt counts; cause and culprits remain those of the attempt itself.  A job only
 ends for a cause of its own (`OWN`): what comes from outside may last for hours and be over then, and a signal
@@ -22,6 +22,9 @@ from resiliency.launch.health.evidence import RankError
 EQUAL_ERRORS = 3
 #: An attempt without a known step that ran longer may have trained: its script may report none.
 SETUP_S = 900.0
+#: An attempt that ended sooner and brought nothing has ended at once; those in a row are followed by pauses.
+AT_ONCE_S = 60.0
+PAUSES_S = (0.0, 1.0, 2.0, 5.0, 15.0, 30.0, 60.0)
 #: Of these the whole message tells what is wrong, also where no line of the program is known.
 _BY_MESSAGE = frozenset({Cause.IMPORT, Cause.VERSION, Cause.TOPOLOGY, Cause.NAN})
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b")
@@ -89,6 +92,30 @@ def with_history(diagnosis: Diagnosis, history: Sequence[Diagnosis], limits: Lim
         why = f"{len(vain)} attempts of {spent_s / 60:.0f} minutes in all finished no new step"
         return _stop(diagnosis, DecidedBy.NO_PROGRESS, why)
     return diagnosis
+
+
+def pause_after(diagnoses: Sequence[Diagnosis]) -> float:
+    """Seconds before the next attempt starts: restarts that are faster than an outage are used up in it.
+
+    Args:
+        diagnoses: of this run, oldest first; the last one is of the attempt that has just ended.
+    """
+    count, attempt = 0, diagnoses[-1].attempt if diagnoses else 0
+    earlier: list[Diagnosis | None] = [None, *diagnoses[:-1]]
+    for one, before in zip(reversed(diagnoses), reversed(earlier), strict=False):
+        # Lost steps that were done again up to the same failure, of a save as a rule, have mended nothing.
+        advanced = one.advanced and not (before is not None and _fails_there_again(one, before))
+        # One that is missing here was ended by another host, after whatever it had brought.
+        if one.attempt != attempt or advanced or one.uptime_s is None or one.uptime_s > AT_ONCE_S:
+            break
+        attempt -= 1
+        # The job waits for another host in any case.
+        count += one.cause is not Cause.HOST_LOST
+    return PAUSES_S[min(count, len(PAUSES_S)) - 1] if count else 0.0
+
+
+def _fails_there_again(one: Diagnosis, before: Diagnosis) -> bool:
+    return one.error_step is not None and (one.cause, one.error_step) == (before.cause, before.error_step)
 
 
 def _is_own(diagnosis: Diagnosis) -> bool:

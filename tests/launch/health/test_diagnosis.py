@@ -27,7 +27,7 @@ from resiliency.launch.health.diagnosis import (
     diagnose,
 )
 from resiliency.launch.health.evidence import read_traceback
-from resiliency.launch.health.history import EQUAL_ERRORS, mask
+from resiliency.launch.health.history import EQUAL_ERRORS, mask, pause_after
 from resiliency.launch.health.rules import FATAL_XIDS
 from resiliency.rank.checkpoint_steps import CheckpointSteps
 from supervisor.policy import xid
@@ -351,6 +351,26 @@ def _random_failures(draw: random.Random, mtbf_s: int, checkpoint_s: int) -> lis
         told.append(diagnose(evidence, tuple(told)))
         saved = newest
     return told
+
+
+def test_attempts_that_end_at_once_are_followed_by_longer_and_longer_pauses() -> None:
+    away = replace(after(raised(3, PASSING[0]), step=None), uptime_s=2.0)
+    for one in (away, replace(away, reports_steps=False)):
+        told = _attempts(*[one] * 9)
+        pauses = [pause_after(told[: count + 1]) for count in range(9)]
+        assert pauses == [0, 1, 2, 5, 15, 30, 60, 60, 60]
+    save = replace(after(raised(3, PASSING[4]), step=99), uptime_s=20.0)  # after steps that were done again
+    assert pause_after(_attempts(*[save] * 4)) == 2
+    lost = after(step=None, lost_hosts=("b",))
+    for between, pause in (
+        (replace(away, step=41), 0),
+        (replace(away, uptime_s=61.0), 0),
+        (replace(lost, uptime_s=2.0), 2),
+    ):
+        assert pause_after(_attempts(away, away, between, away)) == pause
+    # Another host has ended the attempts that are missing.
+    told = _attempts(*[away] * 9)
+    assert pause_after([*told[:3], told[-1]]) == pause_after([]) == 0
 
 
 def _rolled_back(*attempts: tuple[int, CheckpointSteps | None]) -> list[Diagnosis]:
