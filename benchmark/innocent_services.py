@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
 _PTRACE_SEIZE, _PTRACE_INTERRUPT, _PTRACE_DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000
 _HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); sys.stdin.read()"
@@ -122,9 +123,9 @@ class OtherSide:
         if self._wait_for("at-step") and not self._late():
             os.write(main, b"c\n")
 
-    def _unlock(self, lock: object) -> None:
+    def _unlock(self, lock: IO[str]) -> None:
         if self._wait_for("at-step") and not self._late():
-            fcntl.flock(lock, fcntl.LOCK_UN)  # type: ignore[call-overload]
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
     def _end_holder(self) -> None:
         if self._wait_for("at-step") and not self._late() and self._holder.stdin is not None:
